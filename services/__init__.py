@@ -1,0 +1,1 @@
+"""The services: each imports only `shared` and itself."""

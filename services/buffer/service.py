@@ -1,0 +1,280 @@
+"""The buffer on the bus: events in, decisions of `services.buffer.policy`, records to the ledger, and only then their effects.
+
+One lock orders all decisions. Everything done twice after a crash (tasks published, payloads freed) is safe to do twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from services.buffer import policy
+from services.buffer.dispatch import Dispatch
+from services.buffer.journal import Journal
+from services.buffer.policy import Limits
+from services.buffer.state import BufferState
+from shared import runs
+from shared.ledger import (
+    EvalEnded,
+    EvalStarted,
+    GroupDead,
+    GroupRequeued,
+    GroupsAdmitted,
+    GroupsDropped,
+    LedgerRecord,
+    RunFinished,
+    group_id,
+)
+from shared.messages import (
+    Accepted,
+    BatchAnswer,
+    BatchPending,
+    BatchRequest,
+    Durable,
+    Failed,
+    Message,
+    Outcome,
+    RunDone,
+    Scored,
+    Task,
+    Trained,
+    WeightsLive,
+)
+from shared.prompts import eval_prompts, training_prompts
+from shared.queue import WorkQueue
+from shared.service import Service
+from shared.streams import generated_consumer, scored_consumer, task_consumer
+from shared.subjects import EVAL, TRAIN
+from shared.tokenizer import Tokenizer
+
+ANSWER_SECONDS = 1.5
+"""How long a batch request is held before it is answered with `BatchPending`."""
+
+FETCH = 256
+LOOK_SECONDS = 2.0
+"""How often live version and queue depths are looked at, besides the events that announce them."""
+
+
+class Buffer:
+    """The active buffer of a run."""
+
+    def __init__(self, service: Service) -> None:
+        config = service.config
+        tokenizer = Tokenizer(config.model.hf_checkpoint)
+        prompts, heldout = training_prompts(config, tokenizer), eval_prompts(config, tokenizer)
+        self._service, self._config, self._bus, self._log = service, config, service.bus, service.log
+        self._limits = Limits.of(config, len(heldout) if heldout else 0)
+        self._dispatch = Dispatch(service.bus, config, prompts, heldout, tokenizer.stop_ids)
+        self._journal = Journal(service.bus, service.run)
+        self._state = BufferState()
+        self._turn = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self._to_free: asyncio.Queue[list[str]] = asyncio.Queue()
+        self._broken: asyncio.Queue[Exception] = asyncio.Queue()
+
+    async def run(self) -> None:
+        """Recovers from the ledger, then serves until asked to stop."""
+        service, subjects = self._service, self._service.subjects
+        self._state, released = await self._journal.recover()
+        self._to_free.put_nowait(released)
+        self._log.info("recovered", admitted=self._state.admitted, trained=self._state.trained, in_flight=self._state.in_flight)
+        await self._again()
+        await self._bus.serve(subjects.batch, BatchRequest, self._on_batch)
+        await self._bus.serve(subjects.trained, Trained, self._on_trained)
+        await self._bus.serve(subjects.durable, Durable, self._on_durable)
+        service.state = "ready"
+        work = (self._dispatch.run(), self._free(), self._outcomes(), self._watch_versions(), self._look(), self._until_broken())
+        async with service.background(*work):
+            await service.stopping.wait()
+
+    # --- recovery
+
+    async def _again(self) -> None:
+        """Repeats what a killed predecessor may not have got to: sending tasks, ending the run."""
+        for group in self._state.outstanding:
+            self._dispatch.group(group, self._state, self._limits)
+        for evaluation in self._state.evaluations.values():
+            self._dispatch.evaluation(evaluation)
+        if self._state.finished_steps >= self._limits.steps:
+            await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
+
+    # --- deciding, recording, acting
+
+    async def _decide(self, decision: Callable[[], Sequence[LedgerRecord]]) -> None:
+        """Takes a decision in turn, and all that follows from it."""
+        async with self._turn:
+            await self._record(decision())
+            while records := [
+                *policy.close(self._state, self._limits, time.time()),
+                *policy.admit(self._state, self._limits, time.time()),
+            ]:
+                await self._record(records)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _record(self, records: Sequence[LedgerRecord]) -> None:
+        try:
+            for record in records:
+                await self._journal.append([record])
+                self._state.apply(record)
+                if self._state.released:
+                    self._to_free.put_nowait(self._state.released)
+                await self._act(record)
+        except Exception as error:
+            self._broken.put_nowait(error)
+            raise
+
+    async def _until_broken(self) -> None:
+        """Ends this buffer once a record could not be made or followed: state and ledger may differ then, or another buffer is active."""
+        raise await self._broken.get()
+
+    async def _act(self, record: LedgerRecord) -> None:
+        match record:
+            case GroupsAdmitted(first=first, count=count):
+                for number in range(first, first + count):
+                    self._dispatch.group(self._state.groups[group_id(number)], self._state, self._limits)
+            case GroupRequeued(group=name, attempt=attempt, reason=reason):
+                self._log.warning("group_requeued", group=name, attempt=attempt, reason=reason)
+                self._dispatch.group(self._state.groups[name], self._state, self._limits)
+            case GroupsDropped(groups=names, reason=reason):
+                self._log.info("groups_dropped", groups=names, reason=reason)
+            case GroupDead(group=name, reason=reason):
+                self._log.warning("group_dead", group=name, reason=reason)
+            case EvalStarted(version=version):
+                self._dispatch.evaluation(self._state.evaluations[version])
+            case EvalEnded(dataset=dataset, version=version, mean_reward=mean, failed=failed):
+                self._log.info("evaluated", dataset=dataset, version=version, mean_reward=round(mean, 4), failed=failed)
+                self._service.metrics.set(f"eval_{dataset}", mean)
+                self._service.metrics.set(f"eval_{dataset}_version", version)
+            case RunFinished(steps=steps):
+                self._log.info("run_finished", steps=steps)
+                await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
+            case _:
+                pass
+
+    async def _free(self) -> None:
+        while True:
+            await self._service.store.free(await self._to_free.get())
+
+    # --- what comes in
+
+    async def _outcomes(self) -> None:
+        """Takes rewards and failures; acks once they are in the ledger."""
+        queue = WorkQueue(self._bus, scored_consumer(self._service.run, self._config.bus), Outcome)
+        while True:
+            leases = await queue.fetch(FETCH)
+            rewards = [lease.message for lease in leases if isinstance(lease.message, Scored)]
+            if rewards:
+                await self._decide(partial(policy.scored, self._state, self._limits, rewards, time.time()))
+            for lease in leases:
+                if isinstance(lease.message, Failed):
+                    await self._decide(partial(policy.failed, self._state, lease.message, time.time()))
+                await lease.ack()
+
+    async def _watch_versions(self) -> None:
+        """Learns the live version from its event at once, and from KV where an event was missed."""
+        subjects = self._service.subjects
+        news: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def on_event(message: object) -> None:
+            news.put_nowait(message.data)  # type: ignore[attr-defined]
+
+        await self._bus.connection.subscribe(subjects.event("weights", "live"), cb=on_event)
+        while True:
+            try:
+                value: bytes | None = await asyncio.wait_for(news.get(), timeout=LOOK_SECONDS)
+            except TimeoutError:
+                value = await self._bus.get(subjects.weights_bucket, "live", deadline=120)
+            if value:
+                version = WeightsLive.decode(value).version
+                await self._decide(partial(policy.live, self._state, self._limits, version, time.time()))
+
+    # --- the trainer's requests
+
+    async def _on_batch(self, request: BatchRequest) -> BatchAnswer:
+        end = time.monotonic() + ANSWER_SECONDS
+        while True:
+            answer = await self._batch(request)
+            remaining = end - time.monotonic()
+            if not isinstance(answer, BatchPending) or remaining <= 0:
+                return answer
+            async with self._changed:
+                try:
+                    await asyncio.wait_for(self._changed.wait(), timeout=remaining)
+                except TimeoutError:
+                    return answer
+
+    async def _batch(self, request: BatchRequest) -> BatchAnswer:
+        state, limits, step = self._state, self._limits, request.step
+        known = policy.batch(state, step)
+        if known is not None:
+            return known
+        if step >= limits.steps:
+            if state.finished_steps >= limits.steps:
+                return RunDone()
+            return BatchPending(step=step, have=0, need=0, waiting_for=self._whom())
+        if len(state.ready) >= limits.groups:
+            await self._lose_missing()
+        await self._decide(lambda: [] if step in state.batches else policy.form_batch(state, limits, step, request.version, time.time()))
+        formed = policy.batch(state, step)
+        if formed is not None:
+            return formed
+        return BatchPending(step=step, have=len(state.ready), need=limits.groups, waiting_for=self._whom())
+
+    async def _lose_missing(self) -> None:
+        """Has groups generated anew whose payload the store has lost since they were scored."""
+        owners = {key: name for name, group in self._state.ready.items() if group.scored for key in group.scored.payload.keys}
+        for name in {owners[key] for key in await self._service.store.missing(list(owners))}:
+            await self._decide(partial(policy.lost_payload, self._state, name, time.time()))
+
+    async def _on_trained(self, report: Trained) -> Message:
+        await self._decide(
+            lambda: policy.trained(self._state, report.step, report.version, report.started, report.ended, time.time())
+        )
+        return Accepted()
+
+    async def _on_durable(self, report: Durable) -> Message:
+        await self._decide(lambda: policy.durable(self._state, report.steps, time.time()))
+        return Accepted()
+
+    # --- what is shown
+
+    def _whom(self) -> str:
+        state = self._state
+        if state.live_version < 0:
+            return "a rollout replica that serves weights (none does yet)"
+        if state.evaluations:
+            version, evaluation = next(iter(state.evaluations.items()))
+            return f"the evaluation of version {version} ({len(evaluation.pending())} of {evaluation.prompts} prompts outstanding)"
+        away = f"{len(state.outstanding)} groups with the rollout and reward services"
+        return f"{away}; live version {state.live_version}; {state.dead} dead so far"
+
+    async def _look(self) -> None:
+        """Keeps the gauges: where every group is, and how deep each queue."""
+        run, bus_config = self._service.run, self._config.bus
+        environment = self._config.reward.rm_type
+        queues = {
+            "queue_task": WorkQueue(self._bus, task_consumer(run, bus_config, TRAIN), Task),
+            "queue_eval": WorkQueue(self._bus, task_consumer(run, bus_config, EVAL), Task),
+            "queue_generated": WorkQueue(self._bus, generated_consumer(run, bus_config, environment), Task),
+            "queue_scored": WorkQueue(self._bus, scored_consumer(run, bus_config), Task),
+        }
+        while True:
+            state, metrics = self._state, self._service.metrics
+            for name in ("admitted", "trained", "dropped", "dead", "in_flight", "trained_steps", "durable_steps", "live_version"):
+                metrics.set(name, getattr(state, name))
+            metrics.set("ready", len(state.ready))
+            metrics.set("outstanding", len(state.outstanding))
+            metrics.set("eval_pending", sum(len(evaluation.pending()) for evaluation in state.evaluations.values()))
+            for name, queue in queues.items():
+                waiting, held = await queue.depth(deadline=120)
+                metrics.set(name, waiting)
+                metrics.set(f"{name}_held", held)
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+async def serve(service: Service) -> None:
+    """The body of the buffer service."""
+    await Buffer(service).run()

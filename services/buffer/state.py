@@ -1,0 +1,196 @@
+"""The buffer's state: the fold of the run's ledger, and nothing else.
+
+`BufferState.apply` takes one record; replaying the ledger from its beginning gives the very state that the killed process had.
+Decisions are in `services.buffer.policy`; this module decides nothing. Invariant: a group is in `groups` from its admission until its
+end (trained and durable, dropped, or dead), so memory follows what is in flight, not how long the run is.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from shared.ledger import (
+    BatchFormed,
+    BatchTrained,
+    CheckpointDurable,
+    EvalEnded,
+    EvalScored,
+    EvalStarted,
+    GroupDead,
+    GroupRequeued,
+    GroupsAdmitted,
+    GroupsDropped,
+    GroupsScored,
+    LedgerRecord,
+    RunFinished,
+    ScoredGroup,
+    VersionLive,
+    group_id,
+)
+
+_EVAL_GROUP = re.compile(r"eval\.([^.]+)\.([0-9]+)\.([0-9]+)\Z")
+
+
+@dataclass(slots=True)
+class Group:
+    """A group in flight. ``scored`` is set once it came back; ``step`` once it is in a batch."""
+
+    number: int
+    attempt: int = 0
+    scored: ScoredGroup | None = None
+    step: int | None = None
+
+    @property
+    def id(self) -> str:
+        return group_id(self.number)
+
+
+@dataclass(slots=True)
+class BatchRecord:
+    """A batch that was formed: kept until a checkpoint beyond it is durable, so that it can be handed out again."""
+
+    step: int
+    version: int
+    groups: list[Group]
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """An evaluation under way. ``rewards``: of the prompts that came back, by group id."""
+
+    dataset: str
+    version: int
+    prompts: int
+    rewards: dict[str, list[float]] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+    oldest: int = 1 << 30
+    newest: int = -1
+
+    def pending(self) -> list[str]:
+        """Ids of the groups that have not come back."""
+        names = (eval_group_id(self.dataset, self.version, row) for row in range(self.prompts))
+        return [name for name in names if name not in self.rewards and name not in self.failed]
+
+    def awaits(self, name: str) -> bool:
+        """Whether ``name`` is a group of this evaluation that has not come back."""
+        parts = eval_group_parts(name)
+        if parts is None or parts[2] >= self.prompts or name != eval_group_id(self.dataset, self.version, parts[2]):
+            return False
+        return name not in self.rewards and name not in self.failed
+
+    @property
+    def complete(self) -> bool:
+        return len(self.rewards) + len(self.failed) >= self.prompts
+
+
+@dataclass
+class BufferState:
+    """See the module's docstring. Counters: groups admitted, trained, dropped, dead since the run began."""
+
+    admitted: int = 0
+    trained: int = 0
+    dropped: int = 0
+    dead: int = 0
+    live_version: int = -1
+    trained_steps: int = 0
+    durable_steps: int = 0
+    groups: dict[str, Group] = field(default_factory=dict)
+    ready: dict[str, Group] = field(default_factory=dict)  # scored, not yet batched, in the order they came back
+    batches: dict[int, BatchRecord] = field(default_factory=dict)
+    formed_steps: int = 0
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)  # under way, by version
+    evaluated: set[int] = field(default_factory=set)  # versions whose evaluation ended
+    finished_steps: int = 0  # steps of the run when it last finished; more may have been asked for since
+    released: list[str] = field(default_factory=list)  # payload keys let go by the latest record: free them
+
+    @property
+    def in_flight(self) -> int:
+        """Groups admitted and not ended: generating, being scored, ready, or in a batch not yet trained."""
+        return self.admitted - self.trained - self.dropped - self.dead
+
+    @property
+    def outstanding(self) -> list[Group]:
+        """Groups that rollout or reward services have now."""
+        return [group for group in self.groups.values() if group.scored is None]
+
+    def apply(self, record: LedgerRecord) -> None:
+        """Folds one record in. Records come from `services.buffer.policy` or from the ledger, in order."""
+        self.released = []
+        match record:
+            case GroupsAdmitted(first=first, count=count):
+                for number in range(first, first + count):
+                    self.groups[group_id(number)] = Group(number)
+                self.admitted += count
+            case GroupsScored(groups=scored_groups):
+                for scored in scored_groups:
+                    group = self.groups[scored.group]
+                    group.scored = scored
+                    self.ready[scored.group] = group
+            case GroupRequeued(group=name, attempt=attempt):
+                group = self.groups[name]
+                self._release(group)
+                group.attempt, group.scored = attempt, None
+                self.ready.pop(name, None)
+            case GroupsDropped(groups=names):
+                for name in names:
+                    self._end(name)
+                self.dropped += len(names)
+            case GroupDead(group=name, payload=payload):
+                self._end(name)
+                self.released += payload.keys if payload is not None else []
+                self.dead += 1
+            case BatchFormed(step=step, version=version, groups=names):
+                batch = BatchRecord(step, version, [self.groups[name] for name in names])
+                for group in batch.groups:
+                    group.step = step
+                    del self.ready[group.id]
+                self.batches[step] = batch
+                self.formed_steps = step + 1
+            case BatchTrained(step=step):
+                self.trained += len(self.batches[step].groups)
+                self.trained_steps = step + 1
+            case CheckpointDurable(steps=steps):
+                self.durable_steps = steps
+                for step in [step for step in self.batches if step < steps]:
+                    for group in self.batches.pop(step).groups:
+                        self._end(group.id)
+            case VersionLive(version=version):
+                self.live_version = version
+            case EvalStarted(dataset=dataset, version=version, prompts=prompts):
+                self.evaluations[version] = Evaluation(dataset, version, prompts)
+            case EvalScored(version=version, group=name, rewards=rewards, oldest=oldest, newest=newest, payload=payload):
+                evaluation = self.evaluations[version]
+                self.released += payload.keys if payload is not None else []
+                if rewards:
+                    evaluation.rewards[name] = rewards
+                    evaluation.oldest, evaluation.newest = min(oldest, evaluation.oldest), max(newest, evaluation.newest)
+                else:
+                    evaluation.failed.add(name)
+            case EvalEnded(version=version):
+                del self.evaluations[version]
+                self.evaluated.add(version)
+            case RunFinished(steps=steps):
+                self.finished_steps = steps
+            case _:
+                raise TypeError(f"the buffer does not know ledger record {type(record).__name__}")
+
+    def _end(self, name: str) -> None:
+        group = self.groups.pop(name)
+        self.ready.pop(name, None)
+        self._release(group)
+
+    def _release(self, group: Group) -> None:
+        if group.scored is not None:
+            self.released.extend(group.scored.payload.keys)
+
+
+def eval_group_id(dataset: str, version: int, row: int) -> str:
+    """The id of a held-out prompt in the evaluation of ``version``."""
+    return f"eval.{dataset}.{version}.{row}"
+
+
+def eval_group_parts(group: str) -> tuple[str, int, int] | None:
+    """(dataset, version, row) of an evaluation group's id; None for a training group's."""
+    match = _EVAL_GROUP.match(group)
+    return (match[1], int(match[2]), int(match[3])) if match else None

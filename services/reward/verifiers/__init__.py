@@ -1,0 +1,14 @@
+"""Verifiers: a response and its label in, a score out. Pure and synchronous; `services.reward.worker` runs them in a process apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.reward.verifiers.exact import exact
+from services.reward.verifiers.math import math
+
+Verifier = Callable[[str, str], float]
+"""(response text, label) → reward."""
+
+VERIFIERS: dict[str, Verifier] = {"math": math, "exact": exact}
+"""By the ``rm_type`` that names them."""

@@ -1,0 +1,164 @@
+"""Start SGLang's own HTTP server on a CPU, from PyPI's wheels alone.
+
+    PYTHONPATH=ENGINE_SITE python cpu_launcher.py --model-path MODEL --device cpu ...    (sglang.launch_server's flags)
+
+SGLang serves dense and mixture-of-experts models with torch's native attention on a CPU, but packages that it imports
+exist on PyPI as CUDA builds only. This file puts stand-ins before the first import of ``sglang``, inside the engine's
+processes alone; nothing in site-packages is changed, and a trainer in the same environment sees none of it:
+
+* ``torchvision``: its wheel's C++ operators do not load beside CPU torch, and its Python part then fails to register
+  fake kernels for them. Declaring the operators is enough. It lies in a directory of its own that is on the engine's
+  PYTHONPATH only, since transformers, in a trainer that found it, would import and fail.
+* ``sgl_kernel``: no kernel is called on a CPU without AMX, but some modules import names from it; each name raises when
+  called.
+* ``triton``: 0.7 GB that compiles nothing here; an inert module where the wheel is not installed.
+* ``megatron``: hidden. SGLang's debug dumper imports it where it is installed, 0.8 s for nothing.
+
+Children are forked, where SGLang asks for spawn: they then need not import everything again, which halves both the time
+to start and the memory. That is safe here and only here: no CUDA, and before the fork the parent has run no parallel
+region of torch's. The stand-ins are made at import, so a child that is spawned all the same gets them as well (spawn
+imports this file again, as ``__mp_main__``).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import multiprocessing
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # read while sglang is imported
+
+import torch
+
+TORCHVISION_OPERATORS = torch.library.Library("torchvision", "DEF")
+"""Kept alive here: the operators are gone with the object."""
+
+
+class InertClass(Exception):
+    """What a capitalised name of an inert module is: constructed, subclassed, subscripted or named in ``except``."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments)
+        vars(self).update(options)
+
+    def __class_getitem__(cls, _item: Any) -> type[InertClass]:
+        return cls
+
+
+class InertModule(types.ModuleType):
+    """A module of which every attribute exists: capitalised names are inert classes, the others inert modules.
+
+    Called, as ``@triton.jit`` or ``@triton.autotune(...)`` are, it is a decorator that changes nothing: kernels can be
+    defined, none can be launched.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value: Any
+        if name[0].isupper():
+            value = type(name, (InertClass,), {"__module__": self.__name__})
+        else:
+            value = importlib.import_module(f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if len(arguments) == 1 and callable(arguments[0]) and not options:
+            return arguments[0]
+        return lambda function: function
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class InertFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds one package and everything below it as ``InertModule``."""
+
+    def __init__(self, package: str, attributes: dict[str, dict[str, Any]]) -> None:
+        """``attributes``: per module name, the few values that must be real."""
+        self.package, self.attributes = package, attributes
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname == self.package or fullname.startswith(self.package + "."):
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return InertModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        vars(module).update(self.attributes.get(module.__name__, {}))
+
+
+def declare_torchvision_operators() -> None:
+    """Give the two operators that torchvision's Python part registers fake kernels for."""
+    for name in ("nms", "qnms"):
+        TORCHVISION_OPERATORS.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def stand_in_for_sgl_kernel() -> None:
+    """A ``sgl_kernel`` whose CPU kernels can be imported and refuse to run."""
+    module = types.ModuleType("sgl_kernel")
+
+    def kernel(name: str) -> Callable[..., None]:
+        if not name.endswith("_cpu"):  # the CUDA names stay missing: SGLang tests for them
+            raise AttributeError(f"module 'sgl_kernel' has no attribute {name!r}")
+
+        def refuse(*_arguments: Any, **_options: Any) -> None:
+            raise NotImplementedError(f"sgl_kernel.{name}: PyPI has no CPU build of sgl_kernel; this model needs one")
+
+        return refuse
+
+    module.__getattr__ = kernel  # type: ignore[method-assign]
+    sys.modules["sgl_kernel"] = module
+
+
+def stand_in_for_triton() -> None:
+    """An inert ``triton``, unless the real one is installed."""
+    if importlib.util.find_spec("triton") is not None:
+        return
+    attributes: dict[str, dict[str, Any]] = {
+        "triton": {
+            "__version__": "3.0.0",
+            "cdiv": lambda a, b: -(a // -b),
+            "next_power_of_2": lambda n: 1 << max(n - 1, 0).bit_length(),
+        },
+        "triton.language": {"constexpr": type("constexpr", (InertClass,), {})},
+    }
+    sys.meta_path.append(InertFinder("triton", attributes))
+
+
+def fork_children() -> None:
+    """Let ``multiprocessing.set_start_method`` choose fork, whatever is asked; keep the parent's objects shared."""
+    choose = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force=False: choose("fork", force)
+    os.register_at_fork(before=gc.freeze)  # or the children's collector would touch, and so copy, every page
+
+
+declare_torchvision_operators()
+stand_in_for_sgl_kernel()
+stand_in_for_triton()
+sys.modules["megatron"] = None  # type: ignore[assignment]  # `import megatron` raises ImportError
+
+if __name__ == "__main__":
+    fork_children()
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        run_server(prepare_server_args(sys.argv[1:]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)

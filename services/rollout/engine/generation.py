@@ -1,0 +1,240 @@
+"""What is asked of a generation and what comes back: validation before sending, parsing after. Pure; no I/O.
+
+Versions: a span says which weights drew its tokens. Where an engine reports them per token (``weight_versions``: in
+0.5.20, not in 0.5.16), they are taken over. Where it only names the version at the end, a request whose version at
+the end is the one before it was sent has one span; any other gets the older of the two for all its tokens, so that
+staleness is never understated.
+
+One correction: an engine that overlaps its steps, paused in place, has one token per request on its way that the old
+weights drew, and counts it as the new version's. Versions that came in so are called *late* here: their spans begin one
+token later than the engine says.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.rollout.engine.errors import EngineError, InvalidRequest
+from shared.messages import Sampling
+
+Tokens = NDArray[np.int32] | Sequence[int]
+Finish = Literal["stop", "length", "abort"]
+
+RID_END = "$"
+"""Ends every request id on the wire. SGLang aborts every request whose id *starts with* the given one; with an end mark
+no id is the beginning of another."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sample of a group.
+
+    Args:
+        tokens: int [P], the prompt, then what earlier attempts have generated: generation goes on behind them.
+        max_new_tokens: at most this many are generated now; it takes the place of the sampling's.
+        rid: its id, unique among the requests that the engine holds; ``EngineClient.abort`` takes it.
+        ignore_eos: go on past the model's end token, to ``max_new_tokens``.
+    """
+
+    tokens: Tokens
+    max_new_tokens: int
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    ignore_eos: bool = False
+
+
+class Span(NamedTuple):
+    """Output tokens ``start`` to ``end`` (exclusive), all drawn under one weight version."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one request generated; without the prompt and without what was generated before.
+
+    Args:
+        tokens: int32 [T]; T may be 0 after an abort. log_probs: float32 [T], of exactly those tokens.
+        finish: ``stop`` (end token or stop string), ``length``, ``abort`` (partial: may be gone on from).
+        spans: cover [0, T) without gap or overlap, versions growing; none if T is 0.
+        cached_tokens: input tokens whose keys and values the engine had. retractions: times the engine put it back.
+    """
+
+    rid: str
+    tokens: NDArray[np.int32]
+    log_probs: NDArray[np.float32]
+    finish: Finish
+    spans: tuple[Span, ...]
+    cached_tokens: int
+    retractions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLimits:
+    """What an engine takes.
+
+    Args:
+        vocab_size: ids from 0 to this, exclusive. max_sequence: tokens of one request, input and output together.
+    """
+
+    vocab_size: int
+    max_sequence: int
+
+
+def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, limits: SequenceLimits, cache_key: str) -> dict[str, Any]:
+    """The body of one ``/generate`` call for a group.
+
+    Args:
+        cache_key: prefixes are shared among requests of the same key only.
+
+    Raises:
+        InvalidRequest: an id out of the vocabulary (it would kill the engine), a sequence over the limit (the engine
+            would refuse it, or cut it short in silence), no tokens, ids of requests that clash.
+    """
+    if not requests:
+        raise InvalidRequest("a group without requests")
+    outside = [token for token in sampling.stop_token_ids if not 0 <= token < limits.vocab_size]
+    if outside:
+        raise InvalidRequest(f"stop token {outside[0]} is not in [0, {limits.vocab_size})")
+    rids = [request.rid for request in requests]
+    if len(set(rids)) < len(rids):
+        raise InvalidRequest(f"the group has a request id twice: {sorted(rids)}")
+    return {
+        "rid": [wire_rid(rid) for rid in rids],
+        "input_ids": [_checked_tokens(request, limits) for request in requests],
+        "sampling_params": [_sampling_parameters(request, sampling) for request in requests],
+        "return_logprob": True,
+        "extra_key": cache_key,
+    }
+
+
+def wire_rid(rid: str) -> str:
+    """The request id as the engine gets it. Raises InvalidRequest if it is empty or holds the end mark."""
+    if not rid or RID_END in rid:
+        raise InvalidRequest(f"request id {rid!r}: must not be empty, nor hold {RID_END!r}")
+    return rid + RID_END
+
+
+def parse_group(answer: Any, requests: Sequence[GenerationRequest], version_before: int, late: Set[int], where: str) -> list[Generation]:
+    """The generations of a ``/generate`` answer, in the order of ``requests``.
+
+    Args:
+        version_before: the version the engine served when the request was sent.
+        late: versions whose first token was still drawn by the one before. where: for errors.
+
+    Raises:
+        EngineError: the answer does not fit the request.
+    """
+    if not isinstance(answer, list) or len(answer) != len(requests):
+        raise EngineError(where, f"answered {str(answer)[:200]!r} to a group of {len(requests)}")
+    return [_parse_sample(sample, request, version_before, late, where) for sample, request in zip(answer, requests, strict=True)]
+
+
+def parse_version(text: Any, where: str) -> int:
+    """A weight version as an integer. Raises EngineError for any other, as an engine has that Myxo did not launch."""
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        reason = f"serves weight version {text!r}, not an integer; set_weight_version gives it one"
+        raise EngineError(where, reason) from None
+
+
+def _parse_sample(sample: Mapping[str, Any], request: GenerationRequest, version_before: int, late: Set[int], where: str) -> Generation:
+    meta = sample["meta_info"]
+    if meta["id"] != wire_rid(request.rid):
+        raise EngineError(where, f"answered for {meta['id']!r} where {request.rid!r} was asked")
+    drawn = meta.get("output_token_logprobs") or []  # [log-prob, id, None] per token; missing if aborted unstarted
+    count = len(drawn)
+    tokens = np.fromiter((entry[1] for entry in drawn), np.int32, count)
+    log_probs = np.fromiter((entry[0] for entry in drawn), np.float32, count)
+    if not np.array_equal(tokens, sample["output_ids"]):
+        raise EngineError(where, f"{request.rid}: {count} log-probs do not belong to the output {sample['output_ids']}")
+    finish = meta["finish_reason"]["type"]
+    if finish not in ("stop", "length", "abort"):
+        raise EngineError(where, f"{request.rid}: unknown finish reason {meta['finish_reason']}")
+    return Generation(
+        rid=request.rid,
+        tokens=tokens,
+        log_probs=log_probs,
+        finish=finish,
+        spans=_spans(meta, count, version_before, late, where),
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+        retractions=int(meta.get("num_retractions") or 0),
+    )
+
+
+def _spans(meta: Mapping[str, Any], count: int, version_before: int, late: Set[int], where: str) -> tuple[Span, ...]:
+    """The spans of ``count`` tokens; see the module's docstring."""
+    if count == 0:
+        return ()
+    reported = meta.get("weight_versions")
+    if reported is None:
+        version_after = parse_version(meta["weight_version"], where)
+        return (Span(0, count, min(version_before, version_after)),)
+    spans = tuple(
+        Span(span["start"], min(span["end"], count), parse_version(span["version"], where)) for span in reported if span["start"] < count
+    )
+    edges = [0, *(span.end for span in spans)]
+    if edges[-1] != count or any(span.start != edge for span, edge in zip(spans, edges, strict=False)):
+        raise EngineError(where, f"{meta['id']}: spans {spans} do not cover {count} tokens")
+    return _begun_late(spans, version_before, late)
+
+
+def _begun_late(spans: tuple[Span, ...], version_before: int, late: Set[int]) -> tuple[Span, ...]:
+    """The spans with every late version's beginning moved by one token, which goes to the version before it.
+
+    The first span's too, where its version came in after the request was sent: the first token may have been on its way
+    then, or the request may only have waited, which cannot be told apart; the older version is the safe answer.
+    """
+    count = spans[-1].end
+    starts = [(span.start + (span.version in late and (span.start > 0 or span.version > version_before)), span.version) for span in spans]
+    if starts[0][0] > 0:
+        starts.insert(0, (0, version_before))
+    ends = [*(min(start, count) for start, _ in starts[1:]), count]
+    return tuple(Span(start, end, version) for (start, version), end in zip(starts, ends, strict=True) if start < end)
+
+
+def _sampling_parameters(request: GenerationRequest, sampling: Sampling) -> dict[str, Any]:
+    """SGLang's ``sampling_params`` of one sample.
+
+    Log-probs come from the temperature-scaled distribution over the whole vocabulary; ``top_p`` and ``top_k`` cut what
+    is drawn but are not renormalised in.
+    """
+    parameters: dict[str, Any] = {
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "ignore_eos": request.ignore_eos,
+    }
+    if sampling.stop:
+        parameters["stop"] = list(sampling.stop)
+    if sampling.stop_token_ids:
+        parameters["stop_token_ids"] = list(sampling.stop_token_ids)
+    return parameters
+
+
+def _checked_tokens(request: GenerationRequest, limits: SequenceLimits) -> NDArray[np.int32]:
+    """The request's tokens as int32 [P]. Raises InvalidRequest that names the request and what is wrong with it."""
+    ids, name = np.asarray(request.tokens), f"request {request.rid}"
+    if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
+        raise InvalidRequest(f"{name}: token ids are integers [P], P at least 1, not {ids.dtype} {list(ids.shape)}")
+    bad = np.flatnonzero((ids < 0) | (ids >= limits.vocab_size))
+    if bad.size:
+        at = int(bad[0])
+        raise InvalidRequest(f"{name}: token id {ids[at]} at {at} is not in [0, {limits.vocab_size})")
+    if request.max_new_tokens < 1:
+        raise InvalidRequest(f"{name}: max_new_tokens = {request.max_new_tokens}, at least 1")
+    if ids.size + request.max_new_tokens > limits.max_sequence:
+        raise InvalidRequest(
+            f"{name}: {ids.size} input tokens and {request.max_new_tokens} new ones are more than the "
+            f"{limits.max_sequence} that the engine holds for one sequence"
+        )
+    return np.ascontiguousarray(ids, np.int32)

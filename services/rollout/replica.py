@@ -1,0 +1,164 @@
+"""One replica: its engine, the weight version it serves, and the gate that generation waits at.
+
+Invariant: the gate is open only while the engine runs and holds every byte of `version`. A push closes it; a push that failed, and an
+engine that died, leave it closed (fenced) until a push has gone through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.command import EngineCommand, engine_command
+from services.rollout.engine.process import EngineProcess
+from shared import devices
+from shared.embedded import free_port
+from shared.errors import DeadlineExceeded, MyxoError
+from shared.service import Service
+
+NO_WEIGHTS = -1
+"""Version of a replica that no push has reached yet."""
+
+WATCH_SECONDS = 1.0
+STOP_SECONDS = 3.0
+RESTART_SECONDS = 2.0
+"""Pause before a dead engine is started again."""
+
+
+class Replica:
+    """See the module's docstring. ``client`` is usable while ``engine_up`` is set."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._rollout = service, service.config.rollout
+        if devices.resolve(self._rollout.rollout_device) == "cuda":
+            service.ranks = self._rollout.rollout_num_gpus_per_engine
+        self.client: EngineClient | None = None
+        self.version = NO_WEIGHTS
+        self.engine_up = asyncio.Event()
+        self.incarnation = 0
+        self._gate = asyncio.Event()
+        self._process: EngineProcess | None = None
+
+    # --- the gate
+
+    @property
+    def serving(self) -> bool:
+        return self._gate.is_set()
+
+    async def wait_serving(self, min_version: int, deadline: float) -> EngineClient:
+        """Waits until the replica serves ``min_version`` or newer. Raises DeadlineExceeded."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline
+        while True:
+            remaining = end - loop.time()
+            if remaining <= 0:
+                then = f"it serves version {self.version} ({self._service.state}); the work goes back to the queue"
+                raise DeadlineExceeded(f"weights of version {min_version} or newer", "the trainer", deadline, then)
+            try:
+                await asyncio.wait_for(self._gate.wait(), timeout=min(remaining, WATCH_SECONDS))
+            except TimeoutError:
+                continue
+            if self.version >= min_version and self.client is not None:
+                return self.client
+            await asyncio.sleep(min(remaining, 0.05))
+
+    def close_gate(self) -> None:
+        """Nothing new is sent to the engine."""
+        self._gate.clear()
+
+    async def open_gate(self, version: int) -> None:
+        """The engine serves ``version`` from here on."""
+        self.version = self._service.version = version
+        self._service.state = "ready"
+        self._service.metrics.set("version", version)
+        self._gate.set()
+        await self._service.announce()
+
+    async def fence(self, reason: str) -> None:
+        """The engine's weights are not to be trusted: no work until a push has gone through."""
+        self._gate.clear()
+        self._reincarnate()
+        self.version = self._service.version = NO_WEIGHTS
+        self._service.state = "fenced"
+        self._service.log.warning("fenced", reason=reason)
+        await self._service.announce()
+        await self._service.tell("fenced", reason)
+
+    def _reincarnate(self) -> None:
+        """What the trainer was told of this replica's weights does not hold any longer."""
+        self.incarnation += 1
+        self._service.incarnation = f"{os.getpid()}.{self.incarnation}"
+
+    # --- the engine
+
+    async def keep_engine(self) -> None:
+        """Starts the engine, watches it, and starts it again when it dies. Runs until cancelled; then stops it."""
+        try:
+            while True:
+                await self._start()
+                assert self._process is not None  # set by _start
+                while self._process.alive():
+                    await asyncio.sleep(WATCH_SECONDS)
+                self.engine_up.clear()
+                await self.fence(f"the engine died: {self._process.log_tail(1)}")
+                await self._close()
+                await asyncio.sleep(RESTART_SECONDS)
+        finally:
+            await self._close()
+
+    async def _start(self) -> None:
+        service, rollout = self._service, self._rollout
+        service.state = "starting"
+        command = self._command()
+        self._process = EngineProcess(command, self._log_file())
+        self._process.start()
+        seconds = await self._process.wait_ready(rollout.engine_start_timeout)
+        self.client = await EngineClient.connect(command.url, deadline=60)
+        self._reincarnate()
+        service.state = "fenced"
+        service.log.info("engine_ready", seconds=round(seconds, 1), url=command.url, release=self.client.capabilities.release)
+        service.metrics.set("engine_start_seconds", seconds)
+        self.engine_up.set()
+        await service.announce()
+
+    def _command(self) -> EngineCommand:
+        rollout = self._rollout
+        device = devices.resolve(rollout.rollout_device)
+        flags: dict[str, Any] = {"tp-size": rollout.rollout_num_gpus_per_engine} if device == "cuda" else {}
+        # keys and values that old weights made must not serve requests that begin under new ones: seen as differences of 1e-4 and more
+        # between engine and trainer as soon as prompts repeat. `disable-radix-cache = false` in [rollout.sglang] takes the cache back
+        flags["disable-radix-cache"] = True
+        flags |= rollout.sglang
+        return engine_command(
+            self._service.config.model.hf_checkpoint,
+            free_port(),
+            device=device,
+            random_seed=self._service.config.data.rollout_seed + _number(self._service.instance),
+            flags=flags,
+            threads=1 if device == "cpu" else None,
+        )
+
+    def _log_file(self) -> Path:
+        directory = os.environ.get("MYXO_LOG_DIR")
+        root = Path(directory) if directory else self._service.config.run.root / "logs"
+        return root / f"{self._service.instance}-engine.log"
+
+    async def _close(self) -> None:
+        if self.client is not None:
+            await self.client.close()
+            self.client = None
+        if self._process is not None:
+            try:
+                await self._process.stop(STOP_SECONDS if self._service.stopping.is_set() else 0)
+            except MyxoError as error:
+                self._service.log.error("engine_not_stopped", error=str(error))
+            self._process = None
+
+
+def _number(instance: str) -> int:
+    """The number at the end of an instance's name, so that replicas sample apart from each other."""
+    digits = instance.rsplit("-", 1)[-1]
+    return int(digits) if digits.isdigit() else 0

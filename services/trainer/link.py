@@ -1,0 +1,174 @@
+"""The trainer's link to the bus: rank 0's service life on a thread of its own, with plain calls for the training loop.
+
+The loop computes for seconds at a time; heartbeats, health checks and weight requests must go on meanwhile. Every call here has a
+deadline and runs on the link's event loop; only rank 0 has a link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from shared.bus import TRANSIENT
+from shared.config import RunConfig
+from shared.errors import DeadlineExceeded, MyxoError
+from shared.messages import (
+    Accepted,
+    BatchAnswer,
+    BatchRequest,
+    Durable,
+    ServiceCard,
+    Trained,
+    TrainerStep,
+    WeightsLive,
+)
+from shared.service import Service, attended, connect
+
+Result = TypeVar("Result")
+
+BUFFER = "the buffer"
+REQUEST_SECONDS = 300.0
+"""How long the buffer may be away (restarting, replaying its ledger) before the trainer gives up and is restarted itself."""
+
+LOOK_SECONDS = 0.5
+"""How often the registry is read for replicas."""
+
+CALL_MARGIN = 10.0
+
+
+class Link:
+    """Use as a context manager around the training loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="bus-link", daemon=True)
+        self._started: Future[Service] = Future()
+        self._ended: asyncio.Event | None = None
+        self._stop_asked = threading.Event()
+        self._replicas: list[ServiceCard] = []
+
+    def __enter__(self) -> Link:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._stop_asked.set())
+        self._thread.start()
+        self.service = self._started.result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ended is not None:
+            self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join(timeout=CALL_MARGIN)
+
+    @property
+    def config(self) -> RunConfig:
+        return self.service.config
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the process was asked to stop."""
+        return self._stop_asked.is_set()
+
+    @property
+    def replicas(self) -> list[ServiceCard]:
+        """Rollout replicas whose engines are up, as of the last look."""
+        return self._replicas
+
+    # --- the buffer
+
+    def batch(self, step: int, version: int) -> BatchAnswer:
+        """The batch of ``step``, or that it is not ready yet (within seconds), or that the run is done."""
+        return self.call(self._ask(self.service.subjects.batch, BatchRequest(step=step, version=version), BatchAnswer), REQUEST_SECONDS)
+
+    def trained(self, report: Trained) -> None:
+        """Returns once the buffer has recorded the step."""
+        self.call(self._ask(self.service.subjects.trained, report, Accepted), REQUEST_SECONDS)
+
+    def durable(self, steps: int) -> None:
+        """Returns once the buffer has recorded that a checkpoint of ``steps`` steps is on disk."""
+        self.call(self._ask(self.service.subjects.durable, Durable(steps=steps), Accepted), REQUEST_SECONDS)
+
+    # --- what others see
+
+    def report_step(self, step: TrainerStep) -> None:
+        """Publishes the step's measurements, without waiting."""
+        self._spawn(self.service.event("trainer", "step", step))
+
+    def set_state(self, state: str) -> None:
+        self.service.state = state
+
+    def gauges(self, values: dict[str, float]) -> None:
+        """Sets live figures for the registry and Prometheus."""
+        for name, value in values.items():
+            self.service.metrics.set(name, value)
+
+    def weights_live(self, live: WeightsLive) -> None:
+        """Makes ``live.version`` the run's live version, where it is not behind one that was live before."""
+
+        async def announce() -> None:
+            subjects, bus = self.service.subjects, self.service.bus
+            known = await bus.get(subjects.weights_bucket, "live")
+            if known is None or WeightsLive.decode(known).version < live.version:
+                await bus.put(subjects.weights_bucket, "live", live.encode(), deadline=REQUEST_SECONDS)
+            await self.service.event("weights", "live", live)
+
+        self.service.version = live.version
+        self.call(announce(), REQUEST_SECONDS + CALL_MARGIN)
+
+    # --- running
+
+    def call(self, work: Coroutine[Any, Any, Result], seconds: float) -> Result:
+        """Runs ``work`` on the link's loop and waits. Raises what it raises, or DeadlineExceeded."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(seconds + CALL_MARGIN)
+        except TimeoutError:
+            future.cancel()
+            raise DeadlineExceeded("a call over the bus", "the trainer's own link", seconds, "given up") from None
+
+    async def _ask(self, subject: str, request: Any, reply: type[Result]) -> Result:
+        return await self.service.bus.request(subject, request, reply, deadline=REQUEST_SECONDS, whom=BUFFER)  # type: ignore[type-var]
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._live())
+        except BaseException as error:
+            if not self._started.done():
+                self._started.set_exception(error)
+            else:
+                raise
+        finally:
+            self._loop.close()
+
+    async def _live(self) -> None:
+        service = await connect("trainer")
+        self._ended = asyncio.Event()
+        try:
+            async with attended(service), service.background(self._look(service)):
+                self._started.set_result(service)
+                await self._ended.wait()
+        finally:
+            await service.store.close()
+            await service.bus.close()
+
+    async def _look(self, service: Service) -> None:
+        while True:
+            try:
+                cards = await service.registry.alive("rollout")
+                self._replicas = [card for card in cards if card.state not in ("starting", "stopping")]
+            except (MyxoError, *TRANSIENT) as error:
+                service.log.warning("registry_unread", error=str(error))
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+def now() -> float:
+    """Seconds since the epoch, as all reports carry."""
+    return time.time()

@@ -1,0 +1,222 @@
+"""Stock ``megatron-core`` on a machine without CUDA, over gloo.
+
+The wheel names CUDA in about 120 files. Where there is no CUDA, :func:`install` puts an import hook before the first
+``import megatron.core``; it rewrites the syntax tree of exactly those modules as they load:
+
+============================================  ==================================================================
+in the source                                 becomes
+============================================  ==================================================================
+``torch.cuda.NAME``                           ``NAME`` of :class:`CpuDevice`
+``"cuda"``                                    ``"cpu"``
+``"torch.cuda.FloatTensor"`` and its kin      ``"torch.FloatTensor"`` (optimizers compare ``Tensor.type()`` with it)
+``x.cuda(...)``                               ``x.cpu()``
+============================================  ==================================================================
+
+torch itself and every other package stay as they are, and nothing rewritten is cached on disk. Where CUDA is there,
+nothing happens at all: GPUs run the stock library. Made for megatron-core 0.16; the layout tests hold it to the numbers.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.machinery
+import logging
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from typing import Any
+
+import torch
+
+from shared.errors import MyxoError
+
+PACKAGE = "megatron.core"
+_DEVICE_NAME = "__myxo_cpu_device__"
+
+
+class MegatronAlreadyImported(MyxoError):
+    """``megatron.core`` was imported before the hook could be installed, so it holds references to CUDA."""
+
+
+class CpuEvent:
+    """``torch.cuda.Event`` where nothing is asynchronous."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: CpuEvent) -> float:
+        return 0.0
+
+
+class CpuStream:
+    """``torch.cuda.Stream`` where there is only one."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+        return event or CpuEvent()
+
+
+class CpuRandom:
+    """The random state of "the device": on the CPU the default generator, which takes no device argument."""
+
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
+        torch.set_rng_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        torch.random.default_generator.manual_seed(seed)
+
+
+class CpuDevice(CpuRandom):
+    """What rewritten modules see as ``torch.cuda``: ``torch.cpu``, with the names that only CUDA has."""
+
+    random = CpuRandom()
+    Stream = CpuStream
+    Event = CpuEvent
+    _stream = CpuStream()
+
+    def __getattr__(self, name: str) -> Any:
+        """Anything not defined here: ``torch.cpu`` has it, else it is only named (a type, an annotation), not called."""
+        return getattr(torch.cpu, name) if hasattr(torch.cpu, name) else getattr(torch.cuda, name)
+
+    def current_device(self) -> str:
+        return "cpu"
+
+    def current_stream(self, device: object = None) -> CpuStream:
+        return self._stream
+
+    default_stream = current_stream
+
+    def stream(self, stream: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def empty_cache(self) -> None: ...
+
+    def memory_allocated(self, device: object = None) -> int:
+        return 0
+
+    max_memory_allocated = memory_reserved = memory_allocated
+
+
+class CudaToCpu(ast.NodeTransformer):
+    """The rewriting rules of this module's table."""
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if node.value == "cuda":
+            return ast.copy_location(ast.Constant("cpu"), node)
+        if isinstance(node.value, str) and node.value.startswith("torch.cuda.") and node.value.endswith("Tensor"):
+            return ast.copy_location(ast.Constant(node.value.replace(".cuda", "")), node)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            return ast.copy_location(ast.Name(_DEVICE_NAME, node.ctx), node)
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+            moved = ast.copy_location(ast.Attribute(node.func.value, "cpu", ast.Load()), node)
+            return ast.copy_location(ast.Call(moved, [], []), node)
+        return node
+
+
+def _without_compiler(module: types.ModuleType) -> None:
+    """``jit_fuser`` is torch.compile: on a CPU it would call a C++ compiler for every fused function."""
+    module.__dict__["jit_fuser"] = lambda function: function
+
+
+def _with_cpu_generator(module: types.ModuleType) -> None:
+    """The tracker sets the device's generator through CUDA's C bindings, and warns where the CPU's moved as well."""
+
+    def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    module.__dict__["_set_cuda_rng_state"] = set_state
+    logging.getLogger(module.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _with_numpy_splits(module: types.ModuleType) -> None:
+    """The all-to-all dispatcher converts its split sizes for tensors on CUDA only; the collective wants plain integers."""
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    module.__dict__["maybe_move_tensor_to_cpu"] = move
+
+
+_AFTER_IMPORT: dict[str, Callable[[types.ModuleType], None]] = {
+    f"{PACKAGE}.jit": _without_compiler,
+    f"{PACKAGE}.tensor_parallel.random": _with_cpu_generator,
+    f"{PACKAGE}.transformer.moe.moe_utils": _with_numpy_splits,
+}
+
+
+class CpuLoader(SourceFileLoader):
+    """Loads one module of Megatron-Core, rewritten if it mentions CUDA."""
+
+    def get_code(self, fullname: str) -> types.CodeType | None:
+        source = self.get_data(self.path)
+        if b"cuda" not in source:
+            return super().get_code(fullname)
+        tree = ast.fix_missing_locations(CudaToCpu().visit(ast.parse(source, self.path)))
+        return compile(tree, self.path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__dict__[_DEVICE_NAME] = CpuDevice()
+        super().exec_module(module)
+        _AFTER_IMPORT.get(module.__name__, lambda _: None)(module)
+
+
+class CpuFinder:
+    """Finds modules of Megatron-Core as usual and hands them to :class:`CpuLoader`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = CpuLoader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def install() -> str:
+    """Make ``import megatron.core`` work on this machine; call it before the first such import. Idempotent.
+
+    Returns:
+        ``"cuda"`` where CUDA is available (nothing was changed), else ``"cpu"``.
+
+    Raises:
+        MegatronAlreadyImported: there is no CUDA and ``megatron.core`` is loaded already, unchanged.
+    """
+    if torch.cuda.is_available():
+        return "cuda"
+    if any(isinstance(finder, CpuFinder) for finder in sys.meta_path):
+        return "cpu"
+    if PACKAGE in sys.modules:
+        raise MegatronAlreadyImported(
+            f"{PACKAGE} was imported before services.trainer.megatron; import services.trainer.megatron first"
+        )
+    sys.meta_path.insert(0, CpuFinder())
+    return "cpu"

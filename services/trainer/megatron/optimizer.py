@@ -1,0 +1,267 @@
+"""Megatron's optimizer (distributed or not), its Adam, and one update that looks before it leaps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import megatron.core.optimizer as megatron_optimizer
+import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from services.trainer.megatron.model import Model
+from services.trainer.megatron.runtime import device
+from services.trainer.megatron.schedule import LearningRateSchedule
+
+
+class Adam(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter 2019) with the interface and state of Apex' and Transformer Engine's ``FusedAdam``.
+
+    The number of updates stands in the parameter group, not beside each parameter. Megatron's distributed optimizer reloads
+    a ``torch.optim.AdamW`` wrongly and says nothing: all parameters come to share one ``step`` tensor, which every one of
+    them then increments. An optimizer of this shape takes the code path that GPUs with either library take.
+
+    Args:
+        params: parameters or groups. lr, weight_decay, betas, eps: as in ``torch.optim.AdamW``.
+        adam_w_mode: must be true; the name is ``FusedAdam``'s.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+    ) -> None:
+        if not adam_w_mode:
+            raise ValueError("only decoupled weight decay (AdamW) is implemented")
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "bias_correction": True})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient. ``closure`` is not supported."""
+        if closure is not None:
+            raise ValueError("closures are not supported")
+        for group in self.param_groups:
+            if not group["params"]:
+                continue  # as FusedAdam: an empty group does not count
+            group["step"] = int(group.get("step", 0)) + 1
+            parameters = [p for p in group["params"] if p.grad is not None and p.numel()]
+            if not parameters:
+                continue
+            for parameter in parameters:
+                self.initialize_state(parameter)
+            beta1, beta2 = group["betas"]
+            adamw(
+                parameters,
+                [p.grad for p in parameters],
+                [self.state[p]["exp_avg"] for p in parameters],
+                [self.state[p]["exp_avg_sq"] for p in parameters],
+                [],
+                list(torch.full((len(parameters),), float(group["step"] - 1), device=parameters[0].device).unbind()),
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+    def initialize_state(self, parameter: Tensor) -> None:
+        """Zero moments, unless there are some."""
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+
+def register_adam() -> None:
+    """Give Megatron :class:`Adam` where neither Transformer Engine nor Apex provides a ``FusedAdam``. Idempotent."""
+    if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+        return
+    megatron_optimizer.Adam = distributed_optimizer.Adam = Adam
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+    distributed_optimizer.HAVE_APEX_OR_TE = True
+    distributed_optimizer.USING_APEX_OPTIMIZER = True
+
+
+@torch.no_grad()
+def gather_state(
+    optimizer: DistributedOptimizer,
+    use_gloo_comm: bool = False,
+    empty_data: bool = False,
+    return_on_all_ranks: bool = True,
+) -> dict[Any, Any]:
+    """Main weights and moments of whole parameter buffers, for ``DistributedOptimizer.sharded_state_dict``.
+
+    In place of ``get_parameter_state_dp_zero`` (0.16), whose result leaves out the padding between buckets while its reader
+    counts it: with several buckets (a tied embedding under pipeline parallelism has its own) all parameters behind the first
+    padding are saved shifted. Here every element stands where the buffer has it.
+
+    Args:
+        optimizer: of this rank. empty_data: make room without filling it, as for a load. The other arguments are those of
+            the method; what is asked for is always the same here.
+
+    Returns:
+        By buffer index and dtype: ``param``, ``exp_avg`` and ``exp_avg_sq``, float32 [elements of the buffer] on the CPU.
+    """
+    if use_gloo_comm or not return_on_all_ranks:
+        raise ValueError("only the gather on all ranks, over the data-parallel group itself, is implemented")
+    group = optimizer.data_parallel_group
+    state: dict[Any, Any] = {"buckets_coalesced": True}
+    for index, (buffer, by_dtype) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
+        ((dtype, ranges),) = by_dtype.items()
+        whole = {key: torch.zeros(buffer.numel, dtype=torch.float32) for key in ("param", "exp_avg", "exp_avg_sq")}
+        state[index] = {dtype: whole}
+        for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True) if not empty_data else ():
+            size = bucket.grad_data.numel()
+            for key, target in whole.items():
+                mine = torch.zeros(size // group.size(), dtype=torch.float32, device=bucket.grad_data.device)
+                for parameter, spans in bucket_ranges["param_map"].items():
+                    held = optimizer._get_main_param_and_optimizer_states(parameter)[key]
+                    mine[spans["gbuf_local"].start : spans["gbuf_local"].end] = held
+                gathered = torch.empty(size, dtype=torch.float32, device=mine.device)
+                dist.all_gather_into_tensor(gathered, mine, group=group)
+                target[bucket.offset : bucket.offset + size] = gathered.cpu()
+    return state
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Adam's and the schedule's settings; the fields are those of the trainer's configuration."""
+
+    schedule: LearningRateSchedule
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    clip_grad: float
+    use_distributed_optimizer: bool
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an attempted update did.
+
+    Args:
+        grad_norm: L2 norm of the whole gradient before clipping. lr: the learning rate, of this update or the one skipped.
+        skipped: why nothing was changed, or None.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: str | None = None
+
+
+class Optimizer:
+    """Adam over float32 main weights, its moments split over the data-parallel ranks if so configured.
+
+    Args:
+        model: loaded; in bfloat16 the main weights are copied from it now.
+    """
+
+    def __init__(self, model: Model, settings: OptimizerSettings) -> None:
+        register_adam()
+        self.settings, self.updates = settings, 0
+        bfloat16 = model.config.params_dtype == torch.bfloat16
+        self.megatron: ChainedOptimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=settings.schedule.lr,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.adam_beta1,
+                adam_beta2=settings.adam_beta2,
+                adam_eps=settings.adam_eps,
+                clip_grad=settings.clip_grad,
+                bf16=bfloat16,
+                params_dtype=model.config.params_dtype,
+                use_distributed_optimizer=settings.use_distributed_optimizer,
+                log_num_zeros_in_grad=False,
+            ),
+            list(model.chunks),
+            use_gloo_process_groups=False,
+        )
+        self._initialize_moments()
+        for part in self.megatron.chained_optimizers:
+            if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+                part.get_parameter_state_dp_zero = partial(gather_state, part)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update."""
+        return self.settings.schedule.at(self.updates)
+
+    def set_lr(self, lr: float) -> None:
+        """Change the schedule's peak; its position and the moments stay."""
+        schedule = replace(self.settings.schedule, lr=lr, min_lr=min(lr, self.settings.schedule.min_lr))
+        self.settings = replace(self.settings, schedule=schedule)
+
+    def reset(self, schedule: LearningRateSchedule) -> None:
+        """Start over with zero moments at the beginning of ``schedule``. The float32 main weights keep their precision."""
+        self.settings, self.updates = replace(self.settings, schedule=schedule), 0
+        for inner in self._inner():
+            for group in inner.param_groups:
+                group.pop("step", None)
+            for state in inner.state.values():
+                state["exp_avg"].zero_()
+                state["exp_avg_sq"].zero_()
+
+    def resume(self, schedule: LearningRateSchedule, updates: int) -> None:
+        """Take a loaded checkpoint's schedule, at the position that it had reached."""
+        self.settings, self.updates = replace(self.settings, schedule=schedule), updates
+
+    def update(self) -> Update:
+        """Apply the gradients that the backward passes have left. A collective of all ranks.
+
+        A gradient whose norm is not finite changes nothing: neither weights, nor moments, nor the schedule's position.
+        """
+        optimizer, lr = self.megatron, self.lr
+        optimizer.prepare_grads()
+        grad_norm = float(optimizer.get_grad_norm())
+        if not _everywhere(math.isfinite(grad_norm)):
+            return Update(grad_norm, lr, skipped=f"gradient norm is {grad_norm}")
+        for part in optimizer.chained_optimizers:
+            parameters = part.get_parameters()
+            if parameters and self.settings.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(parameters, self.settings.clip_grad, grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
+        optimizer.step_with_ready_grads()
+        self.updates += 1
+        return Update(grad_norm, lr)
+
+    def zero_gradients(self) -> None:
+        """Before the backward passes. Without a distributed optimizer the parameters' gradients *are* the model's buffers
+        after an update, and the next backward pass would add each buffer to itself."""
+        self.megatron.zero_grad()
+
+    def _inner(self) -> Iterator[torch.optim.Optimizer]:
+        for part in self.megatron.chained_optimizers:
+            if not part.is_stub_optimizer:
+                yield part.optimizer
+
+    def _initialize_moments(self) -> None:
+        """A checkpoint before the first update needs them, and so does loading one."""
+        for part in self.megatron.chained_optimizers:
+            if not part.is_stub_optimizer:
+                part.init_state_fn(part.optimizer, part.config)
+
+
+def _everywhere(condition: bool) -> bool:
+    """Whether ``condition`` holds on all ranks."""
+    violated = torch.tensor([0.0 if condition else 1.0], device=device())
+    dist.all_reduce(violated, op=dist.ReduceOp.MAX)
+    return not violated.item()

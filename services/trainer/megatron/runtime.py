@@ -1,0 +1,248 @@
+"""The process group, its split into parallel groups, and what ranks say to one another besides tensors.
+
+One process is one rank. torchrun (or whoever starts the ranks) sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+``MASTER_ADDR`` and ``MASTER_PORT``; without them the process is a world of one and opens no port. Every collective has the
+group's deadline, and :func:`deadline` turns its running out into an error that says what was waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from services.trainer.megatron import DEVICE_TYPE
+from shared.errors import ConfigError, DeadlineExceeded, MyxoError
+
+
+class PeerLost(MyxoError):
+    """Another rank went away in the middle of a collective."""
+
+
+class PeerFailed(MyxoError):
+    """Another rank reported an error in a step that all ranks take together; that rank raises the cause."""
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """How the world's ranks share the model and the data.
+
+    Args:
+        tensor: ranks that share each weight matrix. pipeline: stages of layers. context: ranks that share a sequence.
+        expert: ranks that share the experts of a layer, from among the tensor- and data-parallel ranks.
+        sequence_parallel: also split norms and residuals over ``tensor``.
+
+    Raises:
+        ConfigError: a size has no meaning, or two settings contradict one another.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "trainer.tensor_model_parallel_size": self.tensor,
+            "trainer.pipeline_model_parallel_size": self.pipeline,
+            "trainer.context_parallel_size": self.context,
+            "trainer.expert_model_parallel_size": self.expert,
+        }
+        for field, value in sizes.items():
+            if value < 1:
+                raise ConfigError(field, value, "at least 1")
+        if self.context > 1:
+            raise ConfigError("trainer.context_parallel_size", self.context, "1; context parallelism is not implemented")
+        if self.sequence_parallel and self.tensor == 1:
+            raise ConfigError("trainer.sequence_parallel", True, "false, or a tensor_model_parallel_size above 1")
+
+    @property
+    def expert_tensor(self) -> int:
+        """Ranks that share each expert's matrices: none where ``expert`` distributes whole experts, else ``tensor``.
+
+        Megatron offers both freely, and two of the four combinations are traps: experts both distributed and split need
+        gathers of uneven sizes, which gloo has not; experts neither distributed nor split under tensor parallelism get the
+        gradient of one tensor rank's tokens only, silently (their parameters are not marked as experts').
+        """
+        return 1 if self.expert > 1 else self.tensor
+
+    def check(self, world_size: int) -> None:
+        """Raises ConfigError where the world cannot be divided like this."""
+        replica = self.tensor * self.pipeline * self.context
+        if world_size % replica:
+            raise ConfigError(
+                "trainer.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size",
+                f"{self.tensor} x {self.pipeline} x {self.context}",
+                f"a divisor of the world size, {world_size}",
+            )
+        stage = world_size // self.pipeline
+        if stage % self.expert:
+            raise ConfigError("trainer.expert_model_parallel_size", self.expert, f"a divisor of {stage}, the ranks of a stage")
+
+
+_timeout_seconds = 0.0
+_formed: tuple[ParallelLayout, float] | None = None
+
+
+def device() -> torch.device:
+    """The device of this rank."""
+    if DEVICE_TYPE == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def start(layout: ParallelLayout, seed: int, timeout_seconds: float) -> None:
+    """Join the other ranks and form the parallel groups.
+
+    A process group that exists already is used as it is. Models of one process (an actor, its reference, a critic) share
+    their groups as long as they have the same layout; another layout forms new groups, and earlier models are then of no use.
+
+    Args:
+        layout: checked against the world size. seed: of the model's random streams (dropout, initialisation).
+        timeout_seconds: how long any collective may wait for the other ranks.
+
+    Raises:
+        ConfigError: the layout does not divide the world. DeadlineExceeded: the other ranks did not come.
+    """
+    global _timeout_seconds, _formed
+    if timeout_seconds <= 0:
+        raise ConfigError("trainer.timeout_seconds", timeout_seconds, "a positive number of seconds")
+    _timeout_seconds = timeout_seconds
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    layout.check(world_size)
+    if not dist.is_initialized():
+        with deadline(f"the meeting of {world_size} trainer ranks"):
+            _join(world_size, timedelta(seconds=timeout_seconds))
+    if _formed != (layout, timeout_seconds):
+        _form_groups(layout, timeout_seconds)
+        _formed = (layout, timeout_seconds)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _form_groups(layout: ParallelLayout, timeout_seconds: float) -> None:
+    _leave_groups()
+    with deadline("the forming of the parallel groups"):
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+            create_gloo_process_groups=False,
+            # declared an integer, but handed to timedelta(minutes=...) as it is
+            distributed_timeout_minutes=timeout_seconds / 60,
+        )
+
+
+def _leave_groups() -> None:
+    """Megatron forgets its groups without ending them: each would keep a thread of gloo's that spins once a peer has left."""
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    groups = list(parallel_state._global_process_group_list or [])
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER and group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def _join(world_size: int, timeout: timedelta) -> None:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if DEVICE_TYPE == "cuda":
+        torch.cuda.set_device(local_rank)
+    backend = "nccl" if DEVICE_TYPE == "cuda" else "gloo"
+    if world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+
+
+def stop() -> None:
+    """Leave the groups. A later :func:`start` forms new ones."""
+    global _formed
+    _formed = None
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def data_parallel() -> tuple[int, int]:
+    """This rank's place among the replicas of the model, and how many there are."""
+    return int(parallel_state.get_data_parallel_rank()), int(parallel_state.get_data_parallel_world_size())
+
+
+@contextlib.contextmanager
+def deadline(what: str) -> Iterator[None]:
+    """Names what the ranks were doing together when a collective failed.
+
+    Args:
+        what: the common step, for the error's text.
+
+    Raises:
+        DeadlineExceeded: a collective ran into the group's timeout. PeerLost: another rank's connection broke.
+    """
+    try:
+        yield
+    except (RuntimeError, TimeoutError) as error:
+        text = str(error).lower()
+        then = "this rank stops; restart all ranks from the newest checkpoint"
+        if "timed out" in text or "timeout" in text:
+            raise DeadlineExceeded(what, "the other trainer ranks", _timeout_seconds, then) from error
+        if "connection closed" in text or "connection reset" in text or "broken pipe" in text or "nccl error" in text:
+            raise PeerLost(f"a trainer rank went away during {what}; {then}") from error
+        raise
+
+
+@contextlib.contextmanager
+def together(what: str) -> Iterator[None]:
+    """A step that fails on all ranks if it fails on one, so that no rank waits for one that has given up.
+
+    The body must not leave other ranks inside a collective when it raises.
+
+    Raises:
+        PeerFailed: on the ranks where the body went well, if it did not on another. Else what the body raised.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    failed = torch.tensor([1.0 if failure else 0.0], device=device())
+    try:
+        with deadline(what):
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    except MyxoError:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
+    if failed.item():
+        raise PeerFailed(f"{what} failed on another trainer rank; its log names the cause")
+
+
+def gather_json(value: Any) -> list[Any]:
+    """``value`` of every rank, in rank order, on every rank. JSON, since pickles of received bytes are not read here."""
+    encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device())
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device())
+    sizes[dist.get_rank()] = encoded.numel()
+    dist.all_reduce(sizes)
+    mine = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device())
+    mine[: encoded.numel()] = encoded
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [json.loads(bytes(part[:size].tolist())) for part, size in zip(everyone, sizes.tolist(), strict=True)]
+
+
+def round_up(value: int, multiple: int) -> int:
+    return math.ceil(value / multiple) * multiple

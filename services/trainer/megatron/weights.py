@@ -1,0 +1,265 @@
+"""Between Hugging Face's tensors and Megatron's parameters.
+
+Megatron fuses q, k and v into one matrix, ordered by key/value group, and the two halves of a gated MLP into another; it
+splits both over the tensor-parallel ranks and rounds the vocabulary up. :func:`recipe` is the one table of names, for the
+local layer spec and for Transformer Engine's (which keeps norms inside the linear layers and numbers experts otherwise).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from services.trainer.megatron.families import Architecture, hf_tensors
+from services.trainer.megatron.runtime import device
+from shared.errors import ConfigError
+
+Layout = Literal["plain", "vocabulary", "qkv", "glu"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one Megatron parameter is made of Hugging Face tensors.
+
+    Args:
+        hf_names: the tensors. layout: ``plain`` as it is; ``vocabulary`` with rows of zeros below; ``qkv`` interleaved by
+            key/value group; ``glu`` one above the other, and each half split over the ranks for itself.
+    """
+
+    hf_names: tuple[str, ...]
+    layout: Layout
+
+    def fuse(self, tensors: Sequence[Tensor], architecture: Architecture, rows: int) -> Tensor:
+        """The unsplit parameter; ``rows``: its size in dimension 0, with the vocabulary's padding."""
+        if self.layout == "glu":
+            return torch.cat(list(tensors))
+        if self.layout == "qkv":
+            groups = architecture.num_key_value_heads
+            return torch.cat([t.reshape(groups, -1, *t.shape[1:]) for t in tensors], 1).flatten(0, 1)
+        if self.layout == "vocabulary" and rows > tensors[0].size(0):
+            below = tensors[0].new_zeros(rows - tensors[0].size(0), *tensors[0].shape[1:])
+            return torch.cat([tensors[0], below])
+        return tensors[0]
+
+    def unfuse(self, parameter: Tensor, architecture: Architecture) -> list[Tensor]:
+        """Inverse of :meth:`fuse`: contiguous tensors in the order of ``hf_names``."""
+        if self.layout == "glu":
+            return list(parameter.chunk(2))
+        if self.layout == "qkv":
+            groups, width = architecture.num_key_value_heads, architecture.head_dim
+            queries = architecture.num_attention_heads // groups * width
+            parts = parameter.unflatten(0, (groups, -1)).split([queries, width, width], 1)
+            return [part.flatten(0, 1).contiguous() for part in parts]
+        if self.layout == "vocabulary":
+            return [parameter[: architecture.vocab_size]]
+        return [parameter]
+
+    def shard(self, full: Tensor, dimension: int, rank: int, size: int) -> Tensor:
+        """What tensor-parallel rank ``rank`` of ``size`` holds of the unsplit parameter."""
+        if self.layout == "glu":
+            return torch.cat([half.chunk(size, dimension)[rank] for half in full.chunk(2, dimension)], dimension)
+        return full.chunk(size, dimension)[rank]
+
+    def unshard(self, shards: Sequence[Tensor], dimension: int) -> Tensor:
+        """Inverse of :meth:`shard`, over all ranks."""
+        if self.layout == "glu":
+            halves = [shard.chunk(2, dimension) for shard in shards]
+            return torch.cat([half[0] for half in halves] + [half[1] for half in halves], dimension)
+        return torch.cat(list(shards), dimension)
+
+
+_TOP: dict[str, Recipe] = {
+    "embedding.word_embeddings.weight": Recipe(("model.embed_tokens.weight",), "vocabulary"),
+    "decoder.final_layernorm.weight": Recipe(("model.norm.weight",), "plain"),
+    "output_layer.weight": Recipe(("lm_head.weight",), "vocabulary"),
+}
+
+_EXPERT_IN = ("mlp.experts.{0}.gate_proj.weight", "mlp.experts.{0}.up_proj.weight")
+_EXPERT_OUT = ("mlp.experts.{0}.down_proj.weight",)
+
+# pattern below "decoder.layers.N." -> names below "model.layers.N."; {0}, {1}: the pattern's groups
+_IN_LAYER: list[tuple[str, tuple[str, ...], Layout]] = [
+    (r"input_layernorm\.weight", ("input_layernorm.weight",), "plain"),
+    (r"self_attention\.linear_qkv\.layer_norm_weight", ("input_layernorm.weight",), "plain"),
+    (
+        r"self_attention\.linear_qkv\.(weight|bias)",
+        ("self_attn.q_proj.{0}", "self_attn.k_proj.{0}", "self_attn.v_proj.{0}"),
+        "qkv",
+    ),
+    (r"self_attention\.([qk])_layernorm\.weight", ("self_attn.{0}_norm.weight",), "plain"),
+    (r"self_attention\.linear_proj\.weight", ("self_attn.o_proj.weight",), "plain"),
+    (r"pre_mlp_layernorm\.weight", ("post_attention_layernorm.weight",), "plain"),
+    (r"mlp\.linear_fc1\.layer_norm_weight", ("post_attention_layernorm.weight",), "plain"),
+    (r"mlp\.linear_fc1\.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "glu"),
+    (r"mlp\.linear_fc2\.weight", ("mlp.down_proj.weight",), "plain"),
+    (r"mlp\.router\.weight", ("mlp.gate.weight",), "plain"),
+    (r"mlp\.experts\.local_experts\.(\d+)\.linear_fc1\.weight", _EXPERT_IN, "glu"),
+    (r"mlp\.experts\.linear_fc1\.weight(\d+)", _EXPERT_IN, "glu"),
+    (r"mlp\.experts\.local_experts\.(\d+)\.linear_fc2\.weight", _EXPERT_OUT, "plain"),
+    (r"mlp\.experts\.linear_fc2\.weight(\d+)", _EXPERT_OUT, "plain"),
+]
+
+
+def recipe(name: str, architecture: Architecture) -> Recipe:
+    """The recipe of a parameter by its global name (see :func:`parameters`).
+
+    Raises:
+        KeyError: a parameter that no rule covers, which is a gap in the table.
+    """
+    if name == "output_layer.weight" and architecture.tied_embeddings:
+        return _TOP["embedding.word_embeddings.weight"]  # the last pipeline stage's copy
+    if name in _TOP:
+        return _TOP[name]
+    layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+    for pattern, hf_names, layout in _IN_LAYER if layer else ():
+        matched = re.fullmatch(pattern, layer[2]) if layer else None
+        if layer and matched:
+            prefix = f"model.layers.{layer[1]}."
+            return Recipe(tuple(prefix + hf_name.format(*matched.groups()) for hf_name in hf_names), layout)
+    raise KeyError(f"no recipe for Megatron parameter {name!r}")
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """A parameter that this rank holds.
+
+    Args:
+        name: global: layers and experts counted over the whole model. parameter: this rank's shard. recipe: how it is made.
+    """
+
+    name: str
+    parameter: Tensor
+    recipe: Recipe
+
+    @property
+    def split_dimension(self) -> int | None:
+        """Dimension split over :attr:`group`, or None for a parameter that each rank holds whole."""
+        if not getattr(self.parameter, "tensor_model_parallel", False) or self.group.size() == 1:
+            return None
+        return int(self.parameter.partition_dim)  # type: ignore[attr-defined]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that share it."""
+        if ".experts." in self.name:
+            return parallel_state.get_expert_tensor_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()
+
+
+def parameters(
+    chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture
+) -> Iterator[LocalParameter]:
+    """This rank's parameters with their global names: offsets of pipeline stages and of expert ranks applied."""
+    first_expert = 0
+    if architecture.experts is not None:
+        per_rank = architecture.experts.count // config.expert_model_parallel_size
+        first_expert = parallel_state.get_expert_model_parallel_rank() * per_rank
+
+    def global_expert(match: re.Match[str]) -> str:
+        return f"{match[1]}{int(match[2]) + first_expert}{match[3]}"
+
+    for stage, chunk in enumerate(chunks):
+        first_layer = get_transformer_layer_offset(config, vp_stage=stage if len(chunks) > 1 else None)
+        for name, parameter in chunk.named_parameters():
+            layer = re.match(r"decoder\.layers\.(\d+)\.(.+)", name)
+            if layer:
+                name = f"decoder.layers.{int(layer[1]) + first_layer}.{layer[2]}"
+            name = re.sub(r"(\.local_experts\.)(\d+)(\.)", global_expert, name)
+            name = re.sub(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)($)", global_expert, name)
+            yield LocalParameter(name, parameter, recipe(name, architecture))
+
+
+class SafetensorsReader:
+    """The tensors of a Hugging Face checkpoint directory, read one at a time.
+
+    Args:
+        hf_dir: holds ``*.safetensors``. Use as a context manager; it keeps the files open.
+
+    Raises:
+        ConfigError: there are none, or one cannot be read.
+    """
+
+    def __init__(self, hf_dir: Path) -> None:
+        self.hf_dir = hf_dir
+        self._open = ExitStack()
+        self._files: dict[str, safe_open] = {}
+        index = hf_dir / "model.safetensors.index.json"
+        if index.is_file():
+            paths = sorted({hf_dir / file for file in json.loads(index.read_text())["weight_map"].values()})
+        else:
+            paths = sorted(hf_dir.glob("*.safetensors"))
+        if not paths:
+            raise ConfigError("trainer.hf_checkpoint", str(hf_dir), "a directory with *.safetensors files; it has none")
+        for path in paths:
+            try:
+                opened = self._open.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise ConfigError("trainer.hf_checkpoint", str(path), f"a readable safetensors file ({error})") from error
+            self._files.update(dict.fromkeys(opened.keys(), opened))
+
+    def __enter__(self) -> SafetensorsReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def check(self, expected: dict[str, tuple[int, ...]]) -> None:
+        """Raises ConfigError unless the files hold exactly the ``expected`` names and shapes.
+
+        Buffers that old exports carry along (``rotary_emb.inv_freq``) are passed over, and so is the output layer of a
+        model that ties it to the embedding.
+        """
+        held = {name for name in self._files if not name.endswith("rotary_emb.inv_freq")}
+        missing = [name for name in expected if name not in held]
+        if missing:
+            raise ConfigError("trainer.hf_checkpoint", str(self.hf_dir), f"all tensors of the model; missing: {_some(missing)}")
+        unknown = sorted(held - set(expected) - {"lm_head.weight"})
+        if unknown:
+            wanted = f"only the tensors that its config.json describes; besides them: {_some(unknown)}"
+            raise ConfigError("trainer.hf_checkpoint", str(self.hf_dir), wanted)
+        for name, shape in expected.items():
+            found = tuple(self._files[name].get_slice(name).get_shape())
+            if found != shape:
+                raise ConfigError(f"{self.hf_dir}:{name}", found, f"shape {shape}, by the sizes in config.json")
+
+    def read(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+@torch.no_grad()
+def load_hf(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, hf_dir: Path) -> None:
+    """Fill this rank's parameters from a Hugging Face checkpoint, in the model's dtype.
+
+    Raises:
+        ConfigError: the directory holds other tensors than its ``config.json`` describes.
+    """
+    with SafetensorsReader(hf_dir) as reader:
+        reader.check(hf_tensors(architecture))
+        for local in parameters(chunks, config, architecture):
+            target, dimension = local.parameter, local.split_dimension
+            parts = 1 if dimension is None else local.group.size()
+            rows = target.size(0) * (parts if dimension == 0 else 1)
+            full = local.recipe.fuse([reader.read(name) for name in local.recipe.hf_names], architecture, rows)
+            shard = full if dimension is None else local.recipe.shard(full, dimension, local.group.rank(), parts)
+            if shard.shape != target.shape:
+                raise AssertionError(f"{local.name}: made {tuple(shard.shape)} for a parameter of {tuple(target.shape)}")
+            target.copy_(shard.to(device()))

@@ -1,0 +1,64 @@
+"""Policy-gradient losses per token, before any weight and any mean.
+
+Symbols: d = log pi_old - log pi_theta, the ratio rho = exp(-d), A the advantage, c the dual clip. All tensors are [T],
+finite everywhere (``loss.py`` blanks what the mask excludes).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from services.trainer.objective.sequence import sequence_mean
+
+LOG_RATIO_LIMIT = 20.0
+"""Log ratios are clamped to +-20 before ``exp``. Beyond e^20 = 4.9e8 nothing is a policy's neighbour, and float32
+overflows at e^88: inf times a zero advantage, or times the zero gradient of the branch that ``max`` did not take, is
+NaN. The clamp also ends the gradient there, as MIS and verl do; slime's plain PPO has none."""
+
+
+class PolicyGradient(NamedTuple):
+    """loss: floats [T]. clipped: bool [T], where the clip changed the loss (PPO, GSPO) or the weight (CISPO)."""
+
+    loss: Tensor
+    clipped: Tensor
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """``exp(log_ratio)`` with the log ratio clamped to +-20."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def clipped_surrogate(d: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None) -> PolicyGradient:
+    """``max(-rho A, -clip(rho, clip_low, clip_high) A)``; with a dual clip at most ``-c A`` where A < 0.
+
+    Source: PPO, Schulman et al. 2017 (arXiv:1707.06347), eq. 7; unlike bounds, DAPO, Yu et al. 2025 (arXiv:2503.14476);
+    dual clip, Ye et al. 2020 (arXiv:1912.09729). Also GRPO's (arXiv:2402.03300).
+    """
+    ratio = ratio_of(-d)
+    free = -ratio * advantages
+    bounded = -ratio.clamp(clip_low, clip_high) * advantages
+    loss = torch.maximum(free, bounded)
+    if dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(-dual_clip * advantages, loss), loss)
+    return PolicyGradient(loss, (bounded > free).detach())
+
+
+def sequence_log_ratio(d: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """GSPO's d, for ``clipped_surrogate``: the mean of d over a sequence's trained tokens, on every token of it.
+
+    Source: GSPO, Zheng et al. 2025 (arXiv:2507.18071), the length-normalised sequence ratio.
+    """
+    return sequence_mean(d, mask, cu_seqlens)
+
+
+def clipped_weight(d: Tensor, log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyGradient:
+    """``-stopgrad[clip(rho, clip_low, clip_high)] A log pi_theta``: no token loses its gradient.
+
+    Source: CISPO, MiniMax-M1 2025 (arXiv:2506.13585), eq. 4 and 5.
+    """
+    ratio = ratio_of(-d).detach()
+    weight = ratio.clamp(clip_low, clip_high)
+    return PolicyGradient(-weight * advantages * log_probs, weight != ratio)

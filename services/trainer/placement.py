@@ -1,0 +1,145 @@
+"""Which samples go into which micro-batch of which data-parallel rank.
+
+Invariants, all of them properties that the tests draw at random:
+
+- every sample of the batch is in exactly one micro-batch of exactly one rank;
+- every rank runs the same number of micro-batches (pipeline and expert parallel ranks meet in each of them);
+- no micro-batch exceeds the token budget; a sample that alone exceeds it is refused, never cut;
+- a micro-batch is empty only where there are fewer samples than micro-batches (``packing.pack`` then makes a filler, so
+  that the rank still meets the others);
+- the same samples in the same order give the same placement, on every rank and in every run.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from shared.errors import MyxoError
+
+_Members: TypeAlias = "int | tuple[_Members, _Members]"
+_Filled: TypeAlias = tuple[float, int, _Members]
+
+
+class BadBatch(MyxoError):
+    """A batch that cannot be trained on as a whole, though each of its samples may be fine."""
+
+
+class SampleTooLong(MyxoError):
+    """A sample that alone exceeds a micro-batch's token budget.
+
+    Args:
+        sample: its name. tokens: its length, prompt and response. budget: tokens a micro-batch may hold.
+    """
+
+    def __init__(self, sample: str, tokens: int, budget: int) -> None:
+        self.sample, self.tokens, self.budget = sample, tokens, budget
+        super().__init__(
+            f"sample {sample} has {tokens} tokens, a micro-batch holds at most {budget}: raise max_tokens_per_gpu or "
+            "the context parallel size, or lower rollout_max_context_len"
+        )
+
+
+def balance(
+    lengths: Sequence[int],
+    dp_size: int,
+    max_tokens_per_rank: int,
+    *,
+    costs: Sequence[float] | None = None,
+) -> list[list[list[int]]]:
+    """Deal samples to ranks and micro-batches: ``placement[rank][micro_batch]`` is an ascending list of indexes.
+
+    The number of micro-batches a rank is the smallest, from the lower bound up, at which differencing keeps every bin
+    in the budget. The bins, dearest first, are dealt back and forth over the ranks: what runs at the same time is
+    alike, and the totals of any two ranks differ by at most the difference of the dearest and the cheapest bin.
+
+    Args:
+        lengths: tokens of each sample, >= 1. max_tokens_per_rank: tokens a micro-batch may hold.
+        costs: what to even out, > 0 each (for example FLOPs); tokens if not given. The budget is in tokens always.
+
+    Source: Karmarkar and Karp 1982, "The differencing method of set partitioning" (``differencing``).
+
+    Raises:
+        SampleTooLong: a length over the budget (the sample is named by its index). BadBatch: an empty batch, a length
+            or a cost that is not positive, no ranks.
+    """
+    if not lengths or dp_size < 1:
+        raise BadBatch(f"cannot place {len(lengths)} samples on {dp_size} data-parallel ranks")
+    costs = [float(cost) for cost in (lengths if costs is None else costs)]
+    if len(costs) != len(lengths):
+        raise BadBatch(f"{len(costs)} costs for {len(lengths)} samples")
+    for index, (length, cost) in enumerate(zip(lengths, costs, strict=True)):
+        if length > max_tokens_per_rank:
+            raise SampleTooLong(f"number {index} of the batch", length, max_tokens_per_rank)
+        if length < 1 or not 0 < cost < float("inf"):
+            raise BadBatch(f"sample number {index} has length {length} and cost {cost}, expected both > 0 and finite")
+    count = max(1, -(-_fewest_bins(lengths, max_tokens_per_rank) // dp_size))
+    # Ends at the latest with as many bins as samples: differencing then leaves every sample alone.
+    while (placed := _within_budget(lengths, costs, dp_size * count, max_tokens_per_rank)) is None:
+        count += 1
+    placed.sort(key=lambda members: (-sum(costs[i] for i in members), members))
+    rows = [placed[row * dp_size : (row + 1) * dp_size] for row in range(count)]
+    dealt = [row if number % 2 == 0 else row[::-1] for number, row in enumerate(rows)]
+    return [[row[rank] for row in dealt] for rank in range(dp_size)]
+
+
+def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
+    """A lower bound: a bin holds ``budget`` tokens, and at most j samples longer than ``budget / (j + 1)``."""
+    counts = [(j, sum(length * (j + 1) > budget for length in lengths)) for j in range(1, 9)]
+    return max(-(-sum(lengths) // budget), *(-(-count // j) for j, count in counts))
+
+
+def _within_budget(lengths: Sequence[int], costs: Sequence[float], bins: int, budget: int) -> list[list[int]] | None:
+    """``bins`` sets of indexes, none over ``budget`` tokens, even by cost or else by tokens; None if neither fits."""
+    by_tokens = [float(length) for length in lengths]
+    for measure in [costs] if costs == by_tokens else [costs, by_tokens]:
+        placed = differencing(measure, bins)
+        if all(sum(lengths[i] for i in members) <= budget for members in placed):
+            return placed
+    return None
+
+
+def differencing(costs: Sequence[float], bins: int) -> list[list[int]]:
+    """Split indexes into ``bins`` sets of like total cost; no set is empty while there are samples enough.
+
+    Each sample starts as a partition of its own, of one filled set and ``bins - 1`` empty ones. The two partitions with
+    the widest spread (dearest set less cheapest) are merged, the dearest set of one with the cheapest of the other,
+    until one is left. Empty sets are not stored. Ties go to the lowest index, so the result is a function of its input
+    alone. No merge makes a spread wider than the wider of the two, so the sets differ by at most the largest cost.
+
+    Source: Karmarkar and Karp 1982, the largest differencing method for more than two sets. n - 1 merges of at most
+    O(bins log bins) each.
+    """
+    # A set: (-cost, lowest index, members as a tree of pairs). A heap entry: (-spread, lowest index, sets by falling
+    # cost). The lowest index is nobody else's, so no comparison ever reaches what stands behind it.
+    heap: list[tuple[float, int, list[_Filled]]] = [
+        (-cost if bins > 1 else 0.0, index, [(-cost, index, index)]) for index, cost in enumerate(costs)
+    ]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, first_index, first = heapq.heappop(heap)
+        _, second_index, second = heapq.heappop(heap)
+        # The dearest of one meets the cheapest of the other: only the last `overlap` filled sets of each coincide.
+        overlap = max(0, len(first) + len(second) - bins)
+        alone, other_alone = len(first) - overlap, len(second) - overlap
+        merged = first[:alone] + second[:other_alone]
+        for (cost, index, members), (other_cost, other_index, others) in zip(first[alone:], reversed(second[other_alone:]), strict=True):
+            merged.append((cost + other_cost, min(index, other_index), (members, others)))
+        merged.sort()
+        spread = (merged[-1][0] if len(merged) == bins else 0.0) - merged[0][0]
+        heapq.heappush(heap, (-spread, min(first_index, second_index), merged))
+    placed = [_leaves(members) for _, _, members in heap[0][2]] if heap else []
+    return placed + [[] for _ in range(bins - len(placed))]
+
+
+def _leaves(members: _Members) -> list[int]:
+    """The indexes in a tree of pairs, ascending; without recursion, for a tree may be as deep as it has leaves."""
+    indexes, rest = [], [members]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, int):
+            indexes.append(node)
+        else:
+            rest.extend(node)
+    return sorted(indexes)

@@ -1,0 +1,58 @@
+"""One rank of the trainer: ``python -m services.trainer.rank`` under torchrun, or alone as a world of one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+
+from shared.embedded import die_with_parent
+
+
+def main() -> None:
+    """Rank 0 holds the link to the bus and reads the config from it; the others read it by a short connection of their own."""
+    import torch
+
+    from services.trainer.link import Link
+    from services.trainer.loop import Trainer
+
+    rank = int(os.environ.get("RANK", "0"))
+    with contextlib.ExitStack() as stack:
+        if rank == 0:
+            link = stack.enter_context(Link())
+            config, redis_url = link.config, link.service.redis_url
+        else:
+            link = None
+            config, redis_url = read_run()
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 hears it and tells everyone
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if config.trainer.torch_threads is not None:
+            torch.set_num_threads(config.trainer.torch_threads)
+        trainer = Trainer(config, redis_url, link)
+        stack.callback(trainer.close)
+        trainer.run()
+
+
+def read_run():  # type: ignore[no-untyped-def]
+    """(config, Redis URL) of the run, read from the bus."""
+    import asyncio
+
+    from shared.service import connect
+
+    async def read():  # type: ignore[no-untyped-def]
+        service = await connect("trainer")
+        try:
+            return service.config, service.redis_url
+        finally:
+            await service.store.close()
+            await service.bus.close()
+
+    return asyncio.run(read())
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    from shared.service import exit_code
+
+    sys.exit(exit_code("trainer", main))

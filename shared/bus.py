@@ -1,0 +1,326 @@
+"""The control plane: one NATS connection with deadlines, size checks and confirmed publishing.
+
+Every wait here has a deadline; what a lost connection interrupts is retried within it, and publishing is safe to retry because
+messages carry a `Nats-Msg-Id`. Queues are in `shared.queue`, what streams look like in `shared.streams`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import nats
+import nats.errors
+import nats.js.errors
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.kv import KeyValue
+
+from shared.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
+from shared.messages import Message, Refused
+
+Reply = TypeVar("Reply", bound=Message)
+Request = TypeVar("Request", bound=Message)
+
+SIZE_MARGIN = 4096
+"""Bytes kept free below the server's max_payload: it counts headers, the client does not."""
+
+ATTEMPT_SECONDS = 3.0
+"""How long one try of a publish or request may take before it is tried again within the caller's deadline."""
+
+RETRY_PAUSE = 0.2
+"""Seconds between tries."""
+
+_WRONG_LAST_SEQUENCE = {10071, 10164}
+_STREAM_FULL = {10047, 10077, 10122}
+# what a restarting server, a lost link or a stream that is still being recovered looks like to the client
+TRANSIENT = (
+    nats.errors.TimeoutError,
+    nats.errors.NoRespondersError,
+    nats.errors.ConnectionClosedError,
+    nats.errors.ConnectionReconnectingError,
+    nats.errors.StaleConnectionError,
+    nats.errors.OutboundBufferLimitError,
+    nats.js.errors.NoStreamResponseError,
+    nats.js.errors.ServiceUnavailableError,
+    asyncio.TimeoutError,
+    ConnectionError,
+)
+
+
+class BusUnreachable(MyxoError):
+    """No NATS server with JetStream answers at the URL."""
+
+
+class WrongSequence(MyxoError):
+    """The stream has moved on since this writer last looked: another writer is active, this one must stop."""
+
+
+class RequestRefused(MyxoError):
+    """The other side answered a request with a reason not to do it."""
+
+
+class Bus:
+    """A connection to the run's control plane. Make one with `Bus.connect`, close it with `close`."""
+
+    def __init__(self, connection: Client, url: str) -> None:
+        self.connection = connection
+        self.url = url
+        self.js: JetStreamContext = connection.jetstream(timeout=ATTEMPT_SECONDS)
+        self._buckets: dict[str, KeyValue] = {}
+
+    @classmethod
+    async def connect(cls, url: str, name: str, deadline: float = 15.0) -> Bus:
+        """Connects and proves that JetStream answers.
+
+        Args:
+            url: ``nats://[user:password@]host:port`` or ``tls://…``; several separated by commas.
+            name: shown in the server's connection list. deadline: seconds to keep trying.
+
+        Raises BusUnreachable with the last reason.
+        """
+        log = structlog.get_logger()
+        reasons: list[str] = []
+
+        async def on_error(error: Exception) -> None:
+            reasons.append(str(error) or type(error).__name__)
+            if not isinstance(error, OSError):  # those are the reconnect loop's knocks; the disconnect itself is logged once
+                log.warning("bus_error", error=reasons[-1])
+
+        async def on_disconnected() -> None:
+            if connection is None or not connection.is_closed:  # not where this side closed it
+                log.warning("bus_disconnected")
+
+        async def on_reconnected() -> None:
+            log.info("bus_reconnected")
+
+        connection: Client | None = None
+        end = time.monotonic() + deadline
+        while True:
+            try:
+                connection = await asyncio.wait_for(
+                    nats.connect(
+                        url.split(","),
+                        name=name,
+                        connect_timeout=2,
+                        max_reconnect_attempts=-1,
+                        reconnect_time_wait=RETRY_PAUSE,
+                        ping_interval=10,
+                        max_outstanding_pings=3,
+                        error_cb=on_error,
+                        disconnected_cb=on_disconnected,
+                        reconnected_cb=on_reconnected,
+                        allow_reconnect=True,
+                    ),
+                    timeout=max(0.5, min(ATTEMPT_SECONDS, end - time.monotonic())),
+                )
+            except (TimeoutError, OSError, nats.errors.Error, ValueError) as error:
+                if not (isinstance(error, asyncio.TimeoutError) and reasons):  # a knock's own reason says more than "timeout"
+                    reasons.append(str(error) or type(error).__name__)
+                if time.monotonic() > end or isinstance(error, ValueError | nats.errors.AuthorizationError):
+                    raise BusUnreachable(f"no NATS server at {redacted(url)} within {deadline:g} s ({reasons[-1]})") from error
+                await asyncio.sleep(RETRY_PAUSE)
+                continue
+            bus = cls(connection, url)
+            try:
+                await bus._until(end, bus.js.account_info, "JetStream's answer", redacted(url))
+            except (MyxoError, nats.js.errors.Error) as error:
+                await connection.close()
+                raise BusUnreachable(f"the NATS server at {redacted(url)} has no JetStream ({error})") from error
+            return bus
+
+    async def close(self) -> None:
+        """Closes without waiting for anything in flight. A link that breaks just then is as good as closed."""
+        with contextlib.suppress(OSError, nats.errors.Error):
+            await self.connection.close()
+
+    # --- publishing
+
+    async def publish(
+        self,
+        subject: str,
+        message: Message,
+        *,
+        msg_id: str | None = None,
+        after: tuple[str, int] | None = None,
+        deadline: float = 60.0,
+    ) -> int:
+        """Publishes into a stream and waits for the server's confirmation.
+
+        Args:
+            msg_id: makes a repeated publish count once, within the stream's duplicate window.
+            after: (stream, its last sequence as this writer knows it): refused when the stream has moved on.
+            deadline: seconds, over which a lost connection and a full stream are retried.
+
+        Returns the stream sequence. Raises MessageTooLarge, WrongSequence, DeadlineExceeded.
+        """
+        payload = message.encode()
+        headers: dict[str, str] = {}
+        if msg_id is not None:
+            headers["Nats-Msg-Id"] = msg_id
+        if after is not None:
+            headers["Nats-Expected-Last-Sequence"] = str(after[1])
+        self._check_size(subject, payload, headers)
+
+        async def once() -> int:
+            try:
+                return (await self.js.publish(subject, payload, headers=headers or None)).seq
+            except nats.js.errors.APIError as error:
+                if error.err_code in _WRONG_LAST_SEQUENCE:
+                    if after is not None and msg_id is not None and await self._is_mine(after[0], after[1] + 1, msg_id):
+                        return after[1] + 1  # an earlier try went through and only its confirmation was lost
+                    raise WrongSequence(f"{subject}: {error.description}; another writer is active") from error
+                if error.err_code in _STREAM_FULL:
+                    raise nats.errors.TimeoutError from error  # back-pressure: wait for room, within the deadline
+                raise
+
+        return await self._until(time.monotonic() + deadline, once, f"confirmation of {subject}", redacted(self.url))
+
+    async def _is_mine(self, stream: str, sequence: int, msg_id: str) -> bool:
+        """Whether the stream's message at ``sequence`` is the one published as ``msg_id``."""
+        try:
+            stored = await self.js.get_msg(stream, sequence)
+        except nats.js.errors.NotFoundError:
+            return False
+        return (stored.headers or {}).get("Nats-Msg-Id") == msg_id
+
+    def _check_size(self, subject: str, payload: bytes, headers: dict[str, str]) -> None:
+        size = len(payload) + sum(len(key) + len(value) + 4 for key, value in headers.items())
+        limit = self.connection.max_payload - SIZE_MARGIN
+        if size > limit:
+            raise MessageTooLarge(f"{size} bytes for {subject} are over the bus's limit of {limit}; payloads belong in the store")
+
+    # --- request and reply
+
+    async def request(
+        self, subject: str, message: Message, reply: type[Reply], *, deadline: float, whom: str, patient: bool = True
+    ) -> Reply:
+        """Asks and waits for the answer.
+
+        Args:
+            reply: the message class (or base class) expected back.
+            deadline: seconds in all. whom: who should answer, for the error.
+            patient: retry while nobody listens on the subject (only for idempotent requests).
+
+        Raises RequestRefused when the other side declines, DeadlineExceeded, BadMessage.
+        """
+        payload = message.encode()
+        self._check_size(subject, payload, {})
+        end = time.monotonic() + deadline
+
+        async def once() -> Msg:
+            remaining = max(0.05, end - time.monotonic())
+            return await self.connection.request(subject, payload, timeout=min(remaining, ATTEMPT_SECONDS) if patient else remaining)
+
+        if patient:
+            answer = await self._until(end, once, f"an answer on {subject}", whom)
+        else:
+            try:
+                answer = await once()
+            except TRANSIENT as error:
+                raise DeadlineExceeded(f"an answer on {subject}", whom, deadline, "given up") from error
+        message_back = Message.decode(answer.data)
+        if isinstance(message_back, Refused):
+            raise RequestRefused(f"{whom}: {message_back.reason}")
+        if not isinstance(message_back, reply):
+            raise BadMessage(f"{whom} answered {subject} with a {type(message_back).__name__} where {reply.__name__} was expected")
+        return message_back
+
+    async def serve(self, subject: str, request: type[Request], handler: Callable[[Request], Awaitable[Message]]) -> None:
+        """Answers requests on ``subject`` until the connection closes; a `MyxoError` of the handler becomes a `Refused`.
+
+        Handlers run as tasks of their own, so a slow one does not hold up the next request.
+        """
+        log = structlog.get_logger()
+        running: set[asyncio.Task[None]] = set()
+
+        async def answer(message: Msg) -> None:
+            try:
+                reply = (await handler(request.decode(message.data))).encode()
+                self._check_size(f"an answer on {message.subject}", reply, {})
+            except MyxoError as error:
+                log.warning("request_refused", subject=message.subject, reason=str(error))
+                reply = Refused(reason=str(error)).encode()
+            except Exception as error:
+                log.exception("request_failed", subject=message.subject)
+                reply = Refused(reason=f"internal error: {type(error).__name__}: {error}").encode()
+            try:
+                await message.respond(reply)
+            except TRANSIENT as error:
+                log.warning("reply_lost", subject=message.subject, error=str(error))
+
+        async def on_message(message: Msg) -> None:
+            task = asyncio.create_task(answer(message))
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+        await self.connection.subscribe(subject, cb=on_message)
+
+    # --- key-value
+
+    async def put(self, bucket: str, key: str, value: bytes, *, deadline: float = 15.0) -> int:
+        """Writes a key; returns its revision."""
+        store = await self._bucket(bucket)
+        return await self._until(time.monotonic() + deadline, lambda: store.put(key, value), f"KV {bucket}/{key}", redacted(self.url))
+
+    async def get(self, bucket: str, key: str, *, deadline: float = 15.0) -> bytes | None:
+        """Reads a key; None where it is absent."""
+        store = await self._bucket(bucket)
+
+        async def once() -> bytes | None:
+            try:
+                return (await store.get(key)).value
+            except (nats.js.errors.KeyNotFoundError, nats.js.errors.KeyDeletedError):
+                return None
+
+        return await self._until(time.monotonic() + deadline, once, f"KV {bucket}/{key}", redacted(self.url))
+
+    async def delete(self, bucket: str, key: str, *, deadline: float = 5.0) -> None:
+        """Removes a key; absent is fine."""
+        store = await self._bucket(bucket)
+        await self._until(time.monotonic() + deadline, lambda: store.delete(key), f"KV {bucket}/{key}", redacted(self.url))
+
+    async def keys(self, bucket: str, *, deadline: float = 15.0) -> list[str]:
+        """The live keys of a bucket."""
+        prefix = f"$KV.{bucket}."
+
+        async def once() -> list[str]:
+            info = await self.js.stream_info(f"KV_{bucket}", subjects_filter=f"{prefix}>")
+            return sorted(subject.removeprefix(prefix) for subject in (info.state.subjects or {}))
+
+        return await self._until(time.monotonic() + deadline, once, f"keys of KV {bucket}", redacted(self.url))
+
+    async def _bucket(self, bucket: str) -> KeyValue:
+        if bucket not in self._buckets:
+            try:
+                self._buckets[bucket] = await self._until(
+                    time.monotonic() + 15, lambda: self.js.key_value(bucket), f"KV bucket {bucket}", redacted(self.url)
+                )
+            except nats.js.errors.BucketNotFoundError as error:
+                raise MyxoError(f"the bus has no KV bucket {bucket}: does the run exist there? (`myxo up` makes it)") from error
+        return self._buckets[bucket]
+
+    async def _until(self, end: float, once: Callable[[], Awaitable[Result]], what: str, whom: str) -> Result:
+        """Tries ``once`` until it works or ``end`` (monotonic seconds) passes."""
+        start = time.monotonic()
+        while True:
+            try:
+                return await once()
+            except TRANSIENT as error:
+                if time.monotonic() + RETRY_PAUSE > end or self.connection.is_closed:
+                    raise DeadlineExceeded(what, whom, round(end - start, 1), f"given up ({type(error).__name__})") from error
+            await asyncio.sleep(RETRY_PAUSE)
+
+
+Result = TypeVar("Result")
+
+
+def redacted(url: str) -> str:
+    """A URL without its credentials, for logs and errors."""
+    return ",".join(re.sub(r"^(.*//)?.*@", r"\1", part) for part in url.split(","))

@@ -1,0 +1,34 @@
+"""Taking a run off a bus and a store that outlive it, for `--fresh`."""
+
+from __future__ import annotations
+
+import redis.asyncio
+from nats.js.errors import NotFoundError
+
+from shared.bus import Bus
+from shared.subjects import Subjects
+
+SCAN = 1000
+"""Keys asked for at once."""
+
+
+async def erase_from_bus(bus: Bus, run: str) -> None:
+    """Deletes the run's streams and buckets; absent ones are fine. The ledger goes last: while it is there, the run is."""
+    names = Subjects(run)
+    buckets = (names.services_bucket, names.weights_bucket, names.config_bucket)
+    streams = (names.task_stream, names.generated_stream, names.scored_stream, names.events_stream)
+    for stream in (*streams, *(f"KV_{bucket}" for bucket in buckets), names.ledger_stream):
+        try:
+            await bus.js.delete_stream(stream)
+        except NotFoundError:
+            continue
+
+
+async def erase_from_store(url: str, run: str) -> None:
+    """Deletes the run's payloads."""
+    client = redis.asyncio.Redis.from_url(url)
+    try:
+        async for key in client.scan_iter(match=f"{run}:group:*", count=SCAN):
+            await client.unlink(key)
+    finally:
+        await client.aclose()

@@ -1,0 +1,307 @@
+"""One launch of a run on this machine: servers, services, progress, and the orderly end of them all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import nats.errors
+import structlog
+from nats.js.errors import NotFoundError
+from redis.exceptions import RedisError
+from rich.console import Console
+
+from shared import runs, streams
+from shared.bus import TRANSIENT, Bus
+from shared.cancel import cancelled
+from shared.cli import erase, exits, report
+from shared.cli.access import told_when_lost
+from shared.cli.child import ServiceSpec
+from shared.cli.plan import plan
+from shared.cli.preflight import GivenServers
+from shared.cli.progress import Display, display
+from shared.cli.rundir import RunDirectory
+from shared.cli.rundir import Servers as Addresses
+from shared.cli.servers import Servers
+from shared.cli.supervisor import Supervisor, Verdict
+from shared.cli.view import View, look
+from shared.config import RunConfig
+from shared.errors import DeadlineExceeded, MyxoError
+from shared.ledger import BatchTrained, LedgerRecord, RunFinished
+from shared.messages import ServiceCard, ServiceEvent
+from shared.registry import Registry
+from shared.store import Store
+from shared.streams import SERVICES_TTL
+from shared.subjects import Subjects
+
+Record = TypeVar("Record", bound=LedgerRecord)
+
+TICK_SECONDS = 0.1
+WATCH_SECONDS = 0.5
+"""How often cards and phase are read."""
+
+SHOW_SECONDS = 0.5
+
+TRAINER_STOP_SECONDS = 8.0
+"""How long the trainer has to stop after SIGTERM, while the others still serve it: it writes a checkpoint and tells the buffer."""
+
+STOP_SECONDS = 6.0
+"""How long the other services then have before everything is killed; they cancel their own work after 4 s."""
+
+LEAVE_SECONDS = 60.0
+"""How long the trainer of a finished run may take to leave by itself: it may still be writing the final weights."""
+
+REPORT_SECONDS = 60.0
+"""How long the summary is tried again where the bus breaks off."""
+
+GONE_SECONDS = SERVICES_TTL * 1.5 + 2
+"""How long the cards of services that were killed stay in the registry, at most."""
+
+
+class RunsElsewhere(MyxoError):
+    """Services of this run that somebody else started are at work on the given bus."""
+
+
+class Launch:
+    """See the module's docstring.
+
+    Args:
+        directory: held by this process. given: servers from the environment. fresh: forget what the run has done so far.
+    """
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, given: GivenServers, console: Console, *, fresh: bool) -> None:
+        self._config, self._directory, self._given, self._console = config, directory, given, console
+        self._fresh, self._run = fresh, config.run.name
+        self._started = time.monotonic()
+        self._signals: list[signal.Signals] = []
+        self._began = 0  # steps trained when this launch began
+        self._cards: list[ServiceCard] = []
+        self._phase: str | None = None
+        self._away = float("-inf")  # when bus or store last did not answer, monotonic
+        self._telling: set[asyncio.Task[None]] = set()
+        self._log = structlog.get_logger()
+
+    async def run(self) -> int:
+        """The whole launch. Returns the command's exit code; raises MyxoError for what keeps the run from starting."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signals.append, number)
+        self._servers = Servers(self._directory, self._given, self._config.store.appendfsync)
+        self._servers.start()
+        try:
+            bus = await Bus.connect(self._servers.nats_url, name=f"{self._run}/launcher")
+            try:
+                with told_when_lost():
+                    return await self._with_bus(bus)
+            finally:
+                await cancelled(list(self._telling))
+                await bus.close()
+        finally:
+            self._directory.remove_servers()
+            self._servers.stop()
+
+    async def _with_bus(self, bus: Bus) -> int:
+        run, config = self._run, self._config
+        specs = plan(config, self._servers.nats_url)
+        if self._given.nats_url is not None and await streams.exists(bus, run):
+            await self._refuse_others(bus, None if self._fresh else {spec.instance for spec in specs})
+        if self._signals:
+            return self._interrupted()
+        if self._fresh:
+            await erase.erase_from_bus(bus, run)
+            await erase.erase_from_store(self._servers.redis_url, run)
+        finished = await last_record(bus, run, RunFinished)
+        if finished is not None and finished.steps >= config.rollout.num_rollout:
+            self._say(f"Run {run} is finished: {finished.steps} steps. --fresh starts it anew, a larger --num-rollout goes on.")
+            return await self._report(bus)
+        await runs.create(bus, config, self._servers.redis_url)
+        await runs.set_phase(bus, run, runs.RUNNING)
+        self._directory.write_servers(Addresses(self._servers.nats_url, self._servers.redis_url, os.getpid()))
+        trained = await last_record(bus, run, BatchTrained)
+        self._began = trained.step + 1 if trained else 0
+        return await self._attend(bus, specs)
+
+    # --- while it runs
+
+    async def _attend(self, bus: Bus, specs: list[ServiceSpec]) -> int:
+        """Supervises until the run is finished, cannot go on, or is to stop."""
+        supervisor = Supervisor(
+            specs,
+            self._directory.log,
+            excused=lambda since: max(self._away, self._servers.troubled) >= since,
+            on_restart=lambda spec, why: self._tell(bus, spec, why),
+        )
+        watch = asyncio.create_task(self._watch(bus))
+        shown = display(self._console, self._started)
+        verdict: Verdict | None = None
+        try:
+            verdict = await self._until_end(bus, supervisor, watch, shown)
+            if self._finished and not self._signals:
+                await self._wait(lambda: not supervisor.running("trainer"), LEAVE_SECONDS)
+        finally:
+            shown.close()
+            await self._stop(supervisor)
+            await cancelled([watch])
+            for number in (signal.SIGINT, signal.SIGTERM):  # nothing is left that a signal could hurt
+                asyncio.get_running_loop().remove_signal_handler(number)
+        if self._finished:
+            return await self._report(bus)
+        if verdict is not None:
+            return self._give_up(verdict)
+        return self._interrupted()
+
+    async def _until_end(self, bus: Bus, supervisor: Supervisor, watch: asyncio.Task[None], shown: Display) -> Verdict | None:
+        config = self._config
+        view = View(self._run, self._began, config.rollout.num_rollout, config.rollout.max_staleness)
+        show_at = 0.0
+        while not self._signals:
+            now = time.monotonic()
+            self._servers.tick(now)
+            if not bus.connection.is_connected:
+                self._away = now
+            supervisor.see(self._cards)
+            if not self._finished and (verdict := supervisor.tick(now)) is not None:
+                return verdict
+            if watch.done():
+                watch.result()
+            if now >= show_at or self._finished:
+                show_at = now + SHOW_SECONDS
+                view = look(config, self._cards, supervisor.statuses(now), self._servers.restarts().values(), view, self._began)
+                if self._finished:  # the cards may be seconds behind
+                    view = replace(view, steps=view.of, waiting_for=None)
+                shown.show(view, now)
+            if self._finished:
+                return None
+            await asyncio.sleep(TICK_SECONDS)
+        return None
+
+    @property
+    def _finished(self) -> bool:
+        return self._phase == runs.FINISHED
+
+    async def _watch(self, bus: Bus) -> None:
+        """Reads the registry and the run's phase, and notes when bus or store do not answer. Runs until cancelled."""
+        registry, store = Registry(bus, self._run), Store(self._servers.redis_url)
+        try:
+            while True:
+                try:
+                    self._cards = await registry.alive()
+                    self._phase = await runs.phase(bus, self._run)
+                    await store.ping(deadline=2)
+                except (MyxoError, nats.errors.Error, RedisError, *TRANSIENT) as error:
+                    self._away = time.monotonic()
+                    self._log.warning("servers_away", error=str(error) or type(error).__name__)
+                await asyncio.sleep(WATCH_SECONDS)
+        finally:
+            await store.close()
+
+    def _tell(self, bus: Bus, spec: ServiceSpec, why: str) -> None:
+        """Publishes that a service was restarted, beside everything else: the summary counts these events."""
+        event = ServiceEvent(service=spec.service, instance=spec.instance, what="restarted", detail=f"after {why}", at=time.time())
+
+        async def publish() -> None:
+            try:
+                await bus.publish(Subjects(self._run).event("service", "restarted"), event, deadline=60)
+            except (MyxoError, nats.errors.Error, *TRANSIENT) as error:
+                self._log.warning("event_lost", what="restarted", error=str(error))
+
+        task = asyncio.create_task(publish())
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    # --- before and after
+
+    async def _refuse_others(self, bus: Bus, instances: set[str] | None) -> None:
+        """Raises RunsElsewhere where services that this launch would start (None: any at all) are at work already.
+
+        Those of a launch that was killed keep their cards for a while; they are waited for.
+        """
+        registry = Registry(bus, self._run)
+
+        async def others() -> list[ServiceCard]:
+            cards = await registry.alive()
+            return [card for card in cards if instances is None or card.instance in instances or card.service in ("buffer", "trainer")]
+
+        end = time.monotonic() + GONE_SECONDS
+        while found := await others():
+            if self._signals:
+                return
+            if time.monotonic() > end:
+                who = ", ".join(f"{card.instance} on {card.host} (process {card.pid})" for card in found)
+                raise RunsElsewhere(f"run {self._run} has services at work already: {who}; stop them first")
+            await asyncio.sleep(WATCH_SECONDS)
+
+    async def _stop(self, supervisor: Supervisor) -> None:
+        """Stops every service: asked first, the trainer before those it needs, killed when time is up or at another signal."""
+        signals = len(self._signals)
+        supervisor.terminate("trainer")
+        await self._wait(lambda: not supervisor.running("trainer"), TRAINER_STOP_SECONDS)
+        if len(self._signals) == signals:
+            supervisor.terminate()
+            await self._wait(lambda: not supervisor.running(), STOP_SECONDS)
+        killed = supervisor.kill()
+        if killed:
+            self._log.warning("services_killed", killed=killed)
+
+    async def _wait(self, condition: Callable[[], bool], deadline: float) -> None:
+        """Waits until ``condition`` holds, for ``deadline`` seconds at most, or until there is one more signal."""
+        signals, end = len(self._signals), time.monotonic() + deadline
+        while not condition() and time.monotonic() < end and len(self._signals) == signals:
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def _report(self, bus: Bus) -> int:
+        """Audit and summary, with the servers still looked after: one that dies meanwhile is back for the next try."""
+        end = time.monotonic() + REPORT_SECONDS
+        while True:
+            work = asyncio.create_task(report.report(bus, self._run, self._directory, self._console))
+            try:
+                while not (await asyncio.wait({work}, timeout=TICK_SECONDS))[0]:
+                    self._servers.tick(time.monotonic())
+            except BaseException:
+                await cancelled([work])
+                raise
+            try:
+                return work.result()
+            except (DeadlineExceeded, nats.errors.Error, *TRANSIENT) as error:
+                if time.monotonic() > end:
+                    raise
+                self._log.warning("report_again", error=str(error) or type(error).__name__)
+
+    def _give_up(self, verdict: Verdict) -> int:
+        if verdict.bad_input:
+            line = verdict.lines[-1] if verdict.lines else f"{verdict.instance} refused its input; see {verdict.log_path}"
+            print(f"myxo: {line}", file=sys.stderr)
+            return exits.BAD_INPUT
+        for line in verdict.lines:
+            print(f"  {line}", file=sys.stderr)
+        print(
+            f"myxo: {verdict.instance} ended {verdict.deaths} times in a row without getting to work; its last lines are above, "
+            f"all of them in {verdict.log_path}",
+            file=sys.stderr,
+        )
+        return exits.FAILED
+
+    def _interrupted(self) -> int:
+        number = self._signals[0]
+        self._say(f"Stopped by {number.name}. `myxo up` with the same config goes on from the last checkpoint.")
+        return 128 + number
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False)
+
+
+async def last_record(bus: Bus, run: str, kind: type[Record]) -> Record | None:
+    """The newest ledger record of a kind; None where there is none, or no such run."""
+    names = Subjects(run)
+    try:
+        last = await bus.js.get_last_msg(names.ledger_stream, names.ledger(kind.event()))
+    except NotFoundError:
+        return None
+    assert last.data is not None  # every ledger record has a body
+    return kind.decode(last.data)

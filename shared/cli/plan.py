@@ -1,0 +1,27 @@
+"""Which service processes a run on this machine consists of."""
+
+from __future__ import annotations
+
+import sys
+
+from shared import devices
+from shared.cli.child import ServiceSpec
+from shared.config import RunConfig
+
+SERVICE_MODULES = {service: f"services.{service}" for service in ("buffer", "reward", "rollout", "trainer")}
+"""The module that `python -m` runs for each service."""
+
+
+def plan(config: RunConfig, nats_url: str) -> list[ServiceSpec]:
+    """One buffer, one trainer, and as many reward and rollout services as the config asks for."""
+    counts = {"buffer": 1, "reward": config.reward.reward_replicas, "rollout": config.rollout.rollout_replicas, "trainer": 1}
+    shares = devices.share_out(config)
+    specs = []
+    for service, count in counts.items():
+        for number in range(count):
+            instance = f"{service}-{number}"
+            environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": instance, "PYTHONUNBUFFERED": "1"}
+            if instance in shares:
+                environment["CUDA_VISIBLE_DEVICES"] = shares[instance]
+            specs.append(ServiceSpec(service, instance, (sys.executable, "-m", SERVICE_MODULES[service]), environment))
+    return specs

@@ -1,0 +1,90 @@
+"""Everything that can be wrong with a run's input, found before anything is started.
+
+Each check raises ConfigError: the field, what was given, what would be right.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from redis.exceptions import RedisError
+
+from shared import flags
+from shared.bus import Bus, BusUnreachable, redacted
+from shared.config import RunConfig, load
+from shared.errors import ConfigError
+from shared.jsonl import JsonLines
+from shared.prompts import eval_prompts, training_prompts
+from shared.store import Store, StoreUnreachable
+from shared.tokenizer import Tokenizer
+
+ANSWER_SECONDS = 5.0
+"""How long a given NATS or Redis has to answer."""
+
+
+def checked_config(path: Path, arguments: list[str]) -> RunConfig:
+    """Reads the config with ``arguments`` (flags of `shared.flags`) laid over it and checks all files it names, line by line."""
+    config = load(path, flags.parse(arguments))
+    config.check_paths()
+    tokenizer = Tokenizer(config.model.hf_checkpoint)
+    training_prompts(config, tokenizer).check()
+    heldout = eval_prompts(config, tokenizer)
+    if heldout is not None:
+        heldout.check()
+    if config.sft.sft_data is not None:
+        _check_demonstrations(JsonLines(config.sft.sft_data, "sft.sft_data"), config)
+    return config
+
+
+def _check_demonstrations(lines: JsonLines, config: RunConfig) -> None:
+    for row in range(len(lines)):
+        lines.text(row, config.sft.sft_prompt_key)
+        lines.text(row, config.sft.sft_response_key)
+
+
+@dataclass(frozen=True)
+class GivenServers:
+    """Servers named by the environment; None: not given, the launcher runs one of its own."""
+
+    nats_url: str | None
+    redis_url: str | None
+
+
+def given_servers() -> GivenServers:
+    """What ``NATS_URL`` and ``REDIS_URL`` say."""
+    return GivenServers(os.environ.get("NATS_URL") or None, os.environ.get("REDIS_URL") or None)
+
+
+async def check_servers(given: GivenServers) -> None:
+    """Refuses a given URL that nobody answers."""
+    if given.nats_url is not None:
+        bus = await connect(given.nats_url)
+        await bus.close()
+    if given.redis_url is not None:
+        await check_store(given.redis_url)
+
+
+async def connect(url: str, name: str = "myxo") -> Bus:
+    """Connects to the NATS server that a person named. Raises ConfigError for field NATS_URL, the value without credentials."""
+    try:
+        return await Bus.connect(url, name=name, deadline=ANSWER_SECONDS)
+    except BusUnreachable as error:
+        expected = "give nats://[user:password@]host:port of a server with JetStream, or unset it for an embedded one"
+        raise ConfigError("NATS_URL", redacted(url), f"{error}; {expected}") from error
+
+
+async def check_store(url: str) -> None:
+    """Refuses a Redis URL that nobody answers."""
+    expected = "give redis://[user:password@]host:port or unix:///path/to/socket, or unset it for an embedded Valkey"
+    try:
+        store = Store(url)
+    except ValueError as error:
+        raise ConfigError("REDIS_URL", redacted(url), f"{error}; {expected}") from error
+    try:
+        await store.ping(deadline=ANSWER_SECONDS)
+    except (StoreUnreachable, RedisError) as error:
+        raise ConfigError("REDIS_URL", redacted(url), f"{error}; {expected}") from error
+    finally:
+        await store.close()

@@ -1,0 +1,84 @@
+"""The end of a run told to a person: summary.json, the picture, a table, and the audit's verdict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shared.bus import Bus
+from shared.cli import chart, exits
+from shared.cli.access import reach
+from shared.cli.progress import duration
+from shared.cli.rundir import RunDirectory
+from shared.cli.summary import Summary, collect
+
+
+async def report(bus: Bus, run: str, directory: RunDirectory, console: Console) -> int:
+    """Sums the run up into its directory and onto the console. Returns 0, or 1 where the audit found a violation."""
+    tally = await collect(bus, run)
+    summary = tally.summary()
+    directory.root.mkdir(parents=True, exist_ok=True)
+    write(summary, directory)
+    console.print(table(summary))
+    if not tally.rewards:
+        console.print("No picture: no step is trained yet.")
+    elif not chart.available():
+        console.print("No picture: matplotlib is not installed (pip install 'myxo[report]').", markup=False)
+    else:
+        chart.draw(summary, tally.rewards, directory.chart)
+        console.print(f"Picture: {directory.chart}", soft_wrap=True, highlight=False)
+    console.print(f"Summary: {directory.summary}", soft_wrap=True, highlight=False)
+    return exits.DONE if summary.audit == "ok" else exits.FAILED
+
+
+async def summarise(run: str, directory: Path, console: Console) -> int:
+    """``myxo summary RUN``. Raises ConfigError where there is no such run."""
+    async with reach(run, directory) as access:
+        return await report(access.bus, access.run, access.directory, console)
+
+
+def write(summary: Summary, directory: RunDirectory) -> None:
+    """Writes summary.json, whole or not at all."""
+    partial = directory.summary.with_suffix(".partial")
+    partial.write_text(json.dumps(summary.as_json(), indent=2) + "\n")
+    partial.replace(directory.summary)
+
+
+def table(summary: Summary) -> Table:
+    """The summary in about a dozen lines."""
+    groups = summary.groups
+    lines = [
+        ("steps", f"{summary.steps} in {duration(summary.wall_seconds)}" + ("" if summary.finished else ", not finished")),
+        ("held-out accuracy", f"{_number(summary.accuracy_before)} → {_number(summary.accuracy_after)}"),
+        ("training reward", f"{_number(summary.reward_first)} → {_number(summary.reward_last)} (first and last 10 % of steps)"),
+        ("staleness", f"{_number(summary.mean_staleness, 2)} mean, {summary.max_staleness_seen} max, bound {summary.max_staleness}"),
+        ("generation", f"{summary.generation_seconds:.1f} s"),
+        ("training", f"{summary.training_seconds:.1f} s, {summary.overlap_seconds:.1f} s of it while generating"),
+        ("engine − trainer", f"{_small(summary.mean_abs_logprob_diff)} mean |Δ log-prob| at equal versions"),
+        ("trained tokens", f"{summary.trained_tokens:,}".replace(",", " ")),
+        ("groups", f"{groups.admitted} admitted, {groups.trained} trained, {groups.in_flight} in flight"),
+    ]
+    lines += [("dropped", f"{count}: {reason}") for reason, count in groups.dropped.items()]
+    lines += [("dead", f"{count}: {reason}") for reason, count in groups.dead.items()]
+    if summary.restarts:
+        lines.append(("restarts", ", ".join(f"{instance} {count}" for instance, count in summary.restarts.items())))
+    rows = Table(title=f"Run {summary.run}", title_justify="left", show_header=False, box=None, padding=(0, 2))
+    for name, value in lines:
+        rows.add_row(Text(name, style="dim"), Text(value))
+    if summary.audit == "ok":
+        rows.add_row(Text("audit", style="dim"), Text("ok", style="green"))
+    for violation in [] if summary.audit == "ok" else summary.audit:
+        rows.add_row(Text("violation", style="bold red"), Text(violation))
+    return rows
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _small(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2e}"

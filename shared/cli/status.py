@@ -1,0 +1,63 @@
+"""``myxo status RUN``: how a run stands, now if it is running, at its last record if not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from shared import runs
+from shared.cli.access import Access, reach
+from shared.cli.progress import panel
+from shared.cli.summary import collect
+from shared.cli.view import View, look
+from shared.registry import Registry
+
+
+async def status(run: str, directory: Path, console: Console, as_json: bool) -> int:
+    """Prints it. Raises ConfigError where there is no such run."""
+    async with reach(run, directory) as access:
+        cards = await Registry(access.bus, access.run).alive() if access.live else []
+        phase = await runs.phase(access.bus, access.run)
+        if not cards:
+            return await _at_rest(access, phase, console, as_json)
+        view = look(access.config, cards)
+        if as_json:
+            _print_json(console, {"phase": phase, "running": True, **_plain(view)})
+        else:
+            console.print(panel(view))
+    return 0
+
+
+async def _at_rest(access: Access, phase: str | None, console: Console, as_json: bool) -> int:
+    summary = (await collect(access.bus, access.run)).summary()
+    of, groups = access.config.rollout.num_rollout, summary.groups
+    if as_json:
+        figures = {"steps": summary.steps, "of": of, "in_flight": groups.in_flight, "restarts": sum(summary.restarts.values())}
+        _print_json(console, {"phase": phase, "running": False, "run": access.run, **figures})
+        return 0
+    if phase == runs.FINISHED:
+        console.print(
+            f"Run {access.run} is finished: {summary.steps} of {of} steps. `myxo summary {access.run}` tells more.", soft_wrap=True
+        )
+    else:
+        console.print(
+            f"Run {access.run} is not running: {summary.steps} of {of} steps trained, {groups.in_flight} groups in flight. "
+            "`myxo up` with its config goes on.",
+            soft_wrap=True,
+        )
+    return 0
+
+
+def _plain(view: View) -> dict[str, Any]:
+    fields = asdict(view)
+    fields["services"] = [{key: value for key, value in line.items() if key != "restarts"} for line in fields["services"]]
+    del fields["restarts"]  # known to the launcher alone
+    return fields
+
+
+def _print_json(console: Console, value: dict[str, Any]) -> None:
+    console.file.write(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,214 @@
+"""What a run came to, from its ledger and its events. Pure but for `collect`, which reads them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from shared import replay, runs
+from shared.audit import Audit
+from shared.bus import Bus
+from shared.cli.intervals import Interval, measure, overlap
+from shared.config import RunConfig
+from shared.ledger import (
+    BatchFormed,
+    BatchTrained,
+    EvalEnded,
+    GroupDead,
+    GroupRequeued,
+    GroupsDropped,
+    GroupsScored,
+    LedgerRecord,
+    ScoredGroup,
+)
+from shared.messages import ServiceEvent, TrainerStep
+from shared.subjects import Subjects
+
+EDGE = 0.1
+"""Part of the steps that "first" and "last" reward are means of."""
+
+DIFF_SUM, DIFF_COUNT = "agreement_abs_diff", "agreement_tokens"
+"""Metrics of a `TrainerStep`: sum of |engine's − trainer's log-prob| over tokens that both computed under one version, and their number."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation that ended. ``step``: training steps in the weights; ``samples``: rewards that ``mean_reward`` is the mean of."""
+
+    version: int
+    step: int
+    mean_reward: float
+    samples: int
+    failed: int
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Where the admitted groups ended, by reason where there are several."""
+
+    admitted: int
+    trained: int
+    dropped: dict[str, int]
+    dead: dict[str, int]
+    in_flight: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The content of summary.json. Times in seconds; what was not measured is None.
+
+    accuracy_before/after: mean reward of the held-out prompts under version 0 and under the newest evaluated version after it.
+    max_staleness: the run's bound; the other staleness figures are over the samples of all batches.
+    overlap_seconds: how long some group was generated while some step was trained, of generation_seconds and training_seconds, in
+    which at least one was. trained_tokens: response tokens of the trained samples.
+    mean_abs_logprob_diff: between engine and trainer, over tokens that both computed under the same weight version.
+    """
+
+    run: str
+    steps: int
+    accuracy_before: float | None
+    accuracy_after: float | None
+    max_staleness: int
+    max_staleness_seen: int
+    mean_staleness: float | None
+    staleness_histogram: dict[str, int]
+    overlap_seconds: float
+    generation_seconds: float
+    training_seconds: float
+    reward_first: float | None
+    reward_last: float | None
+    mean_abs_logprob_diff: float | None
+    trained_tokens: int
+    wall_seconds: float
+    groups: Groups
+    restarts: dict[str, int]
+    finished: bool
+    audit: str | list[str]
+    evaluations: list[Evaluation]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data for `json.dump`."""
+        return asdict(self)
+
+
+@dataclass
+class Tally:
+    """Takes ledger records and events, gives the `Summary`.
+
+    Args:
+        config: the run's.
+    """
+
+    config: RunConfig
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of each trained step's samples, in order of the steps."""
+
+    def __post_init__(self) -> None:
+        self._audit = Audit(self.config.rollout.max_staleness, self.config.rollout.rollout_batch_size)
+        self._scored: dict[str, ScoredGroup] = {}
+        self._batches: dict[int, list[ScoredGroup]] = {}
+        self._generation: list[Interval] = []
+        self._training: list[Interval] = []
+        self._evaluations: dict[int, Evaluation] = {}
+        self._tokens = 0
+        self._diffs: dict[int, tuple[float, float]] = {}
+        self._restarts: Counter[str] = Counter()
+        self._first_at: float | None = None
+        self._last_at = 0.0
+
+    def see(self, record: LedgerRecord) -> None:
+        """Takes a record; they come in the ledger's order."""
+        self._audit.see(record)
+        self._first_at = record.at if self._first_at is None else self._first_at
+        self._last_at = record.at
+        match record:
+            case GroupsScored(groups=groups):
+                self._scored.update((group.group, group) for group in groups)
+                self._generation.extend((group.started, group.ended) for group in groups)
+            case GroupRequeued(group=name) | GroupDead(group=name):
+                self._scored.pop(name, None)
+            case GroupsDropped(groups=names):
+                for name in names:
+                    self._scored.pop(name, None)
+            case BatchFormed(step=step, groups=names):
+                self._batches[step] = [self._scored.pop(name) for name in names if name in self._scored]
+            case BatchTrained(step=step, started=started, ended=ended):
+                self._training.append((started, ended))
+                self._trained(self._batches.pop(step, []))
+            case EvalEnded() if record.samples:
+                self._evaluations[record.version] = Evaluation(
+                    version=record.version,
+                    step=min(record.version * self.config.weights.update_weights_interval, self.config.rollout.num_rollout),
+                    mean_reward=record.mean_reward,
+                    samples=record.samples,
+                    failed=record.failed,
+                )
+            case _:
+                pass
+
+    def see_step(self, event: TrainerStep) -> None:
+        """Takes a trainer's report. A restarted trainer makes steps again and reports them again: the first report counts."""
+        if DIFF_SUM in event.metrics and DIFF_COUNT in event.metrics:
+            self._diffs.setdefault(event.step, (event.metrics[DIFF_SUM], event.metrics[DIFF_COUNT]))
+
+    def see_restart(self, event: ServiceEvent) -> None:
+        """Takes the launcher's word that it started a service again."""
+        self._restarts[event.instance] += 1
+
+    def summary(self) -> Summary:
+        """The sum of all that was taken."""
+        report = self._audit.report()
+        samples = report.staleness.total()
+        evaluations = [self._evaluations[version] for version in sorted(self._evaluations)]
+        compared = sum(count for _, count in self._diffs.values())
+        edge = math.ceil(len(self.rewards) * EDGE)
+        return Summary(
+            run=self.config.run.name,
+            steps=report.steps,
+            accuracy_before=evaluations[0].mean_reward if evaluations and evaluations[0].version == 0 else None,
+            accuracy_after=evaluations[-1].mean_reward if evaluations and evaluations[-1].version > 0 else None,
+            max_staleness=self.config.rollout.max_staleness,
+            max_staleness_seen=report.max_staleness,
+            mean_staleness=sum(age * count for age, count in report.staleness.items()) / samples if samples else None,
+            staleness_histogram={str(age): report.staleness[age] for age in sorted(report.staleness)},
+            overlap_seconds=overlap(self._generation, self._training),
+            generation_seconds=measure(self._generation),
+            training_seconds=measure(self._training),
+            reward_first=_mean(self.rewards[:edge]),
+            reward_last=_mean(self.rewards[-edge:] if edge else []),
+            mean_abs_logprob_diff=sum(total for total, _ in self._diffs.values()) / compared if compared else None,
+            trained_tokens=self._tokens,
+            wall_seconds=self._last_at - self._first_at if self._first_at is not None else 0.0,
+            groups=Groups(report.admitted, report.trained, dict(report.dropped), dict(report.dead), report.in_flight),
+            restarts=dict(self._restarts),
+            finished=report.finished,
+            audit="ok" if report.ok else list(report.violations),
+            evaluations=evaluations,
+        )
+
+    def _trained(self, groups: Sequence[ScoredGroup]) -> None:
+        rewards = [reward for group in groups for reward in group.rewards]
+        mean = _mean(rewards)
+        if mean is not None:
+            self.rewards.append(mean)
+        self._tokens += sum(sample.tokens for group in groups for sample in group.samples)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+async def collect(bus: Bus, run: str) -> Tally:
+    """Reads the run's config, ledger and events. Raises NoSuchRun."""
+    config = await runs.load(bus, run)
+    tally, names = Tally(config), Subjects(run)
+    async for _, record in replay.read(bus, names.ledger_stream, LedgerRecord):
+        tally.see(record)
+    async for _, step in replay.read(bus, names.events_stream, TrainerStep, subject=names.event("trainer", "step")):
+        tally.see_step(step)
+    async for _, event in replay.read(bus, names.events_stream, ServiceEvent, subject=names.event("service", "restarted")):
+        tally.see_restart(event)
+    return tally

@@ -1,0 +1,79 @@
+"""``myxo up`` and ``myxo submit``: from a config file to a run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from rich.console import Console
+
+from shared import runs, telemetry
+from shared.bus import redacted
+from shared.cli import exits, preflight, toml
+from shared.cli.launch import Launch
+from shared.cli.plan import SERVICE_MODULES
+from shared.cli.rundir import RunDirectory
+from shared.errors import ConfigError
+
+LAUNCHER = "launcher"
+"""The instance under which the launcher's own log lines stand."""
+
+
+def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = False, dry_run: bool = False) -> int:
+    """Runs the config's run on this machine until it is finished or stopped. Returns the exit code.
+
+    Args:
+        path: the config. arguments: flags over it. fresh: forget what the run has done. dry_run: show the resolved config only.
+
+    Raises ConfigError for bad input, MyxoError for what keeps the run from starting.
+    """
+    config = preflight.checked_config(path, arguments)
+    if dry_run:
+        console.file.write(toml.dump(config))
+        return exits.DONE
+    given = preflight.given_servers()
+    directory = RunDirectory(config.run.root)
+    if fresh:
+        directory.refuse_input_in_state(config)
+    asyncio.run(preflight.check_servers(given))
+    directory.hold()
+    try:
+        if fresh:
+            directory.clear()
+        directory.logs.mkdir(parents=True, exist_ok=True)
+        with directory.log(LAUNCHER).open("a", buffering=1) as log:
+            telemetry.configure_logs(config.run.name, LAUNCHER, LAUNCHER, stream=log)
+            try:
+                return asyncio.run(Launch(config, directory, given, console, fresh=fresh).run())
+            finally:
+                telemetry.silence_logs()
+    finally:
+        directory.release()
+
+
+def submit(path: Path, arguments: list[str], console: Console) -> int:
+    """Makes the run on the bus of ``NATS_URL`` for services that are started elsewhere. Raises ConfigError."""
+    config = preflight.checked_config(path, arguments)
+    given = preflight.given_servers()
+    if given.nats_url is None:
+        raise ConfigError("NATS_URL", None, "required in the environment: nats://[user:password@]host:port of the bus to submit to")
+    if given.redis_url is None:
+        raise ConfigError("REDIS_URL", None, "required in the environment: redis://[user:password@]host:port, as the services reach it")
+    asyncio.run(_submit(config, given.nats_url, given.redis_url))
+    console.print(
+        f"Run {config.run.name} is on {redacted(given.nats_url)}. Start its services, each with NATS_URL and MYXO_RUN={config.run.name}: "
+        + ", ".join(f"python -m {module}" for module in SERVICE_MODULES.values()),
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    return exits.DONE
+
+
+async def _submit(config: preflight.RunConfig, nats_url: str, redis_url: str) -> None:
+    await preflight.check_store(redis_url)
+    bus = await preflight.connect(nats_url)
+    try:
+        await runs.create(bus, config, redis_url)
+    finally:
+        await bus.close()

@@ -1,0 +1,46 @@
+"""The few named errors of Myxo: each carries what an operator needs (what, whom, how long, what next)."""
+
+from __future__ import annotations
+
+
+class MyxoError(Exception):
+    """Base of every error that Myxo raises on purpose; its message is one line, fit for a terminal."""
+
+
+class ConfigError(MyxoError):
+    """Bad input from a person: a config key, a flag, a path, a prompt file. Commands exit with code 2 on it.
+
+    Args:
+        field: dotted name of the offending field, for example ``rollout.n_samples_per_prompt``.
+        value: what was given.
+        expected: what would be right, in words.
+    """
+
+    def __init__(self, field: str, value: object, expected: str) -> None:
+        self.field, self.value, self.expected = field, value, expected
+        super().__init__(f"{field} = {value!r}: {expected}")
+
+
+class DeadlineExceeded(MyxoError):
+    """A wait ran out.
+
+    Args:
+        what: the thing awaited. whom: who should have delivered it.
+        seconds: how long was waited. then: what happens next.
+    """
+
+    def __init__(self, what: str, whom: str, seconds: float, then: str) -> None:
+        self.what, self.whom, self.seconds, self.then = what, whom, seconds, then
+        super().__init__(f"{what} did not come from {whom} within {seconds:g} s; {then}")
+
+
+class BadMessage(MyxoError):
+    """Received bytes that are not a message of this schema: named field, nothing is done with them."""
+
+
+class PayloadMissing(MyxoError):
+    """A reference whose payload the store no longer holds."""
+
+
+class MessageTooLarge(MyxoError):
+    """A message that the bus would refuse (payload and headers together over its limit); it was not sent."""

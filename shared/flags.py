@@ -1,0 +1,103 @@
+"""Flags for every config field, under slime's and Megatron's names: ``--rollout-batch-size 32``; ``--sglang-…`` goes to the engine.
+
+Unknown flags are refused with the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import ast
+import types
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from shared.config import RunConfig, field_sections, nearest, section_model
+from shared.errors import ConfigError
+
+SGLANG = "--sglang-"
+
+
+def parse(arguments: list[str]) -> dict[str, dict[str, Any]]:
+    """Reads ``--name value``, ``--name=value``, ``--switch``, ``--no-switch`` into section → field → value.
+
+    Values stay text where pydantic converts them; lists take the following words up to the next flag.
+    Raises ConfigError for an unknown flag or a missing value.
+    """
+    owners = field_sections()
+    overrides: dict[str, dict[str, Any]] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise ConfigError(word, word, "expected a flag that starts with --")
+        flag, equals, inline = word.partition("=")
+        if flag.startswith(SGLANG):
+            # engine flags pass through verbatim: value if one follows, switch otherwise
+            value = inline if equals else (rest.pop(0) if rest and not rest[0].startswith("--") else True)
+            overrides.setdefault("rollout", {}).setdefault("sglang", {})[flag.removeprefix(SGLANG)] = value
+            continue
+        name = flag.removeprefix("--").replace("-", "_")
+        negated = name.startswith("no_") and name.removeprefix("no_") in owners
+        name = name.removeprefix("no_") if negated else name
+        if name not in owners:
+            raise ConfigError(flag, inline or "", f"unknown flag; {nearest(flag, flags())}")
+        info = section_model(owners[name]).model_fields[name]
+        if negated and bool not in _kinds(info.annotation):
+            raise ConfigError(flag, inline or "", f"unknown flag; {nearest(flag.replace('--no-', '--', 1), flags())}")
+        overrides.setdefault(owners[name], {})[name] = _value(flag, info, equals, inline, negated, rest)
+    return overrides
+
+
+def flags() -> list[str]:
+    """Every flag that a config field answers to."""
+    return ["--" + field.replace("_", "-") for field in field_sections()]
+
+
+def help_lines() -> list[str]:
+    """One line a flag: name, default, meaning; section by section."""
+    lines = []
+    for section in RunConfig.model_fields:
+        model = section_model(section)
+        lines.append(f"[{section}] {(model.__doc__ or '').strip()}")
+        for field, info in model.model_fields.items():
+            value = str(info.default) if isinstance(info.default, Path) else info.default
+            default = "required" if info.is_required() else f"default {value!r}"
+            lines.append(f"  --{field.replace('_', '-'):34} {info.description} ({default})")
+    lines.append("  --sglang-…                           any flag of SGLang's server, verbatim")
+    return lines
+
+
+def _value(flag: str, info: FieldInfo, equals: str, inline: str, negated: bool, rest: list[str]) -> Any:
+    kinds = _kinds(info.annotation)
+    if bool in kinds:
+        if negated:
+            return False
+        if equals:
+            return inline
+        return rest.pop(0) if rest and rest[0].lower() in ("true", "false") else True
+    if list in kinds:
+        words = [inline] if equals else []
+        while rest and not rest[0].startswith("--"):
+            words.append(rest.pop(0))
+        return words
+    if equals:
+        text = inline
+    elif rest and not (rest[0].startswith("--") and len(rest[0]) > 2):
+        text = rest.pop(0)
+    else:
+        raise ConfigError(flag, "", f"needs a value: {info.description}")
+    if dict in kinds:
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError) as error:
+            raise ConfigError(flag, text, "expected a mapping such as \"{'key': 1}\"") from error
+    return None if text.lower() == "none" and type(None) in kinds else text
+
+
+def _kinds(annotation: Any) -> set[type]:
+    """The plain types an annotation admits: ``int | None`` → {int, NoneType}."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return {kind for argument in get_args(annotation) for kind in _kinds(argument)}
+    origin = get_origin(annotation)
+    return {origin if isinstance(origin, type) else annotation if isinstance(annotation, type) else object}

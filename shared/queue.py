@@ -1,0 +1,164 @@
+"""Work queues: leases with a deadline, extended while the work goes on, handed back or declared dead when it fails.
+
+Delivery is at-least-once: whoever takes work from a queue is idempotent by the id in the message. A lease that was delivered more
+than `max_deliver` times has killed or outlived its workers; the worker that receives it once more declares it dead instead of trying.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Generic, TypeVar
+
+import nats.errors
+import nats.js.errors
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from shared.bus import ATTEMPT_SECONDS, RETRY_PAUSE, TRANSIENT, Bus
+from shared.errors import BadMessage, DeadlineExceeded
+from shared.messages import Message
+from shared.streams import Consumer
+
+M = TypeVar("M", bound=Message)
+
+FETCH_SECONDS = 1.0
+"""How long one pull waits at the server; a worker looks up at least this often."""
+
+
+class Lease(Generic[M]):
+    """One message that this worker holds until it acks, hands back, or its `ack_wait` runs out unextended."""
+
+    def __init__(self, raw: Msg, message: M, consumer: Consumer) -> None:
+        self._raw, self.message, self._consumer = raw, message, consumer
+        self.deliveries: int = raw.metadata.num_delivered
+
+    @property
+    def exhausted(self) -> bool:
+        """Delivered more often than the queue allows: declare it dead, do not try again."""
+        return self.deliveries > self._consumer.max_deliver
+
+    async def ack(self) -> None:
+        """Done. A lost ack means a redelivery, which idempotence absorbs."""
+        with contextlib.suppress(*TRANSIENT):
+            await self._raw.ack()
+
+    async def hand_back(self, delay: float = 0.0) -> None:
+        """Not done, somebody else may take it after ``delay`` seconds."""
+        with contextlib.suppress(*TRANSIENT):
+            await self._raw.nak(delay=delay or None)
+
+    async def extend(self) -> None:
+        """Still working: the lease starts its `ack_wait` anew."""
+        with contextlib.suppress(*TRANSIENT):
+            await self._raw.in_progress()
+
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Extends the lease every third of its `ack_wait` for as long as the body runs."""
+
+        async def renew() -> None:
+            while True:
+                await asyncio.sleep(self._consumer.ack_wait / 3)
+                await self.extend()
+
+        task = asyncio.create_task(renew())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
+class WorkQueue(Generic[M]):
+    """One durable consumer of a work-queue stream, shared by all workers of its kind."""
+
+    def __init__(self, bus: Bus, consumer: Consumer, model: type[M]) -> None:
+        self._bus, self._consumer, self._model = bus, consumer, model
+        self._pull: Pull | None = None
+
+    async def fetch(self, most: int, seconds: float = FETCH_SECONDS) -> list[Lease[M]]:
+        """Up to ``most`` leases, as soon as there is one; an empty list when none came within ``seconds`` or the bus is away for now.
+
+        A message that cannot be read is logged with its reason and removed, so that it blocks nobody.
+        """
+        try:
+            if self._pull is None:
+                self._pull = await Pull.open(self._bus, self._consumer.stream, self._consumer.name)
+            raw = await self._pull.fetch(most, seconds)
+        except (*TRANSIENT, nats.errors.Error, nats.js.errors.Error) as error:
+            structlog.get_logger().warning("fetch_failed", queue=self._consumer.name, error=str(error) or type(error).__name__)
+            await asyncio.sleep(RETRY_PAUSE * 5)
+            return []
+        leases = []
+        for message in raw:
+            try:
+                leases.append(Lease(message, self._model.decode(message.data), self._consumer))
+            except BadMessage as error:
+                structlog.get_logger().error("message_unreadable", queue=self._consumer.name, error=str(error))
+                await message.term()
+        return leases
+
+    async def depth(self, deadline: float = 5.0) -> tuple[int, int]:
+        """(waiting, in workers' hands) right now."""
+        end = time.monotonic() + deadline
+        while True:
+            try:
+                info = await self._bus.js.consumer_info(self._consumer.stream, self._consumer.name)
+                return info.num_pending or 0, info.num_ack_pending or 0
+            except TRANSIENT as error:
+                if time.monotonic() > end:
+                    raise DeadlineExceeded(f"depth of {self._consumer.name}", "the bus", deadline, "given up") from error
+                await asyncio.sleep(RETRY_PAUSE)
+
+
+class Pull:
+    """Pull requests on a durable consumer, never for more than the caller has room for.
+
+    The client library's own fetch waits for a full batch when fewer messages are there; this one takes what is there at once, and
+    waits for a single message only when nothing is. Protocol: NATS ADR-13 (no_wait, expires, status 404/408/409).
+    """
+
+    def __init__(self, connection: Client, subscription: Subscription, inbox: str, request_subject: str) -> None:
+        self._connection, self._subscription, self._inbox, self._request_subject = connection, subscription, inbox, request_subject
+        self._requests = 0
+
+    @classmethod
+    async def open(cls, bus: Bus, stream: str, consumer: str) -> Pull:
+        inbox = bus.connection.new_inbox()
+        subscription = await bus.connection.subscribe(f"{inbox}.*")
+        return cls(bus.connection, subscription, inbox, f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}")
+
+    async def fetch(self, most: int, seconds: float) -> list[Msg]:
+        """Up to ``most`` messages: those that are there, else the first that comes within ``seconds``."""
+        there = await self._request(most, None, ATTEMPT_SECONDS)
+        if there or seconds <= 0:
+            return there
+        first = await self._request(1, seconds, seconds + RETRY_PAUSE)
+        if first and most > 1:
+            first += await self._request(most - 1, None, ATTEMPT_SECONDS)
+        return first
+
+    async def _request(self, batch: int, expires: float | None, patience: float) -> list[Msg]:
+        self._requests += 1
+        reply = f"{self._inbox}.{self._requests}"
+        request: dict[str, object] = {"batch": batch}
+        request |= {"no_wait": True} if expires is None else {"expires": int(expires * 1e9)}
+        await self._connection.publish(self._request_subject, json.dumps(request).encode(), reply)
+        got: list[Msg] = []
+        end = time.monotonic() + patience
+        while len(got) < batch:
+            try:
+                message = await self._subscription.next_msg(timeout=max(0.001, end - time.monotonic()))
+            except nats.errors.TimeoutError:
+                break  # the server went away in between: what it had sent comes again when its ack_wait is over
+            if message.subject.startswith(self._inbox):
+                if message.subject == reply:
+                    break  # this request's end: nothing more there, or expired
+                continue  # the end of an older request
+            got.append(message)
+        return got

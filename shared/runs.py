@@ -1,0 +1,69 @@
+"""A run on the bus: created once with its frozen config, found again by its id."""
+
+from __future__ import annotations
+
+import json
+
+from shared import streams
+from shared.bus import Bus
+from shared.config import RunConfig, changes
+from shared.errors import ConfigError, MyxoError
+from shared.subjects import Subjects
+
+_CONFIG, _STORE, _PHASE = "config", "store", "phase"
+RUNNING, FINISHED = "running", "finished"
+"""Phases of a run."""
+
+
+class NoSuchRun(MyxoError):
+    """The bus holds no run of that name."""
+
+
+async def create(bus: Bus, config: RunConfig, store_url: str | None) -> None:
+    """Makes the run's streams and freezes its config; on a resume, takes over the fields that may change.
+
+    Args:
+        store_url: where payloads lie, for services that are not told by ``REDIS_URL``.
+
+    Raises ConfigError when a field differs that may not change.
+    """
+    await streams.create(bus, config)
+    bucket = Subjects(config.run.name).config_bucket
+    existing = await bus.get(bucket, _CONFIG)
+    if existing is not None:
+        different = changes(RunConfig.model_validate_json(existing), config)
+        if different:
+            field, _, values = different[0].partition(": ")
+            expected = f"run {config.run.name} exists with another value; use --fresh to start it anew, or another run.name"
+            raise ConfigError(field, values, expected)
+    await bus.put(bucket, _CONFIG, config.model_dump_json().encode())
+    if store_url is not None:
+        await bus.put(bucket, _STORE, store_url.encode())
+    if await phase(bus, config.run.name) is None:
+        await set_phase(bus, config.run.name, RUNNING)
+
+
+async def load(bus: Bus, run: str) -> RunConfig:
+    """The run's frozen config. Raises NoSuchRun."""
+    if not await streams.exists(bus, run):
+        raise NoSuchRun(f"no run {run!r} on the bus; `myxo up CONFIG` makes one")
+    value = await bus.get(Subjects(run).config_bucket, _CONFIG)
+    if value is None:
+        raise NoSuchRun(f"run {run!r} has no config on the bus yet")
+    return RunConfig.model_validate(json.loads(value))
+
+
+async def store_url(bus: Bus, run: str) -> str | None:
+    """Where the run's payloads lie, as its creator said."""
+    value = await bus.get(Subjects(run).config_bucket, _STORE)
+    return value.decode() if value else None
+
+
+async def phase(bus: Bus, run: str) -> str | None:
+    """`RUNNING`, `FINISHED`, or None before the run exists."""
+    value = await bus.get(Subjects(run).config_bucket, _PHASE)
+    return value.decode() if value else None
+
+
+async def set_phase(bus: Bus, run: str, value: str) -> None:
+    await bus.put(Subjects(run).config_bucket, _PHASE, value.encode())

@@ -1,0 +1,228 @@
+"""What every service process does around its own work: connect, read the run's config, answer health checks, keep its card, stop well.
+
+Environment: ``NATS_URL`` and ``MYXO_RUN`` (required), ``REDIS_URL`` (else the run's), ``MYXO_INSTANCE`` (else host and pid),
+``MYXO_HTTP`` (``host:port`` of the health side, default a free port on loopback), ``MYXO_LOG_LEVEL``.
+Exit codes: 0 done or asked to stop, 2 bad input (one line on standard error), 1 anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, NoReturn
+
+import structlog
+
+from shared import http, runs
+from shared.bus import TRANSIENT, Bus, BusUnreachable
+from shared.cancel import cancelled
+from shared.config import RunConfig
+from shared.errors import ConfigError, DeadlineExceeded, MyxoError
+from shared.messages import Message, ServiceCard, ServiceEvent
+from shared.registry import HEARTBEAT, Registry
+from shared.store import Store, StoreUnreachable
+from shared.subjects import RUN_ID, Subjects
+from shared.telemetry import Metrics, configure_logs
+
+STOP_SECONDS = 4.0
+"""How long a service's body has to return after SIGTERM before it is cancelled."""
+
+EXIT_BAD_INPUT = 2
+
+
+class Service:
+    """One running service: its connections, config, ids and state. The body of a service gets it and works until `stopping`."""
+
+    def __init__(self, name: str, instance: str, run: str, bus: Bus, config: RunConfig, redis_url: str) -> None:
+        self.name, self.instance, self.run, self.bus, self.config = name, instance, run, bus, config
+        self.redis_url = redis_url
+        self.store = Store(redis_url)
+        self.subjects = Subjects(run)
+        self.registry = Registry(bus, run)
+        self.metrics = Metrics(run, instance)
+        self.stopping = asyncio.Event()
+        self.log: Any = structlog.get_logger()
+        self.state = "starting"
+        self.version = -1
+        self.incarnation = str(os.getpid())
+        self.ranks = 1
+        self.http = ""
+
+    def card(self) -> ServiceCard:
+        """What the registry shows of this service now."""
+        return ServiceCard(
+            service=self.name,
+            instance=self.instance,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            http=self.http,
+            state=self.state,
+            version=self.version,
+            incarnation=self.incarnation,
+            ranks=self.ranks,
+            gauges=dict(self.metrics.values),
+            at=time.time(),
+        )
+
+    async def announce(self) -> None:
+        """Renews the card now rather than at the next heartbeat."""
+        with contextlib.suppress(MyxoError, *TRANSIENT):
+            await self.registry.renew(self.card())
+
+    async def event(self, plane: str, what: str, message: Message) -> None:
+        """Publishes an event. Nothing decides by events: one that cannot be published is logged and let go."""
+        try:
+            await self.bus.publish(self.subjects.event(plane, what), message, deadline=10)
+        except (MyxoError, *TRANSIENT) as error:
+            self.log.warning("event_lost", what=what, error=str(error))
+
+    async def tell(self, what: str, detail: str = "") -> None:
+        """Publishes a `ServiceEvent` about this service."""
+        await self.event("service", what, ServiceEvent(service=self.name, instance=self.instance, what=what, detail=detail, at=time.time()))
+
+    def health(self) -> dict[str, object]:
+        connected = self.bus.connection.is_connected
+        return {
+            "ok": connected and self.state not in ("failed", "stopping"),
+            "service": self.name,
+            "instance": self.instance,
+            "run": self.run,
+            "state": self.state,
+            "version": self.version,
+            "bus": connected,
+        }
+
+    async def pause(self, seconds: float) -> bool:
+        """Waits, or less when asked to stop. Returns whether to go on."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.stopping.wait(), timeout=seconds)
+        return not self.stopping.is_set()
+
+    @contextlib.asynccontextmanager
+    async def background(self, *work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+        """Runs coroutines beside the body; the first that fails makes the body fail with its error."""
+        body = asyncio.current_task()
+        assert body is not None
+        failed: list[BaseException] = []
+
+        def on_done(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None and not failed:
+                failed.append(error)
+                body.cancel()
+
+        tasks = [asyncio.create_task(coroutine) for coroutine in work]
+        for task in tasks:
+            task.add_done_callback(on_done)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if failed:
+                raise failed[0] from None
+            raise
+        finally:
+            await cancelled(tasks)
+
+
+def environment() -> tuple[str, str]:
+    """(NATS_URL, MYXO_RUN). Raises ConfigError for what is missing or malformed."""
+    url, run = os.environ.get("NATS_URL"), os.environ.get("MYXO_RUN")
+    if not url:
+        raise ConfigError("NATS_URL", url, "required in the environment: nats://[user:password@]host:port")
+    if not run or not RUN_ID.match(run):
+        raise ConfigError("MYXO_RUN", run, "required in the environment: the run's id, lower-case letters, digits, '-' and '_'")
+    return url, run
+
+
+def default_instance(service: str) -> str:
+    """An instance id that is unique among hosts and legal in a subject."""
+    given = os.environ.get("MYXO_INSTANCE") or f"{service}-{socket.gethostname()}-{os.getpid()}"
+    return re.sub(r"[^A-Za-z0-9_-]", "-", given)
+
+
+async def connect(name: str) -> Service:
+    """Connects to bus and store and reads the run's config."""
+    url, run = environment()
+    bus = await Bus.connect(url, name=f"{run}/{name}")
+    config = await runs.load(bus, run)
+    redis_url = os.environ.get("REDIS_URL") or await runs.store_url(bus, run)
+    if not redis_url:
+        raise ConfigError("REDIS_URL", None, "required: the run does not say where its payloads lie")
+    service = Service(name, default_instance(name), run, bus, config, redis_url)
+    await service.store.ping()
+    return service
+
+
+@contextlib.asynccontextmanager
+async def attended(service: Service) -> AsyncIterator[None]:
+    """Health side, heartbeat and the joined/left events around a service's work."""
+
+    async def heartbeat() -> None:
+        while True:
+            try:
+                await service.registry.renew(service.card())
+            except (DeadlineExceeded, *TRANSIENT) as error:
+                service.log.warning("heartbeat_missed", error=str(error))
+            await asyncio.sleep(HEARTBEAT)
+
+    app = http.health_app(service.health, service.metrics.registry)
+    async with http.serving(app, os.environ.get("MYXO_HTTP", "127.0.0.1:0")) as service.http, service.background(heartbeat()):
+        await service.tell("joined")
+        try:
+            yield
+        finally:
+            service.state = "stopping"
+            with contextlib.suppress(MyxoError, *TRANSIENT):
+                await service.registry.leave(service.card())
+                await service.tell("left")
+
+
+async def _serve(name: str, body: Callable[[Service], Awaitable[None]]) -> None:
+    service = await connect(name)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, service.stopping.set)
+    try:
+        async with attended(service):
+            work = asyncio.ensure_future(body(service))
+            stop = asyncio.ensure_future(service.stopping.wait())
+            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                await asyncio.wait({work}, timeout=STOP_SECONDS)
+                if not work.done():
+                    work.cancel()
+            stop.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+    finally:
+        await service.store.close()
+        await service.bus.close()
+
+
+def run(name: str, body: Callable[[Service], Awaitable[None]]) -> NoReturn:
+    """The whole life of a service process; exits with the codes of the module's docstring."""
+    sys.exit(exit_code(name, lambda: asyncio.run(_serve(name, body))))
+
+
+def exit_code(name: str, work: Callable[[], None]) -> int:
+    """Runs a service's work with its logs set up and its errors told; returns the exit code."""
+    configure_logs(os.environ.get("MYXO_RUN", ""), name, default_instance(name), level=os.environ.get("MYXO_LOG_LEVEL", "INFO"))
+    log = structlog.get_logger()
+    try:
+        work()
+    except (ConfigError, runs.NoSuchRun, BusUnreachable, StoreUnreachable) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except MyxoError as error:
+        log.error("failed", error=str(error), kind=type(error).__name__)
+        return 1
+    except Exception:
+        log.exception("failed")
+        return 1
+    return 0

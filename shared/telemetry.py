@@ -1,0 +1,87 @@
+"""Logs and metrics: one JSON object a line with run, service and instance ids; Prometheus gauges and counters by name."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+
+def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:
+    """JSON lines from structlog and from the libraries' own loggers, each with the ids of who speaks.
+
+    Args:
+        stream: where they go; standard error if not given.
+    """
+    stream = sys.stderr if stream is None else stream
+
+    def ids(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        return {"run": run, "service": service, "instance": instance, **event}
+
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        ids,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.processors.format_exc_info, structlog.processors.JSONRenderer(sort_keys=False)],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
+        logger_factory=structlog.PrintLoggerFactory(stream),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.format_exc_info,
+                structlog.processors.JSONRenderer(),
+            ],
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel("WARNING")
+
+
+def silence_logs() -> None:
+    """No log lines at all, for commands that speak to a person: what matters there is an error that is raised."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    logging.getLogger().handlers[:] = [logging.NullHandler()]
+
+
+class Metrics:
+    """A service's Prometheus metrics, made on first use: ``metrics.set("ready_groups", 3)``.
+
+    Names get the prefix ``myxo_``; every sample carries the run and the instance.
+    """
+
+    def __init__(self, run: str, instance: str) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"run": run, "instance": instance}
+        self._gauges: dict[str, Gauge] = {}
+        self._counters: dict[str, Counter] = {}
+        self.values: dict[str, float] = {}
+
+    def set(self, name: str, value: float) -> None:
+        """Sets a gauge."""
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(f"myxo_{_legal(name)}", name, list(self._labels), registry=self.registry)
+        self._gauges[name].labels(**self._labels).set(value)
+        self.values[name] = float(value)
+
+    def add(self, name: str, amount: float = 1.0) -> None:
+        """Adds to a counter."""
+        if name not in self._counters:
+            self._counters[name] = Counter(f"myxo_{_legal(name)}", name, list(self._labels), registry=self.registry)
+        self._counters[name].labels(**self._labels).inc(amount)
+        self.values[name] = self.values.get(name, 0.0) + amount
+
+
+def _legal(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in name)

@@ -1,0 +1,98 @@
+"""An HF checkpoint's tokenizer without transformers or torch: `tokenizers` for text, jinja2 for the chat template."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from shared.errors import ConfigError
+
+
+class Tokenizer:
+    """Text ↔ token ids, chat messages → text.
+
+    Args:
+        model: an HF checkpoint directory with tokenizer.json (and tokenizer_config.json, chat_template.jinja, generation_config.json).
+    """
+
+    def __init__(self, model: Path) -> None:
+        path = model / "tokenizer.json"
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception for a missing or malformed file
+            raise ConfigError("model.hf_checkpoint", str(path), f"not a readable tokenizer.json: {error}") from None
+        settings = _json(model / "tokenizer_config.json")
+        self._special = {name: _content(settings[name]) for name in ("bos_token", "eos_token", "pad_token") if settings.get(name)}
+        template_file = model / "chat_template.jinja"
+        self._template: str | None = template_file.read_text() if template_file.is_file() else settings.get("chat_template")
+        self.vocabulary_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.stop_ids = self._stop_ids(model)
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Token ids of a text, int32 [T]; special tokens only where the text spells them."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, tokens: Sequence[int] | NDArray[np.int32]) -> str:
+        """The text of token ids, special tokens left out."""
+        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
+
+    def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        """Chat messages through the model's chat template, with the generation prompt.
+
+        Raises ConfigError where the model has no template or it does not take these messages.
+        """
+        if self._template is None:
+            raise ConfigError("data.apply_chat_template", True, "the model has no chat template; give prompts as text")
+        try:
+            template = _environment().from_string(self._template)
+            return template.render(**{"messages": messages, "add_generation_prompt": True, **self._special, **variables})
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # a template can raise any of them
+            raise ConfigError("data.apply_chat_template", messages, f"the chat template refuses it: {error}") from None
+
+    def _stop_ids(self, model: Path) -> list[int]:
+        """Ids that end a response: generation_config's, else config's, else the tokenizer's eos token."""
+        for name in ("generation_config.json", "config.json"):
+            ids = _json(model / name).get("eos_token_id")
+            if ids is not None:
+                return sorted(ids) if isinstance(ids, list) else [ids]
+        eos = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+        return [] if eos is None else [eos]
+
+
+def _environment() -> jinja2.Environment:
+    """What chat templates are written for: the syntax, filter and functions that transformers gives them."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+
+    def raise_exception(text: str) -> None:
+        raise jinja2.TemplateError(text)
+
+    environment.filters["tojson"] = tojson  # jinja2's own escapes HTML
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ConfigError("model.hf_checkpoint", str(path), f"not JSON: {error}") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _content(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, dict) else str(token)

@@ -1,0 +1,27 @@
+"""Weight versions and steps: one rule for trainer and buffer.
+
+Version v is the policy after v·u training steps, u = ``update_weights_interval``; the policy after the last step is a version too.
+Versions are counted from the run's beginning, so a trainer that resumes from a checkpoint makes the same numbers again for the same
+weights, and they never fall.
+"""
+
+from __future__ import annotations
+
+
+def version_after(steps: int, interval: int, total: int) -> int:
+    """The version that ``steps`` finished steps amount to, of ``total``."""
+    last = -(-total // interval)
+    return last if steps >= total else steps // interval
+
+
+def is_pushed(steps: int, interval: int, total: int) -> bool:
+    """Whether a new version is pushed once ``steps`` steps are finished."""
+    return steps >= total or steps % interval == 0
+
+
+def admissible_steps(live: int, max_staleness: int, interval: int, total: int) -> int:
+    """How many steps' worth of groups may be admitted while ``live`` is served.
+
+    Step k trains on version ⌊k/u⌋, so groups begun now stay within the bound for every k with ⌊k/u⌋ ≤ live + max_staleness.
+    """
+    return min(total, (live + max_staleness + 1) * interval)

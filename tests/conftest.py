@@ -1,0 +1,108 @@
+"""Fixtures of all suites: real servers, a tiny checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+from hypothesis import HealthCheck, settings
+
+from shared.bus import Bus
+from shared.embedded import EmbeddedNats, EmbeddedValkey
+from shared.store import Store
+
+# a slow machine is no failure of the code
+settings.register_profile("myxo", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("myxo")
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def own_logs() -> Iterator[None]:
+    """A command that a test runs in this process may silence or redirect the logs; the next test has them as they were."""
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 checkpoint directory with a character tokenizer."""
+    from tests.support.tiny_model import write_tiny_model  # torch takes seconds to import: only where it is needed
+
+    path: Path = tmp_path_factory.mktemp("tiny") / "model"
+    write_tiny_model(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedNats]:
+    """A NATS server that tests share: each uses a run name of its own."""
+    server = EmbeddedNats(tmp_path_factory.mktemp("nats"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    """A Valkey server that tests share: each uses a run name of its own."""
+    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def mortal_nats(tmp_path: Path) -> Iterator[EmbeddedNats]:
+    """A NATS server of the test's own, to be killed."""
+    server = EmbeddedNats(tmp_path / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def mortal_valkey(tmp_path: Path) -> Iterator[EmbeddedValkey]:
+    """A Valkey server of the test's own, to be killed."""
+    server = EmbeddedValkey(tmp_path / "valkey")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def bus(nats: EmbeddedNats) -> AsyncIterator[Bus]:
+    """A connection to the shared NATS server."""
+    connection = await Bus.connect(nats.url, "test")
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+async def store(valkey: EmbeddedValkey) -> AsyncIterator[Store]:
+    """A connection to the shared Valkey server."""
+    connection = Store(valkey.url)
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+def run_name() -> str:
+    """A run's name that no other test uses."""
+    return f"run-{next(_numbers)}"
+
+
+@pytest.fixture
+def crash() -> Callable[[EmbeddedNats | EmbeddedValkey], None]:
+    """kill -9 for a server, which then waits until it is gone; `start` brings it back."""
+
+    def kill(server: EmbeddedNats | EmbeddedValkey) -> None:
+        assert server.process is not None
+        server.process.kill()
+        server.process.wait(30)
+
+    return kill

@@ -1,0 +1,1 @@
+"""The whole loop with every real part: launcher, servers, services, SGLang, Megatron-Core."""

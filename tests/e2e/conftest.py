@@ -1,0 +1,66 @@
+"""A small run's input: a tiny random model, sums of one-digit numbers, demonstrations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SUMS = [(left, right) for left in range(10) for right in range(10)]
+
+CONFIG = """
+[run]
+name = "{name}"
+dir = "{directory}/runs"
+[model]
+hf_checkpoint = "{model}"
+[data]
+prompt_data = "{directory}/train.jsonl"
+rollout_shuffle = true
+[rollout]
+num_rollout = {steps}
+rollout_batch_size = 4
+n_samples_per_prompt = 4
+max_staleness = {staleness}
+rollout_max_response_len = 6
+rollout_device = "cpu"
+rollout_temperature = {temperature}
+[eval]
+eval_prompt_data = "{directory}/heldout.jsonl"
+[trainer]
+train_dtype = "float32"
+train_device = "cpu"
+lr = 1e-4
+save_interval = 3
+[sft]
+sft_data = "{directory}/sft.jsonl"
+sft_steps = 4
+sft_batch_size = 16
+sft_lr = 1e-3
+[bus]
+ack_wait = 10
+"""
+
+
+@pytest.fixture
+def small_run(tmp_path: Path, tiny_model: Path) -> Callable[..., Path]:
+    """Writes a small run's config and data; returns the config's path. Keywords: name, steps, staleness, temperature."""
+
+    def write(path: Path, rows: list[dict[str, str]]) -> None:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    prompts = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a, b in SUMS]
+    write(tmp_path / "train.jsonl", prompts[:80])
+    write(tmp_path / "heldout.jsonl", prompts[80:88])
+    write(tmp_path / "sft.jsonl", [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in SUMS[:80]])
+
+    def make(name: str, *, steps: int, staleness: int, temperature: float = 1.0) -> Path:
+        path = tmp_path / f"{name}.toml"
+        path.write_text(
+            CONFIG.format(name=name, directory=tmp_path, model=tiny_model, steps=steps, staleness=staleness, temperature=temperature)
+        )
+        return path
+
+    return make

@@ -1,0 +1,120 @@
+"""A run under ``myxo up``, seen from outside: its processes, its ledger, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shared.bus import Bus
+from shared.cli.rundir import RunDirectory
+from shared.embedded import die_with_parent
+from shared.messages import ServiceCard
+from shared.registry import Registry
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class LaunchedRun:
+    """``myxo up CONFIG flags…`` as a process; use as a context manager, it is killed at the end of the body.
+
+    Args:
+        config: the TOML file. root: the run's directory. run: its id.
+    """
+
+    def __init__(self, config: Path, root: Path, run: str, flags: Sequence[str] = ()) -> None:
+        self.root, self.run = root, run
+        self.directory = RunDirectory(root)
+        self._command = [sys.executable, "-m", "shared.cli.main", "up", str(config), *flags]
+        root.parent.mkdir(parents=True, exist_ok=True)
+        self.output = root.parent / f"{run}.out"
+
+    def __enter__(self) -> LaunchedRun:
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                self._command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=die_with_parent
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def said(self) -> str:
+        """All that the launcher printed, and the last lines of each service: for a failed assertion."""
+        parts = [self.output.read_text(errors="replace")[-4000:]]
+        for log in sorted(self.root.glob("logs/*.log")):
+            parts.append(f"--- {log.name}\n{log.read_text(errors='replace')[-2500:]}")
+        return "\n".join(parts)
+
+    def wait(self, deadline: float) -> int:
+        """The launcher's exit code."""
+        try:
+            return self.process.wait(deadline)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the run did not end within {deadline:g} s\n{self.said()}") from None
+
+    def until(self, what: str, condition: Callable[[list[ServiceCard]], bool], deadline: float) -> list[ServiceCard]:
+        """Waits until the registry's cards satisfy ``condition``."""
+        return asyncio.run(self._until(what, condition, deadline))
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    def child(self, program: str) -> int:
+        """The pid of the launcher's child whose command line names ``program``."""
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                words = (entry / "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if parent == self.process.pid and program.encode() in words:
+                return int(entry.name)
+        raise AssertionError(f"the launcher has no child {program}\n{self.said()}")
+
+    def summary(self) -> dict[str, object]:
+        content: dict[str, object] = json.loads((self.root / "summary.json").read_text())
+        return content
+
+    async def _until(self, what: str, condition: Callable[[list[ServiceCard]], bool], deadline: float) -> list[ServiceCard]:
+        end = time.monotonic() + deadline
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the launcher ended with {self.process.returncode} before {what}\n{self.said()}")
+            servers = self.directory.servers()
+            if servers is None:
+                await asyncio.sleep(0.2)
+                continue
+            bus = await Bus.connect(servers.nats_url, "test", deadline=30)
+            try:
+                registry = Registry(bus, self.run)
+                while time.monotonic() < end and self.process.poll() is None:
+                    cards = await registry.alive()
+                    if condition(cards):
+                        return cards
+                    await asyncio.sleep(0.2)
+            finally:
+                await bus.close()
+        raise AssertionError(f"{what} did not come within {deadline:g} s\n{self.said()}")
+
+
+def gauge(cards: list[ServiceCard], service: str, name: str) -> float:
+    """A live figure of the (first) service of a kind; -1 where there is none yet."""
+    for card in cards:
+        if card.service == service and name in card.gauges:
+            return card.gauges[name]
+    return -1.0

@@ -1,0 +1,57 @@
+"""A run with two trainer ranks that share the model, two replicas, a KL term and several optimizer steps a batch."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shared.messages import ServiceCard
+from tests.e2e.launched import LaunchedRun, gauge
+
+RUN_SECONDS = 1200
+
+
+@pytest.mark.timeout(RUN_SECONDS + 300)
+def test_two_ranks_and_two_replicas(small_run: Callable[..., Path], tmp_path: Path) -> None:
+    """Both replicas are pushed to; when one's process group breaks by its death, the other goes on and the run ends well."""
+    steps = 24
+    flags = [
+        *("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2", "--num-steps-per-rollout", "2"),
+        *("--rollout-replicas", "2", "--in-flight-on-push", "abort", "--kl-loss-coef", "0.01"),
+    ]
+    config = small_run("layout", steps=steps, staleness=1)
+    with LaunchedRun(config, tmp_path / "runs" / "layout", "layout", flags) as run:
+        cards = run.until("two replicas that serve", two_serve, RUN_SECONDS)
+        assert {card.service for card in cards} == {"buffer", "reward", "rollout", "trainer"}
+        for card in cards:
+            assert_watchable(card)
+        victim = next(card for card in cards if card.instance == "rollout-1")
+        assert gauge(cards, "buffer", "trained_steps") < steps, "the run ended before a replica was killed: make it longer"
+        run.kill(victim.pid)
+        assert run.wait(RUN_SECONDS) == 0, run.said()
+    summary = run.summary()
+    assert summary["audit"] == "ok"
+    assert summary["steps"] == steps
+    difference = summary["mean_abs_logprob_diff"]
+    assert isinstance(difference, float)
+    assert difference < 1e-3
+    assert (tmp_path / "runs" / "layout" / "hf" / "model.safetensors").is_file()
+
+
+def assert_watchable(card: ServiceCard) -> None:
+    """Every service answers health checks and shows Prometheus metrics."""
+    with urllib.request.urlopen(f"http://{card.http}/healthz", timeout=30) as answer:
+        health = json.load(answer)
+    assert health["ok"] is True
+    assert (health["service"], health["instance"], health["run"]) == (card.service, card.instance, "layout")
+    with urllib.request.urlopen(f"http://{card.http}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    assert all(line.startswith(("#", "myxo_")) for line in text.splitlines())
+
+
+def two_serve(cards: list[ServiceCard]) -> bool:
+    return sum(card.service == "rollout" and card.version >= 1 for card in cards) == 2

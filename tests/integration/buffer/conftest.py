@@ -1,0 +1,51 @@
+"""A run on the shared servers, and somebody to play its other services."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared import runs
+from shared.bus import Bus
+from shared.embedded import EmbeddedNats, EmbeddedValkey
+from shared.store import Store
+from tests.integration.buffer.player import Player
+from tests.support.run_config import run_config, write_jsonl
+from tests.support.service_process import ServiceProcess
+
+NewRun = Callable[..., Awaitable[Player]]
+
+
+@pytest.fixture
+def new_run(bus: Bus, store: Store, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tiny_model: Path, tmp_path: Path) -> NewRun:
+    """Makes the test's run, with config sections laid over the smallest config."""
+
+    async def make(**sections: dict[str, Any]) -> Player:
+        write_jsonl(tmp_path / "prompts.jsonl")
+        sections.setdefault("run", {}).update({"name": run_name})
+        sections.setdefault("model", {}).update({"hf_checkpoint": str(tiny_model)})
+        sections.setdefault("reward", {}).update({"rm_type": "exact"})
+        config = run_config(tmp_path, **sections)
+        await runs.create(bus, config, valkey.url)
+        return Player(bus, store, config, nats.url, tmp_path)
+
+    return make
+
+
+@pytest.fixture
+async def launched(new_run: NewRun) -> AsyncIterator[Callable[..., Awaitable[tuple[Player, ServiceProcess]]]]:
+    """Makes the test's run and its buffer, and waits until that is ready; kills the buffer at the end."""
+    processes: list[ServiceProcess] = []
+
+    async def launch(**sections: dict[str, Any]) -> tuple[Player, ServiceProcess]:
+        player = await new_run(**sections)
+        processes.append(player.launch())
+        await player.ready(processes[-1])
+        return player, processes[-1]
+
+    yield launch
+    for process in processes:
+        process.__exit__()

@@ -1,0 +1,190 @@
+"""The rest of a run, played over the real bus and store: what replicas, verifiers and a trainer say to the buffer."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from shared import replay, runs, sample
+from shared.audit import AuditReport, audit
+from shared.bus import Bus
+from shared.config import RunConfig
+from shared.ledger import LedgerRecord
+from shared.messages import (
+    Accepted,
+    Batch,
+    BatchAnswer,
+    BatchPending,
+    BatchRequest,
+    Durable,
+    Failed,
+    Payload,
+    Score,
+    Scored,
+    Task,
+    Trained,
+    WeightsLive,
+)
+from shared.queue import Lease, WorkQueue
+from shared.registry import Registry
+from shared.sample import Sample
+from shared.store import Store
+from shared.streams import task_consumer
+from shared.subjects import EVAL, TRAIN, Subjects
+from shared.versions import is_pushed, version_after
+from tests.support.service_process import ServiceProcess
+from tests.support.waiting import until
+
+
+class Player:
+    """Everybody but the buffer, in one run.
+
+    Args:
+        store_url: of the run's Valkey. logs: directory for the buffers' output.
+    """
+
+    def __init__(self, bus: Bus, store: Store, config: RunConfig, nats_url: str, logs: Path) -> None:
+        self.bus, self.store, self.config, self.names = bus, store, config, Subjects(config.run.name)
+        self._nats_url, self._logs = nats_url, logs
+        self._queues = {kind: WorkQueue(bus, task_consumer(config.run.name, config.bus, kind), Task) for kind in (TRAIN, EVAL)}
+        self.version = 0
+
+    # --- the buffer's process
+
+    def launch(self, instance: str = "buffer-1") -> ServiceProcess:
+        environment = {"NATS_URL": self._nats_url, "MYXO_RUN": self.config.run.name, "MYXO_INSTANCE": instance}
+        return ServiceProcess("buffer", self._logs / f"{instance}.log", environment)
+
+    async def ready(self, buffer: ServiceProcess, instance: str = "buffer-1") -> None:
+        """Waits until this very process says that it is ready."""
+        registry = Registry(self.bus, self.config.run.name)
+
+        async def is_ready() -> bool:
+            assert buffer.process.poll() is None, buffer.words()
+            cards = await registry.alive("buffer")
+            return any((card.pid, card.instance, card.state) == (buffer.process.pid, instance, "ready") for card in cards)
+
+        await until(is_ready, f"{instance}")
+
+    # --- replicas and verifiers
+
+    async def tasks(self, most: int, kind: str = TRAIN) -> list[Lease[Task]]:
+        """Takes tasks that are waiting; empty when there is none."""
+        return await self._queues[kind].fetch(most, seconds=0.3)
+
+    async def waiting(self, kind: str = TRAIN) -> int:
+        return sum(await self._queues[kind].depth())
+
+    async def generate(self, task: Task, version: int | None = None) -> Scored:
+        """Writes the samples of a task's group, all on one version, and returns what a reward service would say of them."""
+        version = self.version if version is None else version
+        samples = [
+            Sample(
+                group=task.group,
+                index=index,
+                prompt=task.prompt_tokens,
+                response=np.arange(3, dtype=np.int32),
+                log_probs=np.zeros(3, np.float32),
+                mask=np.ones(3, np.uint8),
+                segments=[(0, 3, version)],
+                finish="stop",
+                text="2",
+                label=task.label,
+            )
+            for index in range(task.n)
+        ]
+        blobs = sample.encode(samples, self.config.store.blob_bytes)
+        keys = [self.names.payload_key(task.group, task.attempt, part) for part in range(len(blobs))]
+        await self.store.write(dict(zip(keys, blobs, strict=True)))
+        return Scored(
+            group=task.group,
+            attempt=task.attempt,
+            payload=Payload(keys=keys, bytes=sum(map(len, blobs))),
+            samples=[one.meta() for one in samples],
+            scores=[Score(reward=float(index % 2)) for index in range(task.n)],
+            replica="replica-1",
+            environment=task.environment,
+            started=time.time(),
+            ended=time.time(),
+        )
+
+    async def say(self, outcome: Scored | Failed) -> None:
+        await self.bus.publish(self.names.scored, outcome)
+
+    async def work(self, most: int, kind: str = TRAIN, version: int | None = None) -> list[str]:
+        """Generates and scores up to ``most`` groups; returns their ids."""
+        done = []
+        for lease in await self.tasks(most, kind):
+            await self.say(await self.generate(lease.message, version))
+            await lease.ack()
+            done.append(lease.message.group)
+        return done
+
+    async def work_until(self, groups: int, kind: str = TRAIN, version: int | None = None) -> list[str]:
+        """Works until so many groups are done."""
+        done: list[str] = []
+
+        async def enough() -> bool:
+            done.extend(await self.work(groups - len(done), kind, version))
+            return len(done) >= groups
+
+        await until(enough, f"{groups} tasks")
+        return done
+
+    # --- the trainer
+
+    async def live(self, version: int) -> None:
+        """Announces a version as served."""
+        self.version = version
+        news = WeightsLive(version=version, replicas=["replica-1"], seconds=0.1, bytes=1, at=time.time())
+        await self.bus.put(self.names.weights_bucket, "live", news.encode())
+        await self.bus.publish(self.names.event("weights", "live"), news)
+
+    async def ask(self, step: int) -> BatchAnswer:
+        version = step // self.config.weights.update_weights_interval
+        return await self.bus.request(
+            self.names.batch, BatchRequest(step=step, version=version), BatchAnswer, deadline=60, whom="the buffer"
+        )
+
+    async def batch(self, step: int, *, working: bool = False) -> Batch:
+        """Waits for the batch of a step; ``working``: generates and scores whatever is waiting meanwhile."""
+
+        async def formed() -> Batch | None:
+            if working:
+                await self.work(4)
+            answer = await self.ask(step)
+            assert isinstance(answer, Batch | BatchPending), answer
+            return answer if isinstance(answer, Batch) else None
+
+        batch = await until(formed, f"the batch of step {step}")
+        assert isinstance(batch, Batch)
+        return batch
+
+    async def trained(self, step: int) -> None:
+        """Reports a step, and pushes the weights if it is time."""
+        interval, total = self.config.weights.update_weights_interval, self.config.rollout.num_rollout
+        version = version_after(step + 1, interval, total)
+        report = Trained(step=step, version=version, started=time.time(), ended=time.time(), metrics={"loss": 0.1})
+        await self.bus.request(self.names.trained, report, Accepted, deadline=60, whom="the buffer")
+        if is_pushed(step + 1, interval, total) and version > self.version:
+            await self.live(version)
+
+    async def durable(self, steps: int) -> None:
+        await self.bus.request(self.names.durable, Durable(steps=steps), Accepted, deadline=60, whom="the buffer")
+
+    # --- what became of it
+
+    async def records(self) -> list[LedgerRecord]:
+        return [record async for _, record in replay.read(self.bus, self.names.ledger_stream, LedgerRecord)]
+
+    async def audit(self) -> AuditReport:
+        return audit(await self.records(), self.config.rollout.max_staleness, self.config.rollout.rollout_batch_size)
+
+    async def phase(self) -> str | None:
+        return await runs.phase(self.bus, self.config.run.name)
+
+    async def blobs(self) -> list[str]:
+        """Payload keys of the run that the store still holds."""
+        return sorted(key.decode() for key in await self.store._client.keys(f"{self.config.run.name}:*"))

@@ -1,0 +1,227 @@
+"""kill -9 of the buffer, of NATS and of Valkey under a run: the same batches, every group with one end, and the run finishes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shared import runs
+from shared.bus import Bus, RequestRefused
+from shared.embedded import EmbeddedNats, EmbeddedServer, EmbeddedValkey
+from shared.errors import DeadlineExceeded
+from shared.messages import Batch, RunDone
+from shared.store import Store
+from tests.integration.buffer.conftest import NewRun
+from tests.integration.buffer.player import Player
+from tests.support.run_config import run_config, write_jsonl
+from tests.support.service_process import ServiceProcess
+from tests.support.waiting import until
+
+
+async def test_after_a_kill_every_step_gets_the_batch_it_had(new_run: NewRun) -> None:
+    player = await new_run(rollout={"max_staleness": 3, "num_rollout": 5})
+    with player.launch() as first:
+        await player.ready(first)
+        await player.live(0)
+        await player.work_until(8)
+        had = [await player.batch(step) for step in range(2)]
+        await player.trained(0)
+        had.append(await player.batch(2))
+        await player.durable(1)
+        first.kill()
+    with player.launch() as second:
+        await player.ready(second)
+        assert [await player.batch(step) for step in (1, 2)] == had[1:]
+        with pytest.raises(RequestRefused, match="the next batch is of step 3"):
+            await player.ask(0)
+        await player.trained(1)
+        second.kill()
+    with player.launch() as third:
+        await player.ready(third)
+        assert await player.batch(2) == had[2]
+        await player.trained(2)
+        assert (await player.batch(3)).step == 3
+        report = await player.audit()
+        assert report.violations == []
+        assert (report.steps, report.durable_steps, report.live_version) == (3, 1, 3)
+
+
+async def test_tasks_that_a_killed_buffer_did_not_send_are_sent(new_run: NewRun) -> None:
+    """The admission is in the ledger, the tasks are not in the queue: the successor sends them."""
+    player = await new_run()
+    with player.launch() as first:
+        await player.ready(first)
+        await player.live(0)
+        await player.work_until(4)
+        first.kill()
+    stream = player.names.task_stream
+    await player.bus.js.purge_stream(stream)
+    await player.live(1)  # nobody hears the event; the successor finds it in KV
+    with player.launch() as second:
+        await player.ready(second)
+        await player.work_until(2)
+        assert (await player.batch(0)).step == 0
+
+
+async def play_on(player: Player, dice: random.Random) -> bool:
+    """One thing that the rest of the run does next; True once the run is done."""
+    step = await next_step(player)
+    if step >= player.config.rollout.num_rollout:
+        await player.durable(step)
+        return isinstance(await player.ask(step), RunDone)
+    await player.work(dice.randint(1, 4), version=max(0, player.version - dice.randint(0, 1)))
+    answer = await player.ask(step)
+    if isinstance(answer, Batch):
+        await player.trained(step)
+        if dice.random() < 0.5:
+            await player.durable(step + 1)
+    return False
+
+
+async def next_step(player: Player) -> int:
+    return (await player.audit()).steps
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_a_run_with_the_buffer_killed_at_random_keeps_every_invariant(new_run: NewRun, seed: int) -> None:
+    dice = random.Random(seed)
+    player = await new_run(rollout={"max_staleness": 1, "num_rollout": 6}, weights={"update_weights_interval": 1 + seed % 2})
+    buffer = player.launch()
+    deaths = 0
+
+    async def tormentor() -> None:
+        """Kills the buffer a while after it has come up, at any moment of its work, and starts the next."""
+        nonlocal buffer, deaths
+        while deaths < 4:
+            await player.ready(buffer)
+            await asyncio.sleep(dice.uniform(0.0, 1.0))
+            buffer.kill()
+            deaths += 1
+            buffer = player.launch()
+
+    killing = asyncio.create_task(tormentor())
+    try:
+        await player.live(0)
+        done = False
+
+        async def over() -> bool:
+            nonlocal done
+            with contextlib.suppress(DeadlineExceeded):
+                done = done or await play_on(player, dice)
+            return done and killing.done()
+
+        await until(over, f"the end of the run after {deaths} deaths", deadline=240)
+        await killing
+    finally:
+        killing.cancel()
+        await asyncio.gather(killing, return_exceptions=True)
+        buffer.__exit__()
+    assert deaths == 4
+    report = await player.audit()
+    assert report.violations == []
+    assert report.finished and report.in_flight == 0
+    assert report.trained == 12
+    assert await player.phase() == runs.FINISHED
+
+
+async def test_the_older_of_two_buffers_stops_when_it_would_write(new_run: NewRun) -> None:
+    player = await new_run(rollout={"max_staleness": 0})
+    with player.launch("older") as older, player.launch("younger") as younger:
+        await player.ready(older, "older")
+        await player.ready(younger, "younger")
+        await player.live(0)
+
+        def one_left() -> bool:
+            return (older.process.poll() is None) != (younger.process.poll() is None)
+
+        await until(one_left, "the end of one of the two")
+        gone = older if older.process.poll() is not None else younger
+        assert gone.process.returncode == 1
+        assert "another writer is active" in gone.words()
+        await player.work_until(2)
+        assert (await player.batch(0)).step == 0
+        assert (await player.audit()).violations == []
+
+
+async def on_mortal_servers(nats: EmbeddedNats, valkey: EmbeddedValkey, directory: Path, model: Path) -> tuple[Player, Bus, Store]:
+    write_jsonl(directory / "prompts.jsonl")
+    config = run_config(directory, model={"hf_checkpoint": str(model)}, reward={"rm_type": "exact"}, bus={"ack_wait": 2.0})
+    bus, store = await Bus.connect(nats.url, "player"), Store(valkey.url)
+    await runs.create(bus, config, valkey.url)
+    return Player(bus, store, config, nats.url, directory), bus, store
+
+
+@pytest.mark.parametrize("victim", ["nats", "valkey"])
+async def test_the_buffer_outlives_the_death_of_a_server(
+    mortal_nats: EmbeddedNats,
+    mortal_valkey: EmbeddedValkey,
+    tiny_model: Path,
+    tmp_path: Path,
+    crash: Callable[[EmbeddedServer], None],
+    victim: str,
+) -> None:
+    player, bus, store = await on_mortal_servers(mortal_nats, mortal_valkey, tmp_path, tiny_model)
+    server: EmbeddedServer = mortal_nats if victim == "nats" else mortal_valkey
+    with player.launch() as buffer:
+        await player.ready(buffer)
+        await player.live(0)
+        for step in range(4):
+            await player.work(3)
+            crash(server)
+            # lost acks bring work again that was done: whoever waits for a batch must go on working
+            asking = asyncio.create_task(player.batch(step, working=True))
+            await asyncio.sleep(0.3)
+            server.start()
+            assert (await asking).step == step
+            await player.trained(step)
+            await player.durable(step + 1)
+
+        async def over() -> bool:
+            return isinstance(await player.ask(4), RunDone)
+
+        await until(over, "the end of the run")
+        report = await player.audit()
+        assert report.violations == [] and report.finished
+        assert buffer.process.poll() is None
+    await bus.close()
+    await store.close()
+
+
+async def refusals(directory: Path, cases: list[tuple[str, dict[str, str]]]) -> list[str]:
+    """Starts services that must refuse their input, all at once; returns the one line that each said."""
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(ServiceProcess(name, directory / f"{number}.log", environment))
+            for number, (name, environment) in enumerate(cases)
+        ]
+        for process in processes:
+            assert await asyncio.to_thread(process.process.wait, 200) == 2, process.words()
+    said = [process.words() for process in processes]
+    for (name, environment), words in zip(cases, said, strict=True):
+        assert words.startswith(f"{name}: ") and words.count("\n") == 1, (environment, words)
+    return said
+
+
+async def test_bad_input_ends_a_service_with_code_2_and_one_line(new_run: NewRun, nats: EmbeddedNats, tmp_path: Path) -> None:
+    player = await new_run()
+    broken = tmp_path / "prompts.jsonl"
+    broken.unlink()
+    run = {"NATS_URL": nats.url, "MYXO_RUN": player.config.run.name}
+    cases = [
+        ("buffer", {"NATS_URL": "", "MYXO_RUN": "a"}, "NATS_URL = ''"),
+        ("buffer", {"NATS_URL": nats.url, "MYXO_RUN": ""}, "MYXO_RUN = ''"),
+        ("reward", {"NATS_URL": nats.url, "MYXO_RUN": "Bad.Name"}, "MYXO_RUN = 'Bad.Name'"),
+        ("reward", {"NATS_URL": nats.url, "MYXO_RUN": "never-made"}, "no run 'never-made' on the bus"),
+        ("reward", {"NATS_URL": "nats://myxo:secret@127.0.0.1:1", "MYXO_RUN": "a"}, "no NATS server at nats://127.0.0.1:1 within"),
+        ("buffer", {**run, "REDIS_URL": f"unix://{tmp_path}/none.sock"}, "the store does not answer"),
+        ("buffer", run, f"data.prompt_data = '{broken}': cannot be read"),
+    ]
+    said = await refusals(tmp_path, [(name, environment) for name, environment, _ in cases])
+    for line, (_, _, words) in zip(said, cases, strict=True):
+        assert words in line
+        assert "secret" not in line

@@ -1,0 +1,256 @@
+"""The real buffer process over real servers: what it lets in, hands out, drops, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared import runs
+from shared.bus import RequestRefused
+from shared.ledger import EvalEnded, EvalStarted, GroupDead, GroupRequeued, GroupsDropped, GroupsScored, group_id
+from shared.messages import BatchPending, Failed, RunDone
+from shared.registry import Registry
+from shared.subjects import EVAL
+from shared.tokenizer import Tokenizer
+from tests.integration.buffer.player import Player
+from tests.support.run_config import PROMPTS, write_jsonl
+from tests.support.service_process import ServiceProcess
+from tests.support.waiting import until
+
+Launched = Callable[..., Awaitable[tuple[Player, ServiceProcess]]]
+
+
+async def settled(player: Player, tasks: int) -> None:
+    """Waits until exactly so many tasks are out, and looks a second time."""
+
+    async def as_many() -> bool:
+        return await player.waiting() == tasks
+
+    await until(as_many, f"{tasks} tasks")
+    assert await player.waiting() == tasks
+
+
+async def finished(player: Player) -> None:
+    async def over() -> bool:
+        return isinstance(await player.ask(player.config.rollout.num_rollout), RunDone)
+
+    await until(over, "the end of the run")
+    report = await player.audit()
+    assert report.violations == []
+    assert report.finished and report.in_flight == 0
+    assert report.trained == player.config.rollout.num_rollout * player.config.rollout.rollout_batch_size
+    assert await player.phase() == runs.FINISHED
+
+    async def nothing_left() -> bool:
+        return not await player.blobs()
+
+    await until(nothing_left, "an empty store")
+
+
+@pytest.mark.parametrize(("max_staleness", "interval", "first", "second"), [(0, 1, 2, 4), (1, 1, 4, 6), (3, 1, 8, 8), (0, 2, 4, 8)])
+async def test_admission_follows_the_live_version(launched: Launched, max_staleness: int, interval: int, first: int, second: int) -> None:
+    player, _ = await launched(rollout={"max_staleness": max_staleness}, weights={"update_weights_interval": interval})
+    assert await player.waiting() == 0
+    pending = await player.ask(0)
+    assert isinstance(pending, BatchPending) and "a rollout replica that serves weights" in pending.waiting_for
+    await player.live(0)
+    await settled(player, first)
+    await player.live(1)
+    await settled(player, second)
+
+
+async def test_a_task_says_all_that_a_replica_needs(launched: Launched, tiny_model: Path) -> None:
+    player, _ = await launched(
+        rollout={"rollout_temperature": 0.7, "rollout_max_response_len": 5, "rollout_stop": ["!"], "rollout_stop_token_ids": [50]}
+    )
+    await player.live(0)
+    await settled(player, 4)
+    for number, lease in enumerate(await player.tasks(10)):
+        task = lease.message
+        assert (task.group, task.attempt, task.n, task.environment, task.min_version) == (group_id(number), 0, 2, "exact", 0)
+        assert (task.prompt, task.label) == (PROMPTS[number]["prompt"], PROMPTS[number]["label"])
+        assert task.prompt_tokens.tolist() == Tokenizer(tiny_model).encode(PROMPTS[number]["prompt"]).tolist()
+        assert (task.sampling.temperature, task.sampling.max_new_tokens, task.sampling.stop) == (0.7, 5, ["!"])
+        assert task.sampling.stop_token_ids == [1, 50]
+
+
+async def test_a_run_is_played_to_its_end(launched: Launched) -> None:
+    player, buffer = await launched()
+    await player.live(0)
+    for step in range(4):
+        await player.work_until(2)
+        batch = await player.batch(step)
+        assert [group.rewards for group in batch.groups] == [[0.0, 1.0]] * 2
+        assert batch.version == step
+        assert await player.batch(step) == batch
+        await player.trained(step)
+        await player.trained(step)
+        assert await player.batch(step) == batch
+        if step:
+            await player.durable(step)
+            with pytest.raises(RequestRefused, match="step 0 was asked for; the next batch is of step"):
+                await player.ask(0)
+    assert isinstance(await player.ask(4), BatchPending)
+    await player.durable(4)
+    await finished(player)
+    assert buffer.stop() == 0
+    assert await Registry(player.bus, player.config.run.name).alive() == []
+
+
+async def test_what_does_not_follow_is_refused_in_words(launched: Launched) -> None:
+    player, _ = await launched()
+    await player.live(0)
+    with pytest.raises(RequestRefused, match="the buffer: step 2 was asked for; the next batch is of step 0"):
+        await player.ask(2)
+    with pytest.raises(RequestRefused, match="step 0 was reported as trained; its batch was not formed yet"):
+        await player.trained(0)
+    with pytest.raises(RequestRefused, match="a checkpoint of 3 steps was reported; 0 are trained"):
+        await player.durable(3)
+    pending = await player.ask(0)
+    assert isinstance(pending, BatchPending)
+    assert (pending.have, pending.need) == (0, 2)
+    assert "4 groups with the rollout and reward services; live version 0" in pending.waiting_for
+
+
+async def test_stale_groups_are_dropped_replaced_and_their_payloads_freed(launched: Launched) -> None:
+    player, _ = await launched(rollout={"max_staleness": 0})
+    await player.live(0)
+    await player.work_until(2)
+    await player.batch(0)
+    await player.trained(0)
+    await player.work_until(2, version=0)  # too old for step 1, which trains on version 1
+    old = set(await player.blobs())
+
+    async def pending() -> bool:
+        return isinstance(await player.ask(1), BatchPending) and any(isinstance(record, GroupsDropped) for record in await player.records())
+
+    await until(pending, "the drop")
+    await player.work_until(2, version=1)
+    batch = await player.batch(1)
+    assert [group.group for group in batch.groups] == [group_id(4), group_id(5)]
+    dropped = [name for record in await player.records() if isinstance(record, GroupsDropped) for name in record.groups]
+    assert dropped == [group_id(2), group_id(3)]
+
+    async def freed() -> bool:
+        return len(old & set(await player.blobs())) == 2  # those of step 0, not durable yet
+
+    await until(freed, "the removal of the dropped groups' payloads")
+    assert (await player.audit()).ok
+
+
+async def test_failures_repeats_and_garbage(launched: Launched) -> None:
+    player, buffer = await launched()
+    await player.live(0)
+    await settled(player, 4)
+    first, second, third, fourth = [lease.message for lease in await player.tasks(4)]
+    await player.bus.js.publish(player.names.scored, b"garbage")
+    hung = await player.generate(first)
+    await player.say(Failed(group=first.group, attempt=0, reason="the verifier hung", by="reward-1", payload=hung.payload))
+    scored = await player.generate(second)
+    for _ in range(3):
+        await player.say(scored)
+    await player.say(scored.model_copy(update={"attempt": 1}))
+    await player.say(scored.model_copy(update={"group": "g99999999"}))
+    short = await player.generate(third)
+    await player.say(short.model_copy(update={"scores": short.scores[:1]}))
+    await player.say(await player.generate(fourth))
+    batch = await player.batch(0)
+    assert [group.group for group in batch.groups] == [second.group, fourth.group]
+    records = await player.records()
+    assert [record.reason for record in records if isinstance(record, GroupDead)] == [
+        "reward-1: the verifier hung",
+        "2 samples and 1 scores came back for 2",
+    ]
+    assert sum(len(record.groups) for record in records if isinstance(record, GroupsScored)) == 2
+
+    async def freed() -> bool:
+        return not any(group in key for key in await player.blobs() for group in (first.group, third.group))
+
+    await until(freed, "the removal of the dead groups' payloads")
+    await settled(player, 4 + 2)  # the four leases that are never acked, and a replacement for each dead group
+    assert (await player.audit()).ok
+    assert buffer.process.poll() is None
+
+
+async def test_a_group_whose_payload_is_lost_is_generated_anew(launched: Launched) -> None:
+    player, _ = await launched()
+    await player.live(0)
+    await player.work_until(2)
+
+    async def both_scored() -> bool:
+        return sum(len(record.groups) for record in await player.records() if isinstance(record, GroupsScored)) == 2
+
+    await until(both_scored, "both groups in the ledger")
+    [lost] = [key for key in await player.blobs() if group_id(1) in key]
+    await player.store.free([lost])
+    assert isinstance(await player.ask(0), BatchPending)
+    [requeued] = [record for record in await player.records() if isinstance(record, GroupRequeued)]
+    assert (requeued.group, requeued.attempt, requeued.reason) == (group_id(1), 1, "payload lost")
+    again = []
+
+    async def handed_out_again() -> bool:
+        for lease in await player.tasks(10):
+            if lease.message.group == group_id(1):
+                again.append(lease.message)
+        return bool(again)
+
+    await until(handed_out_again, "the group's second attempt")
+    assert again[0].attempt == 1
+    await player.say(await player.generate(again[0]))
+    assert [group.group for group in (await player.batch(0)).groups] == [group_id(0), group_id(1)]
+
+
+async def test_evaluations_come_first_and_last_on_their_own_queue(launched: Launched, tmp_path: Path) -> None:
+    heldout = write_jsonl(tmp_path / "heldout.jsonl", PROMPTS[:3])
+    player, _ = await launched(
+        rollout={"num_rollout": 1}, eval={"eval_prompt_data": str(heldout), "eval_temperature": 0.0, "n_samples_per_eval_prompt": 4}
+    )
+    await player.live(0)
+    leases = await until(lambda: player.tasks(3, EVAL), "held-out prompts")
+    assert await player.waiting() == 0, "nothing is admitted before the first evaluation"
+    pending = await player.ask(0)
+    assert isinstance(pending, BatchPending) and "the evaluation of version 0 (3 of 3 prompts outstanding)" in pending.waiting_for
+    while len(leases) < 3:
+        leases += await player.tasks(3, EVAL)
+    for lease in leases:
+        assert (lease.message.n, lease.message.sampling.temperature) == (4, 0.0)
+        await player.say(await player.generate(lease.message))
+        await lease.ack()
+    await player.work_until(2)
+    await player.batch(0)
+    await player.trained(0)
+    await player.durable(1)
+    assert isinstance(await player.ask(1), BatchPending)
+    await player.work_until(3, EVAL)
+
+    async def over() -> bool:
+        return isinstance(await player.ask(1), RunDone)
+
+    await until(over, "the end of the run")
+    records = await player.records()
+    assert [record.version for record in records if isinstance(record, EvalStarted)] == [0, 1]
+    ended = [record for record in records if isinstance(record, EvalEnded)]
+    assert [(record.version, record.samples, record.failed, record.mean_reward) for record in ended] == [(0, 12, 0, 0.5), (1, 12, 0, 0.5)]
+    await finished(player)
+
+
+async def test_health_and_metrics_are_served(launched: Launched) -> None:
+    player, _ = await launched()
+    await player.live(0)
+    await settled(player, 4)
+    [card] = await Registry(player.bus, player.config.run.name).alive("buffer")
+    with urllib.request.urlopen(f"http://{card.http}/healthz", timeout=30) as answer:
+        health: dict[str, Any] = json.load(answer)
+    assert (health["ok"], health["service"], health["run"], health["state"]) == (True, "buffer", player.config.run.name, "ready")
+
+    def admitted() -> bool:
+        with urllib.request.urlopen(f"http://{card.http}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        return f'myxo_admitted{{instance="buffer-1",run="{player.config.run.name}"}} 4.0' in text and "myxo_queue_task{" in text
+
+    await until(admitted, "the gauges")

@@ -1,0 +1,246 @@
+"""The control plane over a real NATS server: confirmed publishing, size checks, requests, keys."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
+
+from shared.bus import SIZE_MARGIN, Bus, BusUnreachable, RequestRefused, WrongSequence
+from shared.embedded import EmbeddedNats, free_port
+from shared.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
+from shared.messages import Accepted, BatchRequest, Durable, Message, Refused, RunDone
+from tests.support.waiting import until
+
+
+@pytest.fixture
+async def stream(bus: Bus, run_name: str) -> str:
+    """A stream with subject ``<its name>.events``."""
+    await bus.js.add_stream(StreamConfig(name=run_name, subjects=[f"{run_name}.>"], duplicate_window=60))
+    return run_name
+
+
+async def count(bus: Bus, stream: str) -> int:
+    return int((await bus.js.stream_info(stream)).state.messages)
+
+
+# --- connecting
+
+
+async def test_no_server_is_told_with_the_address_but_not_the_password() -> None:
+    url = f"nats://myxo:secret@127.0.0.1:{free_port()}"
+    with pytest.raises(BusUnreachable) as caught:
+        await Bus.connect(url, "test", deadline=1.0)
+    assert "127.0.0.1" in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert "Connect call failed" in str(caught.value)
+
+
+async def test_a_wrong_password_is_told(nats: EmbeddedNats) -> None:
+    with pytest.raises(BusUnreachable, match="(?i)authorization"):
+        await Bus.connect(f"nats://myxo:wrong@127.0.0.1:{nats.port}", "test", deadline=3.0)
+
+
+class NatsWithoutJetStream(EmbeddedNats):
+    def _command(self) -> list[str]:
+        command = super()._command()
+        config = self.directory / "nats.conf"
+        config.write_text("\n".join(line for line in config.read_text().splitlines() if "jetstream" not in line))
+        return command
+
+
+async def test_a_server_without_jetstream_is_told(tmp_path: Path) -> None:
+    server = NatsWithoutJetStream(tmp_path)
+    server.start()
+    try:
+        with pytest.raises(BusUnreachable, match="no JetStream"):
+            await Bus.connect(server.url, "test", deadline=2.0)
+    finally:
+        server.stop()
+
+
+# --- publishing
+
+
+async def test_publishing_returns_the_sequence_once_the_message_is_stored(bus: Bus, stream: str) -> None:
+    assert await bus.publish(f"{stream}.a", Durable(steps=1)) == 1
+    assert await bus.publish(f"{stream}.a", Durable(steps=2)) == 2
+    assert Durable.decode((await bus.js.get_msg(stream, 2)).data or b"").steps == 2
+
+
+async def test_a_repeated_id_counts_once(bus: Bus, stream: str) -> None:
+    assert [await bus.publish(f"{stream}.a", Durable(steps=1), msg_id="one") for _ in range(3)] == [1, 1, 1]
+    assert await count(bus, stream) == 1
+
+
+async def test_nobody_stores_the_subject(bus: Bus) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"confirmation of nowhere\.at\.all did not come from nats://127"):
+        await bus.publish("nowhere.at.all", Durable(steps=1), deadline=0.5)
+
+
+async def test_a_writer_that_is_behind_is_refused(bus: Bus, stream: str) -> None:
+    assert await bus.publish(f"{stream}.a", Durable(steps=1), msg_id="a.1", after=(stream, 0)) == 1
+    with pytest.raises(WrongSequence, match="another writer is active"):
+        await bus.publish(f"{stream}.a", Durable(steps=2), msg_id="b.1", after=(stream, 0))
+    with pytest.raises(WrongSequence):
+        await bus.publish(f"{stream}.a", Durable(steps=2), after=(stream, 5))
+    assert await count(bus, stream) == 1
+    assert await bus.publish(f"{stream}.a", Durable(steps=2), msg_id="a.2", after=(stream, 1)) == 2
+
+
+@pytest.mark.parametrize("window", [60.0, 0.1], ids=["within the duplicate window", "long after it"])
+async def test_a_retry_after_a_lost_confirmation_is_recognised(bus: Bus, run_name: str, window: float) -> None:
+    await bus.js.add_stream(StreamConfig(name=run_name, subjects=[f"{run_name}.>"], duplicate_window=window))
+    for _ in range(2):
+        assert await bus.publish(f"{run_name}.a", Durable(steps=1), msg_id="a.1", after=(run_name, 0)) == 1
+        await asyncio.sleep(0.5)  # the outcome is the same however long this takes
+    assert await count(bus, run_name) == 1
+
+
+async def test_a_full_stream_makes_the_publisher_wait_and_loses_nothing(bus: Bus, run_name: str) -> None:
+    await bus.js.add_stream(
+        StreamConfig(name=run_name, subjects=[f"{run_name}.>"], max_msgs=2, discard=DiscardPolicy.NEW, retention=RetentionPolicy.LIMITS)
+    )
+    for steps in range(2):
+        await bus.publish(f"{run_name}.a", Durable(steps=steps))
+    with pytest.raises(DeadlineExceeded):
+        await bus.publish(f"{run_name}.a", Durable(steps=2), deadline=0.5)
+    waiting = asyncio.create_task(bus.publish(f"{run_name}.a", Durable(steps=3), deadline=60))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    await bus.js.delete_msg(run_name, 1)
+    assert await waiting == 3
+    assert Durable.decode((await bus.js.get_msg(run_name, 2)).data or b"").steps == 1
+
+
+async def test_what_the_server_would_refuse_is_never_sent(bus: Bus, stream: str) -> None:
+    limit = bus.connection.max_payload - SIZE_MARGIN
+    empty, header = len(Refused(reason="x" * 70_000).encode()) - 70_000, len("Nats-Msg-Id") + len("id") + 4
+    fits = Refused(reason="x" * (limit - empty - header))
+    assert await bus.publish(f"{stream}.a", fits, msg_id="id") == 1
+    over = Refused(reason="x" * (limit - empty - header + 1))
+    with pytest.raises(MessageTooLarge, match=f"{limit + 1} bytes for {stream}.a are over the bus's limit of {limit}"):
+        await bus.publish(f"{stream}.a", over, msg_id="no")
+    with pytest.raises(MessageTooLarge):
+        await bus.request(f"{stream}.b", Refused(reason="x" * limit), Accepted, deadline=1, whom="nobody")
+    assert await bus.publish(f"{stream}.a", Durable(steps=1)) == 2
+
+
+# --- request and reply
+
+
+async def echo(request: BatchRequest) -> Message:
+    if request.step == 1:
+        raise WrongStepForTest("step 1 was asked for; the next batch is of step 7")
+    if request.step == 2:
+        raise ValueError("a bug")
+    if request.step == 3:
+        await asyncio.sleep(30)
+    if request.step == 4:
+        return Refused(reason="x" * (2 << 20))
+    return Durable(steps=request.step)
+
+
+class WrongStepForTest(MyxoError):
+    """What a handler may raise on purpose."""
+
+
+@pytest.fixture
+async def asked(bus: Bus, run_name: str) -> str:
+    subject = f"{run_name}.ask"
+    await bus.serve(subject, BatchRequest, echo)
+    return subject
+
+
+async def test_a_request_is_answered(bus: Bus, asked: str) -> None:
+    assert (await bus.request(asked, BatchRequest(step=5, version=0), Durable, deadline=30, whom="the echo")).steps == 5
+
+
+async def test_a_refusal_carries_who_and_why(bus: Bus, asked: str) -> None:
+    with pytest.raises(RequestRefused, match=r"the echo: step 1 was asked for; the next batch is of step 7"):
+        await bus.request(asked, BatchRequest(step=1, version=0), Durable, deadline=30, whom="the echo")
+
+
+async def test_a_bug_in_a_handler_is_answered_and_the_next_request_served(bus: Bus, asked: str) -> None:
+    with pytest.raises(RequestRefused, match="internal error: ValueError: a bug"):
+        await bus.request(asked, BatchRequest(step=2, version=0), Durable, deadline=30, whom="the echo")
+    assert (await bus.request(asked, BatchRequest(step=5, version=0), Durable, deadline=30, whom="the echo")).steps == 5
+
+
+async def test_an_answer_too_large_for_the_bus_is_told(bus: Bus, asked: str) -> None:
+    with pytest.raises(RequestRefused, match=r"20\d+ bytes for an answer on .* are over the bus's limit"):
+        await bus.request(asked, BatchRequest(step=4, version=0), Durable, deadline=30, whom="the echo")
+
+
+async def test_a_request_that_cannot_be_read_is_refused_by_field(bus: Bus, asked: str) -> None:
+    with pytest.raises(RequestRefused, match="message kind 'RunDone' where BatchRequest was expected"):
+        await bus.request(asked, RunDone(), Durable, deadline=30, whom="the echo")
+
+
+async def test_an_answer_of_another_kind_is_refused(bus: Bus, asked: str) -> None:
+    with pytest.raises(BadMessage, match="the echo answered .* with a Durable where Accepted was expected"):
+        await bus.request(asked, BatchRequest(step=5, version=0), Accepted, deadline=30, whom="the echo")
+
+
+async def test_a_slow_handler_holds_up_nobody(bus: Bus, asked: str) -> None:
+    slow = asyncio.create_task(bus.request(asked, BatchRequest(step=3, version=0), Durable, deadline=60, whom="the echo"))
+    assert (await bus.request(asked, BatchRequest(step=5, version=0), Durable, deadline=25, whom="the echo")).steps == 5
+    assert not slow.done()
+    slow.cancel()
+
+
+async def test_nobody_listens_and_the_asker_says_whom_it_waited_for(bus: Bus, run_name: str) -> None:
+    for patient in (False, True):
+        with pytest.raises(DeadlineExceeded, match=rf"an answer on {run_name}\.ask did not come from the buffer within 0\.6 s"):
+            await bus.request(f"{run_name}.ask", BatchRequest(step=0, version=0), Durable, deadline=0.6, whom="the buffer", patient=patient)
+
+
+async def test_a_patient_asker_waits_for_the_service_to_come(bus: Bus, run_name: str) -> None:
+    asking = asyncio.create_task(
+        bus.request(f"{run_name}.ask", BatchRequest(step=5, version=0), Durable, deadline=60, whom="the echo"),
+    )
+    await asyncio.sleep(0.5)
+    assert not asking.done()
+    await bus.serve(f"{run_name}.ask", BatchRequest, echo)
+    assert (await asking).steps == 5
+
+
+async def test_an_impatient_asker_waits_out_its_deadline_for_an_answer(bus: Bus, asked: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="the echo within 1 s; given up"):
+        await bus.request(asked, BatchRequest(step=3, version=0), Durable, deadline=1.0, whom="the echo", patient=False)
+    assert time.monotonic() - start >= 0.9
+
+
+# --- keys
+
+
+async def test_keys_are_put_read_listed_and_deleted(bus: Bus, run_name: str) -> None:
+    await bus.js.create_key_value(bucket=run_name)
+    assert await bus.get(run_name, "a") is None
+    assert await bus.keys(run_name) == []
+    first = await bus.put(run_name, "a", b"1")
+    assert await bus.put(run_name, "a", b"2") > first
+    await bus.put(run_name, "b.c", b"3")
+    assert await bus.get(run_name, "a") == b"2"
+    assert await bus.keys(run_name) == ["a", "b.c"]
+    await bus.delete(run_name, "a")
+    await bus.delete(run_name, "never.there")
+    assert await bus.get(run_name, "a") is None
+    assert await bus.get(run_name, "b.c") == b"3"
+
+
+async def test_a_missing_bucket_is_told(bus: Bus) -> None:
+    with pytest.raises(MyxoError, match="the bus has no KV bucket nowhere-config: does the run exist there"):
+        await bus.get("nowhere-config", "config")
+
+
+async def test_values_cross_connections(nats: EmbeddedNats, bus: Bus, run_name: str) -> None:
+    await bus.js.create_key_value(bucket=run_name)
+    other = await Bus.connect(nats.url, "other")
+    await other.put(run_name, "a", b"1")
+    assert await until(lambda: bus.get(run_name, "a"), "the other's value") == b"1"
+    await other.close()

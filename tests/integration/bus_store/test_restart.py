@@ -1,0 +1,114 @@
+"""kill -9 of a server and its return: what was stored is there, and connected clients go on by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shared import runs
+from shared.bus import Bus
+from shared.config import RunConfig
+from shared.embedded import EmbeddedNats, EmbeddedServer, EmbeddedValkey
+from shared.messages import BatchRequest, Durable, Failed, Message, Outcome
+from shared.queue import WorkQueue
+from shared.store import BlockingStore, Store
+from shared.streams import scored_consumer
+from shared.subjects import Subjects
+from tests.support.run_config import run_config
+from tests.support.waiting import until
+
+Crash = Callable[[EmbeddedServer], None]
+
+
+async def answer(request: BatchRequest) -> Message:
+    return Durable(steps=request.step)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return run_config(tmp_path, bus={"ack_wait": 2.0})
+
+
+async def test_nats_comes_back_with_every_message_and_its_clients_go_on(mortal_nats: EmbeddedNats, config: RunConfig, crash: Crash) -> None:
+    names = Subjects("test")
+    bus, other = await Bus.connect(mortal_nats.url, "one"), await Bus.connect(mortal_nats.url, "other")
+    await runs.create(bus, config, "unix:///somewhere")
+    queue = WorkQueue(bus, scored_consumer("test", config.bus), Outcome)
+    await other.serve("test.ask", BatchRequest, answer)
+    for number in range(20):
+        await bus.publish(names.scored, Failed(group=f"g{number}", attempt=0, reason="x", by="r"), msg_id=f"g{number}")
+    held = await until(lambda: queue.fetch(5), "leases")
+    crash(mortal_nats)
+
+    during = asyncio.create_task(bus.publish(names.scored, Failed(group="late", attempt=0, reason="x", by="r"), msg_id="late"))
+    asked = asyncio.create_task(bus.request("test.ask", BatchRequest(step=3, version=0), Durable, deadline=60, whom="the other"))
+    await asyncio.sleep(0.5)
+    assert not during.done()
+    mortal_nats.start()
+
+    assert await during == 21
+    assert (await asked).steps == 3
+    assert await runs.load(other, "test") == config
+    assert await runs.store_url(bus, "test") == "unix:///somewhere"
+    for lease in held:
+        await lease.ack()
+    seen: set[str] = {lease.message.group for lease in held}
+    while len(seen) < 21:  # acks that the death swallowed mean repeats, never losses
+        for lease in await until(lambda: queue.fetch(8), f"the rest of {len(seen)} leases"):
+            seen.add(lease.message.group)
+            await lease.ack()
+    assert seen == {f"g{number}" for number in range(20)} | {"late"}
+    await bus.close()
+    await other.close()
+
+
+async def test_a_message_repeated_after_the_restart_still_counts_once(mortal_nats: EmbeddedNats, config: RunConfig, crash: Crash) -> None:
+    bus = await Bus.connect(mortal_nats.url, "one")
+    await runs.create(bus, config, None)
+    names = Subjects("test")
+    failed = Failed(group="a", attempt=0, reason="x", by="r")
+    assert await bus.publish(names.scored, failed, msg_id="a") == 1
+    crash(mortal_nats)
+    mortal_nats.start()
+    assert await bus.publish(names.scored, failed, msg_id="a") == 1
+    await bus.close()
+
+
+async def test_valkey_comes_back_with_every_blob_and_its_clients_go_on(mortal_valkey: EmbeddedValkey, crash: Crash) -> None:
+    store, reader = Store(mortal_valkey.url), BlockingStore(mortal_valkey.url)
+    blobs = {f"key-{number}": bytes([number]) * 50_000 for number in range(100)}
+    await store.write(blobs)
+    await store.free(["key-99"])
+    crash(mortal_valkey)
+
+    reading = asyncio.create_task(asyncio.to_thread(reader.read, ["key-1"]))
+    writing = asyncio.create_task(store.write({"late": b"1"}))
+    await asyncio.sleep(0.5)
+    assert not reading.done() and not writing.done()
+    mortal_valkey.start()
+
+    assert await reading == [blobs["key-1"]]
+    await writing
+    assert await store.read([f"key-{number}" for number in range(99)]) == [blobs[f"key-{number}"] for number in range(99)]
+    assert await store.missing(["key-99", "late"]) == ["key-99"]
+    await store.close()
+    reader.close()
+
+
+async def test_servers_that_were_stopped_start_again_with_what_they_stored(
+    mortal_nats: EmbeddedNats, mortal_valkey: EmbeddedValkey, config: RunConfig
+) -> None:
+    bus, store = await Bus.connect(mortal_nats.url, "one"), Store(mortal_valkey.url)
+    await runs.create(bus, config, None)
+    await store.write({"a": b"1"})
+    for server in (mortal_nats, mortal_valkey):
+        server.stop()
+        assert not server.alive()
+        server.start()
+    assert await runs.load(bus, "test") == config
+    assert await store.read(["a"]) == [b"1"]
+    await bus.close()
+    await store.close()

@@ -1,0 +1,47 @@
+"""A run on the bus: made once, found by its id, resumed only with what may change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared import runs
+from shared.bus import Bus
+from shared.errors import ConfigError
+from tests.support.run_config import run_config
+
+
+async def test_a_run_is_found_with_the_config_it_was_made_with(bus: Bus, run_name: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, run={"name": run_name}, rollout={"sglang": {"page-size": 16}})
+    await runs.create(bus, config, "unix:///store")
+    assert await runs.load(bus, run_name) == config
+    assert await runs.store_url(bus, run_name) == "unix:///store"
+    assert await runs.phase(bus, run_name) == runs.RUNNING
+
+
+async def test_resuming_takes_over_what_may_change_and_keeps_the_phase(bus: Bus, run_name: str, tmp_path: Path) -> None:
+    await runs.create(bus, run_config(tmp_path, run={"name": run_name}), "unix:///store")
+    await runs.set_phase(bus, run_name, runs.FINISHED)
+    longer = run_config(tmp_path, run={"name": run_name}, rollout={"num_rollout": 99})
+    await runs.create(bus, longer, None)
+    assert (await runs.load(bus, run_name)).rollout.num_rollout == 99
+    assert await runs.store_url(bus, run_name) == "unix:///store"
+    assert await runs.phase(bus, run_name) == runs.FINISHED
+
+
+async def test_resuming_with_another_fixed_value_is_refused_by_field_and_changes_nothing(bus: Bus, run_name: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, run={"name": run_name})
+    await runs.create(bus, config, None)
+    other = run_config(tmp_path, run={"name": run_name}, rollout={"max_staleness": 3}, bus={"ack_wait": 99})
+    with pytest.raises(ConfigError, match=rf"run {run_name} exists with another value; use --fresh") as caught:
+        await runs.create(bus, other, "unix:///other")
+    assert caught.value.field == "rollout.max_staleness"
+    assert caught.value.value == "1 → 3"
+    assert await runs.load(bus, run_name) == config
+    assert await runs.store_url(bus, run_name) is None
+
+
+async def test_no_such_run(bus: Bus) -> None:
+    with pytest.raises(runs.NoSuchRun, match="no run 'never-made' on the bus"):
+        await runs.load(bus, "never-made")

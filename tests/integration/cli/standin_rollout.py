@@ -1,0 +1,105 @@
+"""A rollout service without an engine: it speaks to bus and store as the real one does, and makes its tokens up.
+
+For tests of the launcher, which only sees processes, cards, ledger and events. The real engine takes half a minute to start.
+The share of right answers grows with the weight version, so that a run has a reward curve to show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import numpy as np
+
+from shared import sample
+from shared.messages import Generated, Payload, Task, WeightsLive
+from shared.queue import Lease, WorkQueue
+from shared.sample import Sample
+from shared.service import Service, run
+from shared.streams import task_consumer
+from shared.subjects import EVAL, TRAIN
+
+GENERATE_SECONDS = 0.02
+RESPONSE_TOKENS = 8
+
+
+class Rollout:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._dice = random.Random(service.config.data.rollout_seed)
+
+    async def work(self) -> None:
+        service = self._service
+        service.state = "fenced"
+        service.metrics.set("running_groups", 0)
+        async with service.background(self._follow_versions(), self._take(EVAL), self._take(TRAIN)):
+            await service.stopping.wait()
+
+    async def _follow_versions(self) -> None:
+        service = self._service
+        while True:
+            value = await service.bus.get(service.subjects.weights_bucket, "live", deadline=120)
+            if value is not None and (version := WeightsLive.decode(value).version) != service.version:
+                service.version, service.state = version, "ready"
+                service.metrics.set("version", version)
+                await service.announce()
+            await asyncio.sleep(0.05)
+
+    async def _take(self, task_class: str) -> None:
+        service = self._service
+        queue = WorkQueue(service.bus, task_consumer(service.run, service.config.bus, task_class), Task)
+        while True:
+            if service.state != "ready":
+                await asyncio.sleep(0.05)
+                continue
+            for lease in await queue.fetch(4):
+                await self._generate(lease)
+
+    async def _generate(self, lease: Lease[Task]) -> None:
+        task, service = lease.message, self._service
+        while service.version < task.min_version:
+            await asyncio.sleep(0.02)
+        started = time.time()
+        await asyncio.sleep(GENERATE_SECONDS)
+        samples = [self._sample(task, index) for index in range(task.n)]
+        blobs = sample.encode(samples, service.config.store.blob_bytes)
+        keys = [service.subjects.payload_key(task.group, task.attempt, part) for part in range(len(blobs))]
+        await service.store.write(dict(zip(keys, blobs, strict=True)))
+        message = Generated(
+            group=task.group,
+            attempt=task.attempt,
+            payload=Payload(keys=keys, bytes=sum(len(blob) for blob in blobs)),
+            samples=[one.meta() for one in samples],
+            replica=service.instance,
+            started=started,
+            ended=time.time(),
+        )
+        await service.bus.publish(
+            service.subjects.generated(task.environment), message, msg_id=f"{task.group}.{task.attempt}", deadline=120
+        )
+        await lease.ack()
+        service.metrics.set("generated_tokens_per_s", RESPONSE_TOKENS * task.n / (time.time() - started))
+
+    def _sample(self, task: Task, index: int) -> Sample:
+        right = self._dice.random() < min(0.9, 0.2 + 0.05 * self._service.version)
+        return Sample(
+            group=task.group,
+            index=index,
+            prompt=task.prompt_tokens,
+            response=np.arange(RESPONSE_TOKENS, dtype=np.int32),
+            log_probs=np.full(RESPONSE_TOKENS, -1.0, dtype=np.float32),
+            mask=np.ones(RESPONSE_TOKENS, dtype=np.uint8),
+            segments=[(0, RESPONSE_TOKENS, self._service.version)],
+            finish="stop",
+            text=str(task.label) if right else "wrong",
+            label=task.label,
+        )
+
+
+async def serve(service: Service) -> None:
+    await Rollout(service).work()
+
+
+if __name__ == "__main__":
+    run("rollout", serve)

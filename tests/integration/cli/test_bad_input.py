@@ -1,0 +1,139 @@
+"""Bad input ends every command with exit code 2 and one line that names the field, the value and what would be right."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shared.embedded import free_port
+from tests.integration.cli.command import Myxo
+from tests.support.run_config import PROMPTS, write_jsonl
+
+ConfigFile = Callable[..., Path]
+
+
+def refused(myxo: Myxo, *words: str | Path, environment: dict[str, str] | None = None) -> str:
+    """The one line a refused command prints."""
+    code, out, err = myxo.run(*words, environment=environment)
+    assert (code, out) == (2, ""), f"{code}\n{out}\n{err}"
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("myxo: ")
+    return err
+
+
+def test_a_prompt_line_without_its_key(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    config = config_file()
+    write_jsonl(tmp_path / "prompts.jsonl", [*PROMPTS[:2], {"question": "1+1=", "label": "2"}])
+    line = refused(myxo, "up", config)
+    assert "data.prompt_data:prompt" in line
+    assert f"{tmp_path}/prompts.jsonl:3" in line
+    assert "['label', 'question']" in line
+
+
+def test_a_held_out_line_without_its_key(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    config = config_file()
+    write_jsonl(tmp_path / "heldout.jsonl", [{"prompt": "1+1="}])
+    assert "eval.eval_prompt_data:label" in refused(myxo, "up", config)
+
+
+def test_a_demonstration_that_is_not_text(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "sft.jsonl", [{"prompt": "1+1=", "response": "2"}, {"prompt": "1+2=", "response": 3}])
+    line = refused(myxo, "up", config_file(sft={"sft_data": tmp_path / "sft.jsonl"}))
+    assert "sft.sft_data:response" in line
+    assert "sft.jsonl:2" in line
+    assert "expected text" in line
+
+
+def test_a_line_that_is_not_json(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    config = config_file()
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": \n')
+    assert "prompts.jsonl:2" in refused(myxo, "up", config)
+
+
+def test_an_unknown_key(myxo: Myxo, config_file: ConfigFile) -> None:
+    line = refused(myxo, "up", config_file(rollout={"rollout_batchsize": 4}))
+    assert "rollout.rollout_batchsize = 4: unknown key; did you mean rollout_batch_size?" in line
+
+
+def test_an_unknown_flag(myxo: Myxo, config_file: ConfigFile) -> None:
+    line = refused(myxo, "up", config_file(), "--rollout-batchsize", "4")
+    assert "did you mean --rollout-batch-size?" in line
+
+
+def test_a_model_that_is_not_there(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    line = refused(myxo, "up", config_file(model={"hf_checkpoint": tmp_path / "nowhere"}))
+    assert f"model.hf_checkpoint = '{tmp_path}/nowhere': no such directory" in line
+
+
+def test_no_samples_in_a_group(myxo: Myxo, config_file: ConfigFile) -> None:
+    line = refused(myxo, "up", config_file(rollout={"n_samples_per_prompt": 0}))
+    assert "rollout.n_samples_per_prompt = 0: input should be greater than 0" in line
+
+
+def test_no_samples_in_a_group_by_flag(myxo: Myxo, config_file: ConfigFile) -> None:
+    assert "rollout.n_samples_per_prompt = '0'" in refused(myxo, "up", config_file(), "--n-samples-per-prompt", "0")
+
+
+def test_a_config_that_is_not_there(myxo: Myxo, tmp_path: Path) -> None:
+    assert "CONFIG" in refused(myxo, "up", tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize("command", ["up", "status"])
+def test_a_nats_url_that_nobody_answers(myxo: Myxo, config_file: ConfigFile, command: str, tmp_path: Path) -> None:
+    port = free_port()
+    line = refused(
+        myxo, command, config_file() if command == "up" else "tiny", environment={"NATS_URL": f"nats://me:hush@127.0.0.1:{port}"}
+    )
+    assert f"NATS_URL = 'nats://127.0.0.1:{port}'" in line
+    assert "give nats://[user:password@]host:port" in line
+    assert "hush" not in line
+    assert not (tmp_path / "runs").exists(), "nothing is left of a launch that never was"
+
+
+@pytest.mark.parametrize("url", ["localhost", "http://127.0.0.1:1", "nats://", "nats://127.0.0.1:port"])
+def test_a_nats_url_that_is_none(myxo: Myxo, config_file: ConfigFile, url: str) -> None:
+    assert "NATS_URL" in refused(myxo, "up", config_file(), environment={"NATS_URL": url})
+
+
+def test_submit_needs_both_servers(myxo: Myxo, config_file: ConfigFile) -> None:
+    assert "NATS_URL = None: required" in refused(myxo, "submit", config_file())
+    given = {"NATS_URL": f"nats://127.0.0.1:{free_port()}"}
+    assert "REDIS_URL = None: required" in refused(myxo, "submit", config_file(), environment=given)
+
+
+def test_a_redis_url_that_nobody_answers(myxo: Myxo, config_file: ConfigFile) -> None:
+    line = refused(myxo, "up", config_file(), environment={"REDIS_URL": "redis://:hush@127.0.0.1:1"})
+    assert "REDIS_URL = 'redis://127.0.0.1:1'" in line
+    assert "hush" not in line
+
+
+def test_a_redis_url_that_is_none(myxo: Myxo, config_file: ConfigFile) -> None:
+    assert "REDIS_URL" in refused(myxo, "up", config_file(), environment={"REDIS_URL": "localhost"})
+
+
+@pytest.mark.parametrize("command", ["status", "audit", "summary", "logs"])
+def test_a_run_that_is_not_there(myxo: Myxo, tmp_path: Path, command: str) -> None:
+    (tmp_path / "arithmetic" / "logs").mkdir(parents=True)
+    line = refused(myxo, command, "arithmetik", "--dir", tmp_path)
+    assert "did you mean arithmetic?" in line
+
+
+def test_an_error_stays_one_line_however_long_the_prompt(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    config = config_file()
+    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": ["x\ny" * 5000], "label": "2"}])
+    assert len(refused(myxo, "up", config)) < 1200
+
+
+def test_dry_run_prints_the_config_that_would_run(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    words = ("--num-rollout", "10", "--dry-run", "--sglang-mem-fraction-static", "0.5")
+    code, out, err = myxo.run("up", config_file(), *words)
+    assert (code, err) == (0, "")
+    shown = tomllib.loads(out)
+    assert shown["rollout"]["num_rollout"] == 10
+    assert shown["rollout"]["sglang"] == {"mem-fraction-static": "0.5"}
+    assert shown["run"]["dir"] == str(tmp_path / "runs")
+    assert shown["trainer"]["lr"] == 1e-6
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,107 @@
+"""Real engines for this suite, the models that they are given, and clients that find them as they were."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.command import FlagValue, engine_command
+from services.rollout.engine.process import EngineProcess
+from shared.embedded import free_port
+from tests.support.tiny_model import TinyModelShape, write_tiny_model
+
+START_SECONDS = 280.0
+"""An engine starts in 15 s on two idle cores, and in minutes where a dozen processes share them."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint directory and the model in it, float32."""
+
+    path: Path
+    model: Qwen3ForCausalLM
+
+
+Checkpoints = Callable[[int], Checkpoint]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_torch_thread() -> None:
+    """The references run beside the engines, on the same few cores."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """``checkpoint(seed)``: one of several models of the same shape."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    made: dict[int, Checkpoint] = {}
+
+    def make(seed: int) -> Checkpoint:
+        if seed not in made:
+            path = root / str(seed)
+            made[seed] = Checkpoint(path, write_tiny_model(path, seed=seed, shape=TinyModelShape(max_positions=2048)))
+        return made[seed]
+
+    return make
+
+
+@contextmanager
+def running_engine(model: Path, directory: Path, flags: dict[str, FlagValue]) -> Iterator[EngineProcess]:
+    command = engine_command(model, free_port(), device="cpu", random_seed=1, threads=1, flags=flags)
+    process = EngineProcess(command, directory / "engine.log")
+    process.start()
+    try:
+        asyncio.run(process.wait_ready(START_SECONDS))
+        yield process
+    finally:
+        asyncio.run(process.stop(0))
+
+
+@asynccontextmanager
+async def fresh_client(engine: EngineProcess, checkpoint: Checkpoint) -> AsyncIterator[EngineClient]:
+    """A client of an engine that is idle, not paused, and serves ``checkpoint`` as version 0."""
+    async with await EngineClient.connect(engine.url) as client:
+        await client.abort_all()
+        await client.resume()
+        await client.update_weights_from_disk(str(checkpoint.path), 0)
+        await client.flush_cache()
+        yield client
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """An engine with the flags that a run gets by default, but for the prefix cache, which engines on GPUs have."""
+    flags: dict[str, FlagValue] = {"disable-radix-cache": False}
+    with running_engine(checkpoint(0).path, tmp_path_factory.mktemp("engine"), flags) as process:
+        yield process
+
+
+@pytest.fixture
+async def client(engine: EngineProcess, checkpoint: Checkpoints) -> AsyncIterator[EngineClient]:
+    """A client of ``engine``, which serves ``checkpoint(0)``."""
+    async with fresh_client(engine, checkpoint(0)) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def overlapping_engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """An engine with the flags that a run gets by default, but for overlapped steps, which engines on GPUs have."""
+    flags: dict[str, FlagValue] = {"disable-overlap-schedule": False}
+    with running_engine(checkpoint(0).path, tmp_path_factory.mktemp("overlapping"), flags) as process:
+        yield process
+
+
+@pytest.fixture
+async def overlapping_client(overlapping_engine: EngineProcess, checkpoint: Checkpoints) -> AsyncIterator[EngineClient]:
+    """A client of ``overlapping_engine``, which serves ``checkpoint(0)``."""
+    async with fresh_client(overlapping_engine, checkpoint(0)) as client:
+        yield client

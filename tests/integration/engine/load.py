@@ -1,0 +1,69 @@
+"""Requests that keep an engine busy while something is done to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.generation import Generation, GenerationRequest
+from shared.messages import Sampling
+from tests.support.waiting import until
+
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=1)
+LONG = 400
+"""Output tokens of a request that is to be caught running: seconds, even on a fast machine."""
+
+
+def prompts(count: int, length: int = 12) -> list[NDArray[np.int32]]:
+    """Different prompts of printable characters, the same ones every time."""
+    generator = np.random.default_rng(7)
+    return [generator.integers(4, 100, length).astype(np.int32) for _ in range(count)]
+
+
+def requests(count: int, new_tokens: int = LONG) -> list[GenerationRequest]:
+    """Requests for exactly ``new_tokens`` each, ids ``r-0``, ``r-1``, …"""
+    return [GenerationRequest(tokens, new_tokens, rid=f"r-{number}", ignore_eos=True) for number, tokens in enumerate(prompts(count))]
+
+
+@dataclass
+class Running:
+    """Requests on their way. ``result()`` waits for them to end."""
+
+    requests: list[GenerationRequest]
+    task: asyncio.Task[list[Generation]]
+
+    async def result(self) -> list[tuple[NDArray[np.int32], Generation]]:
+        """Each request's prompt and what came."""
+        generations = await self.task
+        return [(np.asarray(asked.tokens), got) for asked, got in zip(self.requests, generations, strict=True)]
+
+
+@asynccontextmanager
+async def generating(client: EngineClient, count: int) -> AsyncIterator[Running]:
+    """``count`` long requests that the engine is decoding when the body begins."""
+    asked = requests(count)
+    await until(lambda: resting(client), "an engine without requests")
+    task = asyncio.create_task(client.generate_group(asked, SAMPLING))
+    try:
+        await until(lambda: decoding(client, count, task), f"{count} requests in decode")
+        yield Running(asked, task)
+    finally:
+        task.cancel()
+
+
+async def resting(client: EngineClient) -> bool:
+    load = await client.load()
+    return load.running == load.waiting == 0
+
+
+async def decoding(client: EngineClient, count: int, task: asyncio.Task[list[Generation]]) -> bool:
+    """Whether ``count`` requests are running, and some tokens long beyond their prompts of 12."""
+    assert not task.done(), "the requests ended before they were seen running"
+    load = await client.load()
+    return load.running == count and load.used_tokens > count * 16

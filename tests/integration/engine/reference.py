@@ -1,0 +1,38 @@
+"""What the engine's log-probs must be, from transformers' forward pass."""
+
+from __future__ import annotations
+
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache, Qwen3ForCausalLM
+
+Array = NDArray
+
+
+def log_probs(model: Qwen3ForCausalLM, prompt: Array, output: Array, temperature: float = 1.0) -> Array:
+    """float32 [T]: log-probs of ``output``, int32 [T], after ``prompt``, int32 [P]."""
+    sequence = torch.tensor([*prompt, *output]).long()[None]
+    with torch.no_grad():
+        logits = model(sequence).logits[0, len(prompt) - 1 : -1]
+    return _of(logits, sequence[0, len(prompt) :], temperature)
+
+
+def log_probs_with_kept_cache(old: Qwen3ForCausalLM, new: Qwen3ForCausalLM, prompt: Array, output: Array, boundary: int) -> Array:
+    """float32 [T]: as ``log_probs``, where the weights change in place before ``output[boundary]`` is drawn.
+
+    What was computed before stays: the keys and values of all tokens before ``output[boundary - 1]``, the last one that
+    was drawn but not yet fed back, are the old model's.
+    """
+    sequence = torch.tensor([*prompt, *output]).long()[None]
+    kept = len(prompt) + boundary - 1
+    with torch.no_grad():
+        cache = DynamicCache()
+        before = old(sequence[:, :kept], past_key_values=cache, use_cache=True).logits[0]
+        after = new(sequence[:, kept:], past_key_values=cache, use_cache=True).logits[0]
+    logits = torch.cat([before, after])[len(prompt) - 1 : -1]
+    return _of(logits, sequence[0, len(prompt) :], 1.0)
+
+
+def _of(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> Array:
+    drawn = (logits.float() / temperature).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    return drawn.numpy()

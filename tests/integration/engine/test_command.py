@@ -1,0 +1,131 @@
+"""The launch command. What it starts is tested with the engines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.rollout.engine.command import CPU_LAUNCHER, CPU_MIN_TOKENS, engine_command
+from shared.errors import ConfigError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory with no more than the configuration."""
+    return write_config(tmp_path / "model", layers=2, kv_heads=2, head_dim=16)
+
+
+def write_config(path: Path, *, layers: int, kv_heads: int, head_dim: int) -> Path:
+    path.mkdir()
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    (path / "config.json").write_text(json.dumps(sizes))
+    return path
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An engine site as far as the command looks: it is not imported here."""
+    directory = tmp_path / "site"
+    (directory / "torchvision").mkdir(parents=True)
+    (directory / "torchvision" / "__init__.py").touch()
+    monkeypatch.setenv("MYXO_ENGINE_SITE", str(directory))
+    return directory
+
+
+def flag(argv: list[str], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_on_a_cpu(model: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    command = engine_command(model, 31000, device="cpu", weight_version=4, random_seed=9, threads=2)
+    assert command.argv[:2] == [sys.executable, str(CPU_LAUNCHER)]
+    assert command.url == "http://127.0.0.1:31000"
+    expected = {
+        "--model-path": str(model),
+        "--host": "127.0.0.1",
+        "--port": "31000",
+        "--device": "cpu",
+        "--weight-version": "4",
+        "--random-seed": "9",
+        "--attention-backend": "torch_native",
+        "--dtype": "float32",
+        "--max-total-tokens": "65536",
+    }
+    assert {name: flag(command.argv, name) for name in expected} == expected
+    assert {"--sleep-on-idle", "--skip-server-warmup", "--disable-cuda-graph"} <= set(command.argv)
+    assert "--enable-metrics" not in command.argv
+    assert command.env["PYTHONPATH"] == f"{site}:/mine"
+    assert command.env["OMP_NUM_THREADS"] == "2"
+
+
+def test_on_cuda() -> None:
+    command = engine_command("Qwen/Qwen3-4B", 31000, device="cuda", enable_metrics=True)
+    assert command.argv[:3] == [sys.executable, "-m", "sglang.launch_server"]
+    assert flag(command.argv, "--model-path") == "Qwen/Qwen3-4B"
+    assert "--enable-metrics" in command.argv and "--random-seed" not in command.argv
+    assert not {"--attention-backend", "--dtype", "--max-total-tokens"} & set(command.argv)
+    assert command.env["NCCL_CUMEM_ENABLE"] == "0" and "PYTHONPATH" not in command.env
+
+
+def test_the_runs_flags_go_through_and_win(model: Path, site: Path) -> None:
+    flags = {
+        "mem-fraction-static": 0.8,
+        "disable_radix_cache": True,
+        "--tp-size": 2,
+        "dtype": "bfloat16",
+        "sleep-on-idle": False,
+        "max-total-tokens": None,
+        "cuda-graph-bs": [1, 2, 4],
+        "a-flag-of-tomorrow": "x",
+    }
+    argv = engine_command(model, 31000, device="cpu", flags=flags).argv
+    assert flag(argv, "--mem-fraction-static") == "0.8"
+    assert flag(argv, "--tp-size") == "2"
+    assert flag(argv, "--dtype") == "bfloat16" and argv.count("--dtype") == 1
+    assert flag(argv, "--a-flag-of-tomorrow") == "x"
+    assert "--disable-radix-cache" in argv
+    assert "--sleep-on-idle" not in argv and "--max-total-tokens" not in argv
+    at = argv.index("--cuda-graph-bs")
+    assert argv[at : at + 4] == ["--cuda-graph-bs", "1", "2", "4"]
+
+
+@pytest.mark.parametrize("name", ["port", "--host", "model_path", "device", "weight-version"])
+def test_what_the_service_sets_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"sglang.{name} = 'x': the rollout service sets this one"):
+        engine_command("m", 31000, device="cuda", flags={name: "x"})
+
+
+def test_a_flag_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--tp-size is given twice"):
+        engine_command("m", 31000, device="cuda", flags={"tp-size": 2, "tp_size": 4})
+
+
+def test_another_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout.device = 'tpu': 'cpu' or 'cuda'"):
+        engine_command("m", 31000, device="tpu")
+
+
+def test_a_large_models_cache_is_bounded_by_its_bytes(tmp_path: Path, site: Path) -> None:
+    middle = write_config(tmp_path / "middle", layers=12, kv_heads=2, head_dim=128)  # 24576 bytes a token
+    large = write_config(tmp_path / "large", layers=64, kv_heads=8, head_dim=128)
+    assert flag(engine_command(middle, 1, device="cpu").argv, "--max-total-tokens") == str(512 * 2**20 // 24576)
+    assert flag(engine_command(large, 1, device="cpu").argv, "--max-total-tokens") == str(CPU_MIN_TOKENS)
+
+
+def test_a_missing_engine_site_says_how_to_install_it(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MYXO_ENGINE_SITE", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"MYXO_ENGINE_SITE = .*pip install --no-deps --target .*nowhere torchvision=="):
+        engine_command(model, 31000, device="cpu")
+    monkeypatch.delenv("MYXO_ENGINE_SITE")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"the engine site = .*engine-site"):
+        engine_command(model, 31000, device="cpu")
+
+
+def test_a_model_that_is_not_there(site: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.model = .*config.json"):
+        engine_command(tmp_path / "nothing", 31000, device="cpu")

@@ -1,0 +1,43 @@
+"""A worker with a verifier that misbehaves as its response says; else it scores as exact match does."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from services.reward import worker
+from services.reward.verifiers import VERIFIERS, exact
+
+
+def odd(response: str, label: str) -> float:
+    match response:
+        case "sleep":
+            time.sleep(3600)
+        case "spin":
+            while True:
+                pass
+        case "die":
+            os._exit(3)
+        case "raise":
+            raise RuntimeError("cannot read this")
+        case "chatter":
+            print("words of a library", flush=True)
+            os.write(1, b"words from C\n")
+        case "babble":
+            os.write(int(os.environ["ODD_ANSWERS"]), b"not JSON\n")
+        case "nan" | "inf" | "-inf":
+            return float(response)
+    return exact(response, label)
+
+
+def main() -> None:
+    VERIFIERS["odd"] = odd
+    # the worker's own way out is the first free descriptor
+    os.environ["ODD_ANSWERS"] = str(os.dup(1))
+    os.close(int(os.environ["ODD_ANSWERS"]))
+    worker.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""The real reward process over real servers: what it is given comes out scored, or failed with the reason."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared import runs, sample
+from shared.bus import Bus
+from shared.config import RunConfig
+from shared.embedded import EmbeddedNats, EmbeddedValkey
+from shared.messages import Failed, Generated, Outcome, Payload, SampleMeta, Scored
+from shared.queue import WorkQueue
+from shared.registry import Registry
+from shared.sample import Sample
+from shared.store import Store
+from shared.streams import generated_consumer, scored_consumer
+from shared.subjects import Subjects
+from tests.support.run_config import run_config
+from tests.support.service_process import ServiceProcess
+from tests.support.waiting import until
+
+HANGS = "\\boxed{9^{9^{9^{9}}}}"
+"""math-verify computes on this for seconds, until its own limit."""
+
+
+class Bench:
+    """A run with a reward service, and hands to give it work and take its results."""
+
+    def __init__(self, bus: Bus, store: Store, config: RunConfig, nats_url: str, logs: Path) -> None:
+        self.bus, self.store, self.config, self.names = bus, store, config, Subjects(config.run.name)
+        self._nats_url, self._logs = nats_url, logs
+        self._scored = WorkQueue(bus, scored_consumer(config.run.name, config.bus), Outcome)
+        self.processes: list[ServiceProcess] = []
+
+    async def launch(self, instance: str = "reward-1") -> ServiceProcess:
+        """Starts a reward service and waits until it is ready."""
+        environment = {"NATS_URL": self._nats_url, "MYXO_RUN": self.config.run.name, "MYXO_INSTANCE": instance}
+        process = ServiceProcess("reward", self._logs / f"{instance}.log", environment)
+        self.processes.append(process)
+
+        async def ready() -> bool:
+            assert process.process.poll() is None, process.words()
+            cards = await Registry(self.bus, self.config.run.name).alive("reward")
+            return any((card.pid, card.state) == (process.process.pid, "ready") for card in cards)
+
+        await until(ready, instance)
+        return process
+
+    async def generated(self, group: str, *texts: str, label: str | None = "42", **changes: Any) -> Generated:
+        """Puts a group's samples into the store and their reference on the queue."""
+        samples = [
+            Sample(
+                group=group,
+                index=index,
+                prompt=np.array([1], np.int32),
+                response=np.arange(2, dtype=np.int32),
+                log_probs=np.zeros(2, np.float32),
+                mask=np.ones(2, np.uint8),
+                segments=[(0, 2, 3)],
+                finish="stop",
+                text=text,
+                label=label,
+            )
+            for index, text in enumerate(texts)
+        ]
+        keys = [self.names.payload_key(group, 0, 0)]
+        [blob] = sample.encode(samples, 1 << 20)
+        await self.store.write({keys[0]: blob})
+        message = Generated(
+            group=group,
+            attempt=0,
+            payload=Payload(keys=keys, bytes=len(blob)),
+            samples=[one.meta() for one in samples],
+            replica="replica-1",
+            started=1.0,
+            ended=2.0,
+        ).model_copy(update=changes)
+        await self.bus.publish(self.names.generated(self.config.reward.rm_type), message)
+        return message
+
+    async def outcomes(self, count: int) -> dict[str, Outcome]:
+        """The next so many results, by group."""
+        found: dict[str, Outcome] = {}
+
+        async def enough() -> bool:
+            for lease in await self._scored.fetch(count):
+                assert lease.message.group not in found
+                found[lease.message.group] = lease.message
+                await lease.ack()
+            return len(found) >= count
+
+        await until(enough, f"{count} outcomes")
+        return found
+
+    async def failure(self, group: str) -> str:
+        """The reason why the only group in work failed."""
+        [(name, outcome)] = (await self.outcomes(1)).items()
+        assert name == group
+        assert isinstance(outcome, Failed), outcome
+        return outcome.reason
+
+
+NewBench = Callable[..., Awaitable[Bench]]
+
+
+@pytest.fixture
+async def bench(
+    bus: Bus, store: Store, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path
+) -> AsyncIterator[NewBench]:
+    """Makes the test's run, with config sections laid over the smallest config."""
+    benches: list[Bench] = []
+
+    async def make(**sections: dict[str, Any]) -> Bench:
+        config = run_config(tmp_path, run={"name": run_name}, **sections)
+        await runs.create(bus, config, valkey.url)
+        benches.append(Bench(bus, store, config, nats.url, tmp_path))
+        return benches[-1]
+
+    yield make
+    for one in benches:
+        for process in one.processes:
+            process.__exit__()
+
+
+@pytest.mark.parametrize(
+    ("verifier", "texts", "rewards"),
+    [("math", ["42", "so \\boxed{84/2}", "41", ""], [1.0, 1.0, 0.0, 0.0]), ("exact", ["42", " 42\n", "42.0", ""], [1.0, 1.0, 0.0, 0.0])],
+)
+async def test_groups_are_scored_in_order_and_keep_what_is_known_of_them(
+    bench: NewBench, verifier: str, texts: list[str], rewards: list[float]
+) -> None:
+    desk = await bench(reward={"rm_type": verifier})
+    process = await desk.launch()
+    group = await desk.generated("g00000007", *texts)
+    outcome = (await desk.outcomes(1))["g00000007"]
+    assert isinstance(outcome, Scored)
+    assert [score.reward for score in outcome.scores] == rewards
+    assert (outcome.payload, outcome.samples, outcome.environment) == (group.payload, group.samples, verifier)
+    assert (outcome.attempt, outcome.replica, outcome.started, outcome.ended) == (0, "replica-1", 1.0, 2.0)
+    assert outcome.samples[0] == SampleMeta(tokens=2, oldest=3, newest=3, finish="stop")
+    assert process.stop() == 0
+    assert await Registry(desk.bus, desk.config.run.name).alive() == []
+
+
+async def test_a_verifier_that_hangs_is_killed_at_its_deadline_and_the_next_group_scored(bench: NewBench) -> None:
+    desk = await bench(reward={"rm_type": "math", "reward_timeout": 1.0, "reward_workers": 1})
+    await desk.launch()
+    start = time.monotonic()
+    await desk.generated("g00000000", HANGS, HANGS, HANGS, label="1")
+    await desk.generated("g00000001", "41", "42")
+    outcomes = await desk.outcomes(2)
+    hung, fine = outcomes["g00000000"], outcomes["g00000001"]
+    assert isinstance(hung, Failed) and isinstance(fine, Scored)
+    assert hung.reason == "3 rewards did not come from verifier math within 1 s; its process was killed, the group is given up"
+    assert hung.by == "reward-1"
+    assert hung.payload is not None and hung.payload.keys == [desk.names.payload_key("g00000000", 0, 0)]
+    assert [score.reward for score in fine.scores] == [0.0, 1.0]
+    assert time.monotonic() - start > 1.0
+
+
+async def test_what_cannot_be_scored_fails_with_the_reason(bench: NewBench) -> None:
+    desk = await bench(reward={"rm_type": "exact"})
+    process = await desk.launch()
+    await desk.generated("g0", "42", label=None)
+    assert "needs a label and the prompt has none" in await desk.failure("g0")
+    await desk.generated("g1", "42", payload=Payload(keys=["never:written"], bytes=1))
+    assert "the store holds no blob never:written" in await desk.failure("g1")
+    await desk.generated("g2", "42", "43", samples=[SampleMeta(tokens=2, oldest=3, newest=3, finish="stop")])
+    assert "the payload holds 2 samples, its reference 1" in await desk.failure("g2")
+    await desk.store.write({"broken": b"garbage"})
+    await desk.generated("g3", "42", payload=Payload(keys=["broken"], bytes=7))
+    assert "that are not MessagePack" in await desk.failure("g3")
+    await desk.generated("g4")
+    assert "the payload holds no sample" in await desk.failure("g4")
+    await desk.generated("g5", "42")
+    assert isinstance((await desk.outcomes(1))["g5"], Scored)
+    assert process.process.poll() is None
+
+
+async def test_work_that_killed_its_workers_too_often_is_given_up(bench: NewBench) -> None:
+    desk = await bench(reward={"rm_type": "exact"}, bus={"max_deliver": 2})
+    await desk.generated("g00000000", "42")
+    queue = WorkQueue(desk.bus, generated_consumer(desk.config.run.name, desk.config.bus, "exact"), Generated)
+    for _ in range(2):
+        [lease] = await until(lambda: queue.fetch(1), "the group")
+        await lease.hand_back()
+    await desk.launch()
+    assert await desk.failure("g00000000") == "given up after 2 deliveries"
+
+
+async def test_work_of_a_killed_service_is_done_by_the_next_and_every_group_comes_out_once(bench: NewBench) -> None:
+    desk = await bench(reward={"rm_type": "math", "reward_timeout": 60}, bus={"ack_wait": 2.0, "max_deliver": 5})
+    first = await desk.launch()
+    names = [f"g{number:08d}" for number in range(12)]
+    for name in names:
+        await desk.generated(name, "so \\boxed{84/2}", "3")
+    found = await desk.outcomes(2)
+    first.kill()
+    await desk.launch("reward-2")
+    found |= await desk.outcomes(len(names) - len(found))
+    assert sorted(found) == names
+    assert all(isinstance(outcome, Scored) and [score.reward for score in outcome.scores] == [1.0, 0.0] for outcome in found.values())
+
+
+async def test_verifier_processes_end_with_their_service(bench: NewBench) -> None:
+    desk = await bench(reward={"rm_type": "exact", "reward_workers": 2})
+    process = await desk.launch()
+    children = Path(f"/proc/{process.process.pid}/task/{process.process.pid}/children")
+    workers = [int(pid) for pid in children.read_text().split()]
+    assert len(workers) == 2
+    process.kill()
+    await until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in workers), "the end of both workers")
+
+
+async def test_two_services_share_the_groups(bench: NewBench) -> None:
+    desk = await bench(reward={"rm_type": "exact"})
+    await desk.launch("reward-1")
+    await desk.launch("reward-2")
+    names = [f"g{number:08d}" for number in range(30)]
+    for name in names:
+        await desk.generated(name, "42", "41")
+    assert sorted(await desk.outcomes(30)) == names

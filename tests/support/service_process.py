@@ -1,0 +1,55 @@
+"""One real service process of a run, started the way an operator starts it: ``python -m services.<name>``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from shared.embedded import die_with_parent
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class ServiceProcess:
+    """Starts at once; use as a context manager, and it is killed at the end of the body.
+
+    Args:
+        name: the service. log: where its output goes (appended). environment: on top of this process's.
+    """
+
+    def __init__(self, name: str, log: Path, environment: Mapping[str, str]) -> None:
+        self.name, self.log = name, log
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", f"services.{name}"],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=die_with_parent,
+            )
+
+    def kill(self) -> None:
+        """kill -9, and waits until it is gone."""
+        self.process.kill()
+        self.process.wait(30)
+
+    def stop(self, deadline: float = 30.0) -> int:
+        """SIGTERM; returns the exit code. Raises subprocess.TimeoutExpired after ``deadline`` seconds."""
+        self.process.terminate()
+        return self.process.wait(deadline)
+
+    def words(self) -> str:
+        """Everything it has written so far."""
+        return self.log.read_text(errors="replace")
+
+    def __enter__(self) -> ServiceProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.kill()

@@ -1,0 +1,82 @@
+"""Whatever happens in whatever order, the invariants hold after every record, and the run finishes once everything comes back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.buffer.policy import Limits
+from tests.unit.buffer.world import World
+
+LIMITS = st.builds(
+    Limits,
+    steps=st.integers(1, 6),
+    groups=st.integers(1, 3),
+    samples=st.integers(1, 2),
+    max_staleness=st.sampled_from([0, 1, 3]),
+    interval=st.sampled_from([1, 2, 3]),
+    eval_prompts=st.sampled_from([0, 0, 1, 3]),
+    eval_interval=st.sampled_from([None, 1, 2, 3]),
+    eval_first=st.booleans(),
+)
+
+EVENTS = [
+    *[World.begin] * 6,
+    *[World.finish] * 6,
+    *[World.ask] * 4,
+    *[World.train] * 4,
+    *[World.push] * 4,
+    World.save,
+    World.save,
+    World.fail,
+    World.fail_late,
+    World.fall_short,
+    World.lose_payload,
+    World.kill_trainer,
+    World.kill_buffer,
+]
+
+
+@settings(max_examples=600)
+@given(LIMITS, st.integers(0, 2**32), st.integers(0, 150))
+def test_invariants_hold_and_the_run_finishes(limits: Limits, seed: int, events: int) -> None:
+    world = World(limits, random.Random(seed))
+    for _ in range(events):
+        world.dice.choice(EVENTS)(world)
+    world.check_replay()
+    world.settle()
+    world.check_end()
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+@pytest.mark.parametrize("eval_prompts", [0, 2])
+def test_a_calm_run_finishes_and_drops_nothing(max_staleness: int, interval: int, eval_prompts: int) -> None:
+    limits = Limits(
+        steps=5, groups=2, samples=2, max_staleness=max_staleness, interval=interval, eval_prompts=eval_prompts, eval_interval=interval
+    )
+    world = World(limits, random.Random(0))
+    world.settle()
+    world.check_end()
+    assert world.state.dropped == world.state.dead == 0
+    assert world.state.admitted == limits.steps * limits.groups
+    assert world.audit.report().max_staleness <= max_staleness
+
+
+def test_the_play_reaches_what_it_is_meant_to_reach() -> None:
+    """The property above would be empty if groups never went stale, were never requeued, or never came twice."""
+    seen: set[str] = set()
+    for seed in range(60):
+        limits = Limits(steps=5, groups=2, samples=2, max_staleness=seed % 2, interval=1 + seed % 3, eval_prompts=seed % 3, eval_interval=2)
+        world = World(limits, random.Random(seed))
+        for _ in range(120):
+            world.dice.choice(EVENTS)(world)
+        seen |= {record.event() for record in world.records}
+        seen |= {f"staleness {age}" for age in world.audit.report().staleness}
+        seen |= {"second attempt"} if any(group.attempt for group in world.state.groups.values()) else set()
+        world.settle()
+        world.check_end()
+    assert {"groups_dropped", "group_dead", "group_requeued", "eval_ended", "staleness 0", "staleness 1", "second attempt"} <= seen

@@ -1,0 +1,288 @@
+"""The world around the buffer's pure decisions, played at random: replicas, verifiers, a trainer with checkpoints, deaths.
+
+`World` does what `services.buffer.service` does with the decisions (append the records, fold them in, act on them), keeps the list of
+records as the ledger, and checks every invariant after every record.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.buffer import policy
+from services.buffer.policy import Limits
+from services.buffer.state import BufferState, Group
+from shared.audit import Audit
+from shared.ledger import (
+    BatchFormed,
+    EvalEnded,
+    EvalScored,
+    EvalStarted,
+    GroupRequeued,
+    GroupsAdmitted,
+    GroupsScored,
+    LedgerRecord,
+    RunFinished,
+    VersionLive,
+    group_id,
+)
+from shared.messages import Batch, Failed, Payload, SampleMeta, Score, Scored
+from shared.versions import admissible_steps, is_pushed, version_after
+
+
+def replay(records: Sequence[LedgerRecord]) -> BufferState:
+    """The state that a restarted buffer has."""
+    state = BufferState()
+    for record in records:
+        state.apply(LedgerRecord.decode(record.encode()))
+    return state
+
+
+@dataclass
+class Job:
+    """A task in a replica's hands. ``oldest``: weights of its first token, None while it has not begun."""
+
+    group: str
+    attempt: int
+    samples: int
+    minimum: int
+    oldest: int | None = None
+
+
+@dataclass
+class World:
+    """See the module's docstring."""
+
+    limits: Limits
+    dice: random.Random
+    state: BufferState = field(default_factory=BufferState)
+    records: list[LedgerRecord] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+    delivered: list[Scored] = field(default_factory=list)
+    batches: dict[int, Batch] = field(default_factory=dict)
+    step: int = 0  # the trainer's next step
+    offered: int = 0  # the newest version that the trainer has made
+    checkpoints: list[int] = field(default_factory=lambda: [0])
+
+    def __post_init__(self) -> None:
+        self.audit = Audit(self.limits.max_staleness, self.limits.groups)
+
+    # --- what the service does
+
+    def decide(self, records: Sequence[LedgerRecord]) -> None:
+        self._record(records)
+        while following := [*policy.close(self.state, self.limits, 0.0), *policy.admit(self.state, self.limits, 0.0)]:
+            self._record(following)
+
+    def _record(self, records: Sequence[LedgerRecord]) -> None:
+        for record in records:
+            self.records.append(record)
+            self.audit.see(record)
+            self.state.apply(record)
+            self._act(record)
+            self._check()
+
+    def _act(self, record: LedgerRecord) -> None:
+        match record:
+            case GroupsAdmitted(first=first, count=count):
+                for number in range(first, first + count):
+                    self._send(self.state.groups[group_id(number)])
+            case GroupRequeued(group=name):
+                self._send(self.state.groups[name])
+            case EvalStarted(version=version):
+                for name, _ in policy.eval_groups(self.state.evaluations[version]):
+                    self.jobs.append(Job(name, 0, 1, version))
+
+    def _send(self, group: Group) -> None:
+        self.jobs.append(Job(group.id, group.attempt, self.limits.samples, policy.min_version(group, self.state, self.limits)))
+
+    # --- invariants
+
+    def _check(self) -> None:
+        state, limits = self.state, self.limits
+        report = self.audit.report()
+        assert report.violations == []
+        assert (report.admitted, report.trained) == (state.admitted, state.trained)
+        assert (report.dropped.total(), report.dead.total()) == (state.dropped, state.dead)
+        assert report.in_flight == state.in_flight == state.admitted - state.trained - state.dropped - state.dead
+        assert (report.steps, report.durable_steps, report.live_version) == (state.trained_steps, state.durable_steps, state.live_version)
+        if state.live_version >= 0:
+            allowed = admissible_steps(state.live_version, limits.max_staleness, limits.interval, limits.steps) * limits.groups
+            assert state.admitted - state.dropped - state.dead <= allowed
+        # memory follows what is in flight and what could be handed out again
+        kept = sum(len(batch.groups) for step, batch in state.batches.items() if step < state.trained_steps)
+        assert len(state.groups) == state.in_flight + kept
+        assert set(state.batches) == set(range(state.durable_steps, state.formed_steps))
+        for name, group in state.ready.items():
+            assert state.groups[name] is group
+            assert group.scored is not None and group.step is None
+            assert group.scored.attempt == group.attempt  # the payload of an older attempt is gone
+        if limits.eval_prompts and limits.eval_first and 0 not in state.evaluated:
+            assert not state.admitted  # the first evaluation has the engines to itself
+
+    def check_replay(self) -> None:
+        assert replay(self.records) == self.state
+
+    # --- what may happen
+
+    def begin(self) -> None:
+        """A replica takes a task up, on the live weights or older ones that the task allows."""
+        waiting = [job for job in self.jobs if job.oldest is None]
+        if waiting and self.state.live_version >= 0:
+            job = self.dice.choice(waiting)
+            job.oldest = self.dice.randint(min(job.minimum, self.state.live_version), self.state.live_version)
+
+    def finish(self) -> None:
+        """Some generations end and are scored; the bus may deliver them in one lot, twice, and old ones again."""
+        ended = [job for job in self.jobs if job.oldest is not None and self.dice.random() < 0.5]
+        lot = [self._scored(job) for job in ended]
+        for job in ended:
+            self.jobs.remove(job)
+        self.delivered += lot
+        lot += self.dice.choices(self.delivered, k=self.dice.randint(0, 2)) if self.delivered else []
+        self.dice.shuffle(lot)
+        self._deliver(lot)
+
+    def fall_short(self) -> None:
+        """A group comes back with a sample too few."""
+        begun = [job for job in self.jobs if job.oldest is not None and not job.group.startswith("eval")]
+        if begun:
+            job = self.dice.choice(begun)
+            self.jobs.remove(job)
+            short = self._scored(job)
+            self._deliver([short.model_copy(update={"samples": short.samples[1:], "scores": short.scores[1:]})] * 2)
+
+    def fail(self) -> None:
+        """A replica or verifier gives a group up, or says so again."""
+        if self.jobs:
+            job = self.dice.choice(self.jobs)
+            if self.dice.random() < 0.8:
+                self.jobs.remove(job)
+            self.decide(policy.failed(self.state, Failed(group=job.group, attempt=job.attempt, reason="died", by="r"), 0.0))
+
+    def fail_late(self) -> None:
+        """A failure of a group that came back before."""
+        if self.delivered:
+            old = self.dice.choice(self.delivered)
+            self.decide(policy.failed(self.state, Failed(group=old.group, attempt=old.attempt, reason="late", by="r"), 0.0))
+
+    def lose_payload(self) -> None:
+        """The store has lost a group, ready or not."""
+        names = [*self.state.ready, *self.state.groups, "g99999999"]
+        self.decide(policy.lost_payload(self.state, self.dice.choice(names), 0.0))
+
+    def ask(self) -> None:
+        """The trainer asks for its next batch: a new one, or one that it had before it died."""
+        if self.step >= self.limits.steps:
+            return
+        version = self.limits.version_of_step(self.step)
+        if self.step not in self.state.batches:
+            self.decide(policy.form_batch(self.state, self.limits, self.step, version, 0.0))
+        batch = policy.batch(self.state, self.step)
+        if batch is not None:
+            assert batch.version == version
+            assert self.batches.setdefault(self.step, batch) == batch
+
+    def train(self) -> None:
+        """The trainer trains the batch it has and reports it, perhaps twice."""
+        if self.step in self.batches and self.step < self.limits.steps and self.step in self.state.batches:
+            step, self.step = self.step, self.step + 1
+            for _ in range(self.dice.randint(1, 2)):
+                self.decide(policy.trained(self.state, step, step + 1, 0.0, 1.0, 0.0))
+            if is_pushed(self.step, self.limits.interval, self.limits.steps):
+                self.offered = version_after(self.step, self.limits.interval, self.limits.steps)
+
+    def push(self) -> None:
+        """The newest version goes live, and old news arrives again."""
+        for version in (self.offered, self.dice.randint(0, self.offered)):
+            self.decide(policy.live(self.state, self.limits, version, 0.0))
+
+    def save(self) -> None:
+        """The trainer writes a checkpoint and reports it, or an old one again."""
+        if self.step <= self.state.trained_steps:
+            self.checkpoints.append(max(self.step, *self.checkpoints))
+        self.decide(policy.durable(self.state, self.dice.choice(self.checkpoints), 0.0))
+
+    def kill_trainer(self) -> None:
+        """The trainer dies and goes on from its newest durable checkpoint."""
+        self.step = self.state.durable_steps
+        self.checkpoints = [self.state.durable_steps]
+
+    def kill_buffer(self) -> None:
+        """The buffer dies; its successor replays the ledger and sends out again what is outstanding."""
+        self.check_replay()
+        self.state = replay(self.records)
+        for group in self.state.outstanding:
+            self._send(group)
+        for evaluation in self.state.evaluations.values():
+            self.jobs += [Job(name, 0, 1, evaluation.version) for name, _ in policy.eval_groups(evaluation)]
+
+    def _scored(self, job: Job) -> Scored:
+        assert job.oldest is not None
+        newest = self.state.live_version
+        samples = [
+            SampleMeta(tokens=3, oldest=job.oldest if index == 0 else self.dice.randint(job.oldest, newest), newest=newest, finish="stop")
+            for index in range(job.samples)
+        ]
+        return Scored(
+            group=job.group,
+            attempt=job.attempt,
+            payload=Payload(keys=[f"{job.group}:{job.attempt}"], bytes=1),
+            samples=samples,
+            scores=[Score(reward=float(self.dice.randint(0, 1))) for _ in samples],
+            replica="r",
+            environment="math",
+            started=0.0,
+            ended=1.0,
+        )
+
+    def _deliver(self, lot: list[Scored]) -> None:
+        records = policy.scored(self.state, self.limits, lot, 0.0)
+        for record in records:
+            if isinstance(record, GroupsScored):
+                for scored in record.groups:
+                    assert len(scored.samples) == len(scored.rewards) == self.limits.samples
+        self.decide(records)
+
+    # --- everything comes back
+
+    def settle(self) -> None:
+        """From here on nothing fails; the run must finish in as many rounds as it has steps and evaluations, and some."""
+        if self.offered < (made := version_after(self.step, self.limits.interval, self.limits.steps)):
+            self.offered = made
+        for _ in range(4 * self.limits.steps + 8):
+            self.decide(policy.live(self.state, self.limits, self.offered, 0.0))
+            for job in self.jobs:
+                job.oldest = self.state.live_version if job.oldest is None else job.oldest
+            jobs, self.jobs = self.jobs, []
+            self._deliver([self._scored(job) for job in jobs])
+            self.ask()
+            self.train()
+            self.decide(policy.durable(self.state, self.step, 0.0))
+            if self.state.finished_steps:
+                return
+
+    def check_end(self) -> None:
+        """All that a finished run must be."""
+        state, limits, report = self.state, self.limits, self.audit.report()
+        assert state.finished_steps == limits.steps, "the run does not finish although everything comes back"
+        assert report.finished and report.in_flight == 0
+        assert report.trained == limits.steps * limits.groups == state.trained
+        assert not state.groups and not state.batches and not state.evaluations
+        assert sum(isinstance(record, RunFinished) for record in self.records) == 1
+        assert [record.step for record in self.records if isinstance(record, BatchFormed)] == list(range(limits.steps))
+        went_live = [record.version for record in self.records if isinstance(record, VersionLive)]
+        assert sorted(record.version for record in self.records if isinstance(record, EvalEnded)) == sorted(state.evaluated)
+        came_back = [record.group for record in self.records if isinstance(record, EvalScored)]
+        assert len(set(came_back)) == len(came_back) == limits.eval_prompts * len(state.evaluated)
+        assert state.evaluated == {version for version in went_live if self._evaluates(version)}
+        self.check_replay()
+
+    def _evaluates(self, version: int) -> bool:
+        limits = self.limits
+        if not limits.eval_prompts:
+            return False
+        if version == limits.last_version or version == 0:
+            return version == limits.last_version or limits.eval_first
+        return limits.eval_interval is not None and version * limits.interval % limits.eval_interval == 0

@@ -1,0 +1,141 @@
+"""What there is to see of a run, from cards that may be absent, old, or incomplete."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from shared.cli.supervisor import InstanceStatus
+from shared.cli.view import look, waiting_for
+from shared.config import RunConfig
+from shared.messages import ServiceCard
+from tests.support.run_config import run_config
+
+NOW = time.time()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return run_config(tmp_path)
+
+
+def card(service: str, state: str = "ready", *, number: int = 0, at: float = NOW, version: int = -1, **gauges: float) -> ServiceCard:
+    return ServiceCard(
+        service=service, instance=f"{service}-{number}", host="h", pid=1, http="", state=state, version=version, gauges=gauges, at=at
+    )
+
+
+def status(
+    service: str, *, number: int = 0, due_in: float | None = None, restarts: int = 0, started_at: float = NOW - 50
+) -> InstanceStatus:
+    return InstanceStatus(
+        service=service,
+        instance=f"{service}-{number}",
+        pid=1,
+        restarts=restarts,
+        ready=True,
+        lived=50.0,
+        started_at=started_at,
+        due_in=due_in,
+        last_code=-9 if due_in is not None else None,
+    )
+
+
+EVERYBODY = [card("buffer"), card("reward"), card("rollout", version=0), card("trainer")]
+
+
+def test_nothing_is_known_at_first(config: RunConfig) -> None:
+    view = look(config, [])
+    assert (view.steps, view.of, view.live_version) == (0, 4, -1)
+    assert view.reward is view.heldout is view.generated_per_s is view.in_flight is None
+    assert view.queues == {}
+    assert view.waiting_for == "a buffer service"
+
+
+def test_everything_is_taken_from_the_cards(config: RunConfig) -> None:
+    buffer = card(
+        "buffer",
+        trained_steps=2,
+        live_version=1,
+        in_flight=6,
+        ready=1,
+        eval_heldout=0.25,
+        eval_heldout_version=0,
+        queue_task=3,
+        queue_task_held=4,
+        queue_scored=0,
+    )
+    trainer = card("trainer", step=2, reward=0.5, loss=-0.1, staleness_mean=0.75, staleness_max=1, train_tokens_per_s=100)
+    rollouts = [card("rollout", number=n, version=1, generated_tokens_per_s=50, running_groups=2, running_samples=8) for n in range(2)]
+    view = look(config, [buffer, trainer, *rollouts])
+    assert (view.steps, view.reward, view.loss, view.heldout, view.heldout_version) == (2, 0.5, -0.1, 0.25, 0)
+    assert (view.staleness_mean, view.staleness_max, view.live_version) == (0.75, 1, 1)
+    assert (view.generated_per_s, view.trained_per_s) == (100, 100)
+    assert (view.in_flight, view.ready_groups) == (6, 1)
+    assert view.queues == {"task": (3, 4), "scored": (0, 0)}
+    assert view.replicas_ready == (2, 2)
+    assert view.waiting_for is None
+
+
+def test_figures_survive_a_restart_of_the_service_they_came_from(config: RunConfig) -> None:
+    before = look(config, [card("buffer", trained_steps=3, live_version=2), card("trainer", reward=0.5)])
+    after = look(config, [card("rollout", version=2)], [status("buffer", due_in=2.0, restarts=1)], before=before)
+    assert (after.steps, after.reward, after.live_version, after.restarts) == (3, 0.5, 2, 1)
+
+
+def test_steps_never_fall(config: RunConfig) -> None:
+    """A trainer that resumed from a checkpoint makes steps again that the buffer has counted."""
+    before = look(config, [card("buffer", trained_steps=3)])
+    assert look(config, [card("trainer", step=2)], before=before).steps == 3
+
+
+def test_the_card_of_a_dead_life_is_not_shown_as_its_successors(config: RunConfig) -> None:
+    cards = [card("rollout", at=NOW - 5, version=7)]
+    lines = look(config, cards, [status("rollout", started_at=NOW - 1, restarts=1)]).services
+    assert [(line.instance, line.state, line.version, line.restarts) for line in lines] == [("rollout-0", "starting", -1, 1)]
+
+
+def test_who_is_down_says_when_it_comes_back(config: RunConfig) -> None:
+    (line,) = look(config, [card("rollout")], [status("rollout", due_in=4.0)]).services
+    assert (line.state, line.detail) == ("down", "signal 9, again in 4 s")
+
+
+def test_services_that_joined_from_elsewhere_are_shown(config: RunConfig) -> None:
+    lines = look(config, [card("rollout"), card("rollout", number=7)], [status("rollout")]).services
+    assert [(line.instance, line.restarts) for line in lines] == [("rollout-0", 0), ("rollout-7", None)]
+
+
+@pytest.mark.parametrize(
+    ("cards", "statuses", "expected"),
+    [
+        ([], [status("buffer"), status("trainer")], "buffer-0, trainer-0 to start (50 s so far)"),
+        (EVERYBODY, [status("rollout", due_in=7.6)], "rollout-0, which ended with signal 9 and starts again in 8 s"),
+        ([card("buffer")], [], "a reward service"),
+        (
+            [*EVERYBODY[:2], card("rollout", "starting"), card("trainer", "warm start", sft_step=3, sft_steps=10)],
+            [],
+            "engine of rollout-0 starting; SFT step 3/10",
+        ),
+        ([*EVERYBODY[:3], card("trainer", "loading the model")], [], "trainer-0 loading the model"),
+        ([card("buffer", live_version=-1), *EVERYBODY[1:]], [], "weights to be served (rollout-0 ready, trainer-0 ready)"),
+        (
+            [card("buffer", live_version=3), EVERYBODY[1], card("rollout", "fenced"), EVERYBODY[3]],
+            [],
+            "weights to be served (rollout-0 fenced, trainer-0 ready)",
+        ),
+        ([card("buffer", live_version=0, eval_pending=12), *EVERYBODY[1:]], [], "the evaluation of version 0 (12 prompts outstanding)"),
+        ([card("buffer", live_version=0, ready=1), *EVERYBODY[1:]], [], "a batch (1 of 2 groups ready)"),
+        ([card("buffer", live_version=0, ready=2), *EVERYBODY[1:]], [], "a training step"),
+    ],
+)
+def test_what_is_waited_for_before_the_first_step(
+    config: RunConfig, cards: list[ServiceCard], statuses: list[InstanceStatus], expected: str
+) -> None:
+    assert waiting_for(config, cards, statuses) == expected
+
+
+def test_a_resumed_run_waits_until_there_is_one_more_step(config: RunConfig) -> None:
+    assert look(config, [card("buffer", trained_steps=2)], began=2).waiting_for is not None
+    assert look(config, [card("buffer", trained_steps=3)], began=2).waiting_for is None

@@ -1,0 +1,121 @@
+"""What `examples/arithmetic/prepare.py` writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.reward.verifiers import VERIFIERS
+from shared.tokenizer import Tokenizer
+
+SCRIPT = Path(__file__).parents[3] / "examples" / "arithmetic" / "prepare.py"
+SIZES = ["--train", "300", "--heldout", "50", "--demonstrations", "200"]
+
+
+def prepare(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, (folder, *flags))], capture_output=True, text=True, timeout=280, env=environment
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("arithmetic") / "data"
+    result = prepare(made, *SIZES)
+    assert result.returncode == 0, result.stderr
+    assert str(made) in result.stdout
+    return made
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def operands(row: dict[str, Any]) -> tuple[int, int]:
+    left, right = row["prompt"].removesuffix("=").split("+")
+    return int(left), int(right)
+
+
+def test_parts_have_the_sizes_asked_for_and_no_sum_in_common(folder: Path) -> None:
+    parts = {name: [frozenset(operands(row)) for row in rows(folder / f"{name}.jsonl")] for name in ("train", "heldout", "sft")}
+    assert {name: len(part) for name, part in parts.items()} == {"train": 300, "heldout": 50, "sft": 200}
+    assert len(set().union(*parts.values())) == 550
+
+
+def test_labels_and_demonstrations_are_right_by_the_verifier(folder: Path) -> None:
+    for name in ("train", "heldout"):
+        assert all(row["label"] == str(sum(operands(row))) for row in rows(folder / f"{name}.jsonl"))
+    for row in rows(folder / "sft.jsonl"):
+        truth = sum(operands(row))
+        assert VERIFIERS["math"](row["response"], str(truth)) == 1.0
+        assert VERIFIERS["math"](row["response"], str(truth + 1)) == 0.0
+
+
+def test_worked_demonstrations_are_the_share_asked_for_and_hold_every_carry(folder: Path) -> None:
+    worked = [row for row in rows(folder / "sft.jsonl") if row["response"].startswith("(")]
+    assert len(worked) == 130
+    for row in worked:
+        left, right = operands(row)
+        totals = row["response"][1 : row["response"].index(")")].split(" ")
+        for column, total in enumerate(totals):
+            upto = 10 ** (column + 1)
+            in_full = (left % upto + right % upto) // 10**column  # the digits' sum with the carry of all columns to the right
+            assert total == f"{in_full:02d}"
+
+
+def test_the_tokenizer_is_one_token_a_character_for_transformers_and_tokenizers_alike(folder: Path) -> None:
+    text = "237+945=(12 08 11)1182"
+    light, heavy = Tokenizer(folder / "model"), AutoTokenizer.from_pretrained(folder / "model")
+    ids = light.encode(text).tolist()
+    assert len(ids) == len(text) and len(set(ids)) == len(set(text))
+    assert heavy(text).input_ids == ids
+    assert light.decode(ids) == heavy.decode(ids) == text
+    assert light.stop_ids == [heavy.eos_token_id] == [light.encode("<eos>").tolist()[0]]
+    assert light.encode("é").tolist() == [heavy.unk_token_id]
+    assert light.render([{"role": "user", "content": text}], {}) == text
+
+
+def test_the_model_loads_with_rows_for_every_token(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = Tokenizer(folder / "model")
+    assert model.dtype == torch.float32
+    assert model.config.vocab_size % 64 == 0 and model.config.vocab_size >= tokenizer.vocabulary_size
+    prompt = torch.tensor([tokenizer.encode("237+945=").tolist()])
+    assert torch.isfinite(model(prompt).logits).all()
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.stop_ids[0]
+
+
+@pytest.mark.timeout(600)  # two runs of the script, each of which imports torch
+def test_a_seed_gives_the_same_files_and_another_gives_others(folder: Path, tmp_path: Path) -> None:
+    def digests(root: Path) -> dict[str, str]:
+        return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in root.rglob("*") if path.is_file()}
+
+    for name, seed in (("again", "0"), ("other", "1")):
+        result = prepare(tmp_path / name, *SIZES, "--seed", seed)
+        assert result.returncode == 0, result.stderr
+    first, again, other = digests(folder), digests(tmp_path / "again"), digests(tmp_path / "other")
+    assert first == again
+    assert {name for name in first if first[name] != other[name]} == {
+        "train.jsonl",
+        "heldout.jsonl",
+        "sft.jsonl",
+        "model/model.safetensors",
+    }
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--hidden-size", "100"), ("--worked", "1.5"), ("--heldout", "0")])
+def test_a_value_out_of_range_is_refused_by_name(tmp_path: Path, flag: str, value: str) -> None:
+    result = prepare(tmp_path / "data", flag, value)
+    assert result.returncode == 2
+    assert f"{flag} {value}" in result.stderr
+    assert not (tmp_path / "data").exists()

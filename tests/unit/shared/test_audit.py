@@ -1,0 +1,169 @@
+"""The audit accepts a run that kept the invariants and names each way of breaking one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shared.audit import audit
+from shared.ledger import (
+    BatchFormed,
+    BatchTrained,
+    CheckpointDurable,
+    GroupDead,
+    GroupRequeued,
+    GroupsAdmitted,
+    GroupsDropped,
+    GroupsScored,
+    LedgerRecord,
+    RunFinished,
+    ScoredGroup,
+    VersionLive,
+    group_id,
+)
+from shared.messages import Payload, SampleMeta
+
+BOUND, SIZE = 1, 2
+
+
+def scored(*numbers: int, oldest: int = 0, newest: int = 0) -> GroupsScored:
+    groups = [
+        ScoredGroup(
+            group=group_id(number),
+            attempt=0,
+            payload=Payload(keys=[f"key-{number}"], bytes=1),
+            samples=[SampleMeta(tokens=1, oldest=oldest, newest=newest, finish="stop")],
+            rewards=[1.0],
+            replica="r",
+            started=0.0,
+            ended=1.0,
+        )
+        for number in numbers
+    ]
+    return GroupsScored(groups=groups, at=0.0)
+
+
+def formed(step: int, *numbers: int, version: int | None = None) -> BatchFormed:
+    return BatchFormed(step=step, version=step if version is None else version, groups=[group_id(number) for number in numbers], at=0.0)
+
+
+def trained(step: int) -> BatchTrained:
+    return BatchTrained(step=step, version=step + 1, started=0.0, ended=1.0, at=0.0)
+
+
+def admitted(first: int, count: int) -> GroupsAdmitted:
+    return GroupsAdmitted(first=first, count=count, version=0, at=0.0)
+
+
+def live(version: int) -> VersionLive:
+    return VersionLive(version=version, at=0.0)
+
+
+def durable(steps: int) -> CheckpointDurable:
+    return CheckpointDurable(steps=steps, at=0.0)
+
+
+def run() -> list[LedgerRecord]:
+    """Two steps of two groups: one group dropped, one dead, one generated anew."""
+    return [
+        live(0),  # 0
+        admitted(0, 4),  # 1
+        scored(0, 1),  # 2
+        formed(0, 0, 1),  # 3
+        trained(0),  # 4
+        live(1),  # 5
+        scored(2, oldest=0, newest=1),  # 6
+        GroupRequeued(group=group_id(2), attempt=1, reason="payload lost", at=0.0),  # 7
+        GroupDead(group=group_id(3), reason="verifier hung", at=0.0),  # 8
+        admitted(4, 2),  # 9
+        scored(2, 4, 5, oldest=0, newest=1),  # 10
+        GroupsDropped(groups=[group_id(4)], reason="stale", at=0.0),  # 11
+        formed(1, 2, 5),  # 12
+        trained(1),  # 13
+        live(2),  # 14
+        durable(2),  # 15
+        RunFinished(steps=2, at=0.0),  # 16
+    ]
+
+
+def test_a_run_that_kept_the_invariants() -> None:
+    report = audit(run(), BOUND, SIZE)
+    assert report.violations == []
+    assert report.ok and report.finished
+    assert (report.admitted, report.trained, report.in_flight) == (6, 4, 0)
+    assert report.dropped == {"stale": 1}
+    assert report.dead == {"verifier hung": 1}
+    assert (report.steps, report.durable_steps, report.live_version) == (2, 2, 2)
+    assert report.max_staleness == 1
+    assert report.staleness == {0: 2, 1: 2}
+
+
+def test_every_beginning_of_such_a_run_kept_them_too() -> None:
+    for length in range(len(run())):
+        report = audit(run()[:length], BOUND, SIZE)
+        assert report.ok
+        ended = report.trained + report.dropped.total() + report.dead.total()
+        assert report.admitted == ended + report.in_flight
+
+
+def insert(at: int, record: LedgerRecord) -> Callable[[list[LedgerRecord]], Any]:
+    return lambda records: records.insert(at, record)
+
+
+def replace(at: int, record: LedgerRecord) -> Callable[[list[LedgerRecord]], Any]:
+    return lambda records: records.__setitem__(at, record)
+
+
+def remove(at: int) -> Callable[[list[LedgerRecord]], Any]:
+    return lambda records: records.pop(at)
+
+
+@pytest.mark.parametrize(
+    ("change", "violation"),
+    [
+        (replace(9, admitted(5, 2)), "admission starts at group 5, 4 were admitted before"),
+        (insert(2, admitted(0, 4)), "10 admitted, but 6 ended and 0 in flight"),
+        (insert(6, scored(7)), "g00000007 was scored but is not in flight"),
+        (insert(5, scored(0)), "g00000000 was scored but is not in flight"),
+        (insert(7, scored(2)), "g00000002 was scored twice in one attempt"),
+        (insert(5, GroupRequeued(group=group_id(1), attempt=1, reason="x", at=0.0)), "g00000001 was requeued but is not in flight"),
+        (insert(12, GroupsDropped(groups=[group_id(4)], reason="stale", at=0.0)), "g00000004 was ended (stale) but is not in flight"),
+        (insert(9, GroupDead(group=group_id(3), reason="again", at=0.0)), "g00000003 was ended (again) but is not in flight"),
+        (insert(9, GroupsDropped(groups=[group_id(3)], reason="stale", at=0.0)), "g00000003 was ended (stale) but is not in flight"),
+        (insert(5, GroupDead(group=group_id(0), reason="x", at=0.0)), "g00000000 was ended (x) but is not in flight"),
+        (insert(13, GroupDead(group=group_id(5), reason="x", at=0.0)), "g00000005 was trained in step 1 but is not in flight"),
+        (replace(12, formed(3, 2, 5, version=1)), "batch of step 3 was formed after that of step 0"),
+        (insert(4, formed(0, 2, 3)), "batch of step 0 was formed after that of step 0"),
+        (replace(12, formed(1, 2)), "batch of step 1 has 1 groups, not 2"),
+        (replace(12, formed(1, 2, 5, 4)), "batch of step 1 has 3 groups, not 2"),
+        (replace(12, formed(1, 2, 2)), "g00000002 is in two batches"),
+        (replace(12, formed(1, 0, 2)), "g00000000 was batched for step 1 but is not in flight"),
+        (replace(10, scored(2, 4, oldest=0, newest=1)), "g00000005 was batched for step 1 without a score"),
+        (remove(7), "g00000002 was scored twice in one attempt"),
+        (replace(12, formed(1, 2, 5, version=2)), "step 1 trains a sample of g00000002 that is 2 versions old; the bound is 1"),
+        (replace(12, formed(1, 2, 5, version=0)), "step 1 on version 0 holds a token of version 1"),
+        (remove(4), "step 1 was trained after 0 steps"),
+        (insert(5, trained(0)), "step 0 was trained after 1 steps"),
+        (insert(14, durable(3)), "checkpoint of 3 steps is durable, 2 were trained"),
+        (insert(16, durable(1)), "durable steps fell from 2 to 1"),
+        (insert(15, live(1)), "live version went from 2 to 1"),
+        (insert(15, live(2)), "live version went from 2 to 2"),
+        (remove(13), "the run finished with 2 groups in flight"),
+        (remove(8), "the run finished with 1 groups in flight"),
+    ],
+)
+def test_each_violation_is_named(change: Callable[[list[LedgerRecord]], Any], violation: str) -> None:
+    records = run()
+    change(records)
+    report = audit(records, BOUND, SIZE)
+    assert not report.ok
+    assert any(violation in found for found in report.violations), report.violations
+
+
+def test_a_run_that_goes_on_after_its_end_is_not_finished() -> None:
+    report = audit([*run(), admitted(6, 2)], BOUND, SIZE)
+    assert report.ok
+    assert not report.finished
+    assert report.in_flight == 2

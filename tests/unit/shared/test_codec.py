@@ -1,0 +1,123 @@
+"""The wire codec: whatever is packed comes back, and whatever comes in is either read or refused as a `BadMessage`."""
+
+from __future__ import annotations
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from shared import codec
+from shared.errors import BadMessage
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs"]))
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), inner, max_size=4).filter(
+            lambda mapping: mapping.keys() != {"dtype", "shape", "data"}
+        )
+    ),
+    max_leaves=12,
+)
+ARRAYS = st.sampled_from(sorted(codec.ARRAY_DTYPES)).flatmap(
+    lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5))
+)
+
+
+@given(PLAIN)
+def test_plain_data_comes_back(value: object) -> None:
+    assert codec.unpack(codec.pack(value)) == value
+
+
+@given(ARRAYS)
+def test_arrays_come_back_with_dtype_shape_and_every_bit(array: np.ndarray) -> None:
+    back = codec.unpack(codec.pack({"inside": [array]}))["inside"][0]
+    assert back.dtype == array.dtype
+    assert back.shape == array.shape
+    assert back.tobytes() == array.tobytes()
+
+
+def test_an_array_is_read_as_a_view_of_the_received_bytes() -> None:
+    back = codec.unpack(codec.pack(np.arange(1000, dtype=np.int32)))
+    assert not back.flags.owndata
+    assert not back.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(12, dtype=np.float32).reshape(3, 4).T,
+        np.arange(20, dtype=np.int32)[::3],
+        np.arange(4, dtype=">i4"),
+        np.array(7, dtype=np.int64),
+    ],
+    ids=["transposed", "strided", "big-endian", "no dimension"],
+)
+def test_arrays_of_any_layout_travel_in_row_order(array: np.ndarray) -> None:
+    back = codec.unpack(codec.pack(array))
+    np.testing.assert_array_equal(back, array)
+    assert back.dtype.str in codec.ARRAY_DTYPES
+
+
+def test_numpy_scalars_travel_as_numbers() -> None:
+    assert codec.unpack(codec.pack([np.int64(3), np.float32(0.5)])) == [3, 0.5]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, 2**64, -(2**63) - 1, np.zeros(2, np.float16), np.zeros(2, bool), np.array(["a"]), np.array([None])],
+    ids=["object", "set", "too large", "too small", "float16", "bool", "text", "object array"],
+)
+def test_what_does_not_travel_is_a_type_error(value: object) -> None:
+    with pytest.raises(TypeError):
+        codec.pack({"field": value})
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"dtype": "<i4", "shape": [3], "data": b"\0" * 8},
+        {"dtype": "<i4", "shape": [2, 2], "data": b"\0" * 12},
+        {"dtype": "<i4", "shape": [-1], "data": b"\0" * 4},
+        {"dtype": "<i4", "shape": [-2, -1], "data": b"\0" * 8},
+        {"dtype": "<i4", "shape": [1.0], "data": b"\0" * 4},
+        {"dtype": "<i4", "shape": 1, "data": b"\0" * 4},
+        {"dtype": "<i4", "shape": [1], "data": "text"},
+        {"dtype": "<i4", "shape": [2**62, 4], "data": b""},
+        {"dtype": "|O", "shape": [1], "data": b"\0" * 8},
+        {"dtype": "<U1", "shape": [1], "data": b"\0" * 4},
+        {"dtype": ["<i4"], "shape": [1], "data": b"\0" * 4},
+        {"dtype": None, "shape": [0], "data": b""},
+    ],
+    ids=lambda broken: f"{broken['dtype']} {broken['shape']}",
+)
+def test_a_malformed_array_is_refused(broken: dict[str, object]) -> None:
+    with pytest.raises(BadMessage):
+        codec.unpack(msgpack.packb({"array": broken}))
+
+
+@given(st.binary(max_size=64) | PLAIN.map(codec.pack).map(lambda data: data[:-1]) | PLAIN.map(codec.pack).map(lambda data: data + b"\0"))
+def test_bytes_from_anywhere_are_read_or_refused(data: bytes) -> None:
+    try:
+        codec.unpack(data)
+    except BadMessage as error:
+        assert str(error)
+
+
+@given(PLAIN)
+def test_trailing_bytes_are_refused(value: object) -> None:
+    with pytest.raises(BadMessage):
+        codec.unpack(codec.pack(value) + b"\x01")
+
+
+def test_nesting_without_end_is_refused() -> None:
+    with pytest.raises(BadMessage):
+        codec.unpack(b"\x91" * 5000 + b"\xc0")

@@ -1,0 +1,286 @@
+"""The run config: bad input is refused at the edge, with the field's name and what would be right."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.config import RunConfig, Section, changes, field_sections, load, parse, section_model
+from shared.errors import ConfigError
+from tests.support.run_config import run_config, values
+
+SECTIONS: dict[str, type[Section]] = {section: section_model(section) for section in RunConfig.model_fields}
+MUTABLE = {
+    "num_rollout",
+    "rollout_replicas",
+    "rollout_concurrency",
+    "engine_start_timeout",
+    "generate_timeout",
+    "reward_timeout",
+    "reward_workers",
+    "reward_replicas",
+    "eval_interval",
+    "save_interval",
+    "keep_checkpoints",
+    "save_hf",
+    "batch_timeout",
+    "collective_timeout",
+    "torch_threads",
+    "push_timeout",
+}
+
+
+def refused(nested: dict[str, Any]) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        parse(nested)
+    return caught.value
+
+
+def test_field_names_are_unique_over_all_sections() -> None:
+    counts = Counter(field for model in SECTIONS.values() for field in model.model_fields)
+    assert [field for field, count in counts.items() if count > 1] == []
+    assert set(field_sections()) == set(counts)
+
+
+def test_every_field_is_described() -> None:
+    assert [field for model in SECTIONS.values() for field, info in model.model_fields.items() if not info.description] == []
+
+
+def test_the_smallest_config_gets_the_documented_defaults(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    assert config.rollout.max_staleness == 1
+    assert config.algorithm.advantage_estimator == "grpo"
+    assert config.weights.update_weights_interval == 1
+    assert config.run.root == tmp_path / "runs" / "test"
+
+
+def test_a_config_survives_json(tmp_path: Path) -> None:
+    config = run_config(tmp_path, rollout={"sglang": {"mem-fraction-static": "0.8", "disable-radix-cache": True}})
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_valid_one(tmp_path: Path) -> None:
+    error = refused(values(tmp_path, rollout={"rollout_batchsize": 8}))
+    assert error.field == "rollout.rollout_batchsize"
+    assert error.value == 8
+    assert "did you mean rollout_batch_size?" in str(error)
+
+
+def test_an_unknown_key_that_is_near_nothing_lists_what_is_valid(tmp_path: Path) -> None:
+    assert "valid are appendfsync, blob_bytes" in str(refused(values(tmp_path, store={"zzz": 1})))
+
+
+def test_a_key_in_the_wrong_section_is_sent_to_its_own(tmp_path: Path) -> None:
+    error = refused(values(tmp_path, rollout={"lr": 1e-4}))
+    assert error.field == "rollout.lr"
+    assert "belongs into the section [trainer]" in str(error)
+
+
+def test_a_key_outside_every_section_is_sent_to_its_own(tmp_path: Path) -> None:
+    error = refused({**values(tmp_path), "lr": 1e-4})
+    assert error.field == "lr"
+    assert "belongs into the section [trainer]" in str(error)
+
+
+def test_an_unknown_section_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+    error = refused({**values(tmp_path), "rolout": {"num_rollout": 1}})
+    assert error.field == "rolout"
+    assert "did you mean rollout?" in str(error)
+
+
+def test_a_section_that_is_no_section_is_refused(tmp_path: Path) -> None:
+    assert "expected a section [rollout]" in str(refused({**values(tmp_path), "rollout": 3}))
+
+
+@pytest.mark.parametrize(
+    ("section", "field"), [("run", "name"), ("model", "hf_checkpoint"), ("data", "prompt_data"), ("rollout", "num_rollout")]
+)
+def test_a_missing_field_is_named_with_what_it_means(tmp_path: Path, section: str, field: str) -> None:
+    nested = values(tmp_path)
+    del nested[section][field]
+    error = refused(nested)
+    assert error.field == f"{section}.{field}"
+    assert f"required: {SECTIONS[section].model_fields[field].description}" in str(error)
+
+
+def test_a_missing_section_is_named(tmp_path: Path) -> None:
+    nested = values(tmp_path)
+    del nested["model"]
+    error = refused(nested)
+    assert error.field == "model"
+    assert "required" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("rollout", "num_rollout", 0),
+        ("rollout", "rollout_batch_size", -1),
+        ("rollout", "rollout_batch_size", "many"),
+        ("rollout", "n_samples_per_prompt", 0),
+        ("rollout", "max_staleness", -1),
+        ("rollout", "rollout_temperature", -0.1),
+        ("rollout", "rollout_temperature", math.nan),
+        ("rollout", "rollout_top_p", 0.0),
+        ("rollout", "rollout_top_p", 1.5),
+        ("rollout", "rollout_top_k", -2),
+        ("rollout", "rollout_max_response_len", 0),
+        ("rollout", "rollout_device", "tpu"),
+        ("rollout", "in_flight_on_push", "drop"),
+        ("rollout", "generate_timeout", 0),
+        ("rollout", "generate_timeout", math.inf),
+        ("rollout", "rollout_stop", "text"),
+        ("rollout", "sglang", 3),
+        ("reward", "rm_type", "deepscaler"),
+        ("reward", "reward_timeout", -1),
+        ("reward", "reward_workers", 0),
+        ("eval", "eval_interval", 0),
+        ("eval", "eval_name", "math.500"),
+        ("eval", "eval_name", ""),
+        ("eval", "eval_name", "two words"),
+        ("trainer", "actor_num_gpus_per_node", 9),
+        ("trainer", "lr", 0),
+        ("trainer", "adam_beta1", 1.0),
+        ("trainer", "train_dtype", "int8"),
+        ("trainer", "clip_grad", -1.0),
+        ("algorithm", "advantage_estimator", "ppo2"),
+        ("algorithm", "eps_clip", 0.0),
+        ("algorithm", "eps_clip_c", 1.0),
+        ("algorithm", "tis_clip", 0.0),
+        ("weights", "update_weights_interval", 0),
+        ("weights", "push_timeout", 0),
+        ("bus", "ack_wait", 0),
+        ("bus", "max_deliver", 0),
+        ("bus", "replicas", 6),
+        ("store", "blob_bytes", 0),
+        ("store", "appendfsync", "sometimes"),
+        ("run", "name", "Upper"),
+        ("run", "name", "with.dot"),
+        ("run", "name", ""),
+        ("run", "name", "a" * 64),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, section: str, field: str, value: Any) -> None:
+    error = refused(values(tmp_path, **{section: {field: value}}))
+    assert error.field == f"{section}.{field}"
+    assert error.value is value or error.value == value
+    assert error.expected
+
+
+@pytest.mark.parametrize(
+    ("sections", "field", "words"),
+    [
+        (
+            {"trainer": {"actor_num_gpus_per_node": 4, "tensor_model_parallel_size": 3}},
+            "trainer.tensor_model_parallel_size",
+            "does not divide",
+        ),
+        ({"trainer": {"num_steps_per_rollout": 3}}, "trainer.num_steps_per_rollout", "4 samples do not divide"),
+        ({"rollout": {"n_samples_per_prompt": 1}}, "rollout.n_samples_per_prompt", "grpo compares the samples of a group"),
+    ],
+)
+def test_fields_that_do_not_fit_together_are_refused(tmp_path: Path, sections: dict[str, Any], field: str, words: str) -> None:
+    error = refused(values(tmp_path, **sections))
+    assert error.field == field
+    assert words in str(error)
+
+
+def test_a_single_sample_is_enough_where_no_group_is_compared(tmp_path: Path) -> None:
+    run_config(tmp_path, rollout={"n_samples_per_prompt": 1}, algorithm={"advantage_estimator": "reinforce_plus_plus_baseline"})
+
+
+TOML = """
+[run]
+name = "from-file"
+[model]
+hf_checkpoint = "model"
+[data]
+prompt_data = "/absolute/prompts.jsonl"
+[rollout]
+num_rollout = 4
+rollout_batch_size = 2
+n_samples_per_prompt = 2
+[rollout.sglang]
+mem-fraction-static = 0.8
+page-size = 1
+"""
+
+
+def test_a_file_is_read_with_overrides_on_top_and_paths_made_absolute(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(TOML)
+    config = load(path, {"rollout": {"num_rollout": "9", "sglang": {"page-size": "16"}}, "trainer": {"lr": "1e-4"}})
+    assert config.rollout.num_rollout == 9
+    assert config.trainer.lr == 1e-4
+    assert config.rollout.sglang == {"mem-fraction-static": 0.8, "page-size": "16"}
+    assert config.model.hf_checkpoint == Path(os.getcwd()) / "model"
+    assert config.run.dir == Path(os.getcwd()) / "runs"
+    assert config.data.prompt_data == Path("/absolute/prompts.jsonl")
+    assert config.eval.eval_prompt_data is None
+
+
+def test_a_missing_file_a_broken_file_and_a_directory_are_refused(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[run\n")
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    for path, words in (
+        (tmp_path / "none.toml", "no such file"),
+        (broken, "not a readable TOML"),
+        (binary, "not a readable"),
+        (tmp_path, "not a"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load(path)
+
+
+def test_overrides_do_not_hide_a_section_that_is_no_section(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('rollout = 3\n[run]\nname = "a"\n')
+    with pytest.raises(ConfigError, match=r"expected a section \[rollout\]"):
+        load(path, {"rollout": {"num_rollout": "9", "sglang": {"a": "b"}}})
+
+
+def test_exactly_the_marked_fields_may_change_on_resume() -> None:
+    marked = {
+        field
+        for model in SECTIONS.values()
+        for field, info in model.model_fields.items()
+        if isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("mutable")
+    }
+    assert marked == MUTABLE
+
+
+def test_changes_names_old_and_new_and_leaves_out_what_may_change(tmp_path: Path) -> None:
+    old = run_config(tmp_path)
+    new = run_config(
+        tmp_path,
+        rollout={"num_rollout": 50, "rollout_replicas": 4, "max_staleness": 3, "sglang": {"a": 1}},
+        trainer={"lr": 1e-5, "save_interval": 7},
+        eval={"eval_interval": 5},
+    )
+    assert changes(old, old) == []
+    assert changes(old, new) == ["rollout.max_staleness: 1 → 3", "rollout.sglang: {} → {'a': 1}", "trainer.lr: 1e-06 → 1e-05"]
+
+
+def test_paths_that_do_not_exist_are_refused_by_field(tmp_path: Path) -> None:
+    config = run_config(tmp_path, eval={"eval_prompt_data": str(tmp_path / "eval.jsonl")}, sft={"sft_data": str(tmp_path / "sft.jsonl")})
+    todo = [
+        ("model.hf_checkpoint", lambda: (tmp_path / "model").mkdir()),
+        ("model.hf_checkpoint", lambda: (tmp_path / "model" / "config.json").write_text("{}")),
+        ("model.hf_checkpoint", lambda: (tmp_path / "model" / "tokenizer.json").write_text("{}")),
+        ("data.prompt_data", lambda: (tmp_path / "prompts.jsonl").write_text("{}\n")),
+        ("eval.eval_prompt_data", lambda: (tmp_path / "eval.jsonl").write_text("{}\n")),
+        ("sft.sft_data", lambda: (tmp_path / "sft.jsonl").write_text("{}\n")),
+    ]
+    for field, remedy in todo:
+        with pytest.raises(ConfigError) as caught:
+            config.check_paths()
+        assert caught.value.field == field
+        remedy()
+    config.check_paths()

@@ -1,0 +1,222 @@
+"""The wire schema: every kind comes back as it was sent, and what does not fit is refused with the name of the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared import codec, ledger, messages
+from shared.errors import BadMessage
+from shared.messages import SCHEMA, Message, Outcome, Scored, Task
+
+SAMPLING = {"temperature": 1.0, "max_new_tokens": 8}
+PAYLOAD = {"keys": ["run:group:g00000000:0:0"], "bytes": 100}
+SAMPLE = {"tokens": 3, "oldest": 0, "newest": 1, "finish": "stop"}
+SCORED_GROUP = {
+    "group": "g00000000",
+    "attempt": 0,
+    "payload": PAYLOAD,
+    "samples": [SAMPLE],
+    "rewards": [1.0],
+    "replica": "r",
+    "started": 1.0,
+    "ended": 2.0,
+}
+PUSH = {"version": 1, "deadline": 5.0}
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "Task": {
+        "group": "g00000000",
+        "n": 2,
+        "prompt": [{"role": "user", "content": "1+1"}],
+        "prompt_tokens": np.array([5, 6, 7], np.int32),
+        "metadata": {"level": 3},
+        "environment": "math",
+        "sampling": SAMPLING,
+        "min_version": 0,
+    },
+    "Generated": {
+        "group": "g00000000",
+        "attempt": 0,
+        "payload": PAYLOAD,
+        "samples": [SAMPLE],
+        "replica": "r",
+        "started": 1.0,
+        "ended": 2.0,
+    },
+    "Scored": {
+        "group": "g00000000",
+        "attempt": 0,
+        "payload": PAYLOAD,
+        "samples": [SAMPLE],
+        "scores": [{"reward": 1.0, "parts": {"format": 0.5}}],
+        "replica": "r",
+        "environment": "math",
+        "started": 1.0,
+        "ended": 2.0,
+    },
+    "Failed": {"group": "g00000000", "attempt": 0, "reason": "the verifier hung", "by": "reward-1", "payload": PAYLOAD},
+    "BatchRequest": {"step": 0, "version": 0},
+    "Batch": {"step": 0, "version": 0, "groups": [{"group": "g00000000", "payload": PAYLOAD, "samples": [SAMPLE], "rewards": [1.0]}]},
+    "BatchPending": {"step": 0, "have": 1, "need": 2, "waiting_for": "one group"},
+    "RunDone": {},
+    "Trained": {"step": 0, "version": 1, "started": 1.0, "ended": 2.0, "metrics": {"loss": 0.5}},
+    "Durable": {"steps": 1},
+    "Accepted": {},
+    "Refused": {"reason": "no"},
+    "WeightsPrepare": {
+        **PUSH,
+        "group": "push-1",
+        "backend": "gloo",
+        "master_address": "127.0.0.1",
+        "master_port": 1,
+        "rank": 1,
+        "world_size": 2,
+    },
+    "WeightsReady": {"replica": "r", "version": -1},
+    "WeightsBucket": {**PUSH, "group": "push-1", "names": ["a"], "dtypes": ["float32"], "shapes": [[2, 2]]},
+    "WeightsPause": PUSH,
+    "WeightsCommit": PUSH,
+    "WeightsAbort": {"version": 1, "reason": "a peer died"},
+    "WeightsLive": {"version": 1, "replicas": ["r"], "seconds": 0.1, "bytes": 10, "at": 1.0},
+    "TrainerStep": {"step": 0, "version": 1, "started": 1.0, "ended": 2.0, "metrics": {"loss": 0.5}},
+    "ServiceEvent": {"service": "buffer", "instance": "b", "what": "joined", "at": 1.0},
+    "ServiceCard": {"service": "buffer", "instance": "b", "host": "h", "pid": 1, "http": "127.0.0.1:1", "state": "ready", "at": 1.0},
+    "GroupsAdmitted": {"first": 0, "count": 2, "version": 0, "at": 1.0},
+    "GroupsScored": {"groups": [SCORED_GROUP], "at": 1.0},
+    "GroupRequeued": {"group": "g00000000", "attempt": 1, "reason": "payload lost", "at": 1.0},
+    "GroupsDropped": {"groups": ["g00000000"], "reason": "stale", "at": 1.0},
+    "GroupDead": {"group": "g00000000", "reason": "x", "at": 1.0},
+    "BatchFormed": {"step": 0, "version": 0, "groups": ["g00000000"], "at": 1.0},
+    "BatchTrained": {"step": 0, "version": 1, "started": 1.0, "ended": 2.0, "at": 1.0},
+    "CheckpointDurable": {"steps": 1, "at": 1.0},
+    "VersionLive": {"version": 1, "at": 1.0},
+    "EvalStarted": {"dataset": "heldout", "version": 0, "prompts": 2, "at": 1.0},
+    "EvalScored": {"group": "eval.heldout.0.0", "dataset": "heldout", "version": 0, "rewards": [1.0], "oldest": 0, "newest": 0, "at": 1.0},
+    "EvalEnded": {
+        "dataset": "heldout",
+        "version": 0,
+        "failed": 0,
+        "samples": 2,
+        "mean_reward": 0.5,
+        "oldest": 0,
+        "newest": 0,
+        "at": 1.0,
+    },
+    "RunFinished": {"steps": 4, "at": 1.0},
+}
+CONCRETE = {
+    name: kind
+    for name, kind in Message.kinds.items()
+    if not kind.__subclasses__() and kind.__module__ in (messages.__name__, ledger.__name__)
+}
+
+
+def envelope(kind: str, **changes: Any) -> bytes:
+    return codec.pack({"schema": SCHEMA, "kind": kind, **EXAMPLES[kind], **changes})
+
+
+@pytest.mark.parametrize("name", sorted(CONCRETE))
+def test_every_kind_comes_back_as_it_was_sent(name: str) -> None:
+    message = CONCRETE[name](**EXAMPLES[name])
+    for reader in (CONCRETE[name], *CONCRETE[name].__mro__[1:2], Message):
+        back = reader.decode(message.encode())
+        assert type(back) is CONCRETE[name]
+        assert repr(back) == repr(message)
+
+
+def test_a_task_keeps_its_tokens_as_int32() -> None:
+    task = Task.decode(envelope("Task"))
+    assert task.prompt_tokens.dtype == np.int32
+    np.testing.assert_array_equal(task.prompt_tokens, [5, 6, 7])
+
+
+@pytest.mark.parametrize("tokens", [[5, 6, 7], np.array([5, 6, 7], np.int64)], ids=["list", "int64"])
+def test_token_ids_become_int32(tokens: Any) -> None:
+    assert Task.decode(envelope("Task", prompt_tokens=tokens)).prompt_tokens.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [1.5],
+        ["a"],
+        [2**31],
+        [-1],
+        np.array([2**40], np.int64),
+        np.array([-3], np.int32),
+        np.zeros((2, 2), np.int32),
+        np.zeros(2, np.float32),
+        5,
+    ],
+    ids=["float", "text", "too large", "negative", "too large array", "negative array", "two dimensions", "float array", "number"],
+)
+def test_what_is_not_a_row_of_token_ids_is_refused(tokens: Any) -> None:
+    with pytest.raises(BadMessage, match=r"Task\.prompt_tokens"):
+        Task.decode(envelope("Task", prompt_tokens=tokens))
+
+
+@pytest.mark.parametrize("schema", [0, SCHEMA + 1, "1", None])
+def test_another_schema_version_is_refused_with_both_versions(schema: Any) -> None:
+    with pytest.raises(BadMessage, match=rf"Failed: schema version .*; this side speaks {SCHEMA}"):
+        Message.decode(codec.pack({"schema": schema, "kind": "Failed", **EXAMPLES["Failed"]}))
+
+
+@pytest.mark.parametrize("kind", ["Nonsense", None, 7])
+def test_an_unknown_kind_is_refused_by_name(kind: Any) -> None:
+    with pytest.raises(BadMessage, match=f"message kind {kind!r} where Message was expected"):
+        Message.decode(codec.pack({"schema": SCHEMA, "kind": kind}))
+
+
+def test_a_kind_that_was_not_expected_here_is_refused() -> None:
+    with pytest.raises(BadMessage, match="message kind 'Durable' where Outcome was expected"):
+        Outcome.decode(envelope("Durable"))
+    assert isinstance(Outcome.decode(envelope("Failed")), messages.Failed)
+
+
+def test_every_missing_field_is_named() -> None:
+    for name, kind in CONCRETE.items():
+        for field, info in kind.model_fields.items():
+            if info.is_required():
+                rest = {key: value for key, value in EXAMPLES[name].items() if key != field}
+                with pytest.raises(BadMessage, match=rf"^{name}\.{field}: Field required"):
+                    kind.decode(codec.pack({"schema": SCHEMA, "kind": name, **rest}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "where"),
+    [
+        ("Durable", {"extra": 1}, r"^Durable\.extra: "),
+        ("Durable", {"steps": -1}, r"^Durable\.steps: "),
+        ("Durable", {"steps": "many"}, r"^Durable\.steps: "),
+        ("Scored", {"scores": [{"reward": float("nan")}]}, r"^Scored\.scores\.0\.reward: "),
+        ("Scored", {"scores": [{"reward": float("inf")}]}, r"^Scored\.scores\.0\.reward: "),
+        ("Scored", {"samples": [SAMPLE, {**SAMPLE, "finish": "maybe"}]}, r"^Scored\.samples\.1\.finish: "),
+        ("Scored", {"payload": {"keys": [], "bytes": 0}}, r"^Scored\.payload\.keys: "),
+        ("Task", {"sampling": {**SAMPLING, "top_p": 0.0}}, r"^Task\.sampling\.top_p: "),
+        ("Task", {"n": 0}, r"^Task\.n: "),
+    ],
+)
+def test_a_field_that_does_not_fit_is_named(kind: str, changes: dict[str, Any], where: str) -> None:
+    with pytest.raises(BadMessage, match=where):
+        CONCRETE[kind].decode(envelope(kind, **changes))
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", codec.pack([1]), codec.pack("text"), codec.pack(np.zeros(2, np.int32))])
+def test_bytes_that_are_no_envelope_are_refused(data: bytes) -> None:
+    with pytest.raises(BadMessage):
+        Scored.decode(data)
+
+
+def test_ledger_events_are_named_after_their_records() -> None:
+    assert ledger.GroupsAdmitted.event() == "groups_admitted"
+    names = [kind.event() for kind in CONCRETE.values() if issubclass(kind, ledger.LedgerRecord)]
+    assert len(set(names)) == len(names) == 13
+
+
+def test_group_ids_count_from_zero_and_sort_in_order_of_admission() -> None:
+    ids = [ledger.group_id(number) for number in (0, 9, 10, 99_999_999)]
+    assert ids == sorted(ids)
+    assert [ledger.group_number(name) for name in ids] == [0, 9, 10, 99_999_999]

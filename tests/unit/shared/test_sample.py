@@ -1,0 +1,162 @@
+"""Samples: what belongs together stays aligned, and a payload that does not fit together is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared import codec, sample
+from shared.errors import BadMessage
+from shared.sample import Sample
+
+
+def make(index: int = 0, length: int = 4, **changes: Any) -> Sample:
+    fields: dict[str, Any] = {
+        "group": "g00000000",
+        "index": index,
+        "prompt": np.array([1, 2, 3], np.int32),
+        "response": np.arange(length, dtype=np.int32),
+        "log_probs": np.linspace(-1, -2, length, dtype=np.float32),
+        "mask": np.ones(length, np.uint8),
+        "segments": [(0, length, 5)] if length else [],
+        "finish": "stop",
+        "text": "text",
+        "prompt_text": [{"role": "user", "content": "?"}],
+        "label": "4",
+        "metadata": {"level": 2},
+        **changes,
+    }
+    return Sample(**fields)
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    cuts = draw(st.lists(st.integers(1, 5), max_size=4))
+    ends = np.cumsum(cuts).tolist()
+    versions = sorted(draw(st.lists(st.integers(0, 9), min_size=len(cuts), max_size=len(cuts))))
+    length = sum(cuts)
+    return make(
+        index=draw(st.integers(0, 7)),
+        length=length,
+        mask=np.array(draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)), np.uint8),
+        segments=list(zip([0, *ends[:-1]], ends, versions, strict=False)),
+        text=draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=20)),
+        label=draw(st.none() | st.just("4")),
+    )
+
+
+def same(left: Sample, right: Sample) -> bool:
+    for name in ("prompt", "response", "log_probs", "mask"):
+        np.testing.assert_array_equal(getattr(left, name), getattr(right, name))
+        assert getattr(left, name).dtype == getattr(right, name).dtype
+    rest = ("group", "index", "segments", "finish", "text", "prompt_text", "label", "metadata")
+    return all(getattr(left, name) == getattr(right, name) for name in rest)
+
+
+@given(st.lists(samples(), max_size=6), st.integers(1, 2000))
+def test_groups_come_back_from_any_number_of_blobs(group: list[Sample], blob_bytes: int) -> None:
+    back = sample.decode(sample.encode(group, blob_bytes))
+    assert len(back) == len(group)
+    assert all(same(left, right) for left, right in zip(back, group, strict=True))
+
+
+def test_blobs_are_cut_near_the_size_that_was_asked_for() -> None:
+    group = [make(index, length=1000) for index in range(10)]
+    assert len(sample.encode(group, 1 << 20)) == 1
+    one = len(sample.encode(group[:1], 1)[0])
+    blobs = sample.encode(group, 20_000)
+    assert len(blobs) == 4
+    assert all(20_000 <= len(blob) < 20_000 + one for blob in blobs[:-1])
+
+
+def test_wider_types_travel_as_the_documented_ones() -> None:
+    wide = make(
+        prompt=np.array([1], np.int64),
+        response=np.arange(4),
+        log_probs=np.zeros(4, np.float64),
+        mask=np.ones(4, bool),
+        segments=[(0, 4, 0)],
+    )
+    [back] = sample.decode(sample.encode([wide], 1000))
+    assert [getattr(back, name).dtype for name in ("prompt", "response", "log_probs", "mask")] == [np.int32, np.int32, np.float32, np.uint8]
+
+
+@given(samples())
+def test_meta_covers_the_trained_tokens_and_versions_tile_the_response(one: Sample) -> None:
+    versions = one.versions()
+    assert versions.shape == one.response.shape
+    for start, end, version in one.segments:
+        assert (versions[start:end] == version).all()
+    meta = one.meta()
+    assert meta.tokens == len(one.response)
+    trained = [int(version) for version, use in zip(versions, one.mask, strict=True) if use]
+    looked_at = trained or versions.tolist() or [0]
+    assert (meta.oldest, meta.newest) == (min(looked_at), max(looked_at))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"log_probs": np.zeros(3, np.float32)}, "log_probs has 3 entries for 4 response tokens"),
+        ({"mask": np.ones(5, np.uint8)}, "mask has 5 entries for 4 response tokens"),
+        ({"log_probs": np.array([0, np.nan, 0, 0], np.float32)}, "log_probs holds values that are not finite"),
+        ({"log_probs": np.array([0, -np.inf, 0, 0], np.float32)}, "log_probs holds values that are not finite"),
+        ({"segments": [(0, 3, 1)]}, "segments end at 3, the response at 4"),
+        ({"segments": []}, "segments end at 0, the response at 4"),
+        ({"segments": [(1, 4, 1)]}, "do not tile"),
+        ({"segments": [(0, 2, 1), (3, 4, 1)]}, "do not tile"),
+        ({"segments": [(0, 3, 1), (2, 4, 1)]}, "do not tile"),
+        ({"segments": [(0, 2, 1), (2, 2, 1), (2, 4, 1)]}, "do not tile"),
+        ({"segments": [(0, 4, -1)]}, "do not tile"),
+        ({"segments": [(0, 5, 1)]}, "segments end at 5, the response at 4"),
+        ({"response": np.zeros((2, 2), np.int32)}, "response is not a one-dimensional array of integers"),
+        ({"response": np.zeros(4, np.float32)}, "response is not a one-dimensional array of integers"),
+        ({"log_probs": np.zeros(4, np.int32)}, "log_probs is not a one-dimensional array of floats"),
+        ({"log_probs": [0.0] * 4}, "log_probs is not a one-dimensional array of floats"),
+        ({"mask": "1111"}, "mask is not a one-dimensional array of integers"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadMessage, match=f"sample g00000000/2: .*{words}"):
+        sample.encode([make(2, **changes)], 1000)
+
+
+def test_what_is_not_trained_may_lack_a_log_prob() -> None:
+    fine = make(log_probs=np.array([0, np.nan, 0, 0], np.float32), mask=np.array([1, 0, 1, 1], np.uint8))
+    [back] = sample.decode(sample.encode([fine], 1000))
+    assert np.isnan(back.log_probs[1])
+
+
+def blob(**changes: Any) -> bytes:
+    entry = codec.unpack(sample.encode([make()], 1000)[0])["samples"][0]
+    return codec.pack({"schema": sample.SCHEMA, "samples": [{**entry, **changes}]})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"garbage",
+        codec.pack([1, 2]),
+        codec.pack({"schema": 99, "samples": []}),
+        codec.pack({"schema": sample.SCHEMA}),
+        codec.pack({"schema": sample.SCHEMA, "samples": 5}),
+        codec.pack({"schema": sample.SCHEMA, "samples": [5]}),
+        codec.pack({"schema": sample.SCHEMA, "samples": [{"group": "g"}]}),
+        blob(surprise=1),
+        blob(segments=5),
+        blob(segments=[[0, 4]]),
+        blob(segments=[[0, "4", 1]]),
+        blob(segments=[[0, 4, None]]),
+        blob(log_probs="abcd"),
+        blob(log_probs=None),
+        blob(response=[0, 1, 2, 3]),
+        blob(mask=np.ones(3, np.uint8)),
+    ],
+)
+def test_a_payload_from_elsewhere_is_read_or_refused(data: bytes) -> None:
+    with pytest.raises(BadMessage):
+        sample.decode([data])

@@ -1,0 +1,51 @@
+"""Metrics under legal Prometheus names, and logs as JSON lines that say who speaks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from prometheus_client import generate_latest
+
+from shared.telemetry import Metrics
+
+SPEAK = """
+import logging, structlog
+from shared.telemetry import configure_logs
+configure_logs("r", "buffer", "b-1", level="WARNING")
+structlog.get_logger().info("quiet")
+structlog.get_logger().warning("event", group="g1")
+logging.getLogger("library").error("words of a library")
+try:
+    1 / 0
+except ZeroDivisionError:
+    structlog.get_logger().exception("failed")
+"""
+
+
+def test_metrics_carry_run_and_instance() -> None:
+    metrics = Metrics("r", "b-1")
+    metrics.set("ready", 3)
+    metrics.set("ready", 4)
+    metrics.set("train/kl-loss", 0.5)
+    metrics.add("samples_scored", 2)
+    metrics.add("samples_scored")
+    text = generate_latest(metrics.registry).decode()
+    assert 'myxo_ready{instance="b-1",run="r"} 4.0' in text
+    assert 'myxo_train_kl_loss{instance="b-1",run="r"} 0.5' in text
+    assert 'myxo_samples_scored_total{instance="b-1",run="r"} 3.0' in text
+    assert metrics.values == {"ready": 4.0, "train/kl-loss": 0.5, "samples_scored": 3.0}
+
+
+def test_every_log_line_is_json_with_the_ids_of_who_speaks() -> None:
+    spoken = subprocess.run([sys.executable, "-c", SPEAK], capture_output=True, text=True, timeout=60, check=True)
+    assert spoken.stdout == ""
+    lines = [json.loads(line) for line in spoken.stderr.splitlines()]
+    assert [line["event"] for line in lines] == ["event", "words of a library", "failed"]
+    for line in lines:
+        assert (line["run"], line["service"], line["instance"]) == ("r", "buffer", "b-1")
+        assert line["timestamp"].endswith("Z")
+    assert lines[0]["group"] == "g1"
+    assert lines[1]["logger"] == "library"
+    assert "ZeroDivisionError" in lines[2]["exception"]

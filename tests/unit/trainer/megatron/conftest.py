@@ -1,0 +1,63 @@
+"""Tiny checkpoints, actors of a world of one, and worlds of several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.actor import Actor
+from services.trainer.megatron import runtime
+from tests.unit.trainer.megatron import rank_steps
+from tests.unit.trainer.megatron.tiny import make_checkpoint
+from tests.unit.trainer.megatron.world import World
+
+
+@pytest.fixture(scope="session")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``hf(kind)``: the directory of a tiny checkpoint, written once."""
+    root = tmp_path_factory.mktemp("hf")
+
+    def directory(kind: str) -> Path:
+        if not (root / kind).exists():
+            make_checkpoint(kind, root / kind)
+        return root / kind
+
+    return directory
+
+
+@pytest.fixture
+def make_actor(hf: Callable[[str], Path]) -> Iterator[Callable[..., Actor]]:
+    """``make_actor(kind, **config)``: an actor in this process, a world of one."""
+    yield lambda kind, **config: rank_steps.actor(hf(kind), **config)
+    runtime.stop()
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    """:mod:`rank_steps` in this process, leaving the world of one afterwards."""
+    yield rank_steps
+    runtime.stop()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[World]:
+    world = World(2)
+    yield world
+    world.stop()
+
+
+@pytest.fixture
+def fresh_world() -> Iterator[Callable[[int], World]]:
+    """``fresh_world(size)``: a world for a test that breaks it."""
+    worlds: list[World] = []
+
+    def start(size: int) -> World:
+        worlds.append(World(size))
+        return worlds[-1]
+
+    yield start
+    for world in worlds:
+        world.stop()

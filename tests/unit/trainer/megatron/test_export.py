@@ -1,0 +1,122 @@
+"""Weights out: bit-equal to what was loaded, in buckets, on disk."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.trainer.megatron import export
+from shared.errors import ConfigError
+from tests.unit.trainer.megatron import rank_steps
+from tests.unit.trainer.megatron.tiny import pack, sequences
+
+KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "qwen3_moe", "qwen3_moe_mixed"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip_is_bit_equal(kind, hf, make_actor):
+    loaded = load_file(hf(kind) / "model.safetensors")
+    out = rank_steps.exported(make_actor(kind))
+    assert out.keys() == loaded.keys()
+    for name, tensor in out.items():
+        assert torch.equal(tensor, loaded[name]), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("qwen3_tied", {"tensor_model_parallel_size": 2}),
+        ("qwen3", {"tensor_model_parallel_size": 2}),
+        ("qwen2", {"tensor_model_parallel_size": 2}),
+        ("qwen3_tied", {"pipeline_model_parallel_size": 2}),
+        ("qwen3_moe", {"expert_model_parallel_size": 2}),
+        ("qwen3_moe", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    ],
+)
+def test_round_trip_over_two_ranks_is_bit_equal(kind, config, hf, two_ranks):
+    loaded = load_file(hf(kind) / "model.safetensors")
+    first, second = two_ranks.run(rank_steps.load_and_export, hf(kind), config)
+    assert first.keys() == loaded.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, loaded[name]), name
+    assert list(second) == list(first)
+    assert set(second.values()) == {None}
+
+
+def test_buckets_keep_to_their_size_and_to_the_models_order(hf, make_actor):
+    actor = make_actor("qwen3")
+    limit = 20_000  # the largest parameter has 16 KiB
+    buckets = list(actor.export(limit))
+    sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets]
+    assert max(sizes) <= limit and len(buckets) > 3
+    assert all(a + b > limit for a, b in pairwise(sizes))  # filled, not one tensor each
+    names = [name for bucket in buckets for name, _ in bucket]
+    assert names[0] == "model.embed_tokens.weight" and names[-2:] == ["model.norm.weight", "lm_head.weight"]
+    assert len(list(actor.export(1))) > len(buckets)  # a parameter that exceeds the limit travels alone
+    assert len(list(actor.export(10**9))) == 1
+
+
+def test_tensors_are_contiguous_and_in_the_models_dtype(make_actor):
+    for bucket in make_actor("qwen2", dtype="bfloat16").export(4096):
+        for name, tensor in bucket:
+            assert tensor.is_contiguous() and tensor.dtype == torch.bfloat16, name
+
+
+def test_an_export_shows_the_present_weights(make_actor):
+    actor = make_actor("qwen3")
+    before = rank_steps.exported(actor)
+    rank_steps.steps(actor, 1)
+    after = rank_steps.exported(actor)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_bucket_of_nothing_is_refused(make_actor):
+    with pytest.raises(ConfigError, match="at least 1 byte"):
+        make_actor("qwen3").export(0)
+
+
+def test_saved_model_loads_in_transformers_and_scores_the_same(hf, make_actor, tmp_path):
+    import transformers
+
+    (hf("qwen3_tied") / "tokenizer_config.json").write_text('{"some": "tokenizer"}')
+    actor = make_actor("qwen3_tied")
+    rank_steps.steps(actor, 2)
+    actor.save_hf(tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"some": "tokenizer"}'
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    seq = sequences(1)[0]
+    with torch.no_grad():
+        theirs = model(input_ids=seq[None]).logits[0, :-1].log_softmax(-1).gather(1, seq[1:, None]).squeeze(1)
+    torch.testing.assert_close(actor.log_probs([pack([seq])])[0][:-1], theirs, atol=1e-5, rtol=0)
+
+
+def test_saving_replaces_an_older_model_and_states_the_dtype(hf, make_actor, tmp_path):
+    make_actor("qwen3").save_hf(tmp_path / "out")
+    (tmp_path / "out" / "left-over").write_text("x")
+    make_actor("qwen3", dtype="bfloat16").save_hf(tmp_path / "out")
+    assert not (tmp_path / "out" / "left-over").exists()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_large_model_is_saved_in_several_files(hf, make_actor, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "_SHARD_BYTES", 20_000)
+    make_actor("qwen3").save_hf(tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    loaded = load_file(hf("qwen3") / "model.safetensors")
+    assert index["weight_map"].keys() == loaded.keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in loaded.values())
+    assert len(set(index["weight_map"].values())) > 2
+    reloaded = rank_steps.exported(rank_steps.actor(tmp_path / "out"))
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in reloaded.items())
+
+
+def test_saving_from_two_ranks(hf, two_ranks, tmp_path):
+    two_ranks.run(rank_steps.load_and_save, hf("qwen3"), {"tensor_model_parallel_size": 2}, tmp_path / "out")
+    loaded, saved = (load_file(d / "model.safetensors") for d in (hf("qwen3"), tmp_path / "out"))
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in loaded.items())

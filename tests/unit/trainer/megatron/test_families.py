@@ -1,0 +1,212 @@
+"""Reading config.json and safetensors, and refusing what would be almost the right model."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.trainer.actor import ActorConfig
+from services.trainer.megatron.families import hf_tensors, read_architecture
+from services.trainer.megatron.weights import Recipe, recipe
+from shared.errors import ConfigError
+from tests.unit.trainer.megatron.rank_steps import actor
+
+KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "llama3_rope", "qwen3_moe", "qwen3_moe_mixed"]
+
+
+@pytest.fixture
+def copy_of(hf, tmp_path):
+    """``copy_of(kind, **changes)``: a copy of a checkpoint whose config.json is changed; None removes an entry."""
+
+    def make(kind="qwen3", **changes):
+        target = tmp_path / "copy"
+        target.mkdir(exist_ok=True)
+        config = json.loads((hf(kind) / "config.json").read_text()) | changes
+        (target / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+        (target / "model.safetensors").write_bytes((hf(kind) / "model.safetensors").read_bytes())
+        return target
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_and_shapes_are_those_of_the_saved_checkpoint(kind, hf):
+    saved = {name: tuple(t.shape) for name, t in load_file(hf(kind) / "model.safetensors").items()}
+    assert hf_tensors(read_architecture(hf(kind))) == saved
+
+
+def test_inverse_frequencies_equal_hugging_face_ones(hf):
+    import transformers
+
+    for kind in ("llama", "llama3_rope"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(hf(kind))
+        architecture = read_architecture(hf(kind))
+        ours = architecture.rope.inverse_frequencies(architecture.head_dim)
+        torch.testing.assert_close(ours, model.model.rotary_emb.inv_freq, atol=0, rtol=1e-7)
+    assert read_architecture(hf("llama3_rope")).rope.factor == 4.0
+
+
+def test_older_configs_with_rope_theta_outside(copy_of):
+    old = read_architecture(copy_of("qwen3", rope_parameters=None, rope_theta=1e6))
+    assert old.rope.theta == 1e6
+    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+              "original_max_position_embeddings": 8192}  # fmt: skip
+    assert read_architecture(copy_of("llama", rope_parameters=None, rope_theta=5e5, rope_scaling=scaled)).rope.factor == 8.0
+
+
+def test_head_dim_and_key_value_heads_have_defaults(copy_of):
+    architecture = read_architecture(copy_of("llama", head_dim=None, num_key_value_heads=None))
+    assert (architecture.head_dim, architecture.num_key_value_heads) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"model_type": "gpt2"}, ["model_type", "gpt2", "qwen3_moe"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ({"attention_bias": True}, ["attention_bias"]),
+        ({"use_sliding_window": True}, ["use_sliding_window"]),
+        ({"hidden_size": None}, ["hidden_size", "positive integer"]),
+        ({"num_hidden_layers": "two"}, ["num_hidden_layers", "two"]),
+        ({"vocab_size": 0}, ["vocab_size"]),
+        ({"rms_norm_eps": None}, ["rms_norm_eps"]),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, ["rope_type", "yarn", "llama3"]),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3"}}, ["factor"]),
+    ],
+)
+def test_a_config_that_cannot_be_reproduced_is_refused(change, names, copy_of):
+    with pytest.raises(ConfigError) as error:
+        read_architecture(copy_of("qwen3", **change))
+    assert all(name in str(error.value) for name in names), str(error.value)
+
+
+def test_missing_paths_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        actor(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        actor(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="JSON"):
+        actor(tmp_path)
+
+
+def test_a_checkpoint_without_weights_is_refused(copy_of, make_actor):
+    directory = copy_of()
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="safetensors"):
+        actor(directory)
+    (directory / "model.safetensors").write_bytes(b"not a safetensors file")
+    with pytest.raises(ConfigError, match="readable safetensors"):
+        actor(directory)
+
+
+def rewrite(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def test_missing_tensors_are_named_and_counted(copy_of, make_actor):
+    directory = copy_of()
+    rewrite(directory, lambda t: [t.pop(name) for name in list(t) if ".layers.1." in name and "norm" not in name])
+    with pytest.raises(ConfigError) as error:
+        actor(directory)
+    assert "model.layers.1.self_attn.q_proj.weight" in str(error.value)
+    assert "and 2 more" in str(error.value)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(copy_of, make_actor):
+    directory = copy_of()
+    rewrite(directory, lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(7, 32)}))
+    with pytest.raises(ConfigError) as error:
+        actor(directory)
+    for part in ("model.layers.0.mlp.up_proj.weight", "(7, 32)", "(48, 32)"):
+        assert part in str(error.value)
+
+
+def test_tensors_that_the_config_does_not_know_are_refused(copy_of, make_actor):
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.input_layernorm\.weight"):
+        actor(copy_of(num_hidden_layers=1))
+
+
+def test_a_tied_model_may_bring_its_output_layer_along(copy_of, make_actor):
+    directory = copy_of("qwen3_tied")
+    rewrite(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert "lm_head.weight" not in [name for bucket in actor(directory).export(10**6) for name, _ in bucket]
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "names"),
+    [
+        ("qwen3", {"tensor_model_parallel_size": 3}, ["tensor_model_parallel_size", "3", "4 attention heads"]),
+        ("qwen3", {"tensor_model_parallel_size": 4}, ["tensor_model_parallel_size", "4", "2 key/value heads"]),
+        ("qwen3", {"tensor_model_parallel_size": 2}, ["2 x 1 x 1", "world size, 1"]),
+        ("qwen3", {"pipeline_model_parallel_size": 3}, ["pipeline_model_parallel_size", "3", "2 layers"]),
+        ("qwen3", {"context_parallel_size": 2}, ["context_parallel_size", "not implemented"]),
+        ("qwen3", {"expert_model_parallel_size": 2}, ["expert_model_parallel_size", "no experts"]),
+        ("qwen3_moe", {"expert_model_parallel_size": 3}, ["expert_model_parallel_size", "4 experts"]),
+        ("qwen3_moe", {"expert_model_parallel_size": 2}, ["expert_model_parallel_size", "divisor of 1"]),
+        ("qwen3_moe", {"tensor_model_parallel_size": 2}, ["sequence_parallel"]),
+        ("qwen3", {"tensor_model_parallel_size": 0}, ["tensor_model_parallel_size", "at least 1"]),
+        ("qwen3", {"sequence_parallel": True}, ["sequence_parallel"]),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(kind, config, names, make_actor):
+    with pytest.raises(ConfigError) as error:
+        make_actor(kind, **config)
+    assert all(name in str(error.value) for name in names), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "float16"),
+        ("lr", -1.0),
+        ("lr", float("nan")),
+        ("adam_beta1", 1.0),
+        ("adam_eps", 0.0),
+        ("clip_grad", -0.1),
+        ("weight_decay", float("inf")),
+        ("timeout_seconds", 0.0),
+        ("temperature", 0.0),
+        ("lr_decay_style", "step"),
+        ("lr_warmup_steps", -1),
+    ],
+)
+def test_settings_without_meaning_are_refused(field, value):
+    with pytest.raises(ConfigError, match=field):
+        ActorConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("local", "transformer_engine"),
+    [
+        ("decoder.layers.1.input_layernorm.weight", "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"),
+        ("decoder.layers.1.pre_mlp_layernorm.weight", "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"),
+        ("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight", "decoder.layers.0.mlp.experts.linear_fc1.weight3"),
+        ("decoder.layers.0.mlp.experts.local_experts.2.linear_fc2.weight", "decoder.layers.0.mlp.experts.linear_fc2.weight2"),
+    ],
+)
+def test_both_implementations_names_mean_the_same_tensors(local, transformer_engine, hf):
+    architecture = read_architecture(hf("qwen3_moe"))
+    assert recipe(local, architecture) == recipe(transformer_engine, architecture)
+    assert set(recipe(local, architecture).hf_names) <= set(hf_tensors(architecture))
+
+
+def test_an_unknown_parameter_is_a_gap_in_the_table(hf):
+    with pytest.raises(KeyError, match=r"self_attention\.new"):
+        recipe("decoder.layers.0.self_attention.new.weight", read_architecture(hf("qwen3")))
+
+
+@pytest.mark.parametrize(("layout", "size"), [("plain", 2), ("qkv", 2), ("glu", 2), ("glu", 4), ("vocabulary", 4)])
+def test_fusing_and_splitting_are_undone(layout, size, hf):
+    architecture = read_architecture(hf("qwen3"))
+    shapes = {"plain": [(8, 3)], "qkv": [(64, 3), (32, 3), (32, 3)], "glu": [(8, 3), (8, 3)], "vocabulary": [(67, 3)]}
+    tensors = [torch.randn(shape) for shape in shapes[layout]]
+    how = Recipe(tuple(f"t{i}" for i in range(len(tensors))), layout)
+    full = how.fuse(tensors, architecture, rows=68 if layout == "vocabulary" else 0)
+    shards = [how.shard(full, 0, rank, size) for rank in range(size)]
+    assert len({shard.shape for shard in shards}) == 1
+    for tensor, back in zip(tensors, how.unfuse(how.unshard(shards, 0), architecture), strict=True):
+        assert torch.equal(tensor, back)

@@ -1,0 +1,99 @@
+"""Log-probs, entropies and their gradients against plain torch on the whole vocabulary."""
+
+import pytest
+import torch
+
+from services.trainer.megatron import likelihood
+from tests.unit.trainer.megatron import rank_steps
+
+
+def reference(logits, labels, vocab, temperature):
+    """Gradients included: ``(log_probs, entropy)`` by autograd through log_softmax over the real tokens."""
+    distribution = (logits[:, :vocab].float() / temperature).log_softmax(-1)
+    return distribution.gather(1, labels[:, None]).squeeze(1), -(distribution.exp() * distribution).sum(1)
+
+
+def example(rows, vocab, dtype=torch.float32, tokens=37):
+    generator = torch.Generator().manual_seed(rows)
+    logits = (torch.randn(tokens, rows, generator=generator) * 4).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    labels[:2] = torch.tensor([0, vocab - 1])
+    return logits, labels, torch.randn(2, tokens, generator=generator)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("chunk", [None, 100])
+def test_one_rank_equals_plain_torch(temperature, padding, chunk, make_actor, monkeypatch):
+    make_actor("qwen3")  # forms the groups
+    if chunk:
+        monkeypatch.setattr(likelihood, "_CHUNK_ELEMENTS", chunk)
+    vocab = 23
+    logits, labels, weights = example(vocab + padding, vocab)
+    untouched = logits.detach().clone()
+    expected = torch.stack(reference(logits, labels, vocab, temperature))
+    (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), logits)
+    log_probs, entropy = rank_steps.likelihood_of(logits, labels, vocab, temperature)
+    (gradient,) = torch.autograd.grad((torch.stack([log_probs, entropy]) * weights).sum(), logits)
+    torch.testing.assert_close(torch.stack([log_probs, entropy]), expected.detach(), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient, atol=2e-6, rtol=1e-5)
+    assert torch.equal(logits, untouched)
+    assert torch.equal(gradient[:, vocab:], torch.zeros_like(gradient[:, vocab:]))
+
+
+def test_without_entropy_only_the_log_probs_come(make_actor):
+    make_actor("qwen3")
+    logits, labels, weights = example(23, 23)
+    expected, _ = reference(logits, labels, 23, 1.0)
+    (expected_gradient,) = torch.autograd.grad((expected * weights[0]).sum(), logits)
+    log_probs, entropy = rank_steps.likelihood_of(logits, labels, 23, 1.0, need_entropy=False)
+    assert entropy is None
+    (gradient,) = torch.autograd.grad((log_probs * weights[0]).sum(), logits)
+    torch.testing.assert_close(gradient, expected_gradient, atol=2e-6, rtol=1e-5)
+
+
+def test_entropy_alone_has_its_gradient(make_actor):
+    make_actor("qwen3")
+    logits, labels, weights = example(23, 23)
+    _, expected = reference(logits, labels, 23, 1.0)
+    (expected_gradient,) = torch.autograd.grad((expected * weights[1]).sum(), logits)
+    _, entropy = rank_steps.likelihood_of(logits, labels, 23, 1.0)
+    (gradient,) = torch.autograd.grad((entropy * weights[1]).sum(), logits)
+    torch.testing.assert_close(gradient, expected_gradient, atol=2e-6, rtol=1e-5)
+
+
+def test_bfloat16_logits_are_worked_on_in_float32(make_actor):
+    make_actor("qwen3")
+    logits, labels, weights = example(200, 200, torch.bfloat16)
+    expected = torch.stack(reference(logits, labels, 200, 1.0))
+    (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), logits)
+    log_probs, entropy = rank_steps.likelihood_of(logits, labels, 200, 1.0)
+    assert log_probs.dtype == torch.float32
+    torch.testing.assert_close(torch.stack([log_probs, entropy]), expected.detach(), atol=2e-6, rtol=1e-5)
+    (gradient,) = torch.autograd.grad((torch.stack([log_probs, entropy]) * weights).sum(), logits)
+    assert gradient.dtype == torch.bfloat16
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-3, rtol=1e-2)
+
+
+def test_huge_logits_neither_overflow_nor_lose_the_label(make_actor):
+    make_actor("qwen3")
+    logits = torch.tensor([[3e4, -3e4, 0.0], [-3e4, -3e4, -3e4]], requires_grad=True)
+    log_probs, entropy = rank_steps.likelihood_of(logits, torch.tensor([0, 2]), 3, 1.0)
+    torch.testing.assert_close(log_probs, torch.tensor([0.0, -torch.tensor(3.0).log().item()]))
+    torch.testing.assert_close(entropy, torch.tensor([0.0, torch.tensor(3.0).log().item()]))
+    assert torch.autograd.grad(log_probs.sum() + entropy.sum(), logits)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("vocab", [24, 23, 12, 11])  # even; padded; the second rank holds padding only; and more of it
+def test_two_ranks_equal_plain_torch(vocab, hf, two_ranks):
+    rows = 24
+    logits, labels, weights = example(rows, vocab)
+    expected = torch.stack(reference(logits, labels, vocab, 0.8))
+    (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), logits)
+    ranks = two_ranks.run(
+        rank_steps.split_likelihood, hf("qwen3"), logits.detach(), labels, weights, vocab, temperature=0.8
+    )
+    for values, _ in ranks:
+        torch.testing.assert_close(values, expected.detach(), atol=2e-6, rtol=1e-5)
+    gradient = torch.cat([part for _, part in ranks], 1)
+    torch.testing.assert_close(gradient, expected_gradient, atol=2e-6, rtol=1e-5)

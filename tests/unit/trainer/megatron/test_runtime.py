@@ -1,0 +1,72 @@
+"""What ranks say to one another, and errors that name what was waited for."""
+
+import re
+
+import pytest
+import torch.distributed as dist
+
+from services.trainer.megatron import runtime
+from shared.errors import ConfigError, DeadlineExceeded
+from tests.unit.trainer.megatron import rank_steps
+
+
+def test_a_rank_that_does_not_come_is_a_named_deadline(hf, fresh_world, tmp_path):
+    waiting, _ = fresh_world(2).run(rank_steps.wait_for_a_sleeper, hf("qwen3"), tmp_path / "woken")
+    kind, text = waiting
+    assert kind == "DeadlineExceeded"
+    assert "forward and backward passes" in text and "within 6 s" in text and "restart" in text
+
+
+def test_a_rank_that_dies_is_named_at_once(hf, fresh_world, tmp_path):
+    world = fresh_world(2)
+    with pytest.raises(Exception, match=r"died|PeerLost"):
+        world.run(rank_steps.outlive_a_peer, hf("qwen3"), tmp_path / "seen")
+    kind, text = (tmp_path / "seen").read_text().split(":", 1)
+    assert kind == "PeerLost"
+    assert "forward and backward passes" in text and "restart" in text
+
+
+def test_a_failure_on_one_rank_is_an_error_on_all(hf, two_ranks):
+    other, failing = two_ranks.run(rank_steps.fail_together, hf("qwen3"))
+    assert failing == ("ValueError", "mine")
+    assert other[0] == "PeerFailed" and "the test" in other[1]
+
+
+def test_json_of_every_rank_reaches_every_rank(hf, two_ranks):
+    for everyone in two_ranks.run(rank_steps.exchange, hf("qwen3")):
+        assert everyone == [{"rank": 0, "text": ""}, {"rank": 1, "text": "ü" * 70}]
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ("[gloo] Timed out waiting 4000ms for recv operation to complete", DeadlineExceeded),
+        ("Watchdog caught collective operation timeout: WorkNCCL", DeadlineExceeded),
+        ("Connection closed by peer [127.0.0.1]:1234", runtime.PeerLost),
+        ("NCCL Error 6: remote process exited", runtime.PeerLost),
+        ("size mismatch", RuntimeError),
+    ],
+)
+def test_errors_of_collectives_are_told_apart(message, error):
+    with pytest.raises(error, match=re.escape(message) if error is RuntimeError else "the test"), runtime.deadline("the test"):
+        raise RuntimeError(message)
+
+
+def test_models_of_one_layout_share_the_groups(make_actor):
+    first = make_actor("qwen3")
+    before = rank_steps.exported(first)
+    second = make_actor("qwen2")
+    assert rank_steps.steps(first, 1)[0].skipped is None
+    assert rank_steps.steps(second, 1)[0].skipped is None
+    assert len(rank_steps.exported(first)) == len(before)
+
+
+def test_leaving_and_joining_again(make_actor):
+    make_actor("qwen3").close()
+    assert not dist.is_initialized()
+    assert rank_steps.steps(make_actor("qwen3"), 1)[0].skipped is None
+
+
+def test_a_timeout_without_meaning_is_refused():
+    with pytest.raises(ConfigError, match="timeout_seconds"):
+        runtime.start(runtime.ParallelLayout(), seed=1, timeout_seconds=0)

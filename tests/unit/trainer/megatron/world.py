@@ -1,0 +1,91 @@
+"""A world of rank processes that outlives a test: starting one costs seconds, a case on tiny models a fraction of one."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+DEADLINE_SECONDS = 180.0
+
+
+class RankFailed(Exception):
+    """A rank raised; the text holds its traceback."""
+
+
+class World:
+    """``size`` processes, each one rank, that run functions of an importable module in step.
+
+    Started at the first case, and again after one that failed: ranks that broke off may stand in different collectives.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Results by rank. Raises RankFailed with the first rank's traceback, TimeoutError after the deadline."""
+        if not self._ranks:
+            self._start()
+        for _, pipe in self._ranks:
+            pipe.send((function, args, kwargs))
+        ends = time.monotonic() + DEADLINE_SECONDS
+        results = []
+        try:
+            for rank, (process, pipe) in enumerate(self._ranks):
+                if not pipe.poll(max(0.0, ends - time.monotonic())):
+                    raise TimeoutError(f"rank {rank} did not finish {function.__name__} within {DEADLINE_SECONDS:g} s")
+                try:
+                    failure, result = pipe.recv()
+                except EOFError:
+                    process.join(10)
+                    raise RankFailed(f"rank {rank} died in {function.__name__}, exit code {process.exitcode}") from None
+                if failure is not None:
+                    raise RankFailed(f"rank {rank} in {function.__name__}:\n{failure}")
+                results.append(result)
+        except Exception:
+            self.stop()
+            raise
+        return results
+
+    def stop(self) -> None:
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.kill()
+            process.join(10)
+        self._ranks = []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, self.size, port), daemon=True)
+            process.start()
+            there.close()
+            self._ranks.append((process, here))
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError):
+        while True:
+            function, args, kwargs = pipe.recv()
+            try:
+                answer = (None, function(*args, **kwargs))
+            except BaseException:
+                answer = (traceback.format_exc(), None)
+            pipe.send(answer)

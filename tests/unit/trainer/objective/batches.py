@@ -1,0 +1,144 @@
+"""Batches drawn at random, as the reference's sequences and as the trainer's packed micro-batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from services.trainer.objective import ObjectiveConfig, sample_weights
+from services.trainer.packing import PackedBatch, TrainSample, pack
+
+from .reference import Sequence
+
+BUDGET = 10_000
+"""Tokens: no micro-batch of these tests comes near."""
+
+
+def draw_sequences(seed: int, count: int, scale: float, proximal: bool, zero_advantages: bool = False) -> list[Sequence]:
+    """``count`` samples of 0 to 6 response tokens, some all masked, some fanned out of one rollout.
+
+    Numbers come from a generator and not from hypothesis, which would seek the kinks of the clip, where a derivative has
+    two right values. They are exact in float32. scale: nats between the policies.
+    """
+    generator = np.random.default_rng(seed)
+
+    def floats(size: int, spread: float) -> np.ndarray:
+        return generator.normal(0.0, spread, size).astype(np.float32).astype(np.float64)
+
+    sequences = []
+    for _ in range(count):
+        length = int(generator.integers(0, 7))
+        mask = generator.integers(0, 2, length) if generator.random() < 0.7 else np.full(length, generator.integers(0, 2))
+        versions = np.sort(generator.integers(3, 6, length))
+        if generator.random() < 0.6:
+            versions[:] = generator.integers(3, 6)
+        base = -np.abs(floats(length, 2.0))
+
+        def near(base: np.ndarray = base, length: int = length) -> list[float]:
+            return (base + floats(length, scale)).astype(np.float32).astype(np.float64).tolist()
+
+        sequences.append(
+            Sequence(
+                prompt=int(generator.integers(1, 4)),
+                mask=mask.tolist(),
+                current=near(),
+                rollout=near(),
+                proximal=near() if proximal else None,
+                reference=near(),
+                entropy=np.abs(floats(length, 1.0)).tolist(),
+                advantage=0.0 if zero_advantages else float(floats(1, 1.5)[0]),
+                versions=versions.tolist(),
+                rollout_id=int(generator.integers(0, count)),
+            )
+        )
+    return sequences
+
+
+SCALES = st.sampled_from([0.0, 0.01, 0.3, 2.0, 40.0])
+"""0: all policies are one. 0.3: around the clip. 40: log ratios beyond what is exponentiated."""
+
+
+@st.composite
+def sequence_batches(draw: st.DrawFn) -> list[Sequence]:
+    return draw_sequences(
+        seed=draw(st.integers(0, 2**32 - 1)),
+        count=draw(st.integers(1, 6)),
+        scale=draw(SCALES),
+        proximal=draw(st.booleans()),
+        zero_advantages=draw(st.sampled_from([False, False, False, True])),
+    )
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ObjectiveConfig:
+    off_policy = draw(st.sampled_from(["decoupled", "rollout", "none"]))
+    reducer = draw(st.sampled_from(["rollout_mean", "token_mean", "fixed_length"]))
+    return ObjectiveConfig(
+        advantage_estimator=draw(st.sampled_from(["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"])),
+        eps_clip=draw(st.sampled_from([0.2, 0.05, 1.0])),
+        eps_clip_high=draw(st.sampled_from([None, 0.28, 5.0])),
+        eps_clip_c=draw(st.sampled_from([None, 1.5, 3.0])),
+        kl_loss_type=draw(st.sampled_from(["k1", "k2", "k3", "low_var_kl"])),
+        kl_loss_coef=draw(st.sampled_from([0.0, 0.1])),
+        use_unbiased_kl=draw(st.booleans()),
+        entropy_coef=draw(st.sampled_from([0.0, 0.01])),
+        off_policy=off_policy,
+        importance=draw(st.sampled_from(["tis", "icepop"])),
+        importance_level=draw(st.sampled_from(["token", "sequence", "geometric"])),
+        tis_clip=draw(st.sampled_from([2.0, 1.1])),
+        tis_clip_low=draw(st.sampled_from([0.0, 0.8])),
+        use_opsm=off_policy != "none" and draw(st.booleans()),
+        opsm_delta=draw(st.sampled_from([1e-4, 0.2])),
+        reducer=reducer,
+        fixed_length=16 if reducer == "fixed_length" else None,
+    )
+
+
+def train_samples(sequences: list[Sequence]) -> list[TrainSample]:
+    return [
+        TrainSample(
+            prompt_tokens=np.arange(1, s.prompt + 1, dtype=np.int32),
+            response_tokens=np.arange(50, 50 + len(s.mask), dtype=np.int32),
+            loss_mask=np.array(s.mask, dtype=np.uint8),
+            rollout_log_probs=np.array(s.rollout, dtype=np.float32),
+            versions=np.array(s.versions, dtype=np.int32),
+            advantage=s.advantage,
+            group="group",
+            rollout_id=s.rollout_id,
+        )
+        for s in sequences
+    ]
+
+
+def weights_of(sequences: list[Sequence], config: ObjectiveConfig) -> np.ndarray:
+    tokens, rollouts = [sum(s.mask) for s in sequences], [s.rollout_id for s in sequences]
+    return sample_weights(tokens, rollouts, config.reducer, config.fixed_length)
+
+
+def spread(sequences: list[Sequence], values: list[list[float]], blank: float = 0.0) -> torch.Tensor:
+    """Per-response-token values in their places in a packed batch: float64 [T], ``blank`` everywhere else."""
+    rows = [[blank] * (s.prompt - 1) + list(row) + [blank] for s, row in zip(sequences, values, strict=True)]
+    return torch.tensor([value for row in rows for value in row], dtype=torch.float64)
+
+
+def packed(sequences: list[Sequence], weights: np.ndarray, dtype: torch.dtype = torch.float64) -> PackedBatch:
+    """The micro-batch that ``pack`` makes, with the trainer's own log-probs, in ``dtype``."""
+    batch = pack(train_samples(sequences), BUDGET, weights=weights)
+    exact = spread(sequences, [[float(w) * m for m in s.mask] for s, w in zip(sequences, weights, strict=True)])
+    torch.testing.assert_close(batch.fields["weights"].double(), exact, rtol=1e-7, atol=0)
+    fields = {"weights": exact, "ref_log_probs": spread(sequences, [s.reference for s in sequences])}
+    if sequences[0].proximal is not None:
+        fields["proximal_log_probs"] = spread(sequences, [s.proximal for s in sequences])
+    batch = batch.with_fields(**fields)
+    floats = {name: field.to(dtype) for name, field in batch.fields.items() if field.is_floating_point()}
+    return batch.with_fields(**floats)
+
+
+def currents(sequences: list[Sequence], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """The policy's log-probs [T], a leaf."""
+    return spread(sequences, [s.current for s in sequences]).to(dtype).requires_grad_()
+
+
+def entropies(sequences: list[Sequence], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return spread(sequences, [s.entropy for s in sequences]).to(dtype)

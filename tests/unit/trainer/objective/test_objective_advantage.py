@@ -1,0 +1,159 @@
+"""Rewards to advantages, against the standard library's statistics."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from services.trainer.objective import (
+    BadReward,
+    ObjectiveConfig,
+    group_relative,
+    reward_advantages,
+    whiten,
+    whiten_samples,
+)
+
+many = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+rewards_of_groups = st.lists(st.tuples(st.floats(-100, 100, allow_subnormal=False), st.sampled_from("abcd")), min_size=1, max_size=20)
+
+
+def expected_advantages(rewards, groups, normalize_std):
+    expected = []
+    for reward, group in zip(rewards, groups, strict=True):
+        of_group = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        if len(set(of_group)) == 1:
+            expected.append(0.0)
+            continue
+        spread = statistics.stdev(of_group) + 1e-6 if normalize_std else 1.0
+        expected.append((reward - statistics.mean(of_group)) / spread)
+    return expected
+
+
+@many
+@given(batch=rewards_of_groups, normalize_std=st.booleans())
+def test_group_relative_equals_the_formula(batch, normalize_std):
+    rewards, groups = [r for r, _ in batch], [g for _, g in batch]
+    advantages = group_relative(rewards, groups, normalize_std=normalize_std)
+    assert advantages.dtype == np.float64
+    # a spread near 1e-6 divides rounding of 1e-14 (rewards up to 100) by it
+    expected = expected_advantages(rewards, groups, normalize_std)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-7, atol=1e-7)
+
+
+@many
+@given(batch=rewards_of_groups, order=st.randoms(use_true_random=False))
+def test_order_of_the_batch_does_not_matter(batch, order):
+    places = list(range(len(batch)))
+    order.shuffle(places)
+    straight = group_relative([r for r, _ in batch], [g for _, g in batch])
+    shuffled = group_relative([batch[i][0] for i in places], [batch[i][1] for i in places])
+    np.testing.assert_allclose(shuffled, straight[places], rtol=1e-7, atol=1e-7)
+
+
+@many
+@given(reward=st.floats(-1e6, 1e6), count=st.integers(1, 20))
+def test_equal_rewards_give_exactly_zero(reward, count):
+    assert group_relative([reward] * count, ["g"] * count).tolist() == [0.0] * count
+
+
+def test_equal_rewards_whose_mean_differs_in_the_last_bit():
+    assert np.mean([0.1] * 3) != 0.1
+    assert group_relative([0.1] * 3, ["g"] * 3).tolist() == [0.0] * 3
+
+
+def test_a_group_of_one_gives_exactly_zero():
+    assert group_relative([5.0, 1.0, 0.0], ["one", "two", "two"])[0] == 0.0
+
+
+def test_std_is_unbiased():
+    np.testing.assert_allclose(group_relative([0, 1], ["g", "g"]), [-0.5 / (math.sqrt(0.5) + 1e-6), 0.5 / (math.sqrt(0.5) + 1e-6)])
+
+
+@many
+@given(batch=rewards_of_groups, fans=st.lists(st.integers(1, 4), min_size=20, max_size=20))
+def test_a_rollout_has_one_vote_however_many_samples_it_fans_out_into(batch, fans):
+    by_rollout = group_relative([r for r, _ in batch], [g for _, g in batch])
+    rollouts = [i for i in range(len(batch)) for _ in range(fans[i])]
+    by_sample = group_relative([batch[i][0] for i in rollouts], [batch[i][1] for i in rollouts], rollouts)
+    np.testing.assert_array_equal(by_sample, by_rollout[rollouts])
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_rewards_that_are_not_finite_are_refused_by_name(reward):
+    with pytest.raises(BadReward, match=r"rollout r1 \(group h\) is (nan|-?inf)"):
+        group_relative([0.0, reward], ["g", "h"], ["r0", "r1"])
+
+
+@pytest.mark.parametrize(("rewards", "groups"), [([0.0, 1.0], "gg"), ([0.0, 0.0], "gh")])
+def test_a_rollout_with_two_rewards_or_groups_is_refused(rewards, groups):
+    with pytest.raises(BadReward, match=r"another sample of this rollout has 0\.0 in group g"):
+        group_relative(rewards, list(groups), ["r", "r"])
+
+
+def test_unlike_lengths_are_refused():
+    with pytest.raises(ValueError, match="1 groups"):
+        group_relative([0.0, 1.0], ["g"])
+    with pytest.raises(ValueError, match="1 rollout ids"):
+        group_relative([0.0, 1.0], ["g", "g"], ["r"])
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_the_estimator_chooses_the_normalisation(estimator, normalize_std):
+    rewards, groups = [0.0, 1.0, 3.0], ["g"] * 3
+    config = ObjectiveConfig(advantage_estimator=estimator, normalize_std=normalize_std)
+    by_std = normalize_std and estimator != "reinforce_plus_plus_baseline"
+    expected = expected_advantages(rewards, groups, by_std)
+    np.testing.assert_allclose(reward_advantages(config, rewards, groups), expected, rtol=1e-12)
+
+
+def test_rewards_may_stay_raw_but_not_bad():
+    config = ObjectiveConfig(normalize_rewards=False)
+    assert reward_advantages(config, [0.5, 2.0], ["g", "g"]).tolist() == [0.5, 2.0]
+    with pytest.raises(BadReward):
+        reward_advantages(config, [0.5, math.nan], ["g", "g"])
+
+
+@many
+@given(
+    values=st.lists(st.tuples(st.floats(-50, 50, allow_subnormal=False), st.booleans()), max_size=30),
+    shift_mean=st.booleans(),
+)
+def test_whitening_equals_the_formula(values, shift_mean):
+    x, mask = np.array([v for v, _ in values]), np.array([m for _, m in values], dtype=np.uint8)
+    kept = [v for v, m in values if m]
+    variance = statistics.variance(kept) if len(kept) > 1 else 0.0
+    mean = statistics.mean(kept) if kept else 0.0
+    expected = [((v - mean) / math.sqrt(variance + 1e-8) + (0.0 if shift_mean else mean)) if m else 0.0 for v, m in values]
+    np.testing.assert_allclose(whiten(x, mask, shift_mean=shift_mean), expected, rtol=1e-9, atol=1e-9)
+
+
+@many
+@given(values=st.lists(st.floats(-50, 50), min_size=2, max_size=30))
+def test_whitened_values_have_mean_0_and_variance_1(values):
+    assume(statistics.stdev(values) > 1e-2)
+    whitened = whiten(np.array(values), np.ones(len(values)))
+    assert abs(whitened.mean()) < 1e-9
+    assert whitened.var(ddof=1) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_whitening_does_not_see_what_is_masked():
+    mask = np.array([1, 0, 1, 1, 0])
+    clean, dirty = np.array([1.0, 0, 2, 4, 0]), np.array([1.0, np.nan, 2, 4, np.inf])
+    np.testing.assert_array_equal(whiten(clean, mask), whiten(dirty, mask))
+
+
+def test_whitening_weighs_samples_by_their_trained_tokens():
+    masks = [np.array([1, 1, 0], np.uint8), np.array([], np.uint8), np.array([1], np.uint8)]
+    whitened = whiten_samples([2.0, 7.0, np.array([-1.0])], masks)
+    flat = whiten(np.array([2.0, 2.0, 2.0, -1.0]), np.array([1, 1, 0, 1]))
+    assert [len(sample) for sample in whitened] == [3, 0, 1]
+    np.testing.assert_array_equal(np.concatenate(whitened), flat)
+    assert flat[2] == 0.0
+    assert whiten_samples([], []) == []
+    with pytest.raises(ValueError, match="1 advantages for 0 masks"):
+        whiten_samples([1.0], [])

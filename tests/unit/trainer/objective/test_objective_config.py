@@ -1,0 +1,42 @@
+import math
+
+import pytest
+
+from services.trainer.objective import ObjectiveConfig
+from shared.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("advantage_estimator", {"advantage_estimator": "grop"}),
+        ("kl_loss_type", {"kl_loss_type": "k4"}),
+        ("off_policy", {"off_policy": "async"}),
+        ("importance", {"importance": "mis"}),
+        ("importance_level", {"importance_level": "group"}),
+        ("reducer", {"reducer": "mean"}),
+        ("eps_clip", {"eps_clip": -0.1}),
+        ("eps_clip", {"eps_clip": math.nan}),
+        ("eps_clip_high", {"eps_clip_high": -0.1}),
+        ("eps_clip_c", {"eps_clip_c": 1.0}),
+        ("kl_loss_coef", {"kl_loss_coef": -1.0}),
+        ("entropy_coef", {"entropy_coef": math.inf}),
+        ("tis_clip", {"tis_clip": 0.5, "tis_clip_low": 0.5}),
+        ("tis_clip_low", {"tis_clip_low": -1.0}),
+        ("opsm_delta", {"opsm_delta": -1.0}),
+        ("use_opsm", {"use_opsm": True, "off_policy": "none"}),
+        ("fixed_length", {"reducer": "fixed_length"}),
+        ("fixed_length", {"fixed_length": 128}),
+        ("fixed_length", {"reducer": "fixed_length", "fixed_length": 0}),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(field, values):
+    with pytest.raises(ConfigError) as error:
+        ObjectiveConfig(**values)
+    assert error.value.field == f"objective.{field}"
+
+
+def test_the_upper_bound_follows_the_lower_unless_given():
+    assert (ObjectiveConfig(eps_clip=0.25).clip_low, ObjectiveConfig(eps_clip=0.25).clip_high) == (0.75, 1.25)
+    assert ObjectiveConfig(eps_clip=0.25, eps_clip_high=0.5).clip_high == 1.5
+    assert ObjectiveConfig(eps_clip=0.25, eps_clip_high=0.0).clip_high == 1.0

@@ -1,0 +1,286 @@
+"""The policy loss as a whole, against the reference and against itself."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.trainer.objective import MissingField, ObjectiveConfig, PolicyLoss
+from services.trainer.packing import pack
+from services.trainer.placement import balance
+
+from . import batches, reference
+
+many = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def check_against_reference(sequences, config):
+    loss_of = PolicyLoss(config, batch_version=4)
+    current = batches.currents(sequences)
+    loss, metrics = loss_of(current, batches.entropies(sequences), batches.packed(sequences, batches.weights_of(sequences, config)))
+    loss.backward()
+    expected_loss, expected_metrics, expected_gradients = reference.policy_loss(sequences, config, batch_version=4)
+    assert loss.item() == pytest.approx(expected_loss, rel=1e-9, abs=1e-12)
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(expected_metrics, rel=1e-9, abs=1e-12)
+    expected = batches.spread(sequences, expected_gradients)
+    torch.testing.assert_close(current.grad, expected, rtol=1e-9, atol=1e-12)
+
+
+@many
+@given(sequences=batches.sequence_batches(), config=batches.configs())
+def test_loss_metrics_and_gradient_equal_the_formulas(sequences, config):
+    check_against_reference(sequences, config)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("off_policy", ["decoupled", "rollout", "none"])
+@pytest.mark.parametrize("proximal", [True, False])
+def test_every_estimator_off_policy_equals_the_formulas(estimator, off_policy, proximal):
+    config = ObjectiveConfig(advantage_estimator=estimator, off_policy=off_policy, kl_loss_coef=0.01, entropy_coef=1e-3)
+    for seed in range(3):
+        check_against_reference(batches.draw_sequences(seed, count=5, scale=0.3, proximal=proximal), config)
+
+
+SMOOTH = {
+    "plain": ObjectiveConfig(),
+    "dual clip": ObjectiveConfig(eps_clip_high=0.28, eps_clip_c=1.5),
+    "gspo, icepop": ObjectiveConfig(advantage_estimator="gspo", importance="icepop", tis_clip_low=0.5),
+    "opsm": ObjectiveConfig(off_policy="rollout", use_opsm=True, opsm_delta=0.05),
+    **{kind: ObjectiveConfig(kl_loss_coef=0.1, kl_loss_type=kind) for kind in ("k1", "k2", "k3", "low_var_kl")},
+    **{
+        f"unbiased {kind}": ObjectiveConfig(kl_loss_coef=0.1, kl_loss_type=kind, use_unbiased_kl=True)
+        for kind in ("k1", "k2", "k3", "low_var_kl")
+    },
+}
+"""Without a stopped gradient, hence without cispo: finite differences would see what autograd must not."""
+
+
+@pytest.mark.parametrize("config", SMOOTH.values(), ids=SMOOTH)
+@pytest.mark.parametrize("seed", range(3))
+def test_gradient_equals_finite_differences(config, seed):
+    sequences = batches.draw_sequences(seed, count=12, scale=0.3, proximal=True)
+    batch = batches.packed(sequences, batches.weights_of(sequences, config))
+    assert batch.loss_mask.sum() > 10
+    assert torch.autograd.gradcheck(lambda x: PolicyLoss(config)(x, None, batch)[0], [batches.currents(sequences)])
+
+
+def test_entropy_has_its_gradient():
+    config = ObjectiveConfig(entropy_coef=0.25)
+    sequences = batches.draw_sequences(seed=3, count=4, scale=0.3, proximal=True)
+    batch, entropy = batches.packed(sequences, batches.weights_of(sequences, config)), batches.entropies(sequences)
+    entropy.requires_grad_()
+    PolicyLoss(config)(batches.currents(sequences), entropy, batch)[0].backward()
+    torch.testing.assert_close(entropy.grad, -0.25 * batch.fields["weights"])
+
+
+@few
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    estimator=st.sampled_from(["grpo", "gspo", "cispo"]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_without_proximal_log_probs_the_policy_is_its_own_proximal_policy(seed, estimator, dtype):
+    config = ObjectiveConfig(advantage_estimator=estimator, off_policy="none")
+    sequences = batches.draw_sequences(seed, count=4, scale=2.0, proximal=False)
+    weights = batches.weights_of(sequences, config)
+    current = batches.currents(sequences, dtype)
+    loss, metrics = PolicyLoss(config)(current, None, batches.packed(sequences, weights, torch.float32))
+    batch = pack(batches.train_samples(sequences), batches.BUDGET, weights=weights)
+    assert metrics["ppo_kl"].item() == 0.0
+    assert metrics["pg_clipfrac"].item() == 0.0
+    assert metrics["ois"].item() == batch.fields["weights"].to(metrics["ois"].dtype).sum().item()  # ratio exactly 1
+    loss.backward()  # of a policy gradient on its own samples: -A times the weight
+    mean_advantage = batch.fields["advantages"] * batch.fields["weights"]
+    tolerance = dict(rtol=1e-2, atol=1e-3) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(current.grad.float(), -mean_advantage, **tolerance)
+
+
+@few
+@given(sequences=batches.sequence_batches(), config=batches.configs(), dp_size=st.integers(1, 4), budget=st.integers(9, 30))
+def test_sum_over_any_split_equals_the_whole(sequences, config, dp_size, budget):
+    weights, loss_of = batches.weights_of(sequences, config), PolicyLoss(config, batch_version=4)
+    whole = batches.currents(sequences)
+    loss, metrics = loss_of(whole, batches.entropies(sequences), batches.packed(sequences, weights))
+    loss.backward()
+    offsets = np.cumsum([0] + [s.prompt + len(s.mask) for s in sequences])
+
+    total, sums, gradient = 0.0, dict.fromkeys(metrics, 0.0), torch.zeros_like(whole)
+    placement = balance([s.prompt + len(s.mask) for s in sequences], dp_size, budget)
+    for indexes in (micro_batch for rank in placement for micro_batch in rank if micro_batch):
+        part = [sequences[i] for i in indexes]
+        current = batches.currents(part)
+        part_loss, part_metrics = loss_of(current, batches.entropies(part), batches.packed(part, weights[indexes]))
+        part_loss.backward()
+        total += part_loss.item()
+        assert part_metrics.keys() == sums.keys()
+        sums = {name: sums[name] + part_metrics[name].item() for name in sums}
+        places = np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in indexes])
+        gradient[places] = current.grad
+    assert total == pytest.approx(loss.item(), rel=1e-9, abs=1e-12)
+    assert sums == pytest.approx({name: value.item() for name, value in metrics.items()}, rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(gradient, whole.grad, rtol=1e-12, atol=1e-15)
+
+
+@few
+@given(
+    sequences=batches.sequence_batches(),
+    config=batches.configs(),
+    garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e30, -1e30]),
+)
+def test_what_the_mask_excludes_cannot_be_seen(sequences, config, garbage):
+    clean = batches.packed(sequences, batches.weights_of(sequences, config))
+    excluded = clean.loss_mask == 0
+    floats = {name: field for name, field in clean.fields.items() if field.is_floating_point()}
+    dirty = clean.with_fields(**{name: field.masked_fill(excluded, garbage) for name, field in floats.items()})
+    dirty = dirty.with_fields(versions=clean.fields["versions"].masked_fill(excluded, 4))
+    results = []
+    for batch, fill in ((clean, 0.0), (dirty, garbage)):
+        current = batches.currents(sequences).detach().masked_fill(excluded, fill).requires_grad_()
+        entropy = batches.entropies(sequences).masked_fill(excluded, fill).requires_grad_()
+        loss, metrics = PolicyLoss(config, batch_version=4)(current, entropy, batch)
+        loss.backward()
+        results.append([loss.detach(), *metrics.values(), current.grad])
+        assert torch.all(current.grad[excluded] == 0)
+        if config.entropy_coef:
+            assert torch.all(entropy.grad[excluded] == 0)
+    for one, other in zip(*results, strict=True):
+        assert torch.isfinite(one).all()
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("off_policy", ["decoupled", "rollout", "none"])
+@pytest.mark.parametrize("distance", [-1000.0, -89.0, 89.0, 1000.0])
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_extreme_ratios_stay_finite_in_float32(estimator, off_policy, distance, advantage):
+    sequences = batches.draw_sequences(seed=5, count=3, scale=0.1, proximal=True)
+    for s in sequences:
+        s.rollout, s.reference = ([x + distance for x in s.current] for _ in range(2))
+        s.proximal = [x - distance for x in s.current]
+        s.advantage = advantage
+    for kind in ("k1", "k2", "k3", "low_var_kl"):
+        config = ObjectiveConfig(
+            advantage_estimator=estimator,
+            off_policy=off_policy,
+            kl_loss_type=kind,
+            kl_loss_coef=0.1,
+            use_unbiased_kl=True,
+        )
+        batch = batches.packed(sequences, batches.weights_of(sequences, config), torch.float32)
+        current = batches.currents(sequences, torch.float32)
+        loss, metrics = PolicyLoss(config)(current, None, batch)
+        loss.backward()
+        assert loss.dtype == torch.float32
+        assert all(torch.isfinite(value) for value in (loss, *metrics.values())), metrics
+        assert torch.isfinite(current.grad).all()
+
+
+def test_what_is_only_measured_cannot_poison_the_loss():
+    config = ObjectiveConfig(use_unbiased_kl=True)
+    sequences = batches.draw_sequences(seed=1, count=5, scale=0.3, proximal=True)
+    batch = batches.packed(sequences, batches.weights_of(sequences, config))
+    results = []
+    for reference_log_probs, entropy in (
+        (batch.fields["ref_log_probs"], 1.0),
+        (torch.full_like(batch.fields["weights"], -math.inf), math.inf),
+    ):
+        current = batches.currents(sequences)
+        entropies = torch.full_like(current, entropy).requires_grad_()
+        loss, metrics = PolicyLoss(config)(current, entropies, batch.with_fields(ref_log_probs=reference_log_probs))
+        loss.backward()
+        results.append((loss.detach(), current.grad))
+        assert entropies.grad is None
+    assert not torch.isfinite(metrics["kl_loss"])
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_log_probs_are_computed_with_in_float32(dtype):
+    sequences = batches.draw_sequences(seed=1, count=5, scale=0.3, proximal=True)
+    batch = batches.packed(sequences, batches.weights_of(sequences, ObjectiveConfig()), torch.float32)
+    half = batches.currents(sequences, dtype)
+    loss, metrics = PolicyLoss(ObjectiveConfig())(half, None, batch)
+    exact, exact_metrics = PolicyLoss(ObjectiveConfig())(half.detach().float(), None, batch)
+    assert loss.dtype == torch.float32
+    assert loss.item() == exact.item() != 0.0
+    assert metrics == exact_metrics
+
+
+def test_metrics_are_detached_scalars():
+    config = ObjectiveConfig(kl_loss_coef=0.1, entropy_coef=0.1, use_opsm=True)
+    sequences = batches.draw_sequences(seed=1, count=3, scale=0.3, proximal=True)
+    batch = batches.packed(sequences, batches.weights_of(sequences, config))
+    loss, metrics = PolicyLoss(config, batch_version=4)(batches.currents(sequences), batches.entropies(sequences), batch)
+    assert loss.requires_grad
+    assert loss.shape == ()
+    assert all(value.shape == () and not value.requires_grad for value in metrics.values())
+
+
+def test_a_filler_adds_nothing_and_keeps_its_graph():
+    batch = pack([], batches.BUDGET, weights=[])
+    current = torch.randn(batch.tokens.shape, requires_grad=True)
+    loss, metrics = PolicyLoss(ObjectiveConfig(), batch_version=4)(current, torch.rand(batch.tokens.shape), batch)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert torch.all(current.grad == 0)
+    assert all(value.item() == 0.0 for value in metrics.values())
+
+
+def test_agreement_counts_only_sequences_wholly_of_the_batch_version():
+    sequences = batches.draw_sequences(seed=2, count=12, scale=0.3, proximal=True)
+    batch = batches.packed(sequences, batches.weights_of(sequences, ObjectiveConfig()))
+    counts = []
+    for version in (3, 4, 5, 6):
+        metrics = PolicyLoss(ObjectiveConfig()).at_version(version)(batches.currents(sequences), None, batch)[1]
+        wholly = [s for s in sequences if all(v == version for v, m in zip(s.versions, s.mask, strict=True) if m)]
+        differences = [abs(p - r) for s in wholly for p, r, m in zip(s.proximal, s.rollout, s.mask, strict=True) if m]
+        counts.append(len(differences))
+        assert metrics["agreement_tokens"].item() == len(differences)
+        assert metrics["agreement_abs_diff"].item() == pytest.approx(sum(differences), rel=1e-12)
+    assert max(counts[:3]) > 0 == counts[3]
+    assert sum(counts) < sum(sum(s.mask) for s in sequences)  # some sequences span versions
+    assert "agreement_tokens" not in PolicyLoss(ObjectiveConfig())(batches.currents(sequences), None, batch)[1]
+
+
+@pytest.mark.parametrize(
+    ("field", "config"),
+    [
+        ("weights", ObjectiveConfig()),
+        ("advantages", ObjectiveConfig()),
+        ("rollout_log_probs", ObjectiveConfig()),
+        ("rollout_log_probs", ObjectiveConfig(off_policy="rollout")),
+        ("ref_log_probs", ObjectiveConfig(kl_loss_coef=0.1)),
+        ("versions", ObjectiveConfig()),
+    ],
+)
+def test_a_missing_field_is_named(field, config):
+    sequences = batches.draw_sequences(seed=1, count=3, scale=0.3, proximal=True)
+    batch = batches.packed(sequences, batches.weights_of(sequences, config))
+    without = dataclasses.replace(batch, fields={name: x for name, x in batch.fields.items() if name != field})
+    PolicyLoss(config, batch_version=4)(batches.currents(sequences), None, batch)
+    with pytest.raises(MissingField, match=field) as error:
+        PolicyLoss(config, batch_version=4)(batches.currents(sequences), None, without)
+    assert error.value.field == field
+
+
+def test_on_policy_objective_needs_no_rollout_log_probs():
+    sequences = batches.draw_sequences(seed=1, count=3, scale=0.3, proximal=False)
+    batch = batches.packed(sequences, batches.weights_of(sequences, ObjectiveConfig()))
+    kept = {name: batch.fields[name] for name in ("weights", "advantages")}
+    _, metrics = PolicyLoss(ObjectiveConfig(off_policy="none"))(batches.currents(sequences), None, dataclasses.replace(batch, fields=kept))
+    assert metrics.keys() == {"loss", "pg_loss", "pg_clipfrac", "ppo_kl", "ois"}
+
+
+def test_wrong_inputs_are_refused():
+    sequences = batches.draw_sequences(seed=1, count=3, scale=0.3, proximal=False)
+    batch = batches.packed(sequences, batches.weights_of(sequences, ObjectiveConfig()))
+    with pytest.raises(ValueError, match="log_probs has shape"):
+        PolicyLoss(ObjectiveConfig())(batches.currents(sequences)[:-1], None, batch)
+    with pytest.raises(ValueError, match=r"entropy_coef is 0\.5"):
+        PolicyLoss(ObjectiveConfig(entropy_coef=0.5))(batches.currents(sequences), None, batch)

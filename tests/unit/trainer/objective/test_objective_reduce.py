@@ -1,0 +1,61 @@
+"""Weights of the reducers, against the reducers as they are defined."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.trainer.objective import sample_weights
+
+from . import reference
+
+many = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def masked_values(draw):
+    """Samples as (mask, values, rollout): some empty, some all masked, some sharing a rollout."""
+    samples = []
+    for _ in range(draw(st.integers(1, 8))):
+        mask = draw(st.lists(st.integers(0, 1), max_size=6))
+        values = draw(st.lists(st.floats(-10, 10), min_size=len(mask), max_size=len(mask)))
+        samples.append((mask, values, draw(st.integers(0, 3))))
+    return samples
+
+
+@many
+@given(samples=masked_values(), reducer=st.sampled_from(["rollout_mean", "token_mean", "fixed_length"]))
+def test_weighted_sum_equals_the_definition(samples, reducer):
+    fixed = 5 if reducer == "fixed_length" else None
+    weights = sample_weights([sum(m) for m, _, _ in samples], [r for _, _, r in samples], reducer, fixed)
+    weighted = sum(w * m * x for w, (mask, xs, _) in zip(weights, samples, strict=True) for m, x in zip(mask, xs, strict=True))
+    sequences = [reference.Sequence(1, m, x, x, x, x, x, 0.0, [0] * len(m), r) for m, x, r in samples]
+    expected = reference.reduce(sequences, [x for _, x, _ in samples], reducer, fixed)
+    assert weighted == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_by_hand():
+    # rollout a: 2 + 2 tokens in two samples; b: 1 token; c: none, and still one of three
+    tokens, rollouts = [2, 2, 1, 0], ["a", "a", "b", "c"]
+    np.testing.assert_allclose(sample_weights(tokens, rollouts), [1 / 12, 1 / 12, 1 / 3, 1 / 3])
+    np.testing.assert_allclose(sample_weights(tokens, rollouts, "token_mean"), [1 / 6] * 4)
+    np.testing.assert_allclose(sample_weights(tokens, rollouts, "fixed_length", 10), [1 / 30] * 4)
+
+
+@many
+@given(tokens=st.lists(st.integers(1, 100), min_size=1, max_size=20))
+def test_the_mean_of_a_constant_is_the_constant(tokens):
+    for reducer in ("rollout_mean", "token_mean"):
+        weights = sample_weights(tokens, range(len(tokens)), reducer)
+        assert np.dot(weights, tokens) == pytest.approx(1.0, rel=1e-12)
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="0 token counts"):
+        sample_weights([], [])
+    with pytest.raises(ValueError, match="2 token counts for 1 rollout ids"):
+        sample_weights([1, 2], ["a"])
+    with pytest.raises(ValueError, match="sample 1 has -3"):
+        sample_weights([1, -3], ["a", "b"])
+    with pytest.raises(ValueError, match="fixed_length > 0, got None"):
+        sample_weights([1], ["a"], "fixed_length")

@@ -1,0 +1,114 @@
+"""Which sample goes where: the invariants of the placement, drawn at random."""
+
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.trainer.placement import BadBatch, SampleTooLong, balance, differencing
+
+many = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+lengths_and_budget = st.integers(1, 60).flatmap(
+    lambda budget: st.tuples(st.lists(st.integers(1, budget), min_size=1, max_size=40), st.just(budget))
+)
+
+
+@many
+@given(batch=lengths_and_budget, dp_size=st.integers(1, 9), data=st.data())
+def test_invariants(batch, dp_size, data):
+    lengths, budget = batch
+    costs = data.draw(st.none() | st.lists(st.floats(0.1, 1e6), min_size=len(lengths), max_size=len(lengths)), label="costs")
+    placement = balance(lengths, dp_size, budget, costs=costs)
+    micro_batches = list(itertools.chain.from_iterable(placement))
+    assert len(placement) == dp_size
+    assert len({len(rank) for rank in placement}) == 1
+    assert sorted(itertools.chain.from_iterable(micro_batches)) == list(range(len(lengths)))
+    assert all(indexes == sorted(indexes) for indexes in micro_batches)
+    assert all(sum(lengths[i] for i in indexes) <= budget for indexes in micro_batches)
+    assert sum(not indexes for indexes in micro_batches) == max(0, len(micro_batches) - len(lengths))
+    assert placement == balance(list(lengths), dp_size, budget, costs=costs)
+
+    costs = [float(length) for length in lengths] if costs is None else costs
+    of_bins = [sum(costs[i] for i in indexes) for indexes in micro_batches]
+    of_ranks = [sum(sum(costs[i] for i in indexes) for indexes in rank) for rank in placement]
+    assert max(of_ranks) - min(of_ranks) <= (max(of_bins) - min(of_bins)) * (1 + 1e-9) + 1e-6
+    for at_once, next_at_once in itertools.pairwise(zip(*placement, strict=True)):  # dearest first
+        assert min(sum(costs[i] for i in m) for m in at_once) >= max(sum(costs[i] for i in m) for m in next_at_once) - 1e-6
+
+
+@many
+@given(batch=lengths_and_budget, dp_size=st.integers(1, 4))
+def test_with_fewer_micro_batches_differencing_would_exceed_the_budget(batch, dp_size):
+    lengths, budget = batch
+    for count in range(1, len(balance(lengths, dp_size, budget)[0])):
+        placed = differencing([float(length) for length in lengths], dp_size * count)
+        assert max(sum(lengths[i] for i in members) for members in placed) > budget
+
+
+@many
+@given(costs=st.lists(st.floats(0.1, 1e3), max_size=40), bins=st.integers(1, 12))
+def test_differencing_splits_evenly(costs, bins):
+    placed = differencing(costs, bins)
+    assert len(placed) == bins
+    assert sorted(itertools.chain.from_iterable(placed)) == list(range(len(costs)))
+    assert sum(not members for members in placed) == max(0, bins - len(costs))
+    totals = [sum(costs[i] for i in members) for members in placed]
+    assert max(totals) - min(totals) <= max(costs, default=0.0) + 1e-6
+
+
+def test_differencing_by_hand():
+    # Karmarkar and Karp's own: 8 7 | 6 5 4 -> differences 1, 1 -> 4 - 1 - 1 = 2, and so 16 against 14
+    placed = differencing([8, 7, 6, 5, 4], 2)
+    assert sorted(sum([8, 7, 6, 5, 4][i] for i in members) for members in placed) == [14, 16]
+
+
+def test_one_token_over_the_budget_is_too_many():
+    # two bins would do (8 + 7 and 6 + 5 + 4), but differencing makes them 16 and 14
+    (micro_batches,) = balance([8, 7, 6, 5, 4], dp_size=1, max_tokens_per_rank=15)
+    assert len(micro_batches) == 3
+    (micro_batches,) = balance([8, 7, 6, 5, 4], dp_size=1, max_tokens_per_rank=16)
+    assert len(micro_batches) == 2
+
+
+def test_rows_are_dealt_back_and_forth():
+    # eight samples that each fill a bin, dearest first: 80 70 | 50 60 | 40 30 | 10 20
+    lengths = [80, 70, 60, 50, 40, 30, 20, 10]
+    placement = balance([80] * 8, dp_size=2, max_tokens_per_rank=80, costs=lengths)
+    assert [[lengths[i] for (i,) in rank] for rank in placement] == [[80, 50, 40, 10], [70, 60, 30, 20]]
+
+
+def test_one_deep_set_of_many_samples():
+    assert differencing([1.0] * 20_000, 1) == [list(range(20_000))]
+
+
+def test_even_work_is_dealt_evenly():
+    placement = balance([100] * 64, dp_size=4, max_tokens_per_rank=400)
+    assert [[len(indexes) for indexes in rank] for rank in placement] == [[4] * 4] * 4
+
+
+def test_fewer_samples_than_ranks_leave_empty_micro_batches():
+    assert balance([5, 9], dp_size=4, max_tokens_per_rank=10) == [[[1]], [[0]], [[]], [[]]]
+
+
+def test_a_sample_over_the_budget_is_refused_with_its_numbers():
+    with pytest.raises(SampleTooLong, match="number 1 of the batch has 11 tokens, a micro-batch holds at most 10"):
+        balance([5, 11], 1, 10)
+    assert balance([5, 10], 1, 10) == [[[1], [0]]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dp_size", "costs", "problem"),
+    [
+        ([], 1, None, "0 samples on 1"),
+        ([1], 0, None, "1 samples on 0"),
+        ([1, 0], 1, None, "number 1 has length 0"),
+        ([1, 1], 1, [1.0], "1 costs for 2 samples"),
+        ([1, 1], 1, [1.0, 0.0], r"number 1 has length 1 and cost 0\.0"),
+        ([1, 1], 1, [float("nan"), 1.0], "number 0 has length 1 and cost nan"),
+        ([1, 1], 1, [float("inf"), 1.0], "number 0 has length 1 and cost inf"),
+    ],
+)
+def test_bad_input_is_refused(lengths, dp_size, costs, problem):
+    with pytest.raises(BadBatch, match=problem):
+        balance(lengths, dp_size, 10, costs=costs)
