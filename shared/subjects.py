@@ -58,6 +58,14 @@ class Subjects:
     def replica_weights(self, replica: str, verb: str) -> str:
         return f"{self.run}.rollout.{replica}.weights.{verb}"
 
+    def environment(self, name: str, verb: str) -> str:
+        """Where an environment on the bus answers; ``verb`` is describe or score."""
+        return f"{self.run}.environment.{name}.{verb}"
+
+    def inbox(self, role: str) -> str:
+        """Prefix of the reply subjects of one kind of service, so that none can listen to another's."""
+        return f"_INBOX.{self.run}.{role}"
+
     # streams and buckets (no dots allowed in their names)
     @property
     def task_stream(self) -> str:

@@ -79,6 +79,8 @@ def test_a_service_that_is_killed_comes_back(supervise: Callable[..., Supervisor
     told: list[tuple[str, str]] = []
     supervisor = supervise(spec(SLEEP), spec(SLEEP, "buffer-0"), on_restart=lambda one, why: told.append((one.instance, why)))
     victim, bystander = (status.pid for status in supervisor.statuses(time.monotonic()))
+    log = tmp_path / "trainer-0.log"
+    wait_for("the first life's output", lambda: "up" in log.read_text())
     os.kill(victim, signal.SIGKILL)
     assert ticks_until(supervisor, lambda: told) is None
     assert told == [("trainer-0", "signal 9")]
@@ -87,7 +89,7 @@ def test_a_service_that_is_killed_comes_back(supervise: Callable[..., Supervisor
     assert trainer.pid != victim
     assert alive(trainer.pid)
     assert buffer.pid == bystander
-    wait_for("both lives' output", lambda: (tmp_path / "trainer-0.log").read_text().count("up") == 2)
+    wait_for("both lives' output", lambda: log.read_text().count("up") == 2)
 
 
 def test_waits_grow_while_it_keeps_dying(supervise: Callable[..., Supervisor]) -> None:
