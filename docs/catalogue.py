@@ -85,6 +85,7 @@ def _names() -> list[str]:
         (run.trained, "request and reply", "`Trained` → `Accepted`"),
         (run.durable, "request and reply", "`Durable` → `Accepted`"),
         (run.replica_weights("<replica>", "<verb>"), "request and reply", "the `Weights…` messages of a push"),
+        (run.environment("<environment>", "<verb>"), "request and reply", "plain maps, the [environment protocol](environments.md)"),
         (run.event("weights", "live"), f"stream `{run.events_stream}`, oldest discarded when full", "`WeightsLive`"),
         (run.event("trainer", "step"), f"stream `{run.events_stream}`", "`TrainerStep`"),
         (run.event("service", "<what>"), f"stream `{run.events_stream}`", "`ServiceEvent`"),

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import ssl
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import nats
 import nats.errors
@@ -22,8 +23,11 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
 
+from shared import addresses
+from shared.cancel import cancelled
 from shared.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
 from shared.messages import Message, Refused
+from shared.violations import Violations
 
 Reply = TypeVar("Reply", bound=Message)
 Request = TypeVar("Request", bound=Message)
@@ -55,7 +59,11 @@ TRANSIENT = (
 
 
 class BusUnreachable(MyxoError):
-    """No NATS server with JetStream answers at the URL."""
+    """No NATS server with JetStream answers at the URL, or it does not let this client in."""
+
+
+class NotPermitted(MyxoError):
+    """The NATS server refuses this client a subject: its account does not have it."""
 
 
 class WrongSequence(MyxoError):
@@ -69,27 +77,34 @@ class RequestRefused(MyxoError):
 class Bus:
     """A connection to the run's control plane. Make one with `Bus.connect`, close it with `close`."""
 
-    def __init__(self, connection: Client, url: str) -> None:
+    def __init__(self, connection: Client, url: str, violations: Violations) -> None:
         self.connection = connection
         self.url = url
+        self._violations = violations
         self.js: JetStreamContext = connection.jetstream(timeout=ATTEMPT_SECONDS)
         self._buckets: dict[str, KeyValue] = {}
 
     @classmethod
-    async def connect(cls, url: str, name: str, deadline: float = 15.0) -> Bus:
+    async def connect(cls, url: str, name: str, deadline: float = 15.0, *, inbox: str = "_INBOX") -> Bus:
         """Connects and proves that JetStream answers.
 
         Args:
-            url: ``nats://[user:password@]host:port`` or ``tls://…``; several separated by commas.
+            url: ``nats://[user:password@]host:port`` or ``tls://…``; several separated by commas. ``tls://`` trusts ``MYXO_CA_FILE``.
             name: shown in the server's connection list. deadline: seconds to keep trying.
+            inbox: prefix of the subjects that answers come on; an account may listen below its own only (`Subjects.inbox`).
 
-        Raises BusUnreachable with the last reason.
+        Raises BusUnreachable with the last reason; at once where the server refuses the credentials or its certificate is not trusted.
         """
         log = structlog.get_logger()
         reasons: list[str] = []
+        violations = Violations(inbox)
+        hopeless: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         async def on_error(error: Exception) -> None:
             reasons.append(str(error) or type(error).__name__)
+            violations.note(reasons[-1])
+            if not hopeless.done() and (why := _hopeless(error)):
+                hopeless.set_result(why)
             if not isinstance(error, OSError):  # those are the reconnect loop's knocks; the disconnect itself is logged once
                 log.warning("bus_error", error=reasons[-1])
 
@@ -102,34 +117,48 @@ class Bus:
 
         connection: Client | None = None
         end = time.monotonic() + deadline
+        encrypted = any(part.startswith("tls:") for part in url.split(","))
+        tls = addresses.trusted(addresses.authorities()) if encrypted else None
         while True:
-            try:
-                connection = await asyncio.wait_for(
-                    nats.connect(
-                        url.split(","),
-                        name=name,
-                        connect_timeout=2,
-                        max_reconnect_attempts=-1,
-                        reconnect_time_wait=RETRY_PAUSE,
-                        ping_interval=10,
-                        max_outstanding_pings=3,
-                        error_cb=on_error,
-                        disconnected_cb=on_disconnected,
-                        reconnected_cb=on_reconnected,
-                        allow_reconnect=True,
-                    ),
-                    timeout=max(0.5, min(ATTEMPT_SECONDS, end - time.monotonic())),
+            knock = asyncio.create_task(
+                nats.connect(
+                    url.split(","),
+                    name=name,
+                    tls=tls,
+                    inbox_prefix=inbox,
+                    connect_timeout=2,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=RETRY_PAUSE,
+                    ping_interval=10,
+                    max_outstanding_pings=3,
+                    error_cb=on_error,
+                    disconnected_cb=on_disconnected,
+                    reconnected_cb=on_reconnected,
+                    allow_reconnect=True,
                 )
+            )
+            either: set[asyncio.Future[Any]] = {knock, hopeless}
+            patience = max(0.5, min(ATTEMPT_SECONDS, end - time.monotonic()))
+            try:
+                await asyncio.wait(either, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                if hopeless.done():
+                    raise BusUnreachable(f"the NATS server at {redacted(url)}: {hopeless.result()}")
+                connection = await asyncio.wait_for(knock, timeout=0)
             except (TimeoutError, OSError, nats.errors.Error, ValueError) as error:
                 if not (isinstance(error, asyncio.TimeoutError) and reasons):  # a knock's own reason says more than "timeout"
                     reasons.append(str(error) or type(error).__name__)
-                if time.monotonic() > end or isinstance(error, ValueError | nats.errors.AuthorizationError):
+                if time.monotonic() > end or isinstance(error, ValueError):
                     raise BusUnreachable(f"no NATS server at {redacted(url)} within {deadline:g} s ({reasons[-1]})") from error
                 await asyncio.sleep(RETRY_PAUSE)
                 continue
-            bus = cls(connection, url)
+            finally:
+                await cancelled([knock])
+            bus = cls(connection, url, violations)
             try:
-                await bus._until(end, bus.js.account_info, "JetStream's answer", redacted(url))
+                await bus._until(end, bus.js.account_info, "JetStream's answer", redacted(url), "$JS.API.INFO")
+            except NotPermitted as error:
+                await connection.close()
+                raise BusUnreachable(str(error)) from error
             except (MyxoError, nats.js.errors.Error) as error:
                 await connection.close()
                 raise BusUnreachable(f"the NATS server at {redacted(url)} has no JetStream ({error})") from error
@@ -180,7 +209,7 @@ class Bus:
                     raise nats.errors.TimeoutError from error  # back-pressure: wait for room, within the deadline
                 raise
 
-        return await self._until(time.monotonic() + deadline, once, f"confirmation of {subject}", redacted(self.url))
+        return await self._until(time.monotonic() + deadline, once, f"confirmation of {subject}", redacted(self.url), subject)
 
     async def _is_mine(self, stream: str, sequence: int, msg_id: str) -> bool:
         """Whether the stream's message at ``sequence`` is the one published as ``msg_id``."""
@@ -212,18 +241,20 @@ class Bus:
         """
         payload = message.encode()
         self._check_size(subject, payload, {})
-        end = time.monotonic() + deadline
+        start = time.monotonic()
+        end = start + deadline
 
         async def once() -> Msg:
             remaining = max(0.05, end - time.monotonic())
             return await self.connection.request(subject, payload, timeout=min(remaining, ATTEMPT_SECONDS) if patient else remaining)
 
         if patient:
-            answer = await self._until(end, once, f"an answer on {subject}", whom)
+            answer = await self._until(end, once, f"an answer on {subject}", whom, subject)
         else:
             try:
                 answer = await once()
             except TRANSIENT as error:
+                self.raise_if_refused(start, subject)
                 raise DeadlineExceeded(f"an answer on {subject}", whom, deadline, "given up") from error
         message_back = Message.decode(answer.data)
         if isinstance(message_back, Refused):
@@ -232,10 +263,25 @@ class Bus:
             raise BadMessage(f"{whom} answered {subject} with a {type(message_back).__name__} where {reply.__name__} was expected")
         return message_back
 
+    async def ask(self, subject: str, payload: bytes, *, deadline: float, whom: str) -> bytes:
+        """Asks somebody who speaks no `Message`s: bytes there and back, tried once.
+
+        Raises NoRespondersError where nobody listens on the subject, DeadlineExceeded, MessageTooLarge, NotPermitted.
+        """
+        self._check_size(subject, payload, {})
+        start = time.monotonic()
+        try:
+            return bytes((await self.connection.request(subject, payload, timeout=deadline)).data)
+        except nats.errors.NoRespondersError:
+            raise
+        except TRANSIENT as error:
+            self.raise_if_refused(start, subject)
+            raise DeadlineExceeded(f"an answer on {subject}", whom, deadline, "given up") from error
+
     async def serve(self, subject: str, request: type[Request], handler: Callable[[Request], Awaitable[Message]]) -> None:
         """Answers requests on ``subject`` until the connection closes; a `MyxoError` of the handler becomes a `Refused`.
 
-        Handlers run as tasks of their own, so a slow one does not hold up the next request.
+        Handlers run as tasks of their own, so a slow one does not hold up the next request. Raises NotPermitted.
         """
         log = structlog.get_logger()
         running: set[asyncio.Task[None]] = set()
@@ -260,14 +306,29 @@ class Bus:
             running.add(task)
             task.add_done_callback(running.discard)
 
+        start = time.monotonic()
         await self.connection.subscribe(subject, cb=on_message)
+        with contextlib.suppress(*TRANSIENT):  # a link that broke just now subscribes again when it is back
+            await self.connection.flush(timeout=int(ATTEMPT_SECONDS))  # a refusal comes before the answer to this
+        self.raise_if_refused(start, subject)
+
+    # --- what the account does not have
+
+    def raise_if_refused(self, start: float, *subjects: str) -> None:
+        """Raises NotPermitted where the server has refused this client a subject that begins like one of these since ``start``.
+
+        Args:
+            start: `time.monotonic()` before the attempt.
+        """
+        if words := self._violations.since(start, *subjects):
+            raise NotPermitted(f"the NATS server at {redacted(self.url)} refuses this account: {words}")
 
     # --- key-value
 
     async def put(self, bucket: str, key: str, value: bytes, *, deadline: float = 15.0) -> int:
         """Writes a key; returns its revision."""
-        store = await self._bucket(bucket)
-        return await self._until(time.monotonic() + deadline, lambda: store.put(key, value), f"KV {bucket}/{key}", redacted(self.url))
+        store, end, what = await self._bucket(bucket), time.monotonic() + deadline, f"KV {bucket}/{key}"
+        return await self._until(end, lambda: store.put(key, value), what, redacted(self.url), f"$KV.{bucket}.{key}")
 
     async def get(self, bucket: str, key: str, *, deadline: float = 15.0) -> bytes | None:
         """Reads a key; None where it is absent."""
@@ -279,12 +340,13 @@ class Bus:
             except (nats.js.errors.KeyNotFoundError, nats.js.errors.KeyDeletedError):
                 return None
 
-        return await self._until(time.monotonic() + deadline, once, f"KV {bucket}/{key}", redacted(self.url))
+        end, subject = time.monotonic() + deadline, f"$JS.API.STREAM.MSG.GET.KV_{bucket}"
+        return await self._until(end, once, f"KV {bucket}/{key}", redacted(self.url), subject)
 
     async def delete(self, bucket: str, key: str, *, deadline: float = 5.0) -> None:
         """Removes a key; absent is fine."""
-        store = await self._bucket(bucket)
-        await self._until(time.monotonic() + deadline, lambda: store.delete(key), f"KV {bucket}/{key}", redacted(self.url))
+        store, end, what = await self._bucket(bucket), time.monotonic() + deadline, f"KV {bucket}/{key}"
+        await self._until(end, lambda: store.delete(key), what, redacted(self.url), f"$KV.{bucket}.{key}")
 
     async def keys(self, bucket: str, *, deadline: float = 15.0) -> list[str]:
         """The live keys of a bucket."""
@@ -294,31 +356,43 @@ class Bus:
             info = await self.js.stream_info(f"KV_{bucket}", subjects_filter=f"{prefix}>")
             return sorted(subject.removeprefix(prefix) for subject in (info.state.subjects or {}))
 
-        return await self._until(time.monotonic() + deadline, once, f"keys of KV {bucket}", redacted(self.url))
+        end, subject = time.monotonic() + deadline, f"$JS.API.STREAM.INFO.KV_{bucket}"
+        return await self._until(end, once, f"keys of KV {bucket}", redacted(self.url), subject)
 
     async def _bucket(self, bucket: str) -> KeyValue:
         if bucket not in self._buckets:
+            end, subject = time.monotonic() + 15, f"$JS.API.STREAM.INFO.KV_{bucket}"
             try:
                 self._buckets[bucket] = await self._until(
-                    time.monotonic() + 15, lambda: self.js.key_value(bucket), f"KV bucket {bucket}", redacted(self.url)
+                    end, lambda: self.js.key_value(bucket), f"KV bucket {bucket}", redacted(self.url), subject
                 )
             except nats.js.errors.BucketNotFoundError as error:
                 raise MyxoError(f"the bus has no KV bucket {bucket}: does the run exist there? (`myxo up` makes it)") from error
         return self._buckets[bucket]
 
-    async def _until(self, end: float, once: Callable[[], Awaitable[Result]], what: str, whom: str) -> Result:
-        """Tries ``once`` until it works or ``end`` (monotonic seconds) passes."""
+    async def _until(self, end: float, once: Callable[[], Awaitable[Result]], what: str, whom: str, *subjects: str) -> Result:
+        """Tries ``once`` until it works, ``end`` (monotonic seconds) passes, or the server refuses one of the ``subjects``."""
         start = time.monotonic()
         while True:
             try:
                 return await once()
             except TRANSIENT as error:
+                self.raise_if_refused(start, *subjects)
                 if time.monotonic() + RETRY_PAUSE > end or self.connection.is_closed:
                     raise DeadlineExceeded(what, whom, round(end - start, 1), f"given up ({type(error).__name__})") from error
             await asyncio.sleep(RETRY_PAUSE)
 
 
 Result = TypeVar("Result")
+
+
+def _hopeless(error: Exception) -> str | None:
+    """Why trying again will not help; None where it may."""
+    if isinstance(error, nats.errors.AuthorizationError):
+        return "authorization violation: it does not take these credentials"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted ({error.verify_message}); name the authority's file in {addresses.CA_VARIABLE}"
+    return None
 
 
 def redacted(url: str) -> str:

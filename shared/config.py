@@ -8,17 +8,26 @@ services read it from there.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from shared.environment import address
 from shared.errors import ConfigError
 from shared.subjects import RUN_ID
 
 MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}
 """Marks fields that may change when a run is resumed."""
+
+
+VERIFIERS = ("math", "exact")
+"""Environments that come with the reward service."""
+
+REMOTE = "remote_rm"
+"""The environment of ``rm_url``."""
 
 
 class Section(BaseModel):
@@ -91,10 +100,44 @@ class RolloutSection(Section):
 class RewardSection(Section):
     """Scoring."""
 
-    rm_type: Literal["math", "exact"] = Field(default="math", description="verifier: math (math-verify) or exact match")
+    rm_type: str = Field(
+        default="math",
+        description="what scores: math (math-verify), exact (match), remote_rm (the environment at rm_url) or a name of environments; "
+        "a prompt's metadata.rm_type overrides it",
+    )
+    rm_url: str | None = Field(default=None, description="the environment of remote_rm: http://host:port or nats:NAME")
+    environments: dict[str, str] = Field(default={}, description="more environments: name = http://host:port or nats:NAME")
+    environment_concurrency: int = Field(
+        default=16, gt=0, description="groups in an external environment's hands at once, for each reward service", **MUTABLE
+    )
     reward_timeout: float = Field(default=30, gt=0, description="seconds for scoring one group", **MUTABLE)
-    reward_workers: int = Field(default=1, gt=0, description="verifier processes of a reward service", **MUTABLE)
+    reward_workers: int = Field(default=1, gt=0, description="processes of each verifier in a reward service", **MUTABLE)
     reward_replicas: int = Field(default=1, gt=0, description="reward services that `myxo up` starts", **MUTABLE)
+
+    @model_validator(mode="after")
+    def _environments_fit(self) -> Self:
+        for name, url in self.environments.items():
+            if not address.NAME.match(name):
+                raise ValueError(f"reward.environments: the name {name!r}: use 1 to 63 letters, digits, '-' and '_'")
+            if name in (*VERIFIERS, REMOTE):
+                raise ValueError(f"reward.environments: the name {name!r} is taken; {', '.join(VERIFIERS)} and {REMOTE} are there already")
+            _check_url(f"reward.environments.{name}", url)
+        if self.rm_url is not None:
+            _check_url("reward.rm_url", self.rm_url)
+        elif self.rm_type == REMOTE:
+            raise ValueError(f"reward.rm_url: required with rm_type = {REMOTE}: {address.EXPECTED}")
+        if self.rm_type not in self.environment_names():
+            raise ValueError(f"reward.rm_type: no such verifier or environment; {nearest(self.rm_type, self.environment_names())}")
+        return self
+
+    @property
+    def external(self) -> dict[str, str]:
+        """The environments outside of Myxo: name → URL."""
+        return {**({} if self.rm_url is None else {REMOTE: self.rm_url}), **self.environments}
+
+    def environment_names(self) -> list[str]:
+        """Every environment that a prompt of this run may name, built in or not; each has a queue of its own."""
+        return sorted({*VERIFIERS, *self.external})
 
 
 class EvalSection(Section):
@@ -318,7 +361,8 @@ def changes(old: RunConfig, new: RunConfig) -> list[str]:
             if isinstance(extra, dict) and extra.get("mutable"):
                 continue
             if getattr(before, field) != getattr(after, field):
-                found.append(f"{section}.{field}: {getattr(before, field)!r} → {getattr(after, field)!r}")
+                was, is_ = _without_secrets(getattr(before, field)), _without_secrets(getattr(after, field))
+                found.append(f"{section}.{field}: {was!r} → {is_!r}")
     return found
 
 
@@ -326,6 +370,20 @@ def nearest(name: str, valid: list[str]) -> str:
     """``did you mean …`` with the nearest valid names, or the list where none is near."""
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else f"valid are {', '.join(sorted(valid))}"
+
+
+def _check_url(field: str, url: str) -> None:
+    try:
+        address.parse(url)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from None
+
+
+def _without_secrets(value: Any) -> Any:
+    """A value as errors show it: URLs without their credentials."""
+    if isinstance(value, dict):
+        return {key: _without_secrets(item) for key, item in value.items()}
+    return re.sub(r"://.*@", "://", value) if isinstance(value, str) else value
 
 
 def _refuse_unknown(values: dict[str, Any]) -> None:
@@ -361,4 +419,4 @@ def _config_error(error: ValidationError, values: dict[str, Any]) -> ConfigError
         model = section_model(location[0]) if len(location) > 1 else None
         description = model.model_fields[location[1]].description if model and location[1] in model.model_fields else "a section"
         return ConfigError(".".join(location), None, f"required: {description}")
-    return ConfigError(".".join(location), value, message[0].lower() + message[1:])
+    return ConfigError(".".join(location), _without_secrets(value), message[0].lower() + message[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 
 import uvicorn
@@ -32,7 +33,7 @@ def health_app(health: Callable[[], dict[str, object]], registry: CollectorRegis
 
 @contextlib.asynccontextmanager
 async def serving(app: FastAPI, address: str, deadline: float = 15.0) -> AsyncIterator[str]:
-    """Serves ``app`` at ``host:port`` (port 0: any free one) while the body runs; yields the real ``host:port``."""
+    """Serves ``app`` at ``host:port`` (port 0: any free one) while the body runs; yields the ``host:port`` that others reach it by."""
     host, _, port = address.rpartition(":")
     config = uvicorn.Config(app, host=host or "127.0.0.1", port=int(port), log_level="warning", access_log=False, lifespan="off", ws="none")
     server = uvicorn.Server(config)
@@ -47,7 +48,7 @@ async def serving(app: FastAPI, address: str, deadline: float = 15.0) -> AsyncIt
         await asyncio.sleep(0.02)
     bound = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield f"{host or '127.0.0.1'}:{bound}"
+        yield f"{socket.gethostname() if host == '0.0.0.0' else host or '127.0.0.1'}:{bound}"
     finally:
         server.should_exit = True
         server.force_exit = True

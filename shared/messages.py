@@ -354,7 +354,8 @@ class ServiceCard(Message):
 
     ``version``: weights served (-1: none). ``state``: starting, ready, updating, fenced, stopping, … ``gauges``: small live figures.
     ``ranks``: of its engine in a process group. ``incarnation`` changes whenever what the service holds in memory (an engine's
-    weights) is lost.
+    weights) is lost. ``detail``: the reason of the state, in words. Service `environment` is none of ours: the reward services
+    keep its card, with its URL as ``http``.
     """
 
     service: str
@@ -362,9 +363,11 @@ class ServiceCard(Message):
     host: str
     pid: int
     http: str
+    engine: str = ""
     state: str
     version: int = -1
     incarnation: str = ""
     ranks: int = 1
     gauges: dict[str, float] = {}
+    detail: str = ""
     at: float

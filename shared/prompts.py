@@ -1,4 +1,4 @@
-"""Prompts from a JSONL file: text or chat messages, label, metadata; rendered and tokenised without torch."""
+"""Prompts from a JSONL file: text or chat messages, label, metadata, environment; rendered and tokenised without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared import codec
-from shared.config import DataSection, RunConfig
+from shared.config import DataSection, RewardSection, RunConfig, nearest
 from shared.errors import ConfigError
 from shared.jsonl import JsonLines
 from shared.tokenizer import Tokenizer
@@ -17,12 +17,13 @@ from shared.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, ready to generate from. ``content`` as it stands in the file; ``tokens``: int32 [P]."""
+    """One prompt, ready to generate from. ``content`` as it stands in the file; ``tokens``: int32 [P]; ``environment`` scores it."""
 
     content: str | list[dict[str, Any]]
     tokens: NDArray[np.int32]
     label: str | None
     metadata: dict[str, Any]
+    environment: str
 
 
 class PromptFile:
@@ -30,10 +31,15 @@ class PromptFile:
 
     Args:
         lines: the file. data: keys and template. max_tokens: the longest prompt accepted (None: any).
+        reward: which environments there are, and which scores prompts that name none.
     """
 
-    def __init__(self, lines: JsonLines, data: DataSection, tokenizer: Tokenizer, max_tokens: int | None) -> None:
+    def __init__(
+        self, lines: JsonLines, data: DataSection, tokenizer: Tokenizer, max_tokens: int | None, reward: RewardSection | None = None
+    ) -> None:
         self._lines, self._data, self._tokenizer, self._max_tokens = lines, data, tokenizer, max_tokens
+        self._reward = reward or RewardSection()
+        self._environments = self._reward.environment_names()
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -60,12 +66,22 @@ class PromptFile:
             self._refuse(row, data.input_key, content, "a prompt that is not empty")
         if self._max_tokens is not None and len(tokens) > self._max_tokens:
             self._refuse(row, data.input_key, f"{len(tokens)} tokens", f"at most rollout_max_prompt_len = {self._max_tokens} tokens")
-        return Prompt(content, tokens, label, metadata)
+        return Prompt(content, tokens, label, metadata, self._environment(row, metadata))
 
     def check(self) -> None:
         """Reads every prompt once. Raises ConfigError for the first that does not fit."""
         for row in range(len(self)):
             self[row]
+
+    def _environment(self, row: int, metadata: dict[str, Any]) -> str:
+        """The prompt's own ``metadata.rm_type``, as slime has it, else the run's."""
+        name = metadata.get("rm_type")
+        if name is None:
+            return self._reward.rm_type
+        if name not in self._environments:
+            expected = f"a verifier or environment of [reward] ({nearest(str(name), self._environments)})"
+            self._refuse(row, f"{self._data.metadata_key}.rm_type", name, expected)
+        return str(name)
 
     def _render(self, row: int, content: Any) -> str:
         if isinstance(content, str):
@@ -87,7 +103,7 @@ def _is_chat_message(message: object) -> bool:
 def training_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptFile:
     """The run's training prompts."""
     lines = JsonLines(config.data.prompt_data, "data.prompt_data")
-    return PromptFile(lines, config.data, tokenizer, config.rollout.rollout_max_prompt_len)
+    return PromptFile(lines, config.data, tokenizer, config.rollout.rollout_max_prompt_len, config.reward)
 
 
 def eval_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptFile | None:
@@ -95,4 +111,4 @@ def eval_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptFile | None:
     if config.eval.eval_prompt_data is None:
         return None
     lines = JsonLines(config.eval.eval_prompt_data, "eval.eval_prompt_data")
-    return PromptFile(lines, config.data, tokenizer, config.rollout.rollout_max_prompt_len)
+    return PromptFile(lines, config.data, tokenizer, config.rollout.rollout_max_prompt_len, config.reward)

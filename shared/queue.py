@@ -84,8 +84,9 @@ class WorkQueue(Generic[M]):
     async def fetch(self, most: int, seconds: float = FETCH_SECONDS) -> list[Lease[M]]:
         """Up to ``most`` leases, as soon as there is one; an empty list when none came within ``seconds`` or the bus is away for now.
 
-        A message that cannot be read is logged with its reason and removed, so that it blocks nobody.
+        A message that cannot be read is logged with its reason and removed, so that it blocks nobody. Raises NotPermitted.
         """
+        start = time.monotonic()
         try:
             if self._pull is None:
                 self._pull = await Pull.open(self._bus, self._consumer.stream, self._consumer.name)
@@ -94,6 +95,8 @@ class WorkQueue(Generic[M]):
             structlog.get_logger().warning("fetch_failed", queue=self._consumer.name, error=str(error) or type(error).__name__)
             await asyncio.sleep(RETRY_PAUSE * 5)
             return []
+        if not raw:
+            self._bus.raise_if_refused(start, self._pull.request_subject)
         leases = []
         for message in raw:
             try:
@@ -105,12 +108,14 @@ class WorkQueue(Generic[M]):
 
     async def depth(self, deadline: float = 5.0) -> tuple[int, int]:
         """(waiting, in workers' hands) right now."""
-        end = time.monotonic() + deadline
+        start = time.monotonic()
+        end = start + deadline
         while True:
             try:
                 info = await self._bus.js.consumer_info(self._consumer.stream, self._consumer.name)
                 return info.num_pending or 0, info.num_ack_pending or 0
             except TRANSIENT as error:
+                self._bus.raise_if_refused(start, f"$JS.API.CONSUMER.INFO.{self._consumer.stream}")
                 if time.monotonic() > end:
                     raise DeadlineExceeded(f"depth of {self._consumer.name}", "the bus", deadline, "given up") from error
                 await asyncio.sleep(RETRY_PAUSE)
@@ -124,7 +129,7 @@ class Pull:
     """
 
     def __init__(self, connection: Client, subscription: Subscription, inbox: str, request_subject: str) -> None:
-        self._connection, self._subscription, self._inbox, self._request_subject = connection, subscription, inbox, request_subject
+        self._connection, self._subscription, self._inbox, self.request_subject = connection, subscription, inbox, request_subject
         self._requests = 0
 
     @classmethod
@@ -148,7 +153,7 @@ class Pull:
         reply = f"{self._inbox}.{self._requests}"
         request: dict[str, object] = {"batch": batch}
         request |= {"no_wait": True} if expires is None else {"expires": int(expires * 1e9)}
-        await self._connection.publish(self._request_subject, json.dumps(request).encode(), reply)
+        await self._connection.publish(self.request_subject, json.dumps(request).encode(), reply)
         got: list[Msg] = []
         end = time.monotonic() + patience
         while len(got) < batch:

@@ -13,6 +13,9 @@ from shared.subjects import Subjects
 HEARTBEAT = SERVICES_TTL / 5
 """Seconds between renewals of a card."""
 
+ENVIRONMENT = "environment"
+"""The service of cards that speak of an environment outside of Myxo: it is no process of the run, whatever it is called."""
+
 
 class Registry:
     """The run's service cards.

@@ -24,11 +24,13 @@ FETCH_SECONDS = 5.0
 
 async def last_sequence(bus: Bus, stream: str, deadline: float = 30.0) -> int:
     """The sequence of the stream's newest message; 0 where it is empty."""
-    end = time.monotonic() + deadline
+    start = time.monotonic()
+    end = start + deadline
     while True:
         try:
             return (await bus.js.stream_info(stream)).state.last_seq
         except TRANSIENT as error:
+            bus.raise_if_refused(start, f"$JS.API.STREAM.INFO.{stream}")
             if time.monotonic() > end:
                 raise DeadlineExceeded(f"the state of stream {stream}", "the bus", deadline, "given up") from error
             await asyncio.sleep(RETRY_PAUSE)
@@ -45,6 +47,7 @@ async def read(bus: Bus, stream: str, model: type[M], subject: str = ">", deadli
         try:
             pull, pending = await _reader(bus, stream, subject, seen + 1)
         except TRANSIENT as error:
+            bus.raise_if_refused(progress, f"$JS.API.CONSUMER.CREATE.{stream}")
             if time.monotonic() - progress > deadline:
                 raise DeadlineExceeded(f"a reader of {stream}", "the bus", deadline, "given up") from error
             await asyncio.sleep(RETRY_PAUSE)
@@ -54,6 +57,7 @@ async def read(bus: Bus, stream: str, model: type[M], subject: str = ">", deadli
                 try:
                     messages = await pull.fetch(min(FETCH, pending), timeout=FETCH_SECONDS)
                 except (nats.errors.Error, *TRANSIENT) as error:
+                    bus.raise_if_refused(progress, f"$JS.API.CONSUMER.MSG.NEXT.{stream}")
                     if time.monotonic() - progress > deadline:
                         raise DeadlineExceeded(f"{pending} messages of {stream}", "the bus", deadline, "given up") from error
                     await asyncio.sleep(RETRY_PAUSE)

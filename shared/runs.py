@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from typing import TypeVar
 
-from shared import streams
+from nats.js.errors import NotFoundError
+
+from shared import addresses, streams
 from shared.bus import Bus
 from shared.config import RunConfig, changes
 from shared.errors import ConfigError, MyxoError
+from shared.ledger import LedgerRecord, RunFinished
 from shared.subjects import Subjects
+
+Record = TypeVar("Record", bound=LedgerRecord)
 
 _CONFIG, _STORE, _PHASE = "config", "store", "phase"
 RUNNING, FINISHED = "running", "finished"
@@ -23,7 +29,8 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None) -> None:
     """Makes the run's streams and freezes its config; on a resume, takes over the fields that may change.
 
     Args:
-        store_url: where payloads lie, for services that are not told by ``REDIS_URL``.
+        store_url: where payloads lie, for services that are not told by ``REDIS_URL``. One with credentials is not written down: every
+            service can read this, and each has an account of its own.
 
     Raises ConfigError when a field differs that may not change.
     """
@@ -38,8 +45,13 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None) -> None:
             raise ConfigError(field, values, expected)
     await bus.put(bucket, _CONFIG, config.model_dump_json().encode())
     if store_url is not None:
-        await bus.put(bucket, _STORE, store_url.encode())
-    if await phase(bus, config.run.name) is None:
+        stated = "" if addresses.has_credentials(store_url) else store_url
+        await bus.put(bucket, _STORE, stated.encode())  # empty, too: an address from before must not stand
+    known = await phase(bus, config.run.name)
+    if known == FINISHED:  # and more steps are asked for?
+        finished = await last_record(bus, config.run.name, RunFinished)
+        known = FINISHED if finished is not None and finished.steps >= config.rollout.num_rollout else None
+    if known is None:
         await set_phase(bus, config.run.name, RUNNING)
 
 
@@ -67,3 +79,14 @@ async def phase(bus: Bus, run: str) -> str | None:
 
 async def set_phase(bus: Bus, run: str, value: str) -> None:
     await bus.put(Subjects(run).config_bucket, _PHASE, value.encode())
+
+
+async def last_record(bus: Bus, run: str, kind: type[Record]) -> Record | None:
+    """The newest ledger record of a kind; None where there is none, or no such run."""
+    names = Subjects(run)
+    try:
+        last = await bus.js.get_last_msg(names.ledger_stream, names.ledger(kind.event()))
+    except NotFoundError:
+        return None
+    assert last.data is not None  # every ledger record has a body
+    return kind.decode(last.data)

@@ -1,6 +1,7 @@
 """What every service process does around its own work: connect, read the run's config, answer health checks, keep its card, stop well.
 
-Environment: ``NATS_URL`` and ``MYXO_RUN`` (required), ``REDIS_URL`` (else the run's), ``MYXO_INSTANCE`` (else host and pid),
+Environment: ``NATS_URL`` and ``MYXO_RUN`` (required), ``REDIS_URL`` (else the run's); both URLs may come from files instead
+(`shared.addresses`), ``MYXO_INSTANCE`` (else host and pid),
 ``MYXO_HTTP`` (``host:port`` of the health side, default a free port on loopback), ``MYXO_LOG_LEVEL``.
 Exit codes: 0 done or asked to stop, 2 bad input (one line on standard error), 1 anything else.
 """
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
@@ -20,7 +22,7 @@ from typing import Any, NoReturn
 
 import structlog
 
-from shared import http, runs
+from shared import addresses, http, runs
 from shared.bus import TRANSIENT, Bus, BusUnreachable
 from shared.cancel import cancelled
 from shared.config import RunConfig
@@ -51,9 +53,10 @@ class Service:
         self.log: Any = structlog.get_logger()
         self.state = "starting"
         self.version = -1
-        self.incarnation = str(os.getpid())
+        self.incarnation = secrets.token_hex(4)  # not the pid: in a container every life has the same one
         self.ranks = 1
         self.http = ""
+        self.engine = ""
 
     def card(self) -> ServiceCard:
         """What the registry shows of this service now."""
@@ -63,6 +66,7 @@ class Service:
             host=socket.gethostname(),
             pid=os.getpid(),
             http=self.http,
+            engine=self.engine,
             state=self.state,
             version=self.version,
             incarnation=self.incarnation,
@@ -131,10 +135,10 @@ class Service:
 
 
 def environment() -> tuple[str, str]:
-    """(NATS_URL, MYXO_RUN). Raises ConfigError for what is missing or malformed."""
-    url, run = os.environ.get("NATS_URL"), os.environ.get("MYXO_RUN")
+    """The URL of NATS and the run's id. Raises ConfigError for what is missing or malformed."""
+    url, run = addresses.nats_url(), os.environ.get("MYXO_RUN")
     if not url:
-        raise ConfigError("NATS_URL", url, "required in the environment: nats://[user:password@]host:port")
+        raise ConfigError("NATS_URL", url, "required in the environment: nats://[user:password@]host:port, or NATS_URL_FILE")
     if not run or not RUN_ID.match(run):
         raise ConfigError("MYXO_RUN", run, "required in the environment: the run's id, lower-case letters, digits, '-' and '_'")
     return url, run
@@ -147,13 +151,13 @@ def default_instance(service: str) -> str:
 
 
 async def connect(name: str) -> Service:
-    """Connects to bus and store and reads the run's config."""
+    """Connects to bus and store and reads the run's config. ``name``: the service, and its account's role."""
     url, run = environment()
-    bus = await Bus.connect(url, name=f"{run}/{name}")
+    bus = await Bus.connect(url, name=f"{run}/{name}", inbox=Subjects(run).inbox(name))
     config = await runs.load(bus, run)
-    redis_url = os.environ.get("REDIS_URL") or await runs.store_url(bus, run)
+    redis_url = addresses.redis_url() or await runs.store_url(bus, run)
     if not redis_url:
-        raise ConfigError("REDIS_URL", None, "required: the run does not say where its payloads lie")
+        raise ConfigError("REDIS_URL", None, "required (or REDIS_URL_FILE): the run does not say where its payloads lie")
     service = Service(name, default_instance(name), run, bus, config, redis_url)
     await service.store.ping()
     return service

@@ -14,37 +14,66 @@ import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ConstantBackoff
-from redis.exceptions import BusyLoadingError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from shared import addresses
 from shared.errors import DeadlineExceeded, MyxoError, PayloadMissing
 
 RETRY_PAUSE = 0.2
 SOCKET_SECONDS = 10.0
 _AWAY = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OSError)
+_REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)  # the first two are connection errors to the library
 
 
 class StoreUnreachable(MyxoError):
-    """No Redis or Valkey answers at the URL."""
+    """No Redis or Valkey answers at the URL, or it does not let this client in."""
+
+
+class StoreRefused(MyxoError):
+    """The store does not take the credentials, or the account may not do this. Trying again does not help."""
+
+
+def options(url: str) -> dict[str, Any]:
+    """What a client of ``url`` is made with besides the URL: for ``rediss://`` whom to trust. Raises ConfigError."""
+    if not url.startswith("rediss:"):
+        return {}
+    authorities = addresses.authorities()
+    return {"ssl_check_hostname": True} | ({"ssl_ca_certs": authorities} if authorities else {})
 
 
 class Store:
     """Blobs by key, over one connection pool.
 
     Args:
-        url: ``redis://…``, ``rediss://…`` or ``unix:///path/to/socket``.
+        url: ``redis://…``, ``rediss://…`` (trusts ``MYXO_CA_FILE``) or ``unix:///path/to/socket``.
+
+    Every call raises DeadlineExceeded where the store stays away, StoreRefused where the account may not do this.
     """
 
     def __init__(self, url: str) -> None:
         self._client: Any = redis.asyncio.Redis.from_url(
-            url, socket_timeout=SOCKET_SECONDS, socket_connect_timeout=SOCKET_SECONDS, retry=AsyncRetry(ConstantBackoff(0), 0)
+            url,
+            socket_timeout=SOCKET_SECONDS,
+            socket_connect_timeout=SOCKET_SECONDS,
+            retry=AsyncRetry(ConstantBackoff(0), 0),
+            **options(url),
         )
 
     async def ping(self, deadline: float = 15.0) -> None:
         """Proves that the store answers. Raises StoreUnreachable."""
         try:
             await self._until(deadline, lambda: self._client.ping(), "an answer")
+        except StoreRefused as error:
+            raise StoreUnreachable(str(error)) from error
         except (DeadlineExceeded, RedisError) as error:
             raise StoreUnreachable(f"the store does not answer: {error}") from error
 
@@ -80,11 +109,6 @@ class Store:
         if keys:
             await self._until(deadline, lambda: self._client.unlink(*keys), f"removal of {len(keys)} blobs")
 
-    async def memory(self, deadline: float = 5.0) -> int:
-        """Bytes the server uses."""
-        info = await self._until(deadline, lambda: self._client.info("memory"), "memory figures")
-        return int(info["used_memory"])
-
     async def close(self) -> None:
         await self._client.aclose()
 
@@ -93,7 +117,10 @@ class Store:
         while True:
             try:
                 return await once()
+            except _REFUSED as error:
+                raise _refusal(what, error) from error
             except _AWAY as error:
+                _check_trust(what, error)
                 if time.monotonic() + RETRY_PAUSE > end:
                     raise DeadlineExceeded(what, "the store", deadline, f"given up ({error})") from error
             except ResponseError as error:
@@ -106,10 +133,12 @@ class BlockingStore:
     """The reading side for code without an event loop."""
 
     def __init__(self, url: str) -> None:
-        self._client: Any = redis.Redis.from_url(url, socket_timeout=SOCKET_SECONDS, socket_connect_timeout=SOCKET_SECONDS)
+        self._client: Any = redis.Redis.from_url(
+            url, socket_timeout=SOCKET_SECONDS, socket_connect_timeout=SOCKET_SECONDS, **options(url)
+        )
 
     def read(self, keys: Sequence[str], deadline: float = 60.0) -> list[bytes]:
-        """The blobs in order. Raises PayloadMissing naming the first absent key, DeadlineExceeded."""
+        """The blobs in order. Raises PayloadMissing naming the first absent key, DeadlineExceeded, StoreRefused."""
         end = time.monotonic() + deadline
         blobs = []
         for key in keys:
@@ -117,7 +146,10 @@ class BlockingStore:
                 try:
                     blobs.append(_present(key, self._client.get(key)))
                     break
+                except _REFUSED as error:
+                    raise _refusal(f"blob {key}", error) from error
                 except _AWAY as error:
+                    _check_trust(f"blob {key}", error)
                     if time.monotonic() + RETRY_PAUSE > end:
                         raise DeadlineExceeded(f"blob {key}", "the store", deadline, f"given up ({error})") from error
                 except ResponseError as error:
@@ -134,3 +166,14 @@ def _present(key: str, blob: bytes | None) -> bytes:
     if blob is None:
         raise PayloadMissing(f"the store holds no blob {key}")
     return blob
+
+
+def _refusal(what: str, error: Exception) -> StoreRefused:
+    return StoreRefused(f"the store refuses {what}: {error}")
+
+
+def _check_trust(what: str, error: Exception) -> None:
+    """Raises StoreRefused where the connection failed at the server's certificate."""
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        then = f"name the authority's file in {addresses.CA_VARIABLE}"
+        raise StoreRefused(f"{what} is not asked for: the store's certificate is not trusted; {then} ({error})") from error

@@ -72,7 +72,16 @@ def _consumer(stream: str, name: str, subject: str, bus: BusSection) -> Consumer
 
 
 async def create(bus: Bus, config: RunConfig) -> None:
-    """Makes the run's streams, consumers and buckets; what is there already stays as it is."""
+    """Makes the run's streams, consumers and buckets; what is there already stays as it is. Raises NotPermitted."""
+    start = time.monotonic()
+    try:
+        await _create(bus, config)
+    except TRANSIENT:
+        bus.raise_if_refused(start, "$JS.API.")
+        raise
+
+
+async def _create(bus: Bus, config: RunConfig) -> None:
     run, names = config.run.name, Subjects(config.run.name)
     for stream, subjects in (
         (names.task_stream, f"{run}.task.>"),
@@ -85,9 +94,8 @@ async def create(bus: Bus, config: RunConfig) -> None:
     events = _stream(names.events_stream, planes, RetentionPolicy.LIMITS, config.bus)
     await _add_stream(bus, events.evolve(discard=DiscardPolicy.OLD, max_msgs=EVENTS_KEPT, max_bytes=EVENTS_BYTES))
 
-    environments = {config.reward.rm_type}
     consumers = [task_consumer(run, config.bus, c) for c in (TRAIN, EVAL)]
-    consumers += [generated_consumer(run, config.bus, environment) for environment in sorted(environments)]
+    consumers += [generated_consumer(run, config.bus, environment) for environment in config.reward.environment_names()]
     consumers.append(scored_consumer(run, config.bus))
     for consumer in consumers:
         await _add_consumer(bus, consumer, config.bus.replicas)
@@ -151,14 +159,15 @@ async def _add_consumer(bus: Bus, consumer: Consumer, replicas: int) -> None:
 
 async def exists(bus: Bus, run: str, deadline: float = 15.0) -> bool:
     """Whether the bus holds a run of this name. Raises DeadlineExceeded."""
-    stream = Subjects(run).ledger_stream
-    end = time.monotonic() + deadline
+    stream, start = Subjects(run).ledger_stream, time.monotonic()
+    end = start + deadline
     while True:
         try:
             await bus.js.stream_info(stream)
         except NotFoundError:
             return False
         except TRANSIENT as error:
+            bus.raise_if_refused(start, f"$JS.API.STREAM.INFO.{stream}")
             if time.monotonic() > end:
                 raise DeadlineExceeded(f"the state of stream {stream}", "the bus", deadline, "given up") from error
             await asyncio.sleep(RETRY_PAUSE)

@@ -58,7 +58,8 @@ def silence_logs() -> None:
 class Metrics:
     """A service's Prometheus metrics, made on first use: ``metrics.set("ready_groups", 3)``.
 
-    Names get the prefix ``myxo_``; every sample carries the run and the instance.
+    Names get the prefix ``myxo_``; every sample carries the run and the instance, and what ``labels`` a metric has besides: always
+    the same ones. In `values` it stands as ``name.label``.
     """
 
     def __init__(self, run: str, instance: str) -> None:
@@ -68,19 +69,20 @@ class Metrics:
         self._counters: dict[str, Counter] = {}
         self.values: dict[str, float] = {}
 
-    def set(self, name: str, value: float) -> None:
+    def set(self, name: str, value: float, **labels: str) -> None:
         """Sets a gauge."""
         if name not in self._gauges:
-            self._gauges[name] = Gauge(f"myxo_{_legal(name)}", name, list(self._labels), registry=self.registry)
-        self._gauges[name].labels(**self._labels).set(value)
-        self.values[name] = float(value)
+            self._gauges[name] = Gauge(f"myxo_{_legal(name)}", name, [*self._labels, *labels], registry=self.registry)
+        self._gauges[name].labels(**self._labels, **labels).set(value)
+        self.values[".".join([name, *labels.values()])] = float(value)
 
-    def add(self, name: str, amount: float = 1.0) -> None:
+    def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
         """Adds to a counter."""
         if name not in self._counters:
-            self._counters[name] = Counter(f"myxo_{_legal(name)}", name, list(self._labels), registry=self.registry)
-        self._counters[name].labels(**self._labels).inc(amount)
-        self.values[name] = self.values.get(name, 0.0) + amount
+            self._counters[name] = Counter(f"myxo_{_legal(name)}", name, [*self._labels, *labels], registry=self.registry)
+        self._counters[name].labels(**self._labels, **labels).inc(amount)
+        key = ".".join([name, *labels.values()])
+        self.values[key] = self.values.get(key, 0.0) + amount
 
 
 def _legal(name: str) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import problems
-import tiny_model
 
 
 def main() -> None:
@@ -26,8 +25,15 @@ def main() -> None:
     for name in ("train", "heldout", "demonstrations", "layers"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: expected at least 1")
+    import tiny_model  # torch takes seconds to import: not before the options are known to be good
+
     folder: Path = options.folder
+    done = folder / "prepared"
+    if options.if_missing and done.exists():
+        print(f"{folder}: there already, left as it is")
+        return
     folder.mkdir(parents=True, exist_ok=True)
+    done.unlink(missing_ok=True)
     rng = random.Random(options.seed)
     drawn = problems.draw(rng, options.heldout + options.train + options.demonstrations)
     heldout, rest = drawn[: options.heldout], drawn[options.heldout :]
@@ -38,6 +44,7 @@ def main() -> None:
     _write(folder / "train.jsonl", map(problems.as_prompt, train))
     _write(folder / "sft.jsonl", demonstrations)
     parameters = tiny_model.save(folder / "model", seed=options.seed, layers=options.layers, hidden_size=options.hidden_size)
+    done.touch()
     print(f"{folder / 'model'}: Qwen3 with {parameters:,} random parameters and a tokenizer of characters")
     print(f"{folder}: {len(train)} problems to train on, {len(heldout)} held out,")
     print(f"  {len(worked)} worked and {len(demonstrations) - len(worked)} plain demonstrations")
@@ -50,6 +57,7 @@ def _write(path: Path, lines: Iterable[dict[str, str]]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/quickstart/data"), help="where the files go; made if missing")
+    parser.add_argument("--if-missing", action="store_true", help="leave what a finished earlier call has made as it is")
     parser.add_argument("--seed", type=int, default=0, help="of the problems and of the model's weights")
     parser.add_argument("--train", type=int, default=4096, help="problems in train.jsonl", metavar="N")
     parser.add_argument("--heldout", type=int, default=256, help="problems in heldout.jsonl", metavar="N")

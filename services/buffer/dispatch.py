@@ -83,7 +83,7 @@ class Dispatch:
             prompt_tokens=prompt.tokens,
             label=prompt.label,
             metadata=prompt.metadata,
-            environment=self._config.reward.rm_type,
+            environment=prompt.environment,
             sampling=sampling,
             min_version=minimum,
         )

@@ -254,12 +254,12 @@ class Buffer:
     async def _look(self) -> None:
         """Keeps the gauges: where every group is, and how deep each queue."""
         run, bus_config = self._service.run, self._config.bus
-        environment = self._config.reward.rm_type
+        generated = [generated_consumer(run, bus_config, environment) for environment in self._config.reward.environment_names()]
         queues = {
-            "queue_task": WorkQueue(self._bus, task_consumer(run, bus_config, TRAIN), Task),
-            "queue_eval": WorkQueue(self._bus, task_consumer(run, bus_config, EVAL), Task),
-            "queue_generated": WorkQueue(self._bus, generated_consumer(run, bus_config, environment), Task),
-            "queue_scored": WorkQueue(self._bus, scored_consumer(run, bus_config), Task),
+            "queue_task": [WorkQueue(self._bus, task_consumer(run, bus_config, TRAIN), Task)],
+            "queue_eval": [WorkQueue(self._bus, task_consumer(run, bus_config, EVAL), Task)],
+            "queue_generated": [WorkQueue(self._bus, consumer, Task) for consumer in generated],
+            "queue_scored": [WorkQueue(self._bus, scored_consumer(run, bus_config), Task)],
         }
         while True:
             state, metrics = self._state, self._service.metrics
@@ -268,10 +268,10 @@ class Buffer:
             metrics.set("ready", len(state.ready))
             metrics.set("outstanding", len(state.outstanding))
             metrics.set("eval_pending", sum(len(evaluation.pending()) for evaluation in state.evaluations.values()))
-            for name, queue in queues.items():
-                waiting, held = await queue.depth(deadline=120)
-                metrics.set(name, waiting)
-                metrics.set(f"{name}_held", held)
+            for name, parts in queues.items():
+                depths = [await queue.depth(deadline=120) for queue in parts]
+                metrics.set(name, sum(waiting for waiting, _ in depths))
+                metrics.set(f"{name}_held", sum(held for _, held in depths))
             await asyncio.sleep(LOOK_SECONDS)
 
 

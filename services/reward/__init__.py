@@ -1,1 +1,1 @@
-"""The reward service: scores what arrives on its environment's queue, with verifiers in processes that can be killed."""
+"""The reward service: scores the groups of every environment of a run, by verifiers of its own or by environments outside."""

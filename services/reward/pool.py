@@ -31,10 +31,14 @@ class VerifierPool:
     def __init__(self, name: str, size: int, module: str = "services.reward.worker") -> None:
         self._name, self._size, self._module = name, size, module
         self._idle: asyncio.Queue[Process | None] = asyncio.Queue()
+        for _ in range(size):
+            self._idle.put_nowait(None)  # a process still to be started
         self._running: set[Process] = set()
 
     async def start(self) -> None:
         """Starts the workers, so that the first call does not wait for imports. Raises DeadlineExceeded or VerifierFailed."""
+        for _ in range(self._size):
+            self._idle.get_nowait()
         for worker in await asyncio.gather(*(self._spawn() for _ in range(self._size))):
             self._idle.put_nowait(worker)
 

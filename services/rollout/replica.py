@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.command import EngineCommand, engine_command
 from services.rollout.engine.process import EngineProcess
+from services.rollout.router import reached_at, router_url
 from shared import devices
 from shared.embedded import free_port
 from shared.errors import DeadlineExceeded, MyxoError
@@ -39,6 +41,8 @@ class Replica:
         self.version = NO_WEIGHTS
         self.engine_up = asyncio.Event()
         self.incarnation = 0
+        self._exposed = bool(router_url())
+        self._life = service.incarnation
         self._gate = asyncio.Event()
         self._process: EngineProcess | None = None
 
@@ -90,7 +94,7 @@ class Replica:
     def _reincarnate(self) -> None:
         """What the trainer was told of this replica's weights does not hold any longer."""
         self.incarnation += 1
-        self._service.incarnation = f"{os.getpid()}.{self.incarnation}"
+        self._service.incarnation = f"{self._life}.{self.incarnation}"
 
     # --- the engine
 
@@ -116,8 +120,9 @@ class Replica:
         self._process = EngineProcess(command, self._log_file())
         self._process.start()
         seconds = await self._process.wait_ready(rollout.engine_start_timeout)
-        self.client = await EngineClient.connect(command.url, deadline=60)
+        self.client = await EngineClient.connect(command.url, admin_key=command.admin_key, deadline=60)
         self._reincarnate()
+        service.engine = reached_at(command) if self._exposed else ""
         service.state = "fenced"
         service.log.info("engine_ready", seconds=round(seconds, 1), url=command.url, release=self.client.capabilities.release)
         service.metrics.set("engine_start_seconds", seconds)
@@ -136,9 +141,10 @@ class Replica:
             self._service.config.model.hf_checkpoint,
             free_port(),
             device=device,
-            random_seed=self._service.config.data.rollout_seed + _number(self._service.instance),
+            random_seed=self._service.config.data.rollout_seed + _seed(self._service.instance),
             flags=flags,
             threads=1 if device == "cpu" else None,
+            exposed=self._exposed,
         )
 
     def _log_file(self) -> Path:
@@ -147,6 +153,7 @@ class Replica:
         return root / f"{self._service.instance}-engine.log"
 
     async def _close(self) -> None:
+        self._service.engine = ""
         if self.client is not None:
             await self.client.close()
             self.client = None
@@ -158,7 +165,6 @@ class Replica:
             self._process = None
 
 
-def _number(instance: str) -> int:
-    """The number at the end of an instance's name, so that replicas sample apart from each other."""
-    digits = instance.rsplit("-", 1)[-1]
-    return int(digits) if digits.isdigit() else 0
+def _seed(instance: str) -> int:
+    """A number that instances do not share, so that replicas sample apart from each other."""
+    return zlib.crc32(instance.encode()) % 2**20

@@ -8,6 +8,7 @@ import time
 from services.rollout.engine.errors import EngineError, InvalidRequest
 from services.rollout.generate import generate_group
 from services.rollout.replica import Replica
+from services.rollout.router import Router, router_url
 from services.rollout.weights import WeightsReceiver
 from shared import sample
 from shared.cancel import cancelled
@@ -42,11 +43,17 @@ class Rollout:
         """Works until asked to stop; groups in hand then go back to the queue."""
         service = self._service
         await self._weights.listen()
-        async with service.background(self._replica.keep_engine(), self._measure(), self._take(EVAL), self._take(TRAIN)):
+        work = [self._replica.keep_engine(), self._measure(), self._take(EVAL), self._take(TRAIN)]
+        router = Router(service, url) if (url := router_url()) else None
+        if router is not None:
+            work.append(router.keep())
+        async with service.background(*work):
             try:
                 await service.stopping.wait()
             finally:
                 await cancelled(self._running)
+                if router is not None:
+                    await router.leave()
 
     async def _take(self, task_class: str) -> None:
         """Fetches tasks of a class while the replica serves and has room; training tasks wait while evaluations fill it."""

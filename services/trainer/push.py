@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -83,6 +83,7 @@ class Pusher:
         self._group: WeightsGroup | None = None
         self._members: tuple[Target, ...] = ()
         self._collective = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._life = secrets.token_hex(4)  # a group of an earlier life must not be taken for one of this
         self._numbers = itertools.count()
         self._served: dict[str, tuple[str, int]] = {}  # instance → (incarnation, version) that it confirmed to us
         self._failures: dict[str, tuple[int, float]] = {}  # instance → (in a row, not before)
@@ -143,7 +144,7 @@ class Pusher:
             name, port, address = self._group.name, 0, ""
         else:
             self._leave()
-            name, port, address = f"myxo-{os.getpid()}-{next(self._numbers)}", free_port(), own_address()
+            name, port, address = f"myxo-{self._life}-{next(self._numbers)}", free_port(), own_address()
             world = 1 + sum(target.ranks for target in members)
             joined = self._in_thread(lambda: WeightsGroup(name, address, port, world, self._backend, max(1.0, deadline - time.monotonic())))
         ranks = dict(zip(members, itertools.accumulate((target.ranks for target in members), initial=1), strict=False))

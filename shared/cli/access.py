@@ -66,7 +66,7 @@ async def _reach(run: str, directory: Path) -> AsyncIterator[Access]:
     name, files = find(run, directory)
     given = preflight.given_servers().nats_url
     if given is not None:
-        bus = await preflight.connect(given)
+        bus = await preflight.connect(given, name)
         try:
             if not await streams.exists(bus, name):
                 raise ConfigError("RUN", run, f"no such run on the NATS server at {redacted(given)}; `myxo submit CONFIG` makes one")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import redis.asyncio
 from nats.js.errors import NotFoundError
 
-from shared.bus import Bus
+from shared.bus import TRANSIENT, Bus
+from shared.store import options
 from shared.subjects import Subjects
 
 SCAN = 1000
@@ -13,8 +16,11 @@ SCAN = 1000
 
 
 async def erase_from_bus(bus: Bus, run: str) -> None:
-    """Deletes the run's streams and buckets; absent ones are fine. The ledger goes last: while it is there, the run is."""
-    names = Subjects(run)
+    """Deletes the run's streams and buckets; absent ones are fine. The ledger goes last: while it is there, the run is.
+
+    Raises NotPermitted.
+    """
+    names, start = Subjects(run), time.monotonic()
     buckets = (names.services_bucket, names.weights_bucket, names.config_bucket)
     streams = (names.task_stream, names.generated_stream, names.scored_stream, names.events_stream)
     for stream in (*streams, *(f"KV_{bucket}" for bucket in buckets), names.ledger_stream):
@@ -22,11 +28,14 @@ async def erase_from_bus(bus: Bus, run: str) -> None:
             await bus.js.delete_stream(stream)
         except NotFoundError:
             continue
+        except TRANSIENT:
+            bus.raise_if_refused(start, "$JS.API.STREAM.DELETE.")
+            raise
 
 
 async def erase_from_store(url: str, run: str) -> None:
     """Deletes the run's payloads."""
-    client = redis.asyncio.Redis.from_url(url)
+    client = redis.asyncio.Redis.from_url(url, **options(url))
     try:
         async for key in client.scan_iter(match=f"{run}:group:*", count=SCAN):
             await client.unlink(key)

@@ -9,11 +9,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 import nats.errors
 import structlog
-from nats.js.errors import NotFoundError
 from redis.exceptions import RedisError
 from rich.console import Console
 
@@ -33,14 +31,12 @@ from shared.cli.supervisor import Supervisor, Verdict
 from shared.cli.view import View, look
 from shared.config import RunConfig
 from shared.errors import DeadlineExceeded, MyxoError
-from shared.ledger import BatchTrained, LedgerRecord, RunFinished
+from shared.ledger import BatchTrained, RunFinished
 from shared.messages import ServiceCard, ServiceEvent
-from shared.registry import Registry
+from shared.registry import ENVIRONMENT, Registry
 from shared.store import Store
 from shared.streams import SERVICES_TTL
 from shared.subjects import Subjects
-
-Record = TypeVar("Record", bound=LedgerRecord)
 
 TICK_SECONDS = 0.1
 WATCH_SECONDS = 0.5
@@ -95,7 +91,8 @@ class Launch:
         self._servers = Servers(self._directory, self._given, self._config.store.appendfsync)
         self._servers.start()
         try:
-            bus = await Bus.connect(self._servers.nats_url, name=f"{self._run}/launcher")
+            inbox = Subjects(self._run).inbox("operator")
+            bus = await Bus.connect(self._servers.nats_url, name=f"{self._run}/launcher", inbox=inbox)
             try:
                 with told_when_lost():
                     return await self._with_bus(bus)
@@ -116,14 +113,13 @@ class Launch:
         if self._fresh:
             await erase.erase_from_bus(bus, run)
             await erase.erase_from_store(self._servers.redis_url, run)
-        finished = await last_record(bus, run, RunFinished)
+        finished = await runs.last_record(bus, run, RunFinished)
         if finished is not None and finished.steps >= config.rollout.num_rollout:
             self._say(f"Run {run} is finished: {finished.steps} steps. --fresh starts it anew, a larger --num-rollout goes on.")
             return await self._report(bus)
         await runs.create(bus, config, self._servers.redis_url)
-        await runs.set_phase(bus, run, runs.RUNNING)
         self._directory.write_servers(Addresses(self._servers.nats_url, self._servers.redis_url, os.getpid()))
-        trained = await last_record(bus, run, BatchTrained)
+        trained = await runs.last_record(bus, run, BatchTrained)
         self._began = trained.step + 1 if trained else 0
         return await self._attend(bus, specs)
 
@@ -225,7 +221,7 @@ class Launch:
         registry = Registry(bus, self._run)
 
         async def others() -> list[ServiceCard]:
-            cards = await registry.alive()
+            cards = [card for card in await registry.alive() if card.service != ENVIRONMENT]
             return [card for card in cards if instances is None or card.instance in instances or card.service in ("buffer", "trainer")]
 
         end = time.monotonic() + GONE_SECONDS
@@ -294,14 +290,3 @@ class Launch:
 
     def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)
-
-
-async def last_record(bus: Bus, run: str, kind: type[Record]) -> Record | None:
-    """The newest ledger record of a kind; None where there is none, or no such run."""
-    names = Subjects(run)
-    try:
-        last = await bus.js.get_last_msg(names.ledger_stream, names.ledger(kind.event()))
-    except NotFoundError:
-        return None
-    assert last.data is not None  # every ledger record has a body
-    return kind.decode(last.data)

@@ -28,7 +28,18 @@ trainer, restarts whatever dies, and ends with the audit and the summary. Ctrl-C
 from the last checkpoint."""
 
 _SUBMIT = """Put a config's run on the NATS server of NATS_URL, its payloads to lie in the Redis of REDIS_URL, and exit. The services are
-started elsewhere: each needs only NATS_URL and MYXO_RUN."""
+started elsewhere: each needs only NATS_URL and MYXO_RUN, and REDIS_URL where accounts have passwords."""
+
+_ACCOUNTS = """Make the accounts of a run on NATS and Redis: passwords (kept where there are some already), the servers' configs and, with
+--tls, certificates. DIR/nats and DIR/redis are for the servers, DIR/buffer, rollout, reward, trainer, operator and environment each hold
+the nats_url and redis_url of one account. docs/accounts.md tells who may do what."""
+
+
+_ENV_CHECK = """Ask a live environment all that the protocol promises: its description, scores of one sample and of groups, of empty, odd
+and long responses, of eight requests at once. One line a check; exits 1 where one failed. Warnings are advice."""
+
+# what a command may lack → the extra that brings it
+_EXTRAS = {"tokenizers": "buffer", "jinja2": "buffer", "aiohttp": "reward"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complain(str(error))
         return exits.BAD_INPUT if isinstance(error, ConfigError) or type(error).__name__ == "NoSuchRun" else exits.FAILED
     except ModuleNotFoundError as error:
-        if error.name not in ("tokenizers", "jinja2"):
+        if error.name not in _EXTRAS:
             raise
-        _complain(f"{error.name} is not installed: pip install 'myxo[buffer]'")
+        _complain(f"{error.name} is not installed: pip install 'myxo[{_EXTRAS[error.name]}]'")
         return exits.FAILED
     except BrokenPipeError:  # whoever read our output has seen enough
         sys.stderr.close()
@@ -81,6 +92,9 @@ def parser() -> argparse.ArgumentParser:
     logs.add_argument("--level", choices=levels, default="debug", help="only lines of at least this level (default debug: all)")
     audit = _with_run(commands, "audit", "replay a run's ledger and check its invariants; exits 1 on a violation")
     audit.add_argument("--json", action="store_true", help="as one JSON object")
+    _with_run(commands, "watch", "the progress of a run whose services were started elsewhere, to its end, then its summary")
+    _with_environment(commands)
+    _with_accounts(commands)
     _with_run(commands, "summary", "what a run came to: summary.json, a picture, a table")
     return top
 
@@ -105,6 +119,32 @@ def _with_run(commands: argparse._SubParsersAction[_Parser], name: str, short: s
     command.add_argument("run", metavar="RUN", help="the run's id, or its directory")
     command.add_argument("--dir", type=Path, default=Path("runs"), help="where runs lie (default runs)")
     return command
+
+
+def _with_environment(commands: argparse._SubParsersAction[_Parser]) -> None:
+    env = commands.add_parser("env", help="environments: check that one keeps the protocol", allow_abbrev=False)
+    verbs = env.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
+    check = verbs.add_parser("check", help="try a live environment", description=_ENV_CHECK, allow_abbrev=False)
+    check.add_argument("url", metavar="URL", help="http://host:port, https://… or nats:NAME")
+    check.add_argument("--run", help="the run whose subjects a nats:NAME answers on; the server is that of NATS_URL")
+    check.add_argument("--timeout", type=_seconds, metavar="S", help="seconds for one score (default: what the environment asks for)")
+    check.add_argument("--prompt", metavar="P", help="a prompt of your task (default a sum)")
+    check.add_argument("--label", metavar="L", help="its label")
+    check.add_argument("--response", action="append", metavar="R", help="a response to it; may be given several times")
+    check.add_argument("--json", action="store_true", help="as one JSON object")
+
+
+def _with_accounts(commands: argparse._SubParsersAction[_Parser]) -> None:
+    short = "make the accounts of a run on NATS and Redis"
+    command = commands.add_parser("accounts", help=short, description=_ACCOUNTS, allow_abbrev=False)
+    command.add_argument("directory", metavar="DIR", type=Path, help="where the files go")
+    command.add_argument("--run", metavar="NAME", required=True, help="the run's id")
+    command.add_argument("--nats", metavar="HOST:PORT", default="nats:4222", help="where services reach NATS (default nats:4222)")
+    command.add_argument("--redis", metavar="HOST:PORT", default="redis:6379", help="where services reach Redis (default redis:6379)")
+    command.add_argument("--tls", action="store_true", help="encrypt both, with certificates of an authority made for this")
+    command.add_argument(
+        "--mounted", metavar="PATH", default="/credentials", help="where each server finds its own directory (default /credentials)"
+    )
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
@@ -135,6 +175,21 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
             from shared.cli.audit import audit
 
             return asyncio.run(audit(parsed.run, parsed.dir, console, parsed.json))
+        case "env":
+            from shared.cli.env import check
+
+            given = (parsed.prompt, parsed.label, parsed.response)
+            return asyncio.run(check(parsed.url, console, run=parsed.run, given=given, timeout=parsed.timeout, as_json=parsed.json))
+        case "accounts":
+            from shared.cli.accounts import accounts
+
+            return accounts(
+                parsed.directory, parsed.run, parsed.nats, parsed.redis, tls=parsed.tls, mounted=parsed.mounted, console=console
+            )
+        case "watch":
+            from shared.cli.watch import watch
+
+            return asyncio.run(watch(parsed.run, parsed.dir, console))
         case _:
             from shared.cli.report import summarise
 
@@ -146,6 +201,13 @@ def _without_help(command: str, words: list[str]) -> list[str]:
     if "--help" in words or "-h" in words:
         parser().parse_args([command, "--help"])
     return words
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: more than 0 seconds")
+    return seconds
 
 
 def _count(text: str) -> int:

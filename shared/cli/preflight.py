@@ -5,19 +5,19 @@ Each check raises ConfigError: the field, what was given, what would be right.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from shared import flags
+from shared import addresses, flags
 from shared.bus import Bus, BusUnreachable, redacted
 from shared.config import RunConfig, load
 from shared.errors import ConfigError
 from shared.jsonl import JsonLines
 from shared.prompts import eval_prompts, training_prompts
 from shared.store import Store, StoreUnreachable
+from shared.subjects import Subjects
 from shared.tokenizer import Tokenizer
 
 ANSWER_SECONDS = 5.0
@@ -53,23 +53,26 @@ class GivenServers:
 
 
 def given_servers() -> GivenServers:
-    """What ``NATS_URL`` and ``REDIS_URL`` say."""
-    return GivenServers(os.environ.get("NATS_URL") or None, os.environ.get("REDIS_URL") or None)
+    """What ``NATS_URL`` and ``REDIS_URL`` say, or the files of ``NATS_URL_FILE`` and ``REDIS_URL_FILE``. Raises ConfigError."""
+    return GivenServers(addresses.nats_url() or None, addresses.redis_url() or None)
 
 
-async def check_servers(given: GivenServers) -> None:
+async def check_servers(given: GivenServers, run: str) -> None:
     """Refuses a given URL that nobody answers."""
     if given.nats_url is not None:
-        bus = await connect(given.nats_url)
+        bus = await connect(given.nats_url, run)
         await bus.close()
     if given.redis_url is not None:
         await check_store(given.redis_url)
 
 
-async def connect(url: str, name: str = "myxo") -> Bus:
-    """Connects to the NATS server that a person named. Raises ConfigError for field NATS_URL, the value without credentials."""
+async def connect(url: str, run: str) -> Bus:
+    """Connects to the NATS server that a person named, as the run's operator.
+
+    Raises ConfigError for field NATS_URL, the value without credentials.
+    """
     try:
-        return await Bus.connect(url, name=name, deadline=ANSWER_SECONDS)
+        return await Bus.connect(url, name="myxo", deadline=ANSWER_SECONDS, inbox=Subjects(run).inbox("operator"))
     except BusUnreachable as error:
         expected = "give nats://[user:password@]host:port of a server with JetStream, or unset it for an embedded one"
         raise ConfigError("NATS_URL", redacted(url), f"{error}; {expected}") from error

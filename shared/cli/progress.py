@@ -24,7 +24,17 @@ PACE_STEPS = 20
 
 _SECONDS = re.compile(r"\d+ s\b")
 
-_STATE_STYLES = {"ready": "green", "starting": "yellow", "fenced": "yellow", "stopping": "dim", "down": "bold red", "failed": "bold red"}
+_STATE_STYLES = {
+    "ready": "green",
+    "starting": "yellow",
+    "fenced": "yellow",
+    "late": "yellow",
+    "away": "yellow",
+    "refused": "bold red",
+    "stopping": "dim",
+    "down": "bold red",
+    "failed": "bold red",
+}
 
 
 class Pace:

@@ -14,7 +14,7 @@ from shared.cli.access import Access, reach
 from shared.cli.progress import panel
 from shared.cli.summary import collect
 from shared.cli.view import View, look
-from shared.registry import Registry
+from shared.registry import ENVIRONMENT, Registry
 
 
 async def status(run: str, directory: Path, console: Console, as_json: bool) -> int:
@@ -22,7 +22,7 @@ async def status(run: str, directory: Path, console: Console, as_json: bool) -> 
     async with reach(run, directory) as access:
         cards = await Registry(access.bus, access.run).alive() if access.live else []
         phase = await runs.phase(access.bus, access.run)
-        if not cards:
+        if all(card.service == ENVIRONMENT for card in cards):
             return await _at_rest(access, phase, console, as_json)
         view = look(access.config, cards)
         if as_json:

@@ -109,7 +109,8 @@ class Supervisor:
         for card in cards:
             for post in self._posts:
                 # a card of the life before lingers for its TTL; the pid says nothing, for a service may work in a child of its own
-                if card.instance == post.spec.instance and card.at > post.child.started_at and card.state in AT_WORK:
+                own = (card.service, card.instance) == (post.spec.service, post.spec.instance)
+                if own and card.at > post.child.started_at and card.state in AT_WORK:
                     post.child.ready = True
 
     def statuses(self, now: float) -> list[InstanceStatus]:

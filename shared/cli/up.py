@@ -7,9 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shared import runs, telemetry
+from shared import addresses, runs, telemetry
 from shared.bus import redacted
 from shared.cli import exits, preflight, toml
+from shared.cli.access import told_when_lost
 from shared.cli.launch import Launch
 from shared.cli.plan import SERVICE_MODULES
 from shared.cli.rundir import RunDirectory
@@ -35,7 +36,7 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
     directory = RunDirectory(config.run.root)
     if fresh:
         directory.refuse_input_in_state(config)
-    asyncio.run(preflight.check_servers(given))
+    asyncio.run(preflight.check_servers(given, config.run.name))
     directory.hold()
     try:
         if fresh:
@@ -56,12 +57,14 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
     config = preflight.checked_config(path, arguments)
     given = preflight.given_servers()
     if given.nats_url is None:
-        raise ConfigError("NATS_URL", None, "required in the environment: nats://[user:password@]host:port of the bus to submit to")
+        raise ConfigError("NATS_URL", None, "required in the environment: nats://[user:password@]host:port of the bus, or NATS_URL_FILE")
     if given.redis_url is None:
-        raise ConfigError("REDIS_URL", None, "required in the environment: redis://[user:password@]host:port, as the services reach it")
+        raise ConfigError("REDIS_URL", None, "required in the environment: redis://[user:password@]host:port, or REDIS_URL_FILE")
     asyncio.run(_submit(config, given.nats_url, given.redis_url))
+    own = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"
+    what = own if addresses.has_credentials(given.redis_url) else "NATS_URL"
     console.print(
-        f"Run {config.run.name} is on {redacted(given.nats_url)}. Start its services, each with NATS_URL and MYXO_RUN={config.run.name}: "
+        f"Run {config.run.name} is on {redacted(given.nats_url)}. Start its services, each with {what} and MYXO_RUN={config.run.name}: "
         + ", ".join(f"python -m {module}" for module in SERVICE_MODULES.values()),
         markup=False,
         highlight=False,
@@ -72,8 +75,9 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
 
 async def _submit(config: preflight.RunConfig, nats_url: str, redis_url: str) -> None:
     await preflight.check_store(redis_url)
-    bus = await preflight.connect(nats_url)
+    bus = await preflight.connect(nats_url, config.run.name)
     try:
-        await runs.create(bus, config, redis_url)
+        with told_when_lost():
+            await runs.create(bus, config, redis_url)
     finally:
         await bus.close()

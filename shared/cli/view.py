@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from shared.cli.supervisor import InstanceStatus, cause
 from shared.config import RunConfig
 from shared.messages import ServiceCard
+from shared.registry import ENVIRONMENT
 
 QUEUES = ("task", "eval", "generated", "scored")
 
@@ -105,7 +106,8 @@ def waiting_for(config: RunConfig, cards: Sequence[ServiceCard], statuses: Seque
     for status in statuses:
         if status.due_in is not None:
             return f"{status.instance}, which ended with {cause(status.last_code)} and starts again in {status.due_in:.0f} s"
-    cards = present(cards, statuses)
+    away = [card for card in cards if card.service == ENVIRONMENT and card.state in ("away", "refused")]
+    cards = [card for card in present(cards, statuses) if card.service != ENVIRONMENT]
     instances = {card.instance for card in cards}
     absent = [status for status in statuses if status.instance not in instances]
     warm_up = _sft(cards)
@@ -126,6 +128,8 @@ def waiting_for(config: RunConfig, cards: Sequence[ServiceCard], statuses: Seque
     if buffer.get("live_version", -1) < 0 or not any(card.service == "rollout" and card.version >= 0 for card in cards):
         states = ", ".join(f"{card.instance} {card.state}" for card in cards if card.service in ("trainer", "rollout"))
         return f"weights to be served ({states})"
+    if away:
+        return "; ".join(f"environment {card.instance} ({card.state}: {card.detail})" for card in away)
     if buffer.get("eval_pending"):
         return f"the evaluation of version {buffer['live_version']:.0f} ({buffer['eval_pending']:.0f} prompts outstanding)"
     if buffer.get("ready", config.rollout.rollout_batch_size) < config.rollout.rollout_batch_size:
@@ -137,7 +141,11 @@ def present(cards: Sequence[ServiceCard], statuses: Sequence[InstanceStatus]) ->
     """The cards without those that the dead left behind: a card outlives its service by its TTL."""
     started = {status.instance: status.started_at for status in statuses if status.due_in is None}
     down = {status.instance for status in statuses if status.due_in is not None}
-    return [card for card in cards if card.instance not in down and card.at > started.get(card.instance, 0.0)]
+    return [
+        card
+        for card in cards
+        if card.service == ENVIRONMENT or (card.instance not in down and card.at > started.get(card.instance, 0.0))
+    ]
 
 
 def _sft(cards: Sequence[ServiceCard]) -> str | None:
@@ -147,7 +155,8 @@ def _sft(cards: Sequence[ServiceCard]) -> str | None:
 
 
 def _lines(cards: Sequence[ServiceCard], statuses: Sequence[InstanceStatus]) -> tuple[InstanceLine, ...]:
-    by_instance = {card.instance: card for card in present(cards, statuses)}
+    by_instance = {card.instance: card for card in present(cards, statuses) if card.service != ENVIRONMENT}
+    environments = sorted((card for card in cards if card.service == ENVIRONMENT), key=lambda card: card.instance)
     own = {status.instance: status for status in statuses}
     lines = []
     for instance in [*own, *sorted(by_instance.keys() - own.keys())]:
@@ -158,7 +167,7 @@ def _lines(cards: Sequence[ServiceCard], statuses: Sequence[InstanceStatus]) -> 
             state, detail = "down", f"{cause(status.last_code)}, again in {status.due_in:.0f} s"
         service = status.service if status else by_instance[instance].service
         lines.append(InstanceLine(service, instance, state, card.version if card else -1, status.restarts if status else None, detail))
-    return tuple(lines)
+    return (*lines, *(InstanceLine(card.service, card.instance, card.state, -1, None, card.detail or card.http) for card in environments))
 
 
 def _detail(card: ServiceCard) -> str:

@@ -74,13 +74,15 @@ class EngineClient:
         self._background: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def connect(cls, url: str, *, vocab_size: int | None = None, deadline: float = CONTROL_SECONDS) -> Self:
+    async def connect(
+        cls, url: str, *, admin_key: str | None = None, vocab_size: int | None = None, deadline: float = CONTROL_SECONDS
+    ) -> Self:
         """Connect to a ready engine and read what it can do.
 
         Args:
-            vocab_size: needed if the engine's model directory cannot be read here.
+            admin_key: the engine's, where it was launched with one. vocab_size: needed if the engine's model directory cannot be read here.
         """
-        transport = EngineTransport(url)
+        transport = EngineTransport(url, admin_key)
         try:
             capabilities = await read_capabilities(transport, vocab_size, deadline)
             model = await transport.get("/model_info", deadline, NOT_CHANGED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,9 +26,10 @@ CPU_LAUNCHER = Path(__file__).with_name("cpu_launcher.py")
 RESERVED = {
     "model-path": "rollout.model",
     "model": "rollout.model",
-    "host": "nothing: an engine listens on 127.0.0.1 only",
+    "host": "nothing: an engine listens on 127.0.0.1, or for a router on all addresses (MYXO_ROUTER_URL)",
     "port": "rollout.engine_port",
     "device": "rollout.device",
+    "admin-api-key": "nothing: an engine that listens for others gets one of its own",
     "weight-version": "nothing: the weight version is the run's",
 }
 """Flags that the rollout service sets, and what to set instead."""
@@ -64,11 +66,13 @@ class EngineCommand:
 
     Args:
         argv: the command. env: variables to set beside the inherited environment. url: where the engine will answer.
+        admin_key: for its control calls, where it has one.
     """
 
     argv: list[str]
     env: dict[str, str]
     url: str
+    admin_key: str | None = None
 
 
 def engine_command(
@@ -81,6 +85,7 @@ def engine_command(
     enable_metrics: bool = False,
     flags: Mapping[str, FlagValue] | None = None,
     threads: int | None = None,
+    exposed: bool = False,
 ) -> EngineCommand:
     """Build the launch command of an engine.
 
@@ -92,6 +97,7 @@ def engine_command(
         enable_metrics: serve Prometheus metrics at ``/metrics``.
         flags: the run's ``sglang`` table, names with or without the leading dashes, ``-`` or ``_``.
         threads: torch's threads per engine process on a CPU; None leaves it to torch.
+        exposed: listen on all addresses, for a router; control calls (one of them unpickles) then need a key.
 
     Raises:
         ConfigError: a reserved flag, a flag given twice, no checkpoint at ``model_path``, or on a CPU no engine site.
@@ -120,13 +126,14 @@ def engine_command(
     chosen |= given
     fixed: dict[str, FlagValue] = {
         "model-path": str(model_path),
-        "host": "127.0.0.1",
+        "host": "0.0.0.0" if exposed else "127.0.0.1",
         "port": port,
         "device": device,
         "weight-version": str(weight_version),
     }
-    argv = [sys.executable, *launcher, *_arguments(fixed | chosen)]
-    return EngineCommand(argv=argv, env=env, url=f"http://127.0.0.1:{port}")
+    admin_key = secrets.token_urlsafe(24) if exposed else None
+    argv = [sys.executable, *launcher, *_arguments(fixed | chosen | {"admin-api-key": admin_key})]
+    return EngineCommand(argv=argv, env=env, url=f"http://127.0.0.1:{port}", admin_key=admin_key)
 
 
 def engine_site() -> Path:

@@ -20,13 +20,14 @@ class EngineTransport:
     """One HTTP session to one engine. Must be made, used and closed in one event loop.
 
     Args:
-        url: for example ``http://127.0.0.1:30000``.
+        url: for example ``http://127.0.0.1:30000``. admin_key: what the engine was launched with to guard its control calls.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, admin_key: str | None = None) -> None:
         self.url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else None
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)  # what is in flight, the service bounds
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None))
 
     async def close(self) -> None:
         """Close the session and its connections."""

@@ -15,7 +15,7 @@ from shared.bus import RequestRefused
 from shared.ledger import EvalEnded, EvalStarted, GroupDead, GroupRequeued, GroupsDropped, GroupsScored, group_id
 from shared.messages import BatchPending, Failed, RunDone
 from shared.registry import Registry
-from shared.subjects import EVAL
+from shared.subjects import EVAL, TRAIN
 from shared.tokenizer import Tokenizer
 from tests.integration.buffer.player import Player
 from tests.support.run_config import PROMPTS, write_jsonl
@@ -77,6 +77,29 @@ async def test_a_task_says_all_that_a_replica_needs(launched: Launched, tiny_mod
         assert task.prompt_tokens.tolist() == Tokenizer(tiny_model).encode(PROMPTS[number]["prompt"]).tolist()
         assert (task.sampling.temperature, task.sampling.max_new_tokens, task.sampling.stop) == (0.7, 5, ["!"])
         assert task.sampling.stop_token_ids == [1, 50]
+
+
+async def test_a_prompt_may_name_the_environment_that_scores_it(launched: Launched, tmp_path: Path) -> None:
+    rows = [{**PROMPTS[0], "metadata": metadata} for metadata in ({}, {"rm_type": "math"}, {"rm_type": "judge"}, {"rm_type": "remote_rm"})]
+    write_jsonl(tmp_path / "named.jsonl", rows)
+    player, _ = await launched(
+        data={"prompt_data": str(tmp_path / "named.jsonl")},
+        eval={"eval_prompt_data": str(tmp_path / "named.jsonl")},
+        reward={"environments": {"judge": "nats:judge"}, "rm_url": "http://127.0.0.1:1"},
+    )
+    await player.live(0)
+    for kind in (EVAL, TRAIN):
+        taken: list[str] = []
+
+        async def all_taken(kind: str = kind, taken: list[str] = taken) -> bool:
+            for lease in await player.tasks(4, kind):
+                taken.append(lease.message.environment)
+                await player.say(await player.generate(lease.message))
+                await lease.ack()
+            return len(taken) >= 4
+
+        await until(all_taken, f"four tasks of class {kind}")
+        assert sorted(taken) == ["exact", "judge", "math", "remote_rm"]
 
 
 async def test_a_run_is_played_to_its_end(launched: Launched) -> None:

@@ -39,9 +39,14 @@ async def test_no_server_is_told_with_the_address_but_not_the_password() -> None
     assert "Connect call failed" in str(caught.value)
 
 
-async def test_a_wrong_password_is_told(nats: EmbeddedNats) -> None:
-    with pytest.raises(BusUnreachable, match="(?i)authorization"):
-        await Bus.connect(f"nats://myxo:wrong@127.0.0.1:{nats.port}", "test", deadline=3.0)
+async def test_a_wrong_password_is_told(tmp_path: Path) -> None:
+    server = EmbeddedNats(tmp_path)
+    server.start()
+    try:
+        with pytest.raises(BusUnreachable, match="(?i)authorization"):
+            await Bus.connect(f"nats://myxo:wrong@127.0.0.1:{server.port}", "test", deadline=3.0)
+    finally:
+        server.stop()
 
 
 class NatsWithoutJetStream(EmbeddedNats):

@@ -9,6 +9,8 @@ import pytest
 from shared import runs
 from shared.bus import Bus
 from shared.errors import ConfigError
+from shared.ledger import RunFinished
+from shared.subjects import Subjects
 from tests.support.run_config import run_config
 
 
@@ -20,14 +22,19 @@ async def test_a_run_is_found_with_the_config_it_was_made_with(bus: Bus, run_nam
     assert await runs.phase(bus, run_name) == runs.RUNNING
 
 
-async def test_resuming_takes_over_what_may_change_and_keeps_the_phase(bus: Bus, run_name: str, tmp_path: Path) -> None:
-    await runs.create(bus, run_config(tmp_path, run={"name": run_name}), "unix:///store")
+async def test_resuming_takes_over_what_may_change_and_goes_on(bus: Bus, run_name: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, run={"name": run_name})
+    await runs.create(bus, config, "unix:///store")
+    finished = RunFinished(steps=config.rollout.num_rollout, at=0.0)
+    await bus.publish(Subjects(run_name).ledger(finished.event()), finished)
     await runs.set_phase(bus, run_name, runs.FINISHED)
+    await runs.create(bus, config, None)
+    assert await runs.phase(bus, run_name) == runs.FINISHED
     longer = run_config(tmp_path, run={"name": run_name}, rollout={"num_rollout": 99})
     await runs.create(bus, longer, None)
     assert (await runs.load(bus, run_name)).rollout.num_rollout == 99
     assert await runs.store_url(bus, run_name) == "unix:///store"
-    assert await runs.phase(bus, run_name) == runs.FINISHED
+    assert await runs.phase(bus, run_name) == runs.RUNNING
 
 
 async def test_resuming_with_another_fixed_value_is_refused_by_field_and_changes_nothing(bus: Bus, run_name: str, tmp_path: Path) -> None:

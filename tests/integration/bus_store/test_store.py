@@ -11,7 +11,6 @@ import pytest
 from shared.embedded import EmbeddedValkey
 from shared.errors import DeadlineExceeded, PayloadMissing
 from shared.store import BlockingStore, Store, StoreUnreachable
-from tests.support.waiting import until
 
 
 async def test_blobs_come_back_in_the_order_asked_for(store: Store, run_name: str) -> None:
@@ -36,19 +35,6 @@ async def test_freed_blobs_are_gone_and_freeing_again_is_fine(store: Store, run_
         await store.free([f"{run_name}:a", f"{run_name}:never"])
     await store.free([])
     assert await store.missing([f"{run_name}:a", f"{run_name}:b"]) == [f"{run_name}:a"]
-
-
-async def test_freed_memory_is_given_back(store: Store, run_name: str) -> None:
-    before = await store.memory()
-    await store.write({f"{run_name}:a": bytes(16 << 20)})
-    held = await store.memory()
-    assert held - before > 15 << 20
-    await store.free([f"{run_name}:a"])
-
-    async def given_back() -> bool:
-        return await store.memory() < before + (8 << 20)
-
-    await until(given_back, "the memory of the freed blob")
 
 
 async def test_a_retried_write_is_the_same_blob(store: Store, run_name: str) -> None:

@@ -77,6 +77,18 @@ def test_no_samples_in_a_group_by_flag(myxo: Myxo, config_file: ConfigFile) -> N
     assert "rollout.n_samples_per_prompt = '0'" in refused(myxo, "up", config_file(), "--n-samples-per-prompt", "0")
 
 
+def test_an_environment_that_the_run_does_not_have(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    config = config_file()
+    line = refused(myxo, "up", config, "--rm-type", "jugde", "--environments", "{'judge': 'nats:judge'}")
+    assert "reward.rm_type = 'jugde': no such verifier or environment; did you mean judge?" in line
+    assert "reward.rm_url = None: required with rm_type = remote_rm" in refused(myxo, "up", config, "--rm-type", "remote_rm")
+    write_jsonl(tmp_path / "prompts.jsonl", [*PROMPTS[:2], {**PROMPTS[2], "metadata": {"rm_type": "deepscaler"}}])
+    line = refused(myxo, "up", config)
+    assert "data.prompt_data:metadata.rm_type" in line
+    assert f"{tmp_path}/prompts.jsonl:3" in line
+    assert "valid are exact, math" in line
+
+
 def test_a_config_that_is_not_there(myxo: Myxo, tmp_path: Path) -> None:
     assert "CONFIG" in refused(myxo, "up", tmp_path / "absent.toml")
 

@@ -3,129 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from shared import runs, sample
-from shared.bus import Bus
-from shared.config import RunConfig
-from shared.embedded import EmbeddedNats, EmbeddedValkey
-from shared.messages import Failed, Generated, Outcome, Payload, SampleMeta, Scored
+from shared.messages import Failed, Generated, Payload, SampleMeta, Scored
 from shared.queue import WorkQueue
 from shared.registry import Registry
-from shared.sample import Sample
-from shared.store import Store
-from shared.streams import generated_consumer, scored_consumer
-from shared.subjects import Subjects
-from tests.support.run_config import run_config
-from tests.support.service_process import ServiceProcess
+from shared.streams import generated_consumer
+from tests.support.reward_bench import NewBench
 from tests.support.waiting import until
 
 HANGS = "\\boxed{9^{9^{9^{9}}}}"
 """math-verify computes on this for seconds, until its own limit."""
-
-
-class Bench:
-    """A run with a reward service, and hands to give it work and take its results."""
-
-    def __init__(self, bus: Bus, store: Store, config: RunConfig, nats_url: str, logs: Path) -> None:
-        self.bus, self.store, self.config, self.names = bus, store, config, Subjects(config.run.name)
-        self._nats_url, self._logs = nats_url, logs
-        self._scored = WorkQueue(bus, scored_consumer(config.run.name, config.bus), Outcome)
-        self.processes: list[ServiceProcess] = []
-
-    async def launch(self, instance: str = "reward-1") -> ServiceProcess:
-        """Starts a reward service and waits until it is ready."""
-        environment = {"NATS_URL": self._nats_url, "MYXO_RUN": self.config.run.name, "MYXO_INSTANCE": instance}
-        process = ServiceProcess("reward", self._logs / f"{instance}.log", environment)
-        self.processes.append(process)
-
-        async def ready() -> bool:
-            assert process.process.poll() is None, process.words()
-            cards = await Registry(self.bus, self.config.run.name).alive("reward")
-            return any((card.pid, card.state) == (process.process.pid, "ready") for card in cards)
-
-        await until(ready, instance)
-        return process
-
-    async def generated(self, group: str, *texts: str, label: str | None = "42", **changes: Any) -> Generated:
-        """Puts a group's samples into the store and their reference on the queue."""
-        samples = [
-            Sample(
-                group=group,
-                index=index,
-                prompt=np.array([1], np.int32),
-                response=np.arange(2, dtype=np.int32),
-                log_probs=np.zeros(2, np.float32),
-                mask=np.ones(2, np.uint8),
-                segments=[(0, 2, 3)],
-                finish="stop",
-                text=text,
-                label=label,
-            )
-            for index, text in enumerate(texts)
-        ]
-        keys = [self.names.payload_key(group, 0, 0)]
-        [blob] = sample.encode(samples, 1 << 20)
-        await self.store.write({keys[0]: blob})
-        message = Generated(
-            group=group,
-            attempt=0,
-            payload=Payload(keys=keys, bytes=len(blob)),
-            samples=[one.meta() for one in samples],
-            replica="replica-1",
-            started=1.0,
-            ended=2.0,
-        ).model_copy(update=changes)
-        await self.bus.publish(self.names.generated(self.config.reward.rm_type), message)
-        return message
-
-    async def outcomes(self, count: int) -> dict[str, Outcome]:
-        """The next so many results, by group."""
-        found: dict[str, Outcome] = {}
-
-        async def enough() -> bool:
-            for lease in await self._scored.fetch(count):
-                assert lease.message.group not in found
-                found[lease.message.group] = lease.message
-                await lease.ack()
-            return len(found) >= count
-
-        await until(enough, f"{count} outcomes")
-        return found
-
-    async def failure(self, group: str) -> str:
-        """The reason why the only group in work failed."""
-        [(name, outcome)] = (await self.outcomes(1)).items()
-        assert name == group
-        assert isinstance(outcome, Failed), outcome
-        return outcome.reason
-
-
-NewBench = Callable[..., Awaitable[Bench]]
-
-
-@pytest.fixture
-async def bench(
-    bus: Bus, store: Store, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path
-) -> AsyncIterator[NewBench]:
-    """Makes the test's run, with config sections laid over the smallest config."""
-    benches: list[Bench] = []
-
-    async def make(**sections: dict[str, Any]) -> Bench:
-        config = run_config(tmp_path, run={"name": run_name}, **sections)
-        await runs.create(bus, config, valkey.url)
-        benches.append(Bench(bus, store, config, nats.url, tmp_path))
-        return benches[-1]
-
-    yield make
-    for one in benches:
-        for process in one.processes:
-            process.__exit__()
 
 
 @pytest.mark.parametrize(

@@ -139,3 +139,30 @@ def test_what_is_waited_for_before_the_first_step(
 def test_a_resumed_run_waits_until_there_is_one_more_step(config: RunConfig) -> None:
     assert look(config, [card("buffer", trained_steps=2)], began=2).waiting_for is not None
     assert look(config, [card("buffer", trained_steps=3)], began=2).waiting_for is None
+
+
+def environment(name: str, state: str = "ready", detail: str = "") -> ServiceCard:
+    return ServiceCard(
+        service="environment", instance=name, host="", pid=0, http="http://judge:8080", state=state, detail=detail, at=NOW - 90
+    )
+
+
+def test_environments_stand_after_the_services_whatever_they_are_called(config: RunConfig) -> None:
+    cards = [environment("buffer-0"), *EVERYBODY, environment("judge", "away", "Connection refused")]
+    lines = look(config, cards, [status("buffer", due_in=4.0), status("trainer")]).services
+    assert [(line.service, line.instance, line.state) for line in lines[-2:]] == [
+        ("environment", "buffer-0", "ready"),
+        ("environment", "judge", "away"),
+    ]
+    assert [line.detail for line in lines[-2:]] == ["http://judge:8080", "Connection refused"]
+    assert next((line.service, line.state) for line in lines if line.instance == "buffer-0") == ("buffer", "down")
+
+
+def test_an_environment_is_no_service_that_a_run_needs(config: RunConfig) -> None:
+    assert waiting_for(config, [environment("buffer"), environment("trainer-0")], []) == "a buffer service"
+    assert waiting_for(config, [environment("trainer-0")], [status("trainer")]) == "trainer-0 to start (50 s so far)"
+
+
+def test_a_run_whose_environment_is_away_waits_for_it(config: RunConfig) -> None:
+    cards = [card("buffer", live_version=0, ready=1), *EVERYBODY[1:], environment("judge", "away", "Connection refused")]
+    assert waiting_for(config, cards, []) == "environment judge (away: Connection refused)"

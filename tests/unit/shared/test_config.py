@@ -21,6 +21,7 @@ MUTABLE = {
     "rollout_concurrency",
     "engine_start_timeout",
     "generate_timeout",
+    "environment_concurrency",
     "reward_timeout",
     "reward_workers",
     "reward_replicas",
@@ -137,6 +138,15 @@ def test_a_missing_section_is_named(tmp_path: Path) -> None:
         ("rollout", "rollout_stop", "text"),
         ("rollout", "sglang", 3),
         ("reward", "rm_type", "deepscaler"),
+        ("reward", "rm_type", "remote"),
+        ("reward", "rm_url", "judge:8080"),
+        ("reward", "rm_url", "nats://judge:4222"),
+        ("reward", "rm_url", "http://169.254.169.254/"),
+        ("reward", "environments", {"a.b": "http://judge:8080"}),
+        ("reward", "environments", {"": "http://judge:8080"}),
+        ("reward", "environments", {"math": "http://judge:8080"}),
+        ("reward", "environments", {"remote_rm": "http://judge:8080"}),
+        ("reward", "environment_concurrency", 0),
         ("reward", "reward_timeout", -1),
         ("reward", "reward_workers", 0),
         ("eval", "eval_interval", 0),
@@ -188,6 +198,42 @@ def test_fields_that_do_not_fit_together_are_refused(tmp_path: Path, sections: d
     error = refused(values(tmp_path, **sections))
     assert error.field == field
     assert words in str(error)
+
+
+def test_environments_are_named_by_type_url_and_table(tmp_path: Path) -> None:
+    plain = run_config(tmp_path).reward
+    assert (plain.environment_names(), plain.external) == (["exact", "math"], {})
+    one = run_config(tmp_path, reward={"rm_type": "remote_rm", "rm_url": "http://judge:8080"}).reward
+    assert (one.environment_names(), one.external) == (["exact", "math", "remote_rm"], {"remote_rm": "http://judge:8080"})
+    table = {"judge": "http://judge:8080", "unit_tests": "nats:tests"}
+    many = run_config(tmp_path, reward={"rm_type": "judge", "environments": table}).reward
+    assert (many.environment_names(), many.external) == (["exact", "judge", "math", "unit_tests"], table)
+
+
+@pytest.mark.parametrize(
+    ("reward", "field", "value", "words"),
+    [
+        ({"rm_type": "remote_rm"}, "reward.rm_url", None, "required with rm_type = remote_rm: http://host:port"),
+        ({"rm_type": "jugde", "environments": {"judge": "nats:judge"}}, "reward.rm_type", "jugde", "did you mean judge?"),
+        ({"environments": {"judge": "http://"}}, "reward.environments.judge", "http://", "names no host"),
+        ({"rm_url": "http://me:hush@judge?x"}, "reward.rm_url", "http://judge?x", "query"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused_by_field(
+    tmp_path: Path, reward: dict[str, Any], field: str, value: object, words: str
+) -> None:
+    error = refused(values(tmp_path, reward=reward))
+    assert (error.field, error.value) == (field, value)
+    assert words in error.expected
+    assert "hush" not in str(error)
+
+
+def test_changed_urls_are_shown_without_their_credentials(tmp_path: Path) -> None:
+    old = run_config(tmp_path, reward={"rm_url": "http://me:hush@judge:1", "environments": {"a": "http://me:hush@b"}})
+    assert changes(old, run_config(tmp_path)) == [
+        "reward.rm_url: 'http://judge:1' → None",
+        "reward.environments: {'a': 'http://b'} → {}",
+    ]
 
 
 def test_a_single_sample_is_enough_where_no_group_is_compared(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.config import DataSection
+from shared.config import DataSection, RewardSection
 from shared.errors import ConfigError
 from shared.jsonl import JsonLines
 from shared.prompts import PromptFile, eval_prompts, training_prompts
@@ -83,3 +83,28 @@ def test_the_run_says_which_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     heldout = eval_prompts(run_config(tmp_path, eval={"eval_prompt_data": str(tmp_path / "eval.jsonl")}), tokenizer)
     assert heldout is not None
     assert [heldout[row].content for row in range(2)] == ["b", "c"]
+
+
+def test_a_prompt_may_name_its_environment(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [{"prompt": "a", "label": "2", "metadata": metadata} for metadata in ({}, {"rm_type": "exact"}, {"rm_type": "judge"}, None)]
+    path = write_jsonl(tmp_path / "prompts.jsonl", rows)
+    reward = RewardSection(environments={"judge": "http://judge:8080"})
+    file = PromptFile(JsonLines(path, "data.prompt_data"), DataSection(prompt_data=path), tokenizer, None, reward)
+    assert [file[row].environment for row in range(4)] == ["math", "exact", "judge", "math"]
+
+
+@pytest.mark.parametrize(("name", "words"), [("jugde", "did you mean judge?"), (3, "valid are"), (["judge"], "judge")])
+@pytest.mark.parametrize("of", ["data.prompt_data", "eval.eval_prompt_data"])
+def test_an_environment_that_the_run_does_not_have_is_refused(
+    tmp_path: Path, tokenizer: Tokenizer, of: str, name: object, words: str
+) -> None:
+    path = write_jsonl(tmp_path / "named.jsonl", [{"prompt": "a", "label": "2", "metadata": {"rm_type": name}}])
+    section, field = of.split(".")
+    config = run_config(tmp_path, **{"reward": {"environments": {"judge": "nats:judge"}}, section: {field: str(path)}})
+    file = training_prompts(config, tokenizer) if section == "data" else eval_prompts(config, tokenizer)
+    assert file is not None
+    with pytest.raises(ConfigError) as caught:
+        file.check()
+    assert caught.value.field == f"{of}:metadata.rm_type"
+    assert f"{path}:1" in str(caught.value)
+    assert words in str(caught.value)

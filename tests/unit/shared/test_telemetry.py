@@ -38,6 +38,18 @@ def test_metrics_carry_run_and_instance() -> None:
     assert metrics.values == {"ready": 4.0, "train/kl-loss": 0.5, "samples_scored": 3.0}
 
 
+def test_a_metric_may_have_labels_of_its_own() -> None:
+    metrics = Metrics("r", "b-1")
+    metrics.add("groups_scored", environment="unit-tests")
+    metrics.add("groups_scored", 2, environment="unit_tests")
+    metrics.set("depth", 5, environment="math")
+    text = generate_latest(metrics.registry).decode()
+    assert 'myxo_groups_scored_total{environment="unit-tests",instance="b-1",run="r"} 1.0' in text
+    assert 'myxo_groups_scored_total{environment="unit_tests",instance="b-1",run="r"} 2.0' in text
+    assert 'myxo_depth{environment="math",instance="b-1",run="r"} 5.0' in text
+    assert metrics.values == {"groups_scored.unit-tests": 1.0, "groups_scored.unit_tests": 2.0, "depth.math": 5.0}
+
+
 def test_every_log_line_is_json_with_the_ids_of_who_speaks() -> None:
     spoken = subprocess.run([sys.executable, "-c", SPEAK], capture_output=True, text=True, timeout=60, check=True)
     assert spoken.stdout == ""

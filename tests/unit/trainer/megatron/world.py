@@ -62,7 +62,8 @@ class World:
         self._ranks = []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # torch and Megatron are imported once, not once a rank
+        context.set_forkserver_preload(["tests.unit.trainer.megatron.rank_steps"])
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]

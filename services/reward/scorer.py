@@ -1,0 +1,112 @@
+"""What scores the groups of one environment: a verifier of our own, or an environment outside of Myxo."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+
+from services.reward.pool import VerifierFailed, VerifierPool
+from services.reward.watch import Watch
+from shared.config import RewardSection
+from shared.environment.client import Environment
+from shared.environment.protocol import EnvironmentAway, ScoreRequest, ScoreSample
+from shared.errors import DeadlineExceeded
+from shared.messages import Generated, Score
+from shared.sample import Sample
+
+IN_HAND = 4
+"""Groups in hand for each verifier process: the next one's payload is read while this one is scored."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0
+"""Seconds between tries while an environment cannot be reached."""
+
+
+class Scorer(ABC):
+    """Scores whole groups.
+
+    Args:
+        name: of the environment. limit: groups in hand at once.
+    """
+
+    def __init__(self, name: str, limit: int) -> None:
+        self.name, self.limit = name, limit
+        self.open = asyncio.Event()
+        """Set while groups may be taken from the queue; those that wait there are not lost."""
+
+    @abstractmethod
+    async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
+        """One score a sample, in order, within the run's `reward_timeout`.
+
+        Raises VerifierFailed, EnvironmentFailed or DeadlineExceeded: the group is given up.
+        """
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+
+class VerifierScorer(Scorer):
+    """A verifier of `services.reward.verifiers`; its processes start with their first group unless `start` did it before."""
+
+    def __init__(self, name: str, config: RewardSection) -> None:
+        super().__init__(name, config.reward_workers * IN_HAND)
+        self._pool, self._timeout = VerifierPool(name, config.reward_workers), config.reward_timeout
+        self.open.set()
+
+    async def start(self) -> None:
+        """Starts the processes. Raises DeadlineExceeded or VerifierFailed."""
+        await self._pool.start()
+
+    async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
+        label = samples[0].label
+        if label is None:
+            raise VerifierFailed(f"verifier {self.name} needs a label and the prompt has none")
+        rewards = await self._pool.score([one.text for one in samples], label, self._timeout)
+        return [Score(reward=reward) for reward in rewards]
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+class ExternalScorer(Scorer):
+    """An environment outside of Myxo. Its watch says whether it can be reached; what is in hand when it goes is tried again and again."""
+
+    def __init__(self, environment: Environment, watch: Watch, run: str, config: RewardSection) -> None:
+        super().__init__(environment.name, config.environment_concurrency)
+        self._environment, self._watch, self._run, self._timeout = environment, watch, run, config.reward_timeout
+        self.open = watch.reachable
+
+    async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
+        request = _request(self._run, group, samples)
+        end, pause = time.monotonic() + self._timeout, FIRST_PAUSE
+        why = "it did not answer"
+        while (left := end - time.monotonic()) > 0:
+            try:
+                return await self._environment.score(request, left)
+            except EnvironmentAway as error:
+                why = error.reason
+                self._watch.lost(why)
+                await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
+                pause = min(2 * pause, LONGEST_PAUSE)
+            except DeadlineExceeded:
+                break
+        then = f"the group is given up ({why})"
+        raise DeadlineExceeded(f"{len(samples)} rewards", self._environment.whom, self._timeout, then)
+
+    async def close(self) -> None:
+        await self._environment.close()
+
+
+def _request(run: str, group: Generated, samples: list[Sample]) -> ScoreRequest:
+    first = samples[0]
+    return ScoreRequest(
+        run=run,
+        group=group.group,
+        attempt=group.attempt,
+        prompt=first.prompt_text,
+        label=first.label,
+        metadata=first.metadata,
+        samples=[
+            ScoreSample(index=index, response=one.text, tokens=len(one.response), finish=one.finish) for index, one in enumerate(samples)
+        ],
+    )

@@ -1,0 +1,98 @@
+"""The replica's place among the workers of an sglang-router: there while its engine answers, gone with it.
+
+The router fronts the engines for agents that speak to one address. It learns of an engine from the engine's own replica, again after the
+router was restarted; an engine whose replica died without a word is taken off by any replica that still lives, by the registry's cards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from services.rollout.engine.command import EngineCommand
+from shared.bus import TRANSIENT
+from shared.errors import ConfigError, MyxoError
+from shared.service import Service
+
+ROUTER_VARIABLE = "MYXO_ROUTER_URL"
+
+LOOK_SECONDS = 3.0
+"""How often the router's workers are compared with the engines that are alive."""
+
+CALL_SECONDS = 5.0
+
+
+def router_url() -> str | None:
+    """``MYXO_ROUTER_URL``, None where it is unset or empty. Raises ConfigError."""
+    url = os.environ.get(ROUTER_VARIABLE, "").rstrip("/")
+    if url and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
+        raise ConfigError(ROUTER_VARIABLE, url, "expected http://host:port of an sglang-router, or nothing")
+    return url or None
+
+
+def reached_at(command: EngineCommand) -> str:
+    """The engine's address for others: this machine's name (or ``MYXO_HOST``) and the engine's port."""
+    return f"http://{os.environ.get('MYXO_HOST') or socket.gethostname()}:{urlsplit(command.url).port}"
+
+
+class Router:
+    """Keeps ``service.engine`` among the workers of the router at ``url``."""
+
+    def __init__(self, service: Service, url: str) -> None:
+        self._service, self._url = service, url
+        self._known = ""
+        self._away = False
+
+    async def keep(self) -> None:
+        """Runs until cancelled. A router that is away is waited for: nothing else depends on it."""
+        timeout = aiohttp.ClientTimeout(total=CALL_SECONDS)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while True:
+                try:
+                    await self._settle(session)
+                    self._away = False
+                except (aiohttp.ClientError, TimeoutError, ValueError, MyxoError, *TRANSIENT) as error:
+                    if not self._away:
+                        self._service.log.warning("router_away", url=self._url, error=str(error) or type(error).__name__)
+                    self._away = True
+                await asyncio.sleep(LOOK_SECONDS)
+
+    async def leave(self) -> None:
+        """Takes this replica's engine off the router. A router that does not answer is let be."""
+        self._service.engine = ""
+        try:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1.0)) as session:
+                for worker in await self._workers(session):
+                    if worker["url"] == self._known:
+                        await self._remove(session, worker)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            self._service.log.warning("router_not_left", url=self._url, error=str(error) or type(error).__name__)
+
+    async def _settle(self, session: aiohttp.ClientSession) -> None:
+        own, workers = self._service.engine, await self._workers(session)
+        if own and own not in {worker["url"] for worker in workers}:
+            await self._service.announce()  # first the card: others take off what no card names
+            async with session.post(f"{self._url}/workers", json={"url": own}) as answer:
+                answer.raise_for_status()
+            self._service.log.info("router_joined", url=self._url, engine=own)
+        self._known = own or self._known
+        alive = {card.engine for card in await self._service.registry.alive("rollout")} | {own}
+        for worker in workers:
+            if worker["url"] not in alive:
+                await self._remove(session, worker)
+
+    async def _workers(self, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
+        async with session.get(f"{self._url}/workers") as answer:
+            answer.raise_for_status()
+            return list((await answer.json())["workers"])
+
+    async def _remove(self, session: aiohttp.ClientSession, worker: dict[str, Any]) -> None:
+        async with session.delete(f"{self._url}/workers/{worker['id']}") as answer:
+            if answer.status != 404:  # another replica was faster
+                answer.raise_for_status()
+        self._service.log.info("router_worker_removed", url=self._url, engine=worker["url"])

@@ -1,0 +1,195 @@
+"""Files with credentials, one directory a container: made once, kept on later calls, configs written anew each time.
+
+    DIR/nats/      nats.conf, certificate.pem, key.pem
+    DIR/redis/     redis.conf, health (password of the account that may only ping), certificate.pem, key.pem
+    DIR/<role>/    nats_url, redis_url, ca.pem
+
+In compose every one of these directories is a volume of its own, mounted into nobody's container but its owner's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from shared.accounts.permissions import HEALTH, ROLES, Rights, rights
+from shared.accounts.render import CERTIFICATE, KEY, NatsPlace, RedisPlace, nats_conf, redis_conf
+from shared.errors import ConfigError, MyxoError
+
+NATS, REDIS = "nats", "redis"
+NATS_URL, REDIS_URL, AUTHORITY = "nats_url", "redis_url", "ca.pem"
+"""Names of a role's files."""
+
+OWNER_ONLY = 0o400
+"""A role's files: its service runs as the user that makes the accounts (10001 in the images)."""
+
+EVERYBODY = 0o444
+"""The servers' files: NATS may run as root and Redis as 999. What keeps others out is that the volume is in no other container."""
+
+PASSWORD_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where services reach a server."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What accounts are made for.
+
+    Args:
+        run: the run's id. nats, redis: as services reach them. tls: encrypt both.
+        nats_place, redis_place: what the servers find where; the ports are those of the addresses in compose.
+        mounted: where a server sees its own directory.
+    """
+
+    run: str
+    nats: Address
+    redis: Address
+    tls: bool = False
+    nats_place: NatsPlace | None = None
+    redis_place: RedisPlace | None = None
+    mounted: str = "/credentials"
+
+
+class AuthorityMissing(MyxoError):
+    """TLS is asked for and the library that makes certificates is not installed."""
+
+
+def make(directory: Path, deployment: Deployment) -> list[str]:
+    """Makes what is missing and writes the configs. Returns what was done, in lines for a person.
+
+    Raises ConfigError for a directory that cannot be written and for a file there that is not what it should be.
+    """
+    try:
+        return _make(directory, deployment)
+    except OSError as error:
+        where = error.filename or directory
+        raise ConfigError("DIR", str(directory), f"{where}: {error.strerror}; expected a directory that this user can write") from error
+
+
+def _make(directory: Path, deployment: Deployment) -> list[str]:
+    roles = rights(deployment.run)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # where it is not made of volumes, it is this user's alone
+    for name in (NATS, REDIS, *ROLES):
+        (directory / name).mkdir(mode=0o755 if name in (NATS, REDIS) else 0o700, exist_ok=True)
+    said = _certificates(directory, deployment) if deployment.tls else []
+    bus, made_bus = _passwords(directory, NATS_URL, [role.role for role in roles])
+    store, made_store = _passwords(directory, REDIS_URL, [role.role for role in roles if role.store is not None])
+    store[HEALTH], made_health = _health(directory)
+    made = made_bus + made_store + made_health
+    said.append(f"passwords: {made} made, {len(bus) + len(store) - made} kept")
+
+    written = []
+    for role in roles:
+        written += _urls(directory, deployment, role, bus[role.role], store.get(role.role))
+    tls = deployment.mounted if deployment.tls else None
+    nats_place = deployment.nats_place or NatsPlace(listen=f"0.0.0.0:{deployment.nats.port}")
+    redis_place = deployment.redis_place or RedisPlace(port=deployment.redis.port)
+    configs = {
+        directory / NATS / "nats.conf": nats_conf(roles, bus, replace(nats_place, tls=tls)),
+        directory / REDIS / "redis.conf": redis_conf(roles, store, replace(redis_place, tls=tls)),
+        directory / REDIS / HEALTH: store[HEALTH],
+    }
+    written += [str(path.relative_to(directory)) for path, text in configs.items() if write(path, text.encode(), EVERYBODY)]
+    said.append(f"files: {', '.join(written) or 'all as they were'}")
+    said.append(f"run {deployment.run}: {len(roles)} accounts, {'TLS' if deployment.tls else 'no TLS'}")
+    return said
+
+
+def _urls(directory: Path, deployment: Deployment, role: Rights, bus: str, store: str | None) -> list[str]:
+    """Writes the role's URLs. Returns the files that changed."""
+    bus_scheme, store_scheme = ("tls", "rediss") if deployment.tls else ("nats", "redis")
+    urls = {NATS_URL: f"{bus_scheme}://{role.user}:{bus}@{deployment.nats}"}
+    if store is not None:
+        urls[REDIS_URL] = f"{store_scheme}://{role.user}:{store}@{deployment.redis}/0"
+    home = directory / role.role
+    return [f"{role.role}/{name}" for name, url in urls.items() if write(home / name, url.encode() + b"\n", OWNER_ONLY)]
+
+
+def _passwords(directory: Path, file: str, roles: list[str]) -> tuple[dict[str, str], int]:
+    """The passwords of the roles, by role: those of their URL files, new ones where there is none. And how many are new."""
+    found = {role: _password(directory / role / file) for role in roles}
+    known = {role: password for role, password in found.items() if password is not None}
+    return {role: known.get(role) or _new_password() for role in roles}, len(found) - len(known)
+
+
+def _password(path: Path) -> str | None:
+    try:
+        url = path.read_text().strip()
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ConfigError(str(path), "…", "expected a URL with a password; remove the file to have a new one made") from error
+    with contextlib.suppress(ValueError):
+        if password := urlsplit(url).password:
+            return password
+    raise ConfigError(str(path), "…", "expected a URL with a password; remove the file to have a new one made")
+
+
+def _health(directory: Path) -> tuple[str, int]:
+    path = directory / REDIS / HEALTH
+    known = path.read_text().strip() if path.exists() else ""
+    return known or _new_password(), int(not known)
+
+
+def _new_password() -> str:
+    return secrets.token_urlsafe(PASSWORD_BYTES)
+
+
+def _certificates(directory: Path, deployment: Deployment) -> list[str]:
+    try:
+        from shared.accounts import certificates  # needs a library that only TLS needs
+    except ModuleNotFoundError as error:
+        raise AuthorityMissing(f"{error.name} is not installed: pip install 'myxo[accounts]'") from error
+
+    at = {NATS: deployment.nats.host, REDIS: deployment.redis.host}
+    hosts = {server: list(dict.fromkeys((server, host, "localhost", "127.0.0.1"))) for server, host in at.items()}
+    reason: str | None = "there is none yet"
+    with contextlib.suppress(FileNotFoundError):
+        pairs = {s: certificates.Pair((directory / s / CERTIFICATE).read_bytes(), (directory / s / KEY).read_bytes()) for s in hosts}
+        authorities = {(directory / role / AUTHORITY).read_bytes() for role in ROLES}
+        found = certificates.Chain(min(authorities), pairs)
+        differ = "roles trust different authorities" if len(authorities) > 1 else None
+        reason = differ or certificates.stale(found, hosts)
+        if reason is None:
+            return ["certificates: kept"]
+    chain = certificates.make(hosts)
+    for server, pair in chain.servers.items():
+        write(directory / server / KEY, pair.key, EVERYBODY)
+        write(directory / server / CERTIFICATE, pair.certificate, EVERYBODY)
+    for role in ROLES:
+        write(directory / role / AUTHORITY, chain.authority, OWNER_ONLY)
+    return [f"certificates: made ({reason}); restart servers and services"]
+
+
+def write(path: Path, content: bytes, mode: int) -> bool:
+    """Replaces a file in one step, so that nobody reads half of it. Returns whether anything had to change."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_mode & 0o777 == mode and path.read_bytes() == content:
+            return False
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, mode)
+            file.write(content)
+            file.flush()
+            os.fsync(handle)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+    return True

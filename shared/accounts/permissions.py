@@ -1,0 +1,235 @@
+"""Who may do what on the bus and in the store of one run, derived from the names that the code itself uses. Pure.
+
+Everything that is not listed here is refused by the servers. A right is granted to a role, not to one process: all replicas of the
+rollout service are one account.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from shared import registry
+from shared.config import BusSection
+from shared.streams import generated_consumer, scored_consumer, task_consumer
+from shared.subjects import EVAL, TRAIN, Subjects
+
+BUFFER, ROLLOUT, REWARD, TRAINER, OPERATOR, ENVIRONMENT = "buffer", "rollout", "reward", "trainer", "operator", "environment"
+ROLES = (BUFFER, ROLLOUT, REWARD, TRAINER, OPERATOR, ENVIRONMENT)
+"""The accounts of a run: its services, the people who run it, and environments that other people keep on the bus."""
+
+HEALTH = "health"
+"""The store's account that may only ping."""
+
+ANY, REST = "*", ">"
+"""Wildcards of a subject: one token, one or more tokens at the end."""
+
+API = "$JS.API"
+
+_SHORT_ANSWER, _LONG_ANSWER = 600, 3600
+"""Seconds within which a request may be answered. The server remembers every delivered message's reply subject for so long."""
+
+_CONNECTION = ("ping",)
+"""What every client of the store sends. Not CLIENT SETINFO, by which redis-py names itself and does without where it may not: servers before
+7.2 do not start with a rule that names it."""
+
+
+@dataclass(frozen=True)
+class BusRights:
+    """Subjects, with wildcards. ``answer_seconds``: how long after a request its reply subject may be published to; None: never."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+    answer_seconds: int | None = None
+
+
+@dataclass(frozen=True)
+class StoreRights:
+    """Commands of Redis, and the pattern of the keys that they may read, write or both (``access``: R, W or RW)."""
+
+    commands: tuple[str, ...]
+    access: str
+    keys: str
+
+
+@dataclass(frozen=True)
+class Rights:
+    """All that one role may do. ``store`` is None where it has no account there."""
+
+    role: str
+    user: str
+    bus: BusRights
+    store: StoreRights | None
+
+
+def user_name(role: str, run: str) -> str:
+    """The account's name on both servers; it needs no escaping in a URL."""
+    return f"{role}.{run}"
+
+
+def rights(run: str) -> tuple[Rights, ...]:
+    """The rights of every role in the order of `ROLES`.
+
+    Args:
+        run: the run's id, matching `RUN_ID`.
+    """
+    bus = {BUFFER: _buffer, ROLLOUT: _rollout, REWARD: _reward, TRAINER: _trainer, OPERATOR: _operator, ENVIRONMENT: _environment}
+    store = {
+        BUFFER: StoreRights((*_CONNECTION, "exists", "unlink"), "W", f"{run}:*"),
+        ROLLOUT: StoreRights((*_CONNECTION, "get", "set"), "RW", f"{run}:*"),
+        REWARD: StoreRights((*_CONNECTION, "get"), "R", f"{run}:*"),
+        TRAINER: StoreRights((*_CONNECTION, "get"), "R", f"{run}:*"),
+        OPERATOR: StoreRights((*_CONNECTION, "exists", "get", "scan", "unlink"), "RW", f"{run}:*"),
+    }
+    return tuple(Rights(role, user_name(role, run), bus[role](Subjects(run)), store.get(role)) for role in ROLES)
+
+
+def covers(pattern: str, subject: str) -> bool:
+    """Whether every subject that ``subject`` (which may hold wildcards itself) stands for is one of ``pattern``'s."""
+    wanted, given = pattern.split("."), subject.split(".")
+    for place, token in enumerate(wanted):
+        if token == REST:
+            return len(given) > place
+        if place >= len(given) or given[place] == REST or (token not in (ANY, given[place])):
+            return False
+    return len(wanted) == len(given)
+
+
+def allowed(patterns: Iterable[str], subject: str) -> bool:
+    """Whether one of the patterns covers the subject."""
+    return any(covers(pattern, subject) for pattern in patterns)
+
+
+# --- what the roles have in common
+
+
+def _stream_info(stream: str) -> str:
+    return f"{API}.STREAM.INFO.{stream}"
+
+
+def _read(bucket: str) -> tuple[str, str]:
+    """Opening a KV bucket, listing its keys, reading one."""
+    return _stream_info(f"KV_{bucket}"), f"{API}.STREAM.MSG.GET.KV_{bucket}"
+
+
+def _take(stream: str, consumer: str) -> tuple[str, str]:
+    """Fetching work from a queue; acking it, handing it back, extending it."""
+    return f"{API}.CONSUMER.MSG.NEXT.{stream}.{consumer}", f"$JS.ACK.{stream}.{consumer}.{REST}"
+
+
+def _service(names: Subjects, role: str) -> tuple[str, ...]:
+    """What `shared.service` does for every service: prove JetStream, read the config, keep a card, tell of itself."""
+    return (
+        f"{API}.INFO",
+        _stream_info(names.ledger_stream),  # whether the run is there
+        *_read(names.config_bucket),
+        _stream_info(f"KV_{names.services_bucket}"),
+        f"$KV.{names.services_bucket}.{role}.{ANY}",
+        names.event("service", ANY),
+    )
+
+
+def _inbox(names: Subjects, role: str) -> str:
+    return f"{names.inbox(role)}.{REST}"
+
+
+# --- the roles
+
+
+def _buffer(names: Subjects) -> BusRights:
+    run, bus, ledger = names.run, BusSection(), names.ledger_stream
+    queues = [task_consumer(run, bus, TRAIN), task_consumer(run, bus, EVAL), generated_consumer(run, bus, ANY), scored_consumer(run, bus)]
+    publish = (
+        *_service(names, BUFFER),
+        names.task(TRAIN),
+        names.task(EVAL),
+        names.ledger(ANY),
+        f"{API}.STREAM.MSG.GET.{ledger}",  # whose record stands where this writer's should
+        f"{API}.CONSUMER.CREATE.{ledger}.{ANY}",  # a reader for the replay; it ends by itself
+        f"{API}.CONSUMER.MSG.NEXT.{ledger}.{ANY}",
+        *_take(names.scored_stream, scored_consumer(run, bus).name),
+        *(f"{API}.CONSUMER.INFO.{queue.stream}.{queue.name}" for queue in queues),  # how deep the queues are
+        f"$KV.{names.config_bucket}.phase",
+        *_read(names.weights_bucket),
+    )
+    listen = (_inbox(names, BUFFER), names.batch, names.trained, names.durable, names.event("weights", "live"))
+    return BusRights(publish, listen, _SHORT_ANSWER)
+
+
+def _rollout(names: Subjects) -> BusRights:
+    publish = (
+        *_service(names, ROLLOUT),
+        *(subject for kind in (TRAIN, EVAL) for subject in _take(names.task_stream, task_consumer(names.run, BusSection(), kind).name)),
+        names.generated(ANY),
+        names.scored,  # failures only; the subject cannot tell
+        f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # which engines a router should know
+    )
+    return BusRights(publish, (_inbox(names, ROLLOUT), names.replica_weights(ANY, ANY)), _LONG_ANSWER)
+
+
+def _reward(names: Subjects) -> BusRights:
+    publish = (
+        *_service(names, REWARD),
+        *_take(names.generated_stream, generated_consumer(names.run, BusSection(), ANY).name),
+        names.scored,
+        names.environment(ANY, ANY),
+        f"$KV.{names.services_bucket}.{registry.ENVIRONMENT}.{ANY}",  # the cards of the environments that it scores with
+    )
+    return BusRights(publish, (_inbox(names, REWARD),))
+
+
+def _trainer(names: Subjects) -> BusRights:
+    publish = (
+        *_service(names, TRAINER),
+        names.batch,
+        names.trained,
+        names.durable,
+        names.replica_weights(ANY, ANY),
+        names.event("weights", "live"),
+        names.event("trainer", "step"),
+        *_read(names.weights_bucket),
+        f"$KV.{names.weights_bucket}.live",
+        f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # which replicas there are
+    )
+    return BusRights(publish, (_inbox(names, TRAINER),))
+
+
+def _operator(names: Subjects) -> BusRights:
+    """Everything of the run but answering for a service: nobody else may listen where requests are made."""
+    publish = (
+        f"{names.run}.{REST}",
+        f"{API}.INFO",
+        f"{API}.STREAM.NAMES",
+        f"{API}.STREAM.LIST",
+        *(subject for stream in _streams(names) for subject in _administer(stream)),
+        *(f"$KV.{bucket}.{REST}" for bucket in _buckets(names)),
+    )
+    flows = (names.task(REST), names.generated(REST), names.scored, names.ledger(REST))
+    events = tuple(names.event(plane, REST) for plane in ("weights", "trainer", "service"))
+    return BusRights(publish, (_inbox(names, OPERATOR), *flows, *events))
+
+
+def _administer(stream: str) -> Iterator[str]:
+    yield f"{API}.STREAM.{ANY}.{stream}"
+    yield f"{API}.STREAM.MSG.{ANY}.{stream}"
+    yield f"{API}.CONSUMER.{ANY}.{stream}"
+    yield f"{API}.CONSUMER.{ANY}.{stream}.{REST}"
+    yield f"{API}.CONSUMER.DURABLE.CREATE.{stream}.{ANY}"
+    yield f"{API}.CONSUMER.MSG.NEXT.{stream}.{ANY}"
+    yield f"{API}.DIRECT.GET.{stream}"
+    yield f"{API}.DIRECT.GET.{stream}.{REST}"
+    yield f"$JS.ACK.{stream}.{REST}"
+    yield f"$JS.FC.{stream}.{REST}"
+
+
+def _streams(names: Subjects) -> tuple[str, ...]:
+    queues = (names.task_stream, names.generated_stream, names.scored_stream)
+    return (*queues, names.ledger_stream, names.events_stream, *(f"KV_{bucket}" for bucket in _buckets(names)))
+
+
+def _buckets(names: Subjects) -> tuple[str, ...]:
+    return names.config_bucket, names.services_bucket, names.weights_bucket
+
+
+def _environment(names: Subjects) -> BusRights:
+    return BusRights((), (f"{names.run}.environment.{REST}",), _LONG_ANSWER)

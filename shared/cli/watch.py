@@ -1,0 +1,77 @@
+"""``myxo watch RUN``: the progress of a run whose services were started elsewhere, until it is finished; then its audit and summary."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import nats.errors
+from rich.console import Console
+
+from shared import runs
+from shared.bus import TRANSIENT
+from shared.cli import report
+from shared.cli.access import Access, reach
+from shared.cli.progress import display
+from shared.cli.view import View, look
+from shared.errors import MyxoError
+from shared.ledger import BatchTrained
+from shared.registry import Registry
+
+LOOK_SECONDS = 0.5
+
+REPORT_SECONDS = 120.0
+"""How long the summary is tried again where the bus breaks off."""
+
+
+class NotAtWork(MyxoError):
+    """There is nothing to watch."""
+
+
+async def watch(run: str, directory: Path, console: Console) -> int:
+    """Shows progress until the run is finished, then reports. A bus that is away for a while is waited for.
+
+    Returns 0, or 1 where the audit found a violation. Raises ConfigError where there is no such run, NotAtWork.
+    """
+    async with reach(run, directory) as access:
+        if await runs.phase(access.bus, access.run) != runs.FINISHED:
+            if not access.live:
+                raise NotAtWork(f"run {access.run} is not running; `myxo up` with its config goes on")
+            await _until_finished(access, console)
+        return await _report(access, console)
+
+
+async def _until_finished(access: Access, console: Console) -> None:
+    config, run, bus = access.config, access.run, access.bus
+    trained = await runs.last_record(bus, run, BatchTrained)
+    began = trained.step + 1 if trained else 0
+    view = View(run, began, config.rollout.num_rollout, config.rollout.max_staleness)
+    registry, shown, phase = Registry(bus, run), display(console, time.monotonic()), runs.RUNNING
+    try:
+        while True:
+            try:
+                view = look(config, await registry.alive(), before=view, began=began)
+                phase = await runs.phase(bus, run) or runs.RUNNING
+            except (MyxoError, nats.errors.Error, *TRANSIENT) as error:
+                view = replace(view, services=(), waiting_for=f"the bus ({error or type(error).__name__})")
+            if phase == runs.FINISHED:  # the cards may be seconds behind
+                view = replace(view, steps=view.of, waiting_for=None)
+            shown.show(view, time.monotonic())
+            if phase == runs.FINISHED:
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+    finally:
+        shown.close()
+
+
+async def _report(access: Access, console: Console) -> int:
+    end = time.monotonic() + REPORT_SECONDS
+    while True:
+        try:
+            return await report.report(access.bus, access.run, access.directory, console)
+        except (MyxoError, nats.errors.Error, *TRANSIENT):
+            if time.monotonic() > end:
+                raise
+            await asyncio.sleep(LOOK_SECONDS)

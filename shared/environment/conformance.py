@@ -1,0 +1,194 @@
+"""Does a live environment keep the protocol? Each check asks it something real and says in a line what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from shared.environment.client import Environment
+from shared.environment.protocol import (
+    PROTOCOL,
+    SCORE,
+    Description,
+    EnvironmentAway,
+    EnvironmentFailed,
+    ScoreRequest,
+    ScoreSample,
+    read_scores,
+)
+from shared.errors import DeadlineExceeded, MyxoError
+from shared.messages import Score
+
+DESCRIBE_SECONDS = 5.0
+SCORE_SECONDS = 30.0
+"""Deadline of a score where neither the environment nor the caller names one: the default of `reward_timeout`."""
+
+CONCURRENT = 8
+LONG = 100_000
+"""Characters of the long response."""
+
+BEYOND_ASCII = ("答えは42です", "\U0001f9ee ∑ = 42", "one\u2028two\x00three", "\u202e24")
+
+Result = Literal["ok", "warning", "FAILED"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What came of one check. ``seconds``: how long it took."""
+
+    name: str
+    result: Result
+    detail: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Example:
+    """What is asked: a prompt, its label, responses to it."""
+
+    prompt: str = "12+30="
+    label: str | None = "42"
+    responses: Sequence[str] = ("42", "(02 04)42", "41", "I do not know")
+
+
+class Conformance:
+    """The checks of one environment.
+
+    Args:
+        timeout: seconds for one score; None: what the environment asks for.
+    """
+
+    def __init__(self, environment: Environment, run: str, example: Example, timeout: float | None = None) -> None:
+        self._environment, self._run, self._example, self._timeout = environment, run or "conformance", example, timeout
+        self._deadline = timeout or SCORE_SECONDS
+        self._slowest, self._unanswered = 0.0, False
+
+    async def checks(self) -> AsyncIterator[Check]:
+        """All checks, each as it is done. Where describe fails, or no answer comes at all, the others are not tried."""
+        responses = list(self._example.responses)
+        four = [responses[index % len(responses)] for index in range(4)]
+        yield (described := await self._check("describe", self._describe))
+        if described.result == "FAILED":
+            return
+        must: list[tuple[str, Callable[[], Awaitable[str]]]] = [
+            ("one sample", lambda: self._scored(responses[:1])),
+            ("a group of 4", lambda: self._scored(four)),
+            *([(f"the {len(responses)} responses", lambda: self._scored(responses))] if len(responses) > 1 and responses != four else []),
+            ("an empty response", lambda: self._scored([""])),
+            ("responses beyond ASCII", lambda: self._scored(list(BEYOND_ASCII))),
+            ("a response of 100 kB", lambda: self._scored(["7 " * (LONG // 2)])),
+            ("unknown fields in the request", self._unknown_fields),
+            (f"{CONCURRENT} requests at once", self._concurrent),
+        ]
+        should: list[tuple[str, Callable[[], Awaitable[str]]]] = [
+            ("a prompt of chat messages", self._chat),
+            ("no label", self._no_label),
+            ("the same request twice", lambda: self._twice([responses[0], responses[-1]])),
+        ]
+        for name, check in must:
+            yield await self._check(name, check)
+            if self._unanswered:
+                yield Check("the other checks", "FAILED", "not tried: it does not answer")
+                return
+        for name, check in should:
+            done = await self._check(name, check)
+            yield replace(done, result="warning") if done.result == "FAILED" else done
+        yield Check("time", "ok", f"the slowest answer took {self._slowest:.2f} s of {self._deadline:g} s", self._slowest)
+
+    # --- one check each: returns what there is to say, raises where the check failed
+
+    async def _describe(self) -> str:
+        description = await self._environment.describe(DESCRIBE_SECONDS)
+        self._deadline = self._timeout or description.timeout or SCORE_SECONDS
+        return _in_words(description)
+
+    async def _scored(self, responses: list[str]) -> str:
+        scores = await self._score(self._request(responses))
+        return _rewards(scores)
+
+    async def _unknown_fields(self) -> str:
+        question = self._request([self._example.responses[0]]).model_dump()
+        question |= {"x_unknown": {"a": [1, None]}, "protocol_minor": 7}
+        question["samples"] = [{**sample, "x_unknown": 1.5} for sample in question["samples"]]
+        await self._ask(question, 1)
+        return "ignored"
+
+    async def _concurrent(self) -> str:
+        responses = [self._example.responses[index % len(self._example.responses)] for index in range(CONCURRENT)]
+        requests = [
+            self._request([response] * (1 + index % 3), group=f"concurrent-{index}") for index, response in enumerate(responses)
+        ]
+        await asyncio.gather(*(self._score(request) for request in requests))
+        return "each got its own answer"
+
+    async def _chat(self) -> str:
+        request = self._request([self._example.responses[0]])
+        await self._score(request.model_copy(update={"prompt": [{"role": "user", "content": self._example.prompt}]}))
+        return "taken"
+
+    async def _no_label(self) -> str:
+        request = self._request([self._example.responses[0]]).model_copy(update={"label": None})
+        try:
+            return _rewards(await self._score(request))
+        except EnvironmentFailed as error:
+            if error.own_words:
+                return f"refused, and why: {error.own_words}"
+            raise
+
+    async def _twice(self, responses: list[str]) -> str:
+        request = self._request(responses)
+        first, second = await self._score(request), await self._score(request)
+        if first != second:
+            raise EnvironmentFailed(self._environment.whom, f"gave {_rewards(first)}, then {_rewards(second)}")
+        return "the same rewards"
+
+    # --- asking
+
+    def _request(self, responses: list[str], group: str = "conformance") -> ScoreRequest:
+        samples = [ScoreSample(index=index, response=text, tokens=len(text), finish="stop") for index, text in enumerate(responses)]
+        return ScoreRequest(
+            run=self._run, group=group, attempt=0, prompt=self._example.prompt, label=self._example.label, metadata={}, samples=samples
+        )
+
+    async def _score(self, request: ScoreRequest) -> list[Score]:
+        return await self._ask(request.model_dump(), len(request.samples))
+
+    async def _ask(self, question: dict[str, Any], count: int) -> list[Score]:
+        started = time.monotonic()
+        try:
+            answer = await self._environment.ask(SCORE, question, self._deadline)
+        except EnvironmentAway:  # a server may close an idle connection in the moment when it is used again
+            answer = await self._environment.ask(SCORE, question, self._deadline)
+        finally:
+            self._slowest = max(self._slowest, time.monotonic() - started)
+        return read_scores(answer, count, self._environment.whom)
+
+    async def _check(self, name: str, check: Callable[[], Awaitable[str]]) -> Check:
+        started = time.monotonic()
+        try:
+            result: Result = "ok"
+            detail = await check()
+        except (EnvironmentFailed, EnvironmentAway) as error:
+            self._unanswered = isinstance(error, EnvironmentAway)
+            result, detail = "FAILED", ("cannot be reached: " if self._unanswered else "") + error.reason
+        except DeadlineExceeded as error:
+            self._unanswered = True
+            result, detail = "FAILED", f"late: {error.what} did not come within {error.seconds:g} s"
+        except MyxoError as error:
+            result, detail = "FAILED", str(error)
+        return Check(name, result, detail, time.monotonic() - started)
+
+
+def _in_words(description: Description) -> str:
+    timeout = "no timeout named" if description.timeout is None else f"at most {description.timeout:g} s a score"
+    return f"protocol {PROTOCOL}, {json.dumps(description.name)}, verbs {', '.join(description.verbs)}, {timeout}"
+
+
+def _rewards(scores: list[Score]) -> str:
+    rewards = ", ".join(f"{score.reward:g}" for score in scores[:8]) + (", …" if len(scores) > 8 else "")
+    names = sorted({name for score in scores for name in score.parts})
+    return f"rewards {rewards}" + (f"; parts {', '.join(names)}" if names else "")

@@ -1,0 +1,173 @@
+"""The environment protocol, version 1: what is asked and what may be answered. Pure.
+
+Every map is the same over HTTP (JSON) and over NATS (MessagePack). What comes from an environment is checked strictly, for it decides what
+a model learns: an answer that does not fit is refused with the environment, the field and what was expected. Unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shared.errors import MyxoError
+from shared.messages import Score
+
+PROTOCOL = 1
+DESCRIBE, SCORE = "describe", "score"
+
+MAX_ANSWER = 4 << 20
+"""Bytes of an answer."""
+
+MAX_PARTS = 64
+"""Named numbers of one sample."""
+
+MAX_NAME = 64
+"""Characters of the name of an environment or of a part."""
+
+_SHOWN = 80
+
+
+class EnvironmentFailed(MyxoError):
+    """The environment answered something that cannot be used, or an error of its own.
+
+    Args:
+        whom: the environment, by name and address. reason: the field and what was expected. own_words: what it says itself.
+    """
+
+    def __init__(self, whom: str, reason: str, own_words: str = "") -> None:
+        self.whom, self.own_words = whom, own_words
+        self.reason = f"{reason}: {own_words}" if own_words else reason
+        super().__init__(f"{whom}: {self.reason}")
+
+
+class EnvironmentAway(MyxoError):
+    """Nobody can be connected to at the environment's address, or the connection broke: the same request may be sent again.
+
+    Args:
+        whom: the environment, by name and address. reason: why.
+    """
+
+    def __init__(self, whom: str, reason: str) -> None:
+        self.whom, self.reason = whom, reason
+        super().__init__(f"{whom} cannot be reached: {reason}")
+
+
+class ScoreSample(BaseModel):
+    """One response. ``tokens``: its length."""
+
+    index: int
+    response: str
+    tokens: int
+    finish: Literal["stop", "length", "abort"]
+
+
+class ScoreRequest(BaseModel):
+    """A whole group to score: the ``samples`` of one prompt. After a broken connection the same group and attempt is asked for again."""
+
+    protocol: int = PROTOCOL
+    run: str
+    group: str
+    attempt: int
+    prompt: str | list[dict[str, Any]]
+    label: str | None
+    metadata: dict[str, Any]
+    samples: list[ScoreSample]
+
+
+class Description(BaseModel):
+    """What an environment says of itself. ``timeout``: seconds that one score may need at most, as the environment says."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    protocol: int
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+    verbs: list[str]
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+def read_description(answer: object, whom: str) -> Description:
+    """Checks the answer to ``describe``. Raises EnvironmentFailed."""
+    fields = _map(answer, whom)
+    version = fields.get("protocol")
+    if version != PROTOCOL or isinstance(version, bool | float):
+        said = f"protocol is {shown(version)}" if "protocol" in fields else "protocol is missing"
+        raise EnvironmentFailed(whom, f"{said}; expected {PROTOCOL}, the version that is spoken here")
+    try:
+        description = Description.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"[{part}]" if isinstance(part, int) else str(part) for part in first["loc"])
+        found = "is missing" if first["type"] == "missing" else f"is {shown(first['input'])}"
+        raise EnvironmentFailed(whom, f"{where} {found}; {first['msg'][0].lower()}{first['msg'][1:]}") from None
+    if SCORE not in description.verbs:
+        raise EnvironmentFailed(whom, f"verbs is {shown(description.verbs)}; expected a list with {SCORE!r} in it")
+    return description
+
+
+def read_scores(answer: object, count: int, whom: str) -> list[Score]:
+    """Checks the answer to ``score`` for a group of ``count`` samples. Raises EnvironmentFailed."""
+    fields = _map(answer, whom)
+    rewards = fields.get("rewards")
+    if not isinstance(rewards, list):
+        found = f"rewards is {shown(rewards)}" if "rewards" in fields else "rewards is missing"
+        raise EnvironmentFailed(whom, f"{found}; expected a list with one entry a sample")
+    if len(rewards) != count:
+        raise EnvironmentFailed(whom, f"rewards has {len(rewards)} entries; expected {count}, one a sample")
+    return [_score(entry, f"rewards[{index}]", whom) for index, entry in enumerate(rewards)]
+
+
+def _score(entry: object, field: str, whom: str) -> Score:
+    if not isinstance(entry, Mapping):
+        return Score(reward=_number(entry, field, whom, "a finite number, or an object with reward"))
+    if "reward" not in entry:
+        raise EnvironmentFailed(whom, f"{field}.reward is missing; expected a finite number")
+    if len(entry) > MAX_PARTS + 1:
+        raise EnvironmentFailed(whom, f"{field} has {len(entry)} entries; expected at most {MAX_PARTS} beside reward")
+    parts = {}
+    for name, value in entry.items():
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+            raise EnvironmentFailed(whom, f"{field} has the name {shown(name)}; expected text of 1 to {MAX_NAME} characters")
+        parts[name] = _number(value, f"{field}.{name}" if name.isidentifier() else f"{field}[{shown(name)}]", whom, "a finite number")
+    return Score(reward=parts.pop("reward"), parts=parts)
+
+
+def _number(value: object, field: str, whom: str, expected: str) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    raise EnvironmentFailed(whom, f"{field} is {shown(value)}; expected {expected}")
+
+
+def _map(answer: object, whom: str) -> Mapping[str, object]:
+    if not isinstance(answer, dict):
+        raise EnvironmentFailed(whom, f"the answer is {shown(answer)}; expected an object")
+    error = answer.get("error")
+    if error is not None:
+        raise EnvironmentFailed(whom, "says", words(error))
+    return answer
+
+
+def words(text: object) -> str:
+    """An environment's own words on one line of bounded length, with nothing in it that a terminal would obey."""
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in str(text)).split())
+    return line if len(line) <= 3 * _SHOWN else line[: 3 * _SHOWN] + " …"
+
+
+def shown(value: object) -> str:
+    """A value of an answer as an error shows it: short, with its kind where the text alone would mislead."""
+    if isinstance(value, Mapping):
+        return f"an object of {len(value)}"
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) > 8:
+        return f"a list of {len(value)}"
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return "a huge integer"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + " …"

@@ -1,0 +1,92 @@
+"""One compose project for all tests here: images built once, the quick start made small, an environment in Node.js scoring it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.compose.stack import BUILD_SECONDS, ROOT, Stack
+from tests.support.containers import NATS_IMAGE, needs_engine
+
+HERE = Path(__file__).parent
+NODE = ROOT / "examples" / "environments" / "node"
+
+FLAGS = (
+    "--rollout-batch-size 4 --n-samples-per-prompt 4 --sft-steps 20 --sft-batch-size 32 --save-interval 5 --eval-interval 1000 "
+    "--ack-wait 10 --rm-type remote_rm --rm-url http://arithmetic-node:8080"
+)
+PREPARE = "python examples/arithmetic/prepare.py --if-missing --train 256 --heldout 8 --demonstrations 256 runs/quickstart/data"
+
+
+def flags(steps: int) -> str:
+    """The run's flags, to train ``steps`` steps in all."""
+    return f"{FLAGS} --num-rollout {steps}"
+
+
+def run_docker(*arguments: str, seconds: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=seconds, check=False)
+
+
+@pytest.fixture(scope="session")
+def node_image() -> str:
+    """A base image with Node.js: the one that the example names, else one made from Debian's package."""
+    named = "node:22-alpine"
+    if run_docker("image", "inspect", named).returncode == 0 or run_docker("pull", "-q", named).returncode == 0:
+        return named
+    built = run_docker("build", "-q", "-t", "myxo-test-node-base", "-f", str(HERE / "node.Dockerfile"), str(HERE), seconds=BUILD_SECONDS)
+    assert built.returncode == 0, built.stderr
+    return "myxo-test-node-base"
+
+
+@pytest.fixture(scope="session")
+def make_stack() -> Iterator[Callable[..., Stack]]:
+    """``make_stack(project, run, **environment)``; every stack is taken away at the end."""
+    needs_engine()
+    files = [HERE / "operator.yaml"]
+    if run_docker("run", "--rm", "--entrypoint", "sh", NATS_IMAGE, "-c", "true").returncode != 0:
+        files.append(HERE / "nats-without-shell.yaml")
+    made: list[Stack] = []
+
+    def make(project: str, run: str, *further: Path, **environment: str) -> Stack:
+        stack = Stack(project, run, environment, [*files, *further])
+        stack.remove()  # what a killed test run left
+        made.append(stack)
+        return stack
+
+    yield make
+    if not os.environ.get("MYXO_KEEP_STACKS"):
+        for stack in made:
+            stack.remove()
+
+
+@pytest.fixture(scope="session")
+def images(make_stack: Callable[..., Stack]) -> None:
+    """All images of the compose file, built."""
+    builder = make_stack("myxo-test-build", "build")
+    builder.compose("--profile", "*", "build", "--quiet", seconds=BUILD_SECONDS)
+
+
+@pytest.fixture(scope="session")
+def stack(make_stack: Callable[..., Stack], images: None, node_image: str) -> Iterator[Stack]:
+    """The services at work on a small run with no end in sight, the Node.js environment beside them."""
+    network = "myxo-test-environments"
+    stack = make_stack(
+        "myxo-test", "compose", MYXO_FLAGS=flags(100_000), MYXO_PREPARE=PREPARE, MYXO_ENVIRONMENTS_NETWORK=network, NODE_IMAGE=node_image
+    )
+    environment = ["compose", "-p", "myxo-test-node", "-f", str(NODE / "compose.yaml")]
+    variables = {"MYXO_ENVIRONMENTS_NETWORK": network, "NODE_IMAGE": node_image}
+    try:
+        stack.compose("up", "--detach", "--no-build", "--quiet-pull", seconds=600)
+        beside = subprocess.run(
+            ["docker", *environment, "up", "--detach", "--build"],
+            env=os.environ | variables, capture_output=True, text=True, timeout=600, check=False,
+        )  # fmt: skip
+        assert beside.returncode == 0, beside.stderr
+        yield stack
+    finally:
+        if not os.environ.get("MYXO_KEEP_STACKS"):
+            subprocess.run(["docker", *environment, "down", "--timeout", "5"], env=os.environ | variables, capture_output=True, check=False)

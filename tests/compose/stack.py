@@ -1,0 +1,93 @@
+"""A compose project under test: its commands, what its run says of itself, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE = ROOT / "deploy" / "compose"
+
+COMMAND_SECONDS = 300
+BUILD_SECONDS = 2400
+
+
+class Stack:
+    """One project of `deploy/compose/compose.yaml`.
+
+    Args:
+        project: its name. run: the run's id. environment: over this process's. files: further compose files over the first.
+    """
+
+    def __init__(self, project: str, run: str, environment: dict[str, str], files: Sequence[Path] = ()) -> None:
+        self.project, self.run = project, run
+        self._environment = os.environ | {"MYXO_PROJECT": project, "MYXO_RUN": run, "COMPOSE_PROGRESS": "plain"} | environment
+        self._files = [COMPOSE / "compose.yaml", *files]
+
+    def compose(self, *arguments: str, seconds: float = COMMAND_SECONDS, check: bool = True, **environment: str) -> str:
+        """``docker compose ARGUMENTS``; returns what it printed. Raises AssertionError where it fails and ``check``."""
+        files = [word for file in self._files for word in ("-f", str(file))]
+        command = ["docker", "compose", *files, *arguments]
+        try:
+            done = subprocess.run(
+                command, env=self._environment | environment, capture_output=True, text=True, timeout=seconds, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"{' '.join(arguments)} took over {seconds:g} s\n{error.stdout!r}\n{error.stderr!r}") from None
+        assert not check or done.returncode == 0, (
+            f"docker compose {' '.join(arguments)}: exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{self.said()}"
+        )
+        return done.stdout
+
+    def keep(self, **environment: str) -> None:
+        """Environment for all later commands."""
+        self._environment |= environment
+
+    def containers(self, *services: str) -> list[dict[str, Any]]:
+        """What ``ps`` says of every container, the ended ones too."""
+        out = self.compose("ps", "--all", "--format", "json", *services)
+        return [json.loads(line) for line in out.splitlines() if line.strip()]
+
+    def status(self) -> dict[str, Any] | None:
+        """``myxo status --json``, asked in the operator's container; None while it cannot tell."""
+        out = self.compose("exec", "-T", "operator", "myxo", "status", self.run, "--json", check=False)
+        try:
+            answer: dict[str, Any] = json.loads(out)
+        except ValueError:
+            return None
+        return answer
+
+    def steps(self) -> int:
+        """Steps trained; -1 while nobody can tell."""
+        status = self.status()
+        return int(status["steps"]) if status else -1
+
+    def until(self, what: str, condition: Callable[[], Any], seconds: float) -> Any:
+        """Looks until ``condition`` holds; returns its value."""
+        end = time.monotonic() + seconds
+        while True:
+            value = condition()
+            if value:
+                return value
+            assert time.monotonic() < end, f"{what} did not come within {seconds:g} s\n{self.said()}"
+            time.sleep(1.0)
+
+    def said(self) -> str:
+        """How the containers stand and what they said last, for a failed assertion."""
+        files = [word for file in self._files for word in ("-f", str(file))]
+        parts = []
+        for arguments in (["ps", "--all"], ["logs", "--no-color", "--tail", "25"]):
+            done = subprocess.run(
+                ["docker", "compose", *files, *arguments], env=self._environment, capture_output=True, text=True, timeout=120, check=False
+            )
+            parts.append(done.stdout + done.stderr)
+        return "\n".join(parts)
+
+    def remove(self) -> None:
+        """Takes containers, networks and volumes away."""
+        self.compose("--profile", "*", "down", "--volumes", "--remove-orphans", "--timeout", "5", check=False)

@@ -1,0 +1,164 @@
+"""A run under docker compose: healthy, closed to outsiders, scaled, killed piece by piece, taken down, brought back, finished.
+
+The tests are one story in order, over one stack (`stack` in conftest.py): bringing it up costs more than any of them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.compose.conftest import flags
+from tests.compose.stack import Stack
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(3000)]
+
+START_SECONDS = 600
+STEP_SECONDS = 420
+"""For a part to be back at work and the next step made, on a slow and busy machine."""
+
+LONG_LIVED = {"nats", "redis", "buffer", "rollout", "reward", "trainer"}
+
+
+def ready(stack: Stack, service: str) -> int:
+    status = stack.status()
+    lines = status["services"] if status and status["running"] else []
+    return sum(line["service"] == service and line["state"] == "ready" for line in lines)
+
+
+def goes_on(stack: Stack, what: str, more: int = 1) -> None:
+    """The run makes ``more`` steps from now."""
+    before = stack.until("the count of steps", lambda: max(stack.steps(), 0) or None, STEP_SECONDS)
+    stack.until(f"{more} steps after {what}", lambda: stack.steps() >= before + more, STEP_SECONDS)
+
+
+def test_all_containers_become_healthy(stack: Stack) -> None:
+    def unhealthy() -> list[str]:
+        states = {one["Service"]: one for one in stack.containers() if one["Service"] in LONG_LIVED}
+        return sorted(LONG_LIVED - {name for name, one in states.items() if one["Health"] == "healthy"})
+
+    stack.until("health of every container", lambda: not unhealthy(), START_SECONDS)
+    for name in ("accounts", "prepare", "submit"):
+        (done,) = stack.containers(name)
+        assert (done["State"], done["ExitCode"]) == ("exited", 0)
+
+
+def test_the_run_trains_and_the_outsiders_environment_scores_it(stack: Stack) -> None:
+    stack.until("a trained step", lambda: stack.steps() >= 1, START_SECONDS)
+    status = stack.status()
+    assert status is not None
+    environment = next(line for line in status["services"] if line["service"] == "environment")
+    assert environment["state"] == "ready"
+    logs = subprocess.run(["docker", "compose", "-p", "myxo-test-node", "logs", "--no-color"], capture_output=True, text=True, check=True)
+    assert "Error" not in logs.stdout
+
+
+def test_nothing_is_published_to_the_host(stack: Stack) -> None:
+    for container in stack.containers():
+        published = [port for port in container.get("Publishers") or [] if port.get("PublishedPort")]
+        assert not published, f"{container['Name']} publishes {published}"
+
+
+ANONYMOUS = """
+import asyncio, nats, redis, sys
+async def knock():
+    try:
+        await nats.connect("nats://nats:4222", connect_timeout=5, max_reconnect_attempts=0, allow_reconnect=False)
+    except nats.errors.Error as error:
+        return str(error)
+    return "let in"
+print("NATS:", asyncio.run(knock()))
+try:
+    redis.Redis(host="redis").get("x")
+    print("Redis: let in")
+except redis.exceptions.RedisError as error:
+    print("Redis:", error)
+"""
+
+
+def test_an_anonymous_client_gets_nothing(stack: Stack) -> None:
+    said = stack.compose("exec", "-T", "buffer", "python", "-c", ANONYMOUS)
+    nats, redis = said.strip().splitlines()
+    assert "uthorization" in nats, said
+    assert "uthentication" in redis, said
+
+
+FOREIGN = """
+import asyncio, nats, pathlib
+async def main():
+    errors = []
+    async def on_error(error): errors.append(str(error))
+    url = pathlib.Path("/credentials/nats_url").read_text().strip()
+    bus = await nats.connect(url, error_cb=on_error)
+    await bus.publish("compose.task.train", b"")
+    await bus.publish("compose.ledger.forged", b"")
+    await bus.flush()
+    for _ in range(100):
+        if len(errors) >= 2: break
+        await asyncio.sleep(0.1)
+    print("\\n".join(errors))
+asyncio.run(main())
+"""
+
+
+def test_a_service_may_not_speak_for_another(stack: Stack) -> None:
+    said = stack.compose("exec", "-T", "reward", "python", "-c", FOREIGN)
+    assert said.count("ermissions") >= 2, said
+    logs = stack.compose("logs", "--no-color", "nats")
+    assert "reward.compose" in logs and "compose.task.train" in logs, "the server logged no refusal"
+
+
+def test_an_environments_network_reaches_neither_bus_nor_store_nor_engines(stack: Stack) -> None:
+    knock = "require('dns').lookup(process.argv[1], e => console.log(e ? 'unknown' : 'known'))"
+    for host, known in (("nats", "unknown"), ("redis", "unknown"), ("rollout", "unknown"), ("trainer", "unknown"), ("reward", "known")):
+        asked = subprocess.run(
+            ["docker", "compose", "-p", "myxo-test-node", "exec", "-T", "arithmetic-node", "node", "-e", knock, host],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        assert asked.stdout.strip() == known, f"{host} is {asked.stdout.strip()} in the environments' network"
+
+
+def test_replicas_scale_up_and_down_while_it_runs(stack: Stack) -> None:
+    stack.compose("up", "--detach", "--no-build", "--no-recreate", "--scale", "rollout=3")
+    stack.until("three replicas that serve", lambda: ready(stack, "rollout") == 3, START_SECONDS)
+    goes_on(stack, "scaling to three replicas")
+    stack.compose("up", "--detach", "--no-build", "--no-recreate", "--scale", "rollout=1")
+    assert len(stack.containers("rollout")) == 1
+    goes_on(stack, "scaling back to one replica", more=2)
+
+
+@pytest.mark.parametrize("victim", ["buffer", "reward", "trainer", "rollout", "nats", "redis"])
+def test_a_killed_service_comes_back_with_up(stack: Stack, victim: str) -> None:
+    stack.compose("kill", "--signal", "KILL", victim)
+    stack.compose("up", "--detach", "--no-build")
+    goes_on(stack, f"the death of {victim}", more=2)
+
+
+def test_down_and_up_again_resumes_and_finishes(stack: Stack) -> None:
+    before = stack.until("the count of steps", lambda: max(stack.steps(), 0) or None, STEP_SECONDS)
+    stack.compose("down", "--timeout", "30")
+    stack.keep(MYXO_FLAGS=flags(before + 6))
+    stack.compose("up", "--detach", "--no-build", seconds=600)
+
+    def watch_ended() -> bool:
+        return bool((watch := stack.containers("watch")) and watch[0]["State"] == "exited")
+
+    stack.until("the end of the run", watch_ended, START_SECONDS + STEP_SECONDS)
+    (watch,) = stack.containers("watch")
+    said = stack.compose("logs", "--no-color", "--no-log-prefix", "watch")
+    assert watch["ExitCode"] == 0, said
+    assert stack.steps() == before + 6
+    verdict = json.loads(stack.compose("run", "--rm", "-T", "myxo", "audit", "compose", "--json"))
+    assert verdict["violations"] == [], verdict
+
+
+@pytest.fixture(scope="module", autouse=True)
+def told(request: pytest.FixtureRequest, stack: Stack) -> Iterator[None]:
+    """Where a test failed, what the containers said."""
+    failed = request.session.testsfailed
+    yield
+    if request.session.testsfailed > failed:
+        print(stack.said())

@@ -1,0 +1,20 @@
+"""The reward service's bench, and a server full of faults."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from shared import http
+from tests.integration.environments.live import odd_app
+from tests.support.reward_bench import bench
+
+__all__ = ["bench"]
+
+
+@pytest.fixture
+async def odd() -> AsyncIterator[str]:
+    """URL of a server of `odd_app`."""
+    async with http.serving(odd_app(), "127.0.0.1:0") as address:
+        yield f"http://{address}"

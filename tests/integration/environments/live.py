@@ -1,0 +1,157 @@
+"""Real environments: the examples as processes of their own, and a server that breaks the protocol in whichever way its URL says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, RedirectResponse
+
+from shared.embedded import die_with_parent
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES = ROOT / "examples" / "environments"
+
+DESCRIPTION = {"protocol": 1, "name": "odd", "verbs": ["score"], "timeout": 20}
+
+
+class EnvironmentProcess:
+    """An environment as a process; use as a context manager, and it is killed at the end of the body."""
+
+    def __init__(self, command: list[str], log: Path, environment: Mapping[str, str]) -> None:
+        self.log, self._command, self._environment = log, command, environment
+        self.start()
+
+    def start(self) -> None:
+        """Starts it (again)."""
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                self._command,
+                env={**os.environ, **self._environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=die_with_parent,
+            )
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+    def __enter__(self) -> EnvironmentProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.kill()
+
+
+def python_example(port: int, log: Path) -> EnvironmentProcess:
+    folder = str(EXAMPLES / "python-fastapi")
+    return EnvironmentProcess([sys.executable, "-m", "uvicorn", "--app-dir", folder, "environment:app", "--port", str(port)], log, {})
+
+
+def node_example(port: int, log: Path) -> EnvironmentProcess:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed: the Node example was not run")
+    return EnvironmentProcess([node, str(EXAMPLES / "node" / "environment.mjs")], log, {"PORT": str(port), "HOST": "127.0.0.1"})
+
+
+def page_example(nats_url: str, run: str, folder: Path) -> EnvironmentProcess:
+    """The responder of docs/environments.md, as it stands there. Its name is judge."""
+    page = (ROOT / "docs" / "environments.md").read_text()
+    [source] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    script = folder / "judge.py"
+    script.write_text(source)
+    return EnvironmentProcess([sys.executable, str(script)], folder / "judge.log", {"NATS_URL": nats_url, "MYXO_RUN": run})
+
+
+def odd_app() -> FastAPI:
+    """``/{fault}/describe`` and ``/{fault}/score``: each fault is one way not to keep the protocol; ``/right`` keeps it."""
+    app = FastAPI()
+    calls: dict[str, int] = {}
+
+    @app.get("/{fault}/describe")
+    async def describe(fault: str) -> Response:
+        match fault:
+            case "other-version":
+                return JSONResponse({**DESCRIPTION, "protocol": 2})
+            case "no-version":
+                return JSONResponse({key: value for key, value in DESCRIPTION.items() if key != "protocol"})
+            case "missing-verb":
+                return JSONResponse({**DESCRIPTION, "verbs": ["reset", "step"]})
+            case "redirected-describe":
+                return RedirectResponse("/right/describe")
+            case "late-describe":
+                await asyncio.sleep(3600)
+            case "late":
+                return JSONResponse({**DESCRIPTION, "timeout": 1})
+        return JSONResponse(DESCRIPTION)
+
+    @app.post("/{fault}/score")
+    async def score(fault: str, request: Request) -> Response:
+        group = await request.json()
+        calls[fault] = calls.get(fault, 0) + 1
+        rewards: list[Any] = [{"reward": 1.0, "length": len(sample["response"])} for sample in group["samples"]]
+        match fault:
+            case "wrong-count":
+                rewards.append(1.0)
+            case "nan":
+                rewards[-1] = float("nan")
+            case "text":
+                rewards[-1] = "1.0"
+            case "bool":
+                rewards[-1] = True
+            case "no-reward":
+                rewards[-1] = {"format": 1.0}
+            case "dice":
+                rewards[0] = calls[fault]
+            case "late":
+                await asyncio.sleep(3600)
+            case "error-500":
+                return JSONResponse({"error": "the judge\nis ill"}, 500)
+            case "error-in-200":
+                return JSONResponse({"error": "no such task"})
+            case "bare-500":
+                return Response("Internal Server Error", 500)
+            case "redirect":
+                return RedirectResponse("/right/score", 307)
+            case "non-json":
+                return Response("<html>sorry</html>", media_type="text/html")
+            case "too-large":
+                return JSONResponse({"rewards": rewards, "log": "x" * (5 << 20)})
+            case "strict" if {key for key in group if key.startswith("x_")}:
+                return JSONResponse({"error": "unknown field"}, 422)
+        return Response(json.dumps({"rewards": rewards}), media_type="application/json")
+
+    return app
+
+
+@asynccontextmanager
+async def mute_server() -> AsyncIterator[str]:
+    """Takes connections, reads, and never says a word; yields its URL."""
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while await reader.read(1 << 16):
+                pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(listen, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()

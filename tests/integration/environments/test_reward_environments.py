@@ -1,0 +1,212 @@
+"""The real reward service with environments outside of it: over HTTP and NATS, down, hung, restarted, wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.embedded import EmbeddedNats, free_port
+from shared.messages import Failed, Generated, Scored
+from shared.queue import WorkQueue
+from shared.registry import Registry
+from shared.streams import generated_consumer
+from tests.integration.environments.live import ROOT, mute_server, node_example, page_example, python_example
+from tests.support.reward_bench import Bench, NewBench
+from tests.support.waiting import until
+
+PATIENT = 120.0
+"""A reward_timeout that no slow machine reaches."""
+
+CARRIES = ["(03 04)42", "41", "42"]
+
+
+async def waiting(desk: Bench, environment: str) -> tuple[int, int]:
+    """(waiting, in hand) of an environment's queue."""
+    return await WorkQueue(desk.bus, generated_consumer(desk.config.run.name, desk.config.bus, environment), Generated).depth()
+
+
+async def status(desk: Bench, nats: EmbeddedNats) -> dict[str, Any]:
+    """What ``myxo status`` says of the run."""
+    command = [sys.executable, "-m", "shared.cli.main", "status", desk.config.run.name, "--json"]
+    environment = {**os.environ, "NATS_URL": nats.url, "PYTHONPATH": str(ROOT)}
+    done = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    shown: dict[str, Any] = json.loads(done.stdout)
+    return shown
+
+
+async def test_an_http_environment_scores_with_its_parts(bench: NewBench, tmp_path: Path) -> None:
+    port = free_port()
+    url = f"http://me:hush@127.0.0.1:{port}"
+    desk = await bench(reward={"rm_type": "remote_rm", "rm_url": url, "reward_timeout": PATIENT})
+    with python_example(port, tmp_path / "example.log"):
+        process = await desk.launch()
+        card = await desk.card("remote_rm", "ready")
+        assert (card.http, card.detail) == (f"http://127.0.0.1:{port}", "")
+        group = await desk.generated("g00000007", *CARRIES)
+        outcome = (await desk.outcomes(1))["g00000007"]
+        assert isinstance(outcome, Scored)
+        assert [(score.reward, score.parts) for score in outcome.scores] == [
+            (1.0, {"worked": 1.0}),
+            (0.0, {"worked": 0.0}),
+            (1.0, {"worked": 0.0}),
+        ]
+        assert (outcome.environment, outcome.payload, outcome.samples) == ("remote_rm", group.payload, group.samples)
+        await desk.generated("g00000008", "42", label=None)
+        assert "answered score with HTTP 400: a sum needs its label" in await desk.failure("g00000008")
+        [service] = await Registry(desk.bus, desk.config.run.name).alive("reward")
+        with urllib.request.urlopen(f"http://{service.http}/metrics", timeout=30) as response:
+            metrics = response.read().decode()
+        for line in ("groups_scored_total", "groups_not_scored_total"):
+            assert f'myxo_{line}{{environment="remote_rm",instance="reward-1",run="{desk.config.run.name}"}} 1.0' in metrics
+        assert process.stop() == 0
+    assert await Registry(desk.bus, desk.config.run.name).alive() == []
+    assert "hush" not in process.words()
+
+
+async def test_every_environment_of_a_run_is_served(bench: NewBench, nats: EmbeddedNats, tmp_path: Path) -> None:
+    port = free_port()
+    table = {"node": f"http://127.0.0.1:{port}", "on-the-bus": "nats:judge"}
+    desk = await bench(reward={"rm_type": "exact", "environments": table, "reward_timeout": PATIENT})
+    with node_example(port, tmp_path / "node.log"), page_example(nats.url, desk.config.run.name, tmp_path):
+        await desk.launch()
+        for name in table:
+            await desk.card(name, "ready")
+        for name in ("exact", "math", *table):
+            await desk.generated(f"of-{name}", *CARRIES, "\u2028 \U0001f9ee", environment=name)
+        outcomes = await desk.outcomes(4)
+    got = {}
+    for outcome in outcomes.values():
+        assert isinstance(outcome, Scored), outcome
+        got[outcome.environment] = [score.reward for score in outcome.scores]
+    assert got == {
+        "exact": [0.0, 0.0, 1.0, 0.0],
+        "math": [1.0, 0.0, 1.0, 0.0],
+        "node": [1.0, 0.0, 1.0, 0.0],
+        "on-the-bus": [0.0, 0.0, 1.0, 0.0],
+    }
+
+
+async def test_a_hung_environment_loses_its_groups_and_holds_up_nobody(bench: NewBench) -> None:
+    async with mute_server() as url:
+        table = {"mute": url}
+        desk = await bench(reward={"rm_type": "exact", "environments": table, "reward_timeout": 8.0, "environment_concurrency": 2})
+        process = await desk.launch()
+        hung = [f"mute-{number}" for number in range(2)]
+        for name in hung:
+            await desk.generated(name, "42", environment="mute")
+
+        async def in_hand() -> bool:
+            return await waiting(desk, "mute") == (0, 2)
+
+        await until(in_hand, "both groups in the environment's hands")
+        assert (await desk.card("mute", "late")).detail == "describe was not answered within 5 s"
+        for number in range(8):
+            await desk.generated(f"fine-{number}", "42")
+        outcomes = await desk.outcomes(10)
+    assert all(isinstance(outcomes[f"fine-{number}"], Scored) for number in range(8))
+    assert list(outcomes)[-1] in hung, "the others did not wait for it"
+    for name in hung:
+        lost = outcomes[name]
+        assert isinstance(lost, Failed)
+        assert lost.reason == f"1 rewards did not come from environment mute at {url} within 8 s; the group is given up (it did not answer)"
+        assert (lost.by, lost.payload is not None) == ("reward-1", True)
+    assert process.process.poll() is None
+
+
+async def test_groups_wait_for_an_environment_that_comes_later(bench: NewBench, nats: EmbeddedNats, tmp_path: Path) -> None:
+    port = free_port()
+    desk = await bench(reward={"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}", "reward_timeout": PATIENT})
+    process = await desk.launch()
+    assert "Connect" in (await desk.card("remote_rm", "away")).detail
+    for number in range(6):
+        await desk.generated(f"g{number}", *CARRIES)
+    await until(lambda: 'state": "away"' in process.words(), "the log line")
+    assert await waiting(desk, "remote_rm") == (6, 0)
+    [shown] = [line for line in (await status(desk, nats))["services"] if line["service"] == "environment"]
+    assert (shown["instance"], shown["state"]) == ("remote_rm", "away")
+    assert "Connect" in shown["detail"]
+    with python_example(port, tmp_path / "example.log"):
+        outcomes = await desk.outcomes(6)
+        await desk.card("remote_rm", "ready")
+    assert all(isinstance(outcome, Scored) for outcome in outcomes.values())
+    said = [json.loads(line) for line in process.words().splitlines() if '"environment_state"' in line]
+    assert [line["state"] for line in said][:2] == ["away", "ready"], "a state is told when it begins, not every few seconds"
+    assert said[0]["environment"] == "remote_rm" and "Connect" in said[0]["reason"]
+
+
+async def test_an_environment_on_the_bus_may_come_later_too(bench: NewBench, nats: EmbeddedNats, tmp_path: Path) -> None:
+    desk = await bench(reward={"rm_type": "judge", "environments": {"judge": "nats:judge"}, "reward_timeout": PATIENT})
+    await desk.launch()
+    card = await desk.card("judge", "away")
+    assert (card.detail, card.http) == (f"nobody answers on {desk.config.run.name}.environment.judge.describe", "nats:judge")
+    await desk.generated("g0", "42", "41")
+    with page_example(nats.url, desk.config.run.name, tmp_path):
+        outcome = (await desk.outcomes(1))["g0"]
+    assert isinstance(outcome, Scored)
+    assert [score.reward for score in outcome.scores] == [1.0, 0.0]
+
+
+async def test_no_group_is_lost_when_an_environment_restarts_in_the_middle(bench: NewBench, tmp_path: Path) -> None:
+    port = free_port()
+    desk = await bench(
+        reward={"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}", "reward_timeout": PATIENT, "environment_concurrency": 4}
+    )
+    with node_example(port, tmp_path / "node.log") as environment:
+        await desk.launch()
+        await desk.card("remote_rm", "ready")
+        for number in range(60):
+            await desk.generated(f"g{number}", *CARRIES)
+        outcomes = await desk.outcomes(10)
+        environment.kill()
+        for number in range(60, 80):
+            await desk.generated(f"g{number}", *CARRIES)
+        await desk.card("remote_rm", "away")
+        environment.start()
+        outcomes |= await desk.outcomes(80 - len(outcomes))
+    assert sorted(outcomes) == sorted(f"g{number}" for number in range(80))
+    assert [outcome for outcome in outcomes.values() if not isinstance(outcome, Scored)] == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("nan", "rewards[2] is nan; expected a finite number, or an object with reward"),
+        ("wrong-count", "rewards has 4 entries; expected 3, one a sample"),
+    ],
+)
+async def test_an_answer_that_does_not_fit_fails_the_group_by_name(bench: NewBench, odd: str, fault: str, words: str) -> None:
+    desk = await bench(reward={"rm_type": "remote_rm", "rm_url": f"{odd}/{fault}", "reward_timeout": PATIENT})
+    await desk.launch()
+    await desk.generated("g0", *CARRIES)
+    assert await desk.failure("g0") == f"environment remote_rm at {odd}/{fault}: {words}"
+
+
+async def test_what_is_no_environment_of_this_version_gets_no_group(bench: NewBench, odd: str) -> None:
+    table = {"new": f"{odd}/other-version", "meta": "http://0xa9fea9fe", "elsewhere": f"{odd}/redirected-describe"}
+    desk = await bench(reward={"rm_type": "exact", "environments": table})
+    process = await desk.launch()
+    for name in table:
+        await desk.generated(f"of-{name}", "42", environment=name)
+    assert (await desk.card("new", "refused")).detail.startswith("protocol is 2; expected 1")
+    assert "169.254.169.254, a link-local address, which is never connected to" in (await desk.card("meta", "refused")).detail
+    assert "a redirect, which is not followed" in (await desk.card("elsewhere", "refused")).detail
+    await desk.generated("fine", "42")
+    assert isinstance((await desk.outcomes(1))["fine"], Scored)
+    first = await desk.card("new", "refused")
+
+    async def described_again() -> bool:
+        return (await desk.card("new", "refused")).at > first.at + 3
+
+    await until(described_again, "another look at the environment")
+    assert [await waiting(desk, name) for name in table] == [(1, 0)] * 3
+    said = [json.loads(line) for line in process.words().splitlines() if '"environment_state"' in line]
+    assert sorted(line["environment"] for line in said) == sorted(table), "the log says it once"

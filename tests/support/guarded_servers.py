@@ -1,0 +1,110 @@
+"""Real servers with the configs and accounts that `myxo accounts` makes: what a deployment runs, on free ports of this machine."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from pathlib import Path
+
+from shared.accounts.credentials import NATS_URL, REDIS_URL, Address, Deployment, make
+from shared.accounts.render import NatsPlace, RedisPlace
+from shared.embedded import EmbeddedServer, _nats_binary, _valkey_binary, free_port
+
+
+class GuardedNats(EmbeddedServer):
+    """nats-server with a rendered nats.conf."""
+
+    name = "nats-server"
+
+    def __init__(self, directory: Path, config: Path, port: int) -> None:
+        super().__init__(directory)
+        self._config, self.port = config, port
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+    def _command(self) -> list[str]:
+        return [str(_nats_binary()), "-c", str(self._config)]
+
+    def _answers(self) -> bool:
+        return _says(self.port, b"", b"INFO")
+
+
+class GuardedValkey(EmbeddedServer):
+    """valkey-server with a rendered redis.conf."""
+
+    name = "valkey-server"
+
+    def __init__(self, directory: Path, config: Path, port: int) -> None:
+        super().__init__(directory)
+        self._config, self.port = config, port
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def _command(self) -> list[str]:
+        return [str(_valkey_binary()), str(self._config)]
+
+    def _answers(self) -> bool:
+        return _says(self.port, b"PING\r\n", b"-NOAUTH")
+
+
+def _says(port: int, word: bytes, answer: bytes) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1) as link:
+            link.sendall(word)
+            return link.recv(len(answer)) == answer
+    except OSError:
+        return False
+
+
+class GuardedServers:
+    """Both servers of one run, and its credentials.
+
+    Args:
+        directory: for everything. tls: of NATS; the Valkey of the tests has none.
+    """
+
+    def __init__(self, directory: Path, run: str, tls: bool = False) -> None:
+        self.run, self.accounts, self.tls = run, directory / "accounts", tls
+        # a unix socket's path may have 107 bytes
+        self.socket = Path(tempfile.mkdtemp(prefix="myxo-")) / "redis.sock"
+        (directory / "nats").mkdir(parents=True)
+        (directory / "valkey").mkdir()
+        nats_port, redis_port = free_port(), free_port()
+        self.deployment = Deployment(
+            run,
+            Address("127.0.0.1", nats_port),
+            Address("127.0.0.1", redis_port),
+            tls=tls,
+            nats_place=NatsPlace(f"127.0.0.1:{nats_port}", f"127.0.0.1:{free_port()}", str(directory / "nats")),
+            redis_place=RedisPlace("127.0.0.1", redis_port, str(self.socket), str(directory / "valkey")),
+            mounted=str(self.accounts / "nats"),
+        )
+        self.said = make(self.accounts, self.deployment)
+        self.nats = GuardedNats(directory / "nats", self.accounts / "nats" / "nats.conf", nats_port)
+        self.valkey = GuardedValkey(directory / "valkey", self.accounts / "redis" / "redis.conf", redis_port)
+
+    def nats_url(self, role: str) -> str:
+        return (self.accounts / role / NATS_URL).read_text().strip()
+
+    def redis_url(self, role: str) -> str:
+        return (self.accounts / role / REDIS_URL).read_text().strip()
+
+    def environment(self, role: str) -> dict[str, str]:
+        """What a container of the role is told."""
+        home = self.accounts / role
+        return {
+            "MYXO_RUN": self.run,
+            "NATS_URL_FILE": str(home / NATS_URL),
+            "REDIS_URL_FILE": str(home / REDIS_URL),
+            "MYXO_CA_FILE": str(home / "ca.pem"),
+        }
+
+    @property
+    def secrets(self) -> list[str]:
+        """Every password that was made, to look for where none may be."""
+        urls = [path.read_text() for name in (NATS_URL, REDIS_URL) for path in self.accounts.glob(f"*/{name}")]
+        return [url.split("@")[0].rsplit(":", 1)[1] for url in urls] + [(self.accounts / "redis" / "health").read_text()]

@@ -1,0 +1,145 @@
+"""Who should be able to do what, written down by hand: what `shared.accounts.permissions` derives is held against this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shared.subjects import Subjects
+
+BUFFER, ROLLOUT, REWARD, TRAINER, OPERATOR, ENVIRONMENT = ROLES = ("buffer", "rollout", "reward", "trainer", "operator", "environment")
+SERVICES = {BUFFER, ROLLOUT, REWARD, TRAINER}
+PEOPLE = {OPERATOR}
+NOBODY: set[str] = set()
+
+Table = dict[str, tuple[set[str], set[str]]]
+"""Subject → (who may publish on it, who may subscribe to it)."""
+
+
+def subjects(run: str) -> Table:
+    """The subjects of a run, each with an example in place of what varies."""
+    names = Subjects(run)
+    table: Table = {
+        names.task("train"): ({BUFFER} | PEOPLE, PEOPLE),
+        names.task("eval"): ({BUFFER} | PEOPLE, PEOPLE),
+        names.generated("math"): ({ROLLOUT} | PEOPLE, PEOPLE),
+        names.scored: ({ROLLOUT, REWARD} | PEOPLE, PEOPLE),
+        names.ledger("groups_admitted"): ({BUFFER} | PEOPLE, PEOPLE),
+        names.event("weights", "live"): ({TRAINER} | PEOPLE, {BUFFER} | PEOPLE),
+        names.event("trainer", "step"): ({TRAINER} | PEOPLE, PEOPLE),
+        names.event("service", "joined"): (SERVICES | PEOPLE, PEOPLE),
+        names.batch: ({TRAINER} | PEOPLE, {BUFFER}),
+        names.trained: ({TRAINER} | PEOPLE, {BUFFER}),
+        names.durable: ({TRAINER} | PEOPLE, {BUFFER}),
+        names.environment("math", "describe"): ({REWARD} | PEOPLE, {ENVIRONMENT}),
+        names.environment("math", "score"): ({REWARD} | PEOPLE, {ENVIRONMENT}),
+        f"{run}.anything.else": (PEOPLE, NOBODY),
+        f"{run}.>": (PEOPLE, NOBODY),
+    }
+    for verb in ("prepare", "pause", "receive", "commit", "abort"):
+        table[names.replica_weights("rollout-0", verb)] = ({TRAINER} | PEOPLE, {ROLLOUT})
+    for role in ROLES:
+        table[f"{names.inbox(role)}.x.y"] = (NOBODY, {role} - {ENVIRONMENT})
+    return table
+
+
+def buckets(run: str) -> Table:
+    """Keys of the run's buckets."""
+    names = Subjects(run)
+    table: Table = {
+        f"$KV.{names.config_bucket}.config": (PEOPLE, NOBODY),
+        f"$KV.{names.config_bucket}.store": (PEOPLE, NOBODY),
+        f"$KV.{names.config_bucket}.phase": ({BUFFER} | PEOPLE, NOBODY),
+        f"$KV.{names.weights_bucket}.live": ({TRAINER} | PEOPLE, NOBODY),
+        f"$KV.{names.services_bucket}.console.console-0": (PEOPLE, NOBODY),
+        f"$KV.{names.services_bucket}.environment.math": ({REWARD} | PEOPLE, NOBODY),
+    }
+    for role in SERVICES:
+        table[f"$KV.{names.services_bucket}.{role}.{role}-0"] = ({role} | PEOPLE, NOBODY)
+    return table
+
+
+def interface(run: str) -> Table:
+    """The run's part of JetStream's API."""
+    names = Subjects(run)
+    takers = {
+        f"{names.task_stream}.train": {ROLLOUT},
+        f"{names.task_stream}.eval": {ROLLOUT},
+        f"{names.generated_stream}.math": {REWARD},
+        f"{names.scored_stream}.buffer": {BUFFER},
+        f"{names.ledger_stream}.reader-1": {BUFFER},
+        f"{names.events_stream}.reader-1": NOBODY,
+    }
+    acks = {queue: takers[queue] for queue in list(takers)[:4]}
+    asked = {
+        f"STREAM.INFO.{names.ledger_stream}": SERVICES,
+        f"STREAM.INFO.KV_{names.config_bucket}": SERVICES,
+        f"STREAM.INFO.KV_{names.services_bucket}": SERVICES,
+        f"STREAM.INFO.KV_{names.weights_bucket}": {BUFFER, TRAINER},
+        f"STREAM.INFO.{names.task_stream}": NOBODY,
+        f"STREAM.MSG.GET.{names.ledger_stream}": {BUFFER},
+        f"STREAM.MSG.GET.KV_{names.config_bucket}": SERVICES,
+        f"STREAM.MSG.GET.KV_{names.services_bucket}": {ROLLOUT, TRAINER},
+        f"STREAM.MSG.GET.KV_{names.weights_bucket}": {BUFFER, TRAINER},
+        f"STREAM.MSG.GET.{names.task_stream}": NOBODY,
+        f"STREAM.MSG.GET.{names.scored_stream}": NOBODY,
+        f"CONSUMER.INFO.{names.task_stream}.train": {BUFFER},
+        f"CONSUMER.INFO.{names.generated_stream}.math": {BUFFER},
+        f"CONSUMER.INFO.{names.scored_stream}.buffer": {BUFFER},
+        f"CONSUMER.CREATE.{names.ledger_stream}.reader-1": {BUFFER},
+        f"CONSUMER.CREATE.{names.events_stream}.reader-1": NOBODY,
+        f"CONSUMER.CREATE.{names.task_stream}.thief": NOBODY,
+        f"CONSUMER.DURABLE.CREATE.{names.task_stream}.train": NOBODY,
+        f"CONSUMER.DURABLE.CREATE.{names.ledger_stream}.stays": NOBODY,
+        f"CONSUMER.DELETE.{names.task_stream}.train": NOBODY,
+        f"CONSUMER.DELETE.{names.scored_stream}.buffer": NOBODY,
+        f"DIRECT.GET.{names.task_stream}": NOBODY,
+        f"DIRECT.GET.{names.ledger_stream}": NOBODY,
+        **{f"CONSUMER.MSG.NEXT.{queue}": who for queue, who in takers.items()},
+    }
+    for stream in every_stream(run):
+        for verb in ("CREATE", "UPDATE", "DELETE", "PURGE", "MSG.DELETE"):
+            asked[f"STREAM.{verb}.{stream}"] = NOBODY
+    table: Table = {f"$JS.API.{subject}": (who | PEOPLE, NOBODY) for subject, who in asked.items()}
+    table |= {f"$JS.ACK.{queue}.1.1.1.1.1": (who | PEOPLE, NOBODY) for queue, who in acks.items()}
+    return table
+
+
+def server() -> Table:
+    """What belongs to no run."""
+    return {
+        ">": (NOBODY, NOBODY),
+        "$SYS.>": (NOBODY, NOBODY),
+        "$SYS.REQ.SERVER.PING": (NOBODY, NOBODY),
+        "$SYS.REQ.USER.INFO": (NOBODY, NOBODY),
+        "$JS.>": (NOBODY, NOBODY),
+        "$KV.>": (NOBODY, NOBODY),
+        "$JS.API.INFO": (SERVICES | PEOPLE, NOBODY),
+        "$JS.API.STREAM.NAMES": (PEOPLE, NOBODY),
+        "$JS.API.STREAM.CREATE.anything": (NOBODY, NOBODY),
+        "_INBOX.>": (NOBODY, NOBODY),
+        "_INBOX.x.y": (NOBODY, NOBODY),
+    }
+
+
+def every_stream(run: str) -> Iterator[str]:
+    names = Subjects(run)
+    yield from (names.task_stream, names.generated_stream, names.scored_stream, names.ledger_stream, names.events_stream)
+    yield from (f"KV_{bucket}" for bucket in (names.config_bucket, names.services_bucket, names.weights_bucket))
+
+
+def everything(run: str, other: str) -> Table:
+    """All of the above for a run, and for another run: nobody may touch that one."""
+    own = subjects(run) | buckets(run) | interface(run)
+    others = {subject: (NOBODY, NOBODY) for table in (subjects, buckets, interface) for subject in table(other)}
+    return own | others | server()
+
+
+STORE = {
+    BUFFER: {"PING", "EXISTS", "UNLINK"},
+    ROLLOUT: {"PING", "GET", "SET"},
+    REWARD: {"PING", "GET"},
+    TRAINER: {"PING", "GET"},
+    OPERATOR: {"PING", "GET", "EXISTS", "UNLINK", "SCAN"},
+    "health": {"PING"},
+}
+"""Commands of Redis that each of its accounts may run."""

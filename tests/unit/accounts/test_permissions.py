@@ -1,0 +1,105 @@
+"""The rights that are derived from the code's names are those that are meant, and no more."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from shared.accounts.permissions import ROLES, Rights, allowed, covers, rights
+from shared.subjects import Subjects
+from tests.support import intended_rights as intended
+
+RUN, OTHER = "demo", "demo-2"
+TABLE = intended.everything(RUN, OTHER)
+CHANGES = ("CREATE", "UPDATE", "DELETE", "PURGE", "MSG.DELETE", "RESTORE", "SNAPSHOT")
+
+
+def of(role: str) -> Rights:
+    return next(one for one in rights(RUN) if one.role == role)
+
+
+@pytest.mark.parametrize("subject", TABLE)
+def test_a_subject_has_exactly_the_publishers_and_listeners_that_are_meant(subject: str) -> None:
+    publishers, listeners = TABLE[subject]
+    assert {one.role for one in rights(RUN) if allowed(one.bus.publish, subject)} == publishers
+    assert {one.role for one in rights(RUN) if allowed(one.bus.subscribe, subject)} == listeners
+
+
+def test_the_table_speaks_of_every_name_that_the_code_has() -> None:
+    names = Subjects(RUN)
+    held = {member: getattr(names, member) for member, kind in vars(Subjects).items() if isinstance(kind, property)}
+    for member, name in held.items():
+        assert any(name in subject for subject in TABLE), f"Subjects.{member} is not in tests/support/intended_rights.py"
+    built = {"task", "generated", "ledger", "event", "replica_weights", "environment", "inbox", "payload_key"}
+    assert {member for member, kind in vars(Subjects).items() if callable(kind) and not member.startswith("_")} == built
+
+
+@pytest.mark.parametrize("role", [role for role in ROLES if role != "operator"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_service_changes_a_stream(role: str, change: str) -> None:
+    for stream in intended.every_stream(RUN):
+        assert not allowed(of(role).bus.publish, f"$JS.API.STREAM.{change}.{stream}")
+        assert allowed(of("operator").bus.publish, f"$JS.API.STREAM.{change}.{stream}")
+
+
+@pytest.mark.parametrize("role", [role for role in ROLES if role != "operator"])
+def test_no_right_of_a_service_is_wider_than_its_run(role: str) -> None:
+    for pattern in (*of(role).bus.publish, *of(role).bus.subscribe):
+        assert pattern == "$JS.API.INFO" or RUN in {part for token in pattern.split(".") for part in (token, token.removeprefix("KV_"))} or (
+            any(token.removeprefix("KV_").startswith(f"{RUN}-") for token in pattern.split("."))
+        ), pattern
+
+
+def test_two_roles_share_a_right_to_publish_only_where_the_flow_has_two_sources() -> None:
+    names = Subjects(RUN)
+    shared = set()
+    for one, another in itertools.combinations([of(role) for role in ROLES if role != "operator"], 2):
+        shared |= set(one.bus.publish) & set(another.bus.publish)
+    flow = {subject for subject in shared if not subject.startswith("$JS.API.")}
+    assert flow == {names.scored, names.event("service", "*")}
+    assert not any("CONSUMER" in subject or "$JS.ACK" in subject for subject in shared)
+
+
+def test_only_those_who_are_asked_may_answer() -> None:
+    assert {one.role for one in rights(RUN) if one.bus.answer_seconds} == {"buffer", "rollout", "environment"}
+
+
+def test_the_store_is_for_the_run_only_and_for_nothing_dangerous() -> None:
+    for one in rights(RUN):
+        if one.store is None:
+            assert one.role == "environment"
+            continue
+        assert one.store.keys == f"{RUN}:*"
+        commands = {command.upper() for command in one.store.commands}
+        assert commands == intended.STORE[one.role] | {"CLIENT|SETINFO"}
+    access = {one.role: one.store.access for one in rights(RUN) if one.store}
+    assert access == {"buffer": "W", "rollout": "RW", "reward": "R", "trainer": "R", "operator": "RW"}
+
+
+def test_users_of_two_runs_have_different_names() -> None:
+    users = [one.user for run in (RUN, OTHER) for one in rights(run)]
+    assert len(set(users)) == len(users) == 2 * len(ROLES)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "subject", "expected"),
+    [
+        ("a.b", "a.b", True),
+        ("a.b", "a.b.c", False),
+        ("a.b.c", "a.b", False),
+        ("a.*", "a.b", True),
+        ("a.*", "a.*", True),
+        ("a.*", "a.>", False),
+        ("a.*", "a.b.c", False),
+        ("a.>", "a.b.c", True),
+        ("a.>", "a.>", True),
+        ("a.>", "a", False),
+        ("a.b", "a.*", False),
+        ("a.*.c", "a.>", False),
+        (">", "a", True),
+        ("a.>", ">", False),
+    ],
+)
+def test_covering(pattern: str, subject: str, expected: bool) -> None:
+    assert covers(pattern, subject) is expected
