@@ -255,7 +255,8 @@ class Bus:
                 answer = await once()
             except TRANSIENT as error:
                 self.raise_if_refused(start, subject)
-                raise DeadlineExceeded(f"an answer on {subject}", whom, deadline, "given up") from error
+                then = "nobody listens there" if isinstance(error, nats.errors.NoRespondersError) else "given up"
+                raise DeadlineExceeded(f"an answer on {subject}", whom, round(time.monotonic() - start, 3), then) from error
         message_back = Message.decode(answer.data)
         if isinstance(message_back, Refused):
             raise RequestRefused(f"{whom}: {message_back.reason}")
@@ -309,7 +310,8 @@ class Bus:
         start = time.monotonic()
         await self.connection.subscribe(subject, cb=on_message)
         with contextlib.suppress(*TRANSIENT):  # a link that broke just now subscribes again when it is back
-            await self.connection.flush(timeout=int(ATTEMPT_SECONDS))  # a refusal comes before the answer to this
+            for _ in range(2):  # the client's ping overtakes what it has not sent yet; a refusal comes before the second one's answer
+                await self.connection.flush(timeout=int(ATTEMPT_SECONDS))
         self.raise_if_refused(start, subject)
 
     # --- what the account does not have
@@ -388,7 +390,7 @@ Result = TypeVar("Result")
 
 def _hopeless(error: Exception) -> str | None:
     """Why trying again will not help; None where it may."""
-    if isinstance(error, nats.errors.AuthorizationError):
+    if isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in str(error).lower():
         return "authorization violation: it does not take these credentials"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted ({error.verify_message}); name the authority's file in {addresses.CA_VARIABLE}"

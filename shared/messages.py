@@ -261,8 +261,17 @@ class Refused(Message):
 # --- weights
 
 
+class WeightsOffer(Message):
+    """Trainer asks whether a replica can take ``version`` now, before it builds a group.
+
+    Subject ``<run>.rollout.<replica>.weights.offer``.
+    """
+
+    version: int
+
+
 class WeightsPrepare(Message):
-    """Trainer offers ``version`` to one replica and names the process group that will carry it.
+    """Trainer names the process group that will carry ``version`` to one replica, and its place there.
 
     ``rank``: of the replica's first engine rank in the group of ``world_size``. Subject ``<run>.rollout.<replica>.weights.prepare``.
     """
@@ -278,7 +287,7 @@ class WeightsPrepare(Message):
 
 
 class WeightsReady(Message):
-    """Replica's answer: it holds ``version`` now (-1: none yet) and its engine is in the group."""
+    """Replica's answer: it holds ``version`` now (-1: none yet) and can take part; to a `WeightsPrepare`: its engine is in the group."""
 
     replica: str
     version: int

@@ -6,12 +6,14 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 
+from pydantic import ValidationError
+
 from services.reward.pool import VerifierFailed, VerifierPool
 from services.reward.watch import Watch
 from shared.config import RewardSection
 from shared.environment.client import Environment
 from shared.environment.protocol import EnvironmentAway, ScoreRequest, ScoreSample
-from shared.errors import DeadlineExceeded
+from shared.errors import BadMessage, DeadlineExceeded
 from shared.messages import Generated, Score
 from shared.sample import Sample
 
@@ -38,7 +40,7 @@ class Scorer(ABC):
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
         """One score a sample, in order, within the run's `reward_timeout`.
 
-        Raises VerifierFailed, EnvironmentFailed or DeadlineExceeded: the group is given up.
+        Raises VerifierFailed, EnvironmentFailed, BadMessage or DeadlineExceeded: the group is given up.
         """
 
     @abstractmethod
@@ -79,7 +81,7 @@ class ExternalScorer(Scorer):
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
         request = _request(self._run, group, samples)
         end, pause = time.monotonic() + self._timeout, FIRST_PAUSE
-        why = "it did not answer"
+        why = ""
         while (left := end - time.monotonic()) > 0:
             try:
                 return await self._environment.score(request, left)
@@ -89,6 +91,7 @@ class ExternalScorer(Scorer):
                 await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
                 pause = min(2 * pause, LONGEST_PAUSE)
             except DeadlineExceeded:
+                why = f"it did not answer; before that: {why}" if why else "it did not answer"
                 break
         then = f"the group is given up ({why})"
         raise DeadlineExceeded(f"{len(samples)} rewards", self._environment.whom, self._timeout, then)
@@ -99,14 +102,19 @@ class ExternalScorer(Scorer):
 
 def _request(run: str, group: Generated, samples: list[Sample]) -> ScoreRequest:
     first = samples[0]
-    return ScoreRequest(
-        run=run,
-        group=group.group,
-        attempt=group.attempt,
-        prompt=first.prompt_text,
-        label=first.label,
-        metadata=first.metadata,
-        samples=[
-            ScoreSample(index=index, response=one.text, tokens=len(one.response), finish=one.finish) for index, one in enumerate(samples)
-        ],
-    )
+    try:
+        return ScoreRequest(
+            run=run,
+            group=group.group,
+            attempt=group.attempt,
+            prompt=first.prompt_text,
+            label=first.label,
+            metadata=first.metadata,
+            samples=[
+                ScoreSample(index=index, response=one.text, tokens=len(one.response), finish=one.finish)
+                for index, one in enumerate(samples)
+            ],
+        )
+    except ValidationError as error:
+        [where, *_] = (".".join(map(str, problem["loc"])) for problem in error.errors())
+        raise BadMessage(f"{group.group}: the payload's {where} does not go into a request for a score") from error

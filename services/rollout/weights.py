@@ -19,6 +19,7 @@ from shared.messages import (
     WeightsAbort,
     WeightsBucket,
     WeightsCommit,
+    WeightsOffer,
     WeightsPause,
     WeightsPrepare,
     WeightsReady,
@@ -49,11 +50,19 @@ class WeightsReceiver:
     async def listen(self) -> None:
         """Subscribes to this replica's subjects."""
         bus, subjects, instance = self._service.bus, self._service.subjects, self._service.instance
+        await bus.serve(subjects.replica_weights(instance, "offer"), WeightsOffer, self._offer)
         await bus.serve(subjects.replica_weights(instance, "prepare"), WeightsPrepare, self._prepare)
         await bus.serve(subjects.replica_weights(instance, "pause"), WeightsPause, self._pause)
         await bus.serve(subjects.replica_weights(instance, "receive"), WeightsBucket, self._receive)
         await bus.serve(subjects.replica_weights(instance, "commit"), WeightsCommit, self._commit)
         await bus.serve(subjects.replica_weights(instance, "abort"), WeightsAbort, self._abort)
+
+    async def _offer(self, offer: WeightsOffer) -> Message:
+        """Says at once whether a push may begin, whatever an earlier one is still waiting for."""
+        self._client()
+        if self._turn.locked():
+            raise PushRefused("a step of an earlier push is still going on")
+        return WeightsReady(replica=self._service.instance, version=self._replica.version)
 
     async def _prepare(self, offer: WeightsPrepare) -> Message:
         """Joins the process group that will carry the version, unless the engine is in it already."""

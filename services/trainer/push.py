@@ -10,8 +10,8 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import structlog
 import torch
 
+from services.trainer.collective import CollectiveThread
 from services.trainer.link import Link, now
 from services.trainer.weights_group import WeightsGroup, flatten, own_address
 from shared.embedded import free_port
@@ -31,12 +32,16 @@ from shared.messages import (
     WeightsBucket,
     WeightsCommit,
     WeightsLive,
+    WeightsOffer,
     WeightsPause,
     WeightsPrepare,
     WeightsReady,
 )
 
 Buckets = Iterator[list[tuple[str, Any]]]
+
+OFFER_SECONDS = 5.0
+"""How long a replica has to say that it can take a version."""
 
 BACK_OFF_SECONDS = 2.0
 BACK_OFF_MOST = 60.0
@@ -82,7 +87,8 @@ class Pusher:
         self._link, self._backend, self._timeout = link, backend, timeout
         self._group: WeightsGroup | None = None
         self._members: tuple[Target, ...] = ()
-        self._collective = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._collective = CollectiveThread("weights")
+        self._joining: Future[WeightsGroup] | None = None
         self._life = secrets.token_hex(4)  # a group of an earlier life must not be taken for one of this
         self._numbers = itertools.count()
         self._served: dict[str, tuple[str, int]] = {}  # instance → (incarnation, version) that it confirmed to us
@@ -110,8 +116,13 @@ class Pusher:
         members = tuple(sorted(targets, key=lambda target: target.instance))
         paused_at, sent = started, 0
         step = "prepare"
+        members = self._willing(version, members, deadline)
+        if not members:
+            for _ in buckets:
+                pass
+            return None
         try:
-            members = self._join(version, members, deadline)
+            self._join(version, members, deadline)
             step = "pause"
             paused_at = time.monotonic()
             self._each(members, "pause", lambda _, left: WeightsPause(version=version, deadline=left), Accepted, deadline)
@@ -133,11 +144,22 @@ class Pusher:
 
     def close(self) -> None:
         self._leave()
-        self._collective.shutdown(wait=False, cancel_futures=True)
+        self._collective.abandon()
 
     # --- steps
 
-    def _join(self, version: int, members: tuple[Target, ...], deadline: float) -> tuple[Target, ...]:
+    def _willing(self, version: int, members: tuple[Target, ...], deadline: float) -> tuple[Target, ...]:
+        """Those that say they can take the version now. A group is built with nobody else: its other members would wait for the dead."""
+        end = min(deadline, time.monotonic() + OFFER_SECONDS)
+        try:
+            self._each(members, "offer", lambda _, __: WeightsOffer(version=version), WeightsReady, end)
+        except PeerFailure as error:
+            self._log.warning("offer_declined", version=version, replicas=error.failures)
+            self._blame(error.failures)
+            return tuple(target for target in members if target.instance not in error.failures)
+        return members
+
+    def _join(self, version: int, members: tuple[Target, ...], deadline: float) -> None:
         """Everyone is in the group: the one there is, or a new one where membership has changed."""
         if members == self._members and self._group is not None:
             joined: Future[WeightsGroup] | None = None
@@ -146,7 +168,8 @@ class Pusher:
             self._leave()
             name, port, address = f"myxo-{self._life}-{next(self._numbers)}", free_port(), own_address()
             world = 1 + sum(target.ranks for target in members)
-            joined = self._in_thread(lambda: WeightsGroup(name, address, port, world, self._backend, max(1.0, deadline - time.monotonic())))
+            seconds = max(1.0, deadline - time.monotonic())
+            joined = self._joining = self._collective.submit(lambda: WeightsGroup(name, address, port, world, self._backend, seconds))
         ranks = dict(zip(members, itertools.accumulate((target.ranks for target in members), initial=1), strict=False))
         world = 1 + sum(target.ranks for target in members)
 
@@ -165,8 +188,7 @@ class Pusher:
         self._each(members, "prepare", offer, WeightsReady, deadline)
         if joined is not None:
             self._group = joined.result(max(0.1, deadline - time.monotonic()))
-            self._members = members
-        return members
+            self._members, self._joining = members, None
 
     def _send(self, version: int, members: tuple[Target, ...], bucket: list[tuple[str, torch.Tensor]], deadline: float) -> int:
         """One bucket: the announcement on the bus and the broadcast beside it."""
@@ -174,7 +196,7 @@ class Pusher:
         assert group is not None  # _join has made it
         names, tensors = [name for name, _ in bucket], [tensor for _, tensor in bucket]
         flat = flatten(tensors)
-        broadcast = self._in_thread(lambda: group.broadcast(flat))
+        broadcast = self._collective.submit(lambda: group.broadcast(flat))
 
         def announce(_: Target, left: float) -> Message:
             return WeightsBucket(
@@ -208,9 +230,7 @@ class Pusher:
         """Aborts the push at these replicas and leaves the group; the guilty ones are offered the next push later."""
         failures = error.failures if isinstance(error, PeerFailure) else {target.instance: str(error) for target in members}
         self._log.warning("push_failed", version=version, step=step, error=str(error), replicas=sorted(failures))
-        for name in failures:
-            count = self._failures.get(name, (0, 0.0))[0] + 1
-            self._failures[name] = (count, time.monotonic() + min(BACK_OFF_MOST, BACK_OFF_SECONDS * 2 ** (count - 1)))
+        self._blame(failures)
         for target in members:
             self._served.pop(target.instance, None)
         self._leave()
@@ -221,22 +241,29 @@ class Pusher:
         except PeerFailure as silent:
             self._log.warning("abort_unanswered", version=version, error=str(silent))
 
+    def _blame(self, names: Iterable[str]) -> None:
+        """These are not offered anything for a while, longer each time."""
+        for name in names:
+            count = self._failures.get(name, (0, 0.0))[0] + 1
+            self._failures[name] = (count, time.monotonic() + min(BACK_OFF_MOST, BACK_OFF_SECONDS * 2 ** (count - 1)))
+
     def _leave(self) -> None:
         group, self._group, self._members = self._group, None, ()
+        joining, self._joining = self._joining, None
+        if joining is not None:
+            # a group that waits for members who may never come: should they come after all, it is closed again
+            joining.add_done_callback(_close)
+            self._collective.abandon()
         if group is None:
             return
         try:
-            self._in_thread(group.close).result(10)
+            self._collective.submit(group.close).result(10)
         except (RuntimeError, FutureTimeout) as error:
             # a collective that a dead peer left hanging: its thread ends with the group's own timeout, a new one takes over
             self._log.warning("group_left_hanging", group=group.name, error=str(error))
-            self._collective.shutdown(wait=False, cancel_futures=True)
-            self._collective = ThreadPoolExecutor(1, thread_name_prefix="weights")
+            self._collective.abandon()
 
-    # --- threads and the bus
-
-    def _in_thread(self, work: Callable[[], Any]) -> Future[Any]:
-        return self._collective.submit(work)
+    # --- the bus
 
     def _each(
         self,
@@ -268,3 +295,8 @@ class Pusher:
         failures = {target.instance: answer for target, answer in zip(members, answers, strict=True) if answer is not None}
         if failures:
             raise PeerFailure(verb, failures)
+
+
+def _close(late: Future[WeightsGroup]) -> None:
+    if late.exception() is None:
+        late.result().close()

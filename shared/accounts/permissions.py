@@ -30,8 +30,8 @@ _SHORT_ANSWER, _LONG_ANSWER = 600, 3600
 """Seconds within which a request may be answered. The server remembers every delivered message's reply subject for so long."""
 
 _CONNECTION = ("ping",)
-"""What every client of the store sends. Not CLIENT SETINFO, by which redis-py names itself and does without where it may not: servers before
-7.2 do not start with a rule that names it."""
+"""What every client of the store sends. Not CLIENT SETINFO, by which redis-py names itself and does without where it may not: servers
+before 7.2 do not start with a rule that names it."""
 
 
 @dataclass(frozen=True)

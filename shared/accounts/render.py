@@ -88,7 +88,7 @@ def _permissions(bus: BusRights) -> list[str]:
 
 
 def redis_conf(rights: Iterable[Rights], passwords: Mapping[str, str], place: RedisPlace) -> str:
-    """redis.conf, for Redis from 7.2 and Valkey.
+    """redis.conf, for Redis from 7.0 and Valkey.
 
     Args:
         passwords: by role, and that of `HEALTH`.

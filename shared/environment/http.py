@@ -63,7 +63,7 @@ class HttpEnvironment(Environment):
             raise EnvironmentFailed(self.whom, f"{self._url.host} is {why}, which is never connected to")
         try:
             data = None if question is None else json.dumps(question, ensure_ascii=False, allow_nan=False).encode()
-        except ValueError as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise EnvironmentFailed(self.whom, f"the request does not go into JSON: {error}") from error
         try:
             async with asyncio.timeout(deadline):

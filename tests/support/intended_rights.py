@@ -35,7 +35,7 @@ def subjects(run: str) -> Table:
         f"{run}.anything.else": (PEOPLE, NOBODY),
         f"{run}.>": (PEOPLE, NOBODY),
     }
-    for verb in ("prepare", "pause", "receive", "commit", "abort"):
+    for verb in ("offer", "prepare", "pause", "receive", "commit", "abort"):
         table[names.replica_weights("rollout-0", verb)] = ({TRAINER} | PEOPLE, {ROLLOUT})
     for role in ROLES:
         table[f"{names.inbox(role)}.x.y"] = (NOBODY, {role} - {ENVIRONMENT})

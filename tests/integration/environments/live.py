@@ -140,18 +140,28 @@ def odd_app() -> FastAPI:
 
 
 @asynccontextmanager
-async def mute_server() -> AsyncIterator[str]:
-    """Takes connections, reads, and never says a word; yields its URL."""
+async def mute_server(port: int = 0, posted: asyncio.Event | None = None) -> AsyncIterator[str]:
+    """Takes connections, reads, and never says a word; yields its URL. At the end everybody is cut off.
+
+    Args:
+        posted: set when a score is asked for.
+    """
+    callers: set[asyncio.StreamWriter] = set()
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        callers.add(writer)
         try:
-            while await reader.read(1 << 16):
-                pass
+            while words := await reader.read(1 << 16):
+                if posted is not None and words.startswith(b"POST"):
+                    posted.set()
         finally:
+            callers.discard(writer)
             writer.close()
 
-    server = await asyncio.start_server(listen, "127.0.0.1", 0)
+    server = await asyncio.start_server(listen, "127.0.0.1", port)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
+        for writer in list(callers):
+            writer.transport.abort()

@@ -95,31 +95,59 @@ async def test_every_environment_of_a_run_is_served(bench: NewBench, nats: Embed
     }
 
 
-async def test_a_hung_environment_loses_its_groups_and_holds_up_nobody(bench: NewBench) -> None:
+async def test_a_hung_environment_holds_up_nobody_else(bench: NewBench) -> None:
     async with mute_server() as url:
-        table = {"mute": url}
-        desk = await bench(reward={"rm_type": "exact", "environments": table, "reward_timeout": 8.0, "environment_concurrency": 2})
-        process = await desk.launch()
-        hung = [f"mute-{number}" for number in range(2)]
-        for name in hung:
-            await desk.generated(name, "42", environment="mute")
+        reward = {"rm_type": "exact", "environments": {"mute": url}, "reward_timeout": PATIENT, "environment_concurrency": 2}
+        desk = await bench(reward=reward)
+        await desk.launch()
+        for number in range(3):
+            await desk.generated(f"mute-{number}", "42", environment="mute")
 
         async def in_hand() -> bool:
-            return await waiting(desk, "mute") == (0, 2)
+            return await waiting(desk, "mute") == (1, 2)
 
-        await until(in_hand, "both groups in the environment's hands")
+        await until(in_hand, "as many groups in the environment's hands as it may have")
         assert (await desk.card("mute", "late")).detail == "describe was not answered within 5 s"
-        for number in range(8):
-            await desk.generated(f"fine-{number}", "42")
-        outcomes = await desk.outcomes(10)
-    assert all(isinstance(outcomes[f"fine-{number}"], Scored) for number in range(8))
-    assert list(outcomes)[-1] in hung, "the others did not wait for it"
-    for name in hung:
-        lost = outcomes[name]
-        assert isinstance(lost, Failed)
-        assert lost.reason == f"1 rewards did not come from environment mute at {url} within 8 s; the group is given up (it did not answer)"
-        assert (lost.by, lost.payload is not None) == ("reward-1", True)
+        fine = [f"fine-{number}" for number in range(8)]
+        for name in fine:
+            await desk.generated(name, "42")
+        outcomes = await desk.outcomes(8)
+    assert sorted(outcomes) == fine
+    assert all(isinstance(outcome, Scored) for outcome in outcomes.values())
+
+
+async def test_a_hung_environment_loses_its_groups_at_their_deadline(bench: NewBench) -> None:
+    async with mute_server() as url:
+        desk = await bench(reward={"rm_type": "remote_rm", "rm_url": url, "reward_timeout": 1.0})
+        process = await desk.launch()
+        for number in range(3):
+            await desk.generated(f"g{number}", "42", "41")
+        outcomes = await desk.outcomes(3)
+    for outcome in outcomes.values():
+        assert isinstance(outcome, Failed)
+        assert outcome.reason == (
+            f"2 rewards did not come from environment remote_rm at {url} within 1 s; the group is given up (it did not answer)"
+        )
+        assert (outcome.by, outcome.payload is not None) == ("reward-1", True)
     assert process.process.poll() is None
+
+
+async def test_an_environment_that_stays_away_loses_only_what_was_in_its_hands(bench: NewBench, tmp_path: Path) -> None:
+    port = free_port()
+    desk = await bench(reward={"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}", "reward_timeout": 3.0})
+    posted = asyncio.Event()
+    async with mute_server(port, posted):
+        await desk.launch()
+        await desk.generated("in-hand", "42")
+        await until(posted.is_set, "the group in the environment's hands")
+    await desk.card("remote_rm", "away")
+    await desk.generated("waits", "42")
+    await desk.failure("in-hand")
+
+    async def only_one_waits() -> bool:
+        return await waiting(desk, "remote_rm") == (1, 0)
+
+    await until(only_one_waits, "the other group to wait on its own")
 
 
 async def test_groups_wait_for_an_environment_that_comes_later(bench: NewBench, nats: EmbeddedNats, tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "Durable": {"steps": 1},
     "Accepted": {},
     "Refused": {"reason": "no"},
+    "WeightsOffer": {"version": 3},
     "WeightsPrepare": {
         **PUSH,
         "group": "push-1",

@@ -1,0 +1,241 @@
+"""A whole run with every role on its own account: all that the code does is allowed, and nothing else was tried."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from services.trainer.link import Link
+from shared import runs, streams
+from shared.bus import Bus
+from shared.cli.audit import audit
+from shared.cli.erase import erase_from_bus, erase_from_store
+from shared.cli.report import summarise
+from shared.cli.status import status
+from shared.messages import Accepted, Batch, Generated, ServiceCard, ServiceEvent, Task, Trained, TrainerStep, WeightsLive, WeightsPrepare
+from shared.messages import WeightsReady as Ready
+from shared.queue import WorkQueue
+from shared.registry import Registry
+from shared.store import BlockingStore, Store
+from shared.streams import task_consumer
+from shared.subjects import TRAIN, Subjects
+from tests.integration.buffer.player import Player
+from tests.support.guarded_servers import GuardedServers
+from tests.support.run_config import run_config, write_jsonl
+from tests.support.service_process import ServiceProcess
+from tests.support.waiting import until
+
+RUN = "worked"
+NAMES = Subjects(RUN)
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[GuardedServers]:
+    """Servers of this test alone: their log must hold no refusal at its end."""
+    servers = GuardedServers(tmp_path / "servers", RUN)
+    servers.nats.start()
+    servers.valkey.start()
+    yield servers
+    servers.valkey.stop()
+    servers.nats.stop()
+
+
+class Roles:
+    """A connection to bus and store for every role that the test plays."""
+
+    def __init__(self, servers: GuardedServers) -> None:
+        self._servers = servers
+        self.buses: dict[str, Bus] = {}
+        self.stores: dict[str, Store] = {}
+
+    async def open(self) -> None:
+        for role in ("operator", "rollout", "trainer"):
+            self.buses[role] = await Bus.connect(self._servers.nats_url(role), f"played {role}", inbox=NAMES.inbox(role))
+            self.stores[role] = Store(self._servers.redis_url(role))
+
+    async def close(self) -> None:
+        for bus in self.buses.values():
+            await bus.close()
+        for store in self.stores.values():
+            await store.close()
+
+
+@pytest.fixture
+async def roles(servers: GuardedServers) -> AsyncIterator[Roles]:
+    roles = Roles(servers)
+    await roles.open()
+    yield roles
+    await roles.close()
+
+
+def start(servers: GuardedServers, service: str, logs: Path) -> ServiceProcess:
+    return ServiceProcess(service, logs / f"{service}.log", servers.environment(service) | {"MYXO_INSTANCE": f"{service}-0"})
+
+
+async def ready(registry: Registry, process: ServiceProcess) -> None:
+    async def is_ready() -> bool:
+        assert process.process.poll() is None, process.words()
+        return any((card.pid, card.state) == (process.process.pid, "ready") for card in await registry.alive(process.name))
+
+    await until(is_ready, process.name)
+
+
+async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
+    servers: GuardedServers, roles: Roles, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator, rollout, trainer = (roles.buses[role] for role in ("operator", "rollout", "trainer"))
+    write_jsonl(tmp_path / "prompts.jsonl")
+    config = run_config(
+        tmp_path,
+        run={"name": RUN},
+        model={"hf_checkpoint": str(tiny_model)},
+        reward={"rm_type": "exact"},
+        rollout={"num_rollout": 2, "max_staleness": 0},
+    )
+    await runs.create(operator, config, servers.redis_url("operator"))
+    assert await runs.store_url(operator, RUN) is None  # the operator's password is nobody else's business
+    registry = Registry(operator, RUN)
+
+    with start(servers, "buffer", tmp_path) as buffer, start(servers, "reward", tmp_path) as reward:
+        await ready(registry, buffer)
+        await ready(registry, reward)
+
+        # a replica: its card, weights, tasks, payloads
+        async def prepare(offer: WeightsPrepare) -> Ready:
+            return Ready(replica="rollout-0", version=offer.version - 1)
+
+        await rollout.serve(NAMES.replica_weights("rollout-0", "prepare"), WeightsPrepare, prepare)
+        card = ServiceCard(service="rollout", instance="rollout-0", host="h", pid=1, http="", state="ready", at=time.time())
+        await Registry(rollout, RUN).renew(card)
+        assert [seen.instance for seen in await Registry(trainer, RUN).alive("rollout")] == ["rollout-0"]
+        assert [seen.instance for seen in await Registry(rollout, RUN).alive("rollout")] == ["rollout-0"]
+        joined = ServiceEvent(service="rollout", instance="rollout-0", what="joined", detail="", at=time.time())
+        await rollout.publish(NAMES.event("service", "joined"), joined)
+        offer = WeightsPrepare(version=0, group="g", backend="gloo", master_address="a", master_port=1, rank=1, world_size=2, deadline=5)
+        answer = await trainer.request(NAMES.replica_weights("rollout-0", "prepare"), offer, Ready, deadline=60, whom="rollout-0")
+        assert answer.replica == "rollout-0"
+
+        player = Player(trainer, roles.stores["rollout"], config, "", tmp_path)
+        queue = WorkQueue(rollout, task_consumer(RUN, config.bus, TRAIN), Task)
+        reader = BlockingStore(servers.redis_url("trainer"))
+        handed_back = False
+
+        async def generate() -> int:
+            """Groups generated now. The first is handed back once, to come again."""
+            nonlocal handed_back
+            leases = await queue.fetch(4)
+            for lease in leases:
+                if not handed_back:
+                    handed_back = True
+                    await lease.hand_back()
+                    continue
+                await lease.extend()
+                done = await player.generate(lease.message)
+                fields = {name: getattr(done, name) for name in ("group", "attempt", "payload", "samples", "replica", "started", "ended")}
+                await rollout.publish(NAMES.generated(lease.message.environment), Generated(**fields))
+                await lease.ack()
+            return len(leases)
+
+        for step in range(2):
+            await player.live(step)
+
+            async def batch(step: int = step) -> Batch | None:
+                await generate()
+                found = await player.ask(step)
+                return found if isinstance(found, Batch) else None
+
+            formed = await until(batch, f"the batch of step {step}")
+            keys = [key for group in formed.groups for key in group.payload.keys]
+            assert all(await asyncio.to_thread(reader.read, keys))
+            now = time.time()
+            report = Trained(step=step, version=step + 1, started=now, ended=now, metrics={})
+            await trainer.request(NAMES.trained, report, Accepted, deadline=60, whom="the buffer")
+            await trainer.publish(NAMES.event("trainer", "step"), TrainerStep(step=step, version=step, started=now, ended=now, metrics={}))
+            if step == 0:  # a killed buffer reads its ledger again
+                buffer.kill()
+                buffer.__init__("buffer", tmp_path / "buffer.log", servers.environment("buffer") | {"MYXO_INSTANCE": "buffer-0"})  # type: ignore[misc]
+                await ready(registry, buffer)
+        await player.durable(2)
+        await until(lambda: roles.stores["operator"].missing(keys), "the end of the payloads")
+        assert await runs.phase(trainer, RUN) == runs.FINISHED
+        await Registry(rollout, RUN).leave(card)
+        assert reward.stop() == 0
+        assert buffer.stop() == 0
+        assert await registry.alive() == []
+        words = buffer.words() + reward.words()
+
+    # people
+    for name, value in servers.environment("operator").items():
+        monkeypatch.setenv(name, value)
+    out = Console(file=io.StringIO(), width=200)
+    assert await audit(RUN, tmp_path / "runs", out, True) == 0
+    assert json.loads(out.file.getvalue())["trained"] == 4  # type: ignore[attr-defined]
+    assert await status(RUN, tmp_path / "runs", out, False) == 0
+    assert await summarise(RUN, tmp_path / "runs", out) == 0
+    await erase_from_bus(operator, RUN)
+    await erase_from_store(servers.redis_url("operator"), RUN)
+    assert not await streams.exists(operator, RUN)
+
+    log = servers.nats.log_path.read_text()
+    assert "Violation" not in log and "authentication error" not in log, log
+    assert not any(secret in text for secret in servers.secrets for text in (words, log, out.file.getvalue()))  # type: ignore[attr-defined]
+
+
+async def test_the_trainers_own_link_works_with_its_account(
+    servers: GuardedServers, roles: Roles, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(tmp_path, run={"name": RUN}, model={"hf_checkpoint": str(tiny_model)})
+    await runs.create(roles.buses["operator"], config, None)
+    for name, value in servers.environment("trainer").items():
+        monkeypatch.setenv(name, value)
+
+    def live() -> list[str]:
+        with Link() as link:
+            link.weights_live(WeightsLive(version=3, replicas=["r"], seconds=0.1, bytes=1, at=time.time()))
+            link.report_step(TrainerStep(step=0, version=0, started=1.0, ended=2.0, metrics={}))
+            return [link.config.run.name, link.service.redis_url]
+
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # a link takes the signals of the process's main thread, which this is not
+    assert await asyncio.to_thread(live) == [RUN, servers.redis_url("trainer")]
+    known = await roles.buses["operator"].get(NAMES.weights_bucket, "live")
+    assert known is not None and WeightsLive.decode(known).version == 3
+    assert "Violation" not in servers.nats.log_path.read_text()
+
+
+async def test_a_service_on_the_wrong_account_or_without_one_says_so_and_ends(
+    servers: GuardedServers, roles: Roles, tiny_model: Path, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path, run={"name": RUN}, model={"hf_checkpoint": str(tiny_model)})
+    await runs.create(roles.buses["operator"], config, None)
+    service = "reward"
+    own = servers.environment(service)
+    missing = tmp_path / "nothing"
+    (tmp_path / "empty").write_text("\n")
+    wrong = tmp_path / "wrong"
+    wrong.write_text(f"nats://{service}.{RUN}:hush@127.0.0.1:{servers.nats.port}\n")
+    wrong_store = tmp_path / "wrong_store"
+    wrong_store.write_text(f"redis://{service}.{RUN}:hush@127.0.0.1:{servers.valkey.port}/0\n")
+    cases = {
+        "another": ({**own, "NATS_URL_FILE": servers.environment("trainer")["NATS_URL_FILE"]}, f'subscription to "_inbox.{RUN}.{service}'),
+        "wrong": ({**own, "NATS_URL_FILE": str(wrong)}, "authorization violation"),
+        "missing": ({**own, "NATS_URL_FILE": str(missing)}, f"NATS_URL_FILE = '{missing}': No such file"),
+        "empty": ({**own, "REDIS_URL_FILE": str(tmp_path / "empty")}, "REDIS_URL_FILE"),
+        "store": ({**own, "REDIS_URL_FILE": str(wrong_store)}, "the store refuses"),
+        "no store": ({**own, "REDIS_URL_FILE": ""}, "REDIS_URL = None: required"),
+    }
+    processes = {name: ServiceProcess(service, tmp_path / f"{name}.log", told) for name, (told, _) in cases.items()}
+    try:
+        for name, (_, expected) in cases.items():
+            assert processes[name].process.wait(90) == 2, processes[name].words()
+            assert expected in processes[name].words()
+            assert "hush" not in processes[name].words()
+    finally:
+        for process in processes.values():
+            process.__exit__()
