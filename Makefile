@@ -47,6 +47,7 @@ lint: $(READY)
 
 docs: $(READY)
 	@$(BIN)/python -m docs.catalogue
+	@$(BIN)/python -m docs.accounts
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

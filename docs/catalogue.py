@@ -30,15 +30,18 @@ def main() -> int:
     """Writes or checks the page; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m docs.catalogue", description="docs/messages.md from the wire schema")
     parser.add_argument("--check", action="store_true", help="only compare; exit code 1 where the page is out of date")
-    arguments = parser.parse_args()
-    page = render()
-    if not arguments.check:
-        PAGE.write_text(page)
+    return settle(PAGE, render(), parser.parse_args().check)
+
+
+def settle(path: Path, page: str, check: bool) -> int:
+    """Writes a page, or with ``check`` only compares. Returns 1 where the page is not what it should be."""
+    if not check:
+        path.write_text(page)
         return 0
-    found = PAGE.read_text() if PAGE.is_file() else ""
-    diff = list(difflib.unified_diff(found.splitlines(), page.splitlines(), "docs/messages.md", "what the models say", lineterm=""))
+    found, name = path.read_text() if path.is_file() else "", f"docs/{path.name}"
+    diff = list(difflib.unified_diff(found.splitlines(), page.splitlines(), name, "what the code says", lineterm=""))
     if diff:
-        print("\n".join([*diff, "", "docs/messages.md is out of date; write it anew with `make docs`"]), file=sys.stderr)
+        print("\n".join([*diff, "", f"{name} is out of date; write it anew with `make docs`"]), file=sys.stderr)
     return 1 if diff else 0
 
 

@@ -37,6 +37,9 @@ from shared.versions import admissible_steps, version_after
 STALE = "stale"
 """Reason of groups dropped for their age."""
 
+SURPLUS = "surplus"
+"""Reason of groups dropped because the run finished without them."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -241,6 +244,10 @@ def close(state: BufferState, limits: Limits, now: float) -> list[LedgerRecord]:
         bool(limits.eval_prompts) and limits.last_version not in state.evaluated and _evaluates(limits, limits.last_version)
     )
     if state.durable_steps >= limits.steps > state.finished_steps and not evaluating:
+        # a run that was resumed with fewer steps than it had admitted groups for
+        surplus = [name for name, group in state.groups.items() if group.step is None]
+        if surplus:
+            records.append(GroupsDropped(groups=surplus, reason=SURPLUS, at=now))
         records.append(RunFinished(steps=state.trained_steps, at=now))
     return records
 

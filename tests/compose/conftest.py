@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.compose.stack import BUILD_SECONDS, ROOT, Stack
-from tests.support.containers import NATS_IMAGE, needs_engine
+from tests.compose.stack import BUILD_SECONDS, ROOT, Stack, stack_files
+from tests.support.containers import needs_engine
 
 HERE = Path(__file__).parent
 NODE = ROOT / "examples" / "environments" / "node"
@@ -46,9 +46,7 @@ def node_image() -> str:
 def make_stack() -> Iterator[Callable[..., Stack]]:
     """``make_stack(project, run, **environment)``; every stack is taken away at the end."""
     needs_engine()
-    files = [HERE / "operator.yaml"]
-    if run_docker("run", "--rm", "--entrypoint", "sh", NATS_IMAGE, "-c", "true").returncode != 0:
-        files.append(HERE / "nats-without-shell.yaml")
+    files = stack_files()
     made: list[Stack] = []
 
     def make(project: str, run: str, *further: Path, **environment: str) -> Stack:

@@ -13,8 +13,22 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "deploy" / "compose"
 
+NATS_IMAGE = "nats:2.12-alpine"
+
+LONG_LIVED = {"nats", "redis", "buffer", "rollout", "reward", "trainer"}
+"""The services that stay up while a run goes on."""
+
 COMMAND_SECONDS = 300
 BUILD_SECONDS = 2400
+
+
+def stack_files() -> list[Path]:
+    """Compose files that every stack here needs over the first: an operator to ask, and a NATS image that health checks can run in."""
+    here = Path(__file__).parent
+    shell = subprocess.run(
+        ["docker", "run", "--rm", "--entrypoint", "sh", NATS_IMAGE, "-c", "true"], capture_output=True, timeout=COMMAND_SECONDS, check=False
+    )
+    return [here / "operator.yaml", *([] if shell.returncode == 0 else [here / "nats-without-shell.yaml"])]
 
 
 class Stack:
@@ -76,6 +90,10 @@ class Stack:
                 return value
             assert time.monotonic() < end, f"{what} did not come within {seconds:g} s\n{self.said()}"
             time.sleep(1.0)
+
+    def unhealthy(self) -> set[str]:
+        """The services that stay up and are not healthy, or not there, now."""
+        return LONG_LIVED - {one["Service"] for one in self.containers() if one["Health"] == "healthy"}
 
     def said(self) -> str:
         """How the containers stand and what they said last, for a failed assertion."""

@@ -64,10 +64,10 @@ class GuardedServers:
     """Both servers of one run, and its credentials.
 
     Args:
-        directory: for everything. tls: of NATS; the Valkey of the tests has none.
+        directory: for everything. tls: encrypt. certificates: whose directory both servers read theirs from.
     """
 
-    def __init__(self, directory: Path, run: str, tls: bool = False) -> None:
+    def __init__(self, directory: Path, run: str, tls: bool = False, certificates: str = "nats") -> None:
         self.run, self.accounts, self.tls = run, directory / "accounts", tls
         # a unix socket's path may have 107 bytes
         self.socket = Path(tempfile.mkdtemp(prefix="myxo-")) / "redis.sock"
@@ -79,9 +79,9 @@ class GuardedServers:
             Address("127.0.0.1", nats_port),
             Address("127.0.0.1", redis_port),
             tls=tls,
-            nats_place=NatsPlace(f"127.0.0.1:{nats_port}", f"127.0.0.1:{free_port()}", str(directory / "nats")),
+            nats_place=NatsPlace(f"0.0.0.0:{nats_port}", f"127.0.0.1:{free_port()}", str(directory / "nats")),
             redis_place=RedisPlace("127.0.0.1", redis_port, str(self.socket), str(directory / "valkey")),
-            mounted=str(self.accounts / "nats"),
+            mounted=str(self.accounts / certificates),
         )
         self.said = make(self.accounts, self.deployment)
         self.nats = GuardedNats(directory / "nats", self.accounts / "nats" / "nats.conf", nats_port)

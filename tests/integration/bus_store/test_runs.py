@@ -52,3 +52,10 @@ async def test_resuming_with_another_fixed_value_is_refused_by_field_and_changes
 async def test_no_such_run(bus: Bus) -> None:
     with pytest.raises(runs.NoSuchRun, match="no run 'never-made' on the bus"):
         await runs.load(bus, "never-made")
+
+
+async def test_a_store_url_with_a_password_is_not_written_where_every_service_reads(bus: Bus, run_name: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, run={"name": run_name})
+    await runs.create(bus, config, "unix:///store")
+    await runs.create(bus, config, "redis://operator:hush@redis:6379/0")
+    assert await runs.store_url(bus, run_name) is None  # nor does the address from before stand

@@ -289,3 +289,18 @@ def test_the_run_ends_once_all_is_durable_and_evaluated() -> None:
     [finished] = fold(state, policy.close(state, limits, 0.0))
     assert isinstance(finished, RunFinished) and finished.steps == 1
     assert policy.close(state, limits, 0.0) == []
+
+
+def test_what_a_shortened_run_had_admitted_too_many_is_dropped_as_surplus() -> None:
+    longer = Limits(steps=4, groups=1, samples=1, max_staleness=2, interval=1)
+    state = started(longer)
+    fold(state, policy.scored(state, longer, [came_back(group_id(0), samples=1), came_back(group_id(1), samples=1)], 0.0))
+    limits = Limits(steps=1, groups=1, samples=1, max_staleness=2, interval=1)
+    fold(state, policy.form_batch(state, limits, 0, 0, 0.0))
+    fold(state, policy.trained(state, 0, 1, 0.0, 1.0, 0.0))
+    fold(state, policy.durable(state, 1, 0.0))
+    dropped, finished = fold(state, policy.close(state, limits, 0.0))
+    assert isinstance(dropped, GroupsDropped) and dropped.reason == policy.SURPLUS
+    assert dropped.groups == [group_id(1), group_id(2)]
+    assert isinstance(finished, RunFinished)
+    assert state.in_flight == 0

@@ -1,0 +1,63 @@
+"""Writes the tables of ``docs/accounts.md`` from the rights that the servers are given: ``python -m docs.accounts [--check]``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from docs.catalogue import settle
+from shared.accounts.permissions import HEALTH, OPERATOR, Rights, rights
+from shared.subjects import Subjects
+
+PAGE = Path(__file__).with_name("accounts.md")
+
+BEGIN, END = "<!-- written by `python -m docs.accounts` -->\n", "<!-- end -->\n"
+
+RUN = "<run>"
+
+_ACCESS = {"R": "read", "W": "remove, ask whether it is there", "RW": "read, write, remove"}
+
+
+def main() -> int:
+    """Writes or checks the page; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m docs.accounts", description="the tables of docs/accounts.md from the rights")
+    parser.add_argument("--check", action="store_true", help="only compare; exit code 1 where the page is out of date")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return settle(PAGE, before + BEGIN + "\n".join(render()) + "\n" + END + rest.partition(END)[2], parser.parse_args().check)
+
+
+def render() -> list[str]:
+    """The tables."""
+    lines = []
+    roles = rights(RUN)
+    for role in roles:
+        lines += [f"### {role.role}", "", *_role(role), ""]
+    lines += [f"### {HEALTH}", "", "Redis only, for the health check inside its container: `ping`.", ""]
+    return lines
+
+
+def _role(role: Rights) -> list[str]:
+    ways = [("publishes", role.bus.publish), ("listens on", role.bus.subscribe)]
+    lines = ["| | NATS subjects |", "|---|---|"]
+    lines += [f"| {way} | {_subjects(role, subjects) or 'nothing'} |" for way, subjects in ways]
+    if role.bus.answer_seconds is not None:
+        lines.append(f"| answers | once to each request that it has received, within {role.bus.answer_seconds} s |")
+    if role.store is None:
+        return [*lines, "", "Redis: no account."]
+    commands = ", ".join(f"`{command.replace('|', ' ')}`" for command in role.store.commands)
+    return [*lines, "", f"Redis: {commands}; keys `{role.store.keys}` ({_ACCESS[role.store.access]})."]
+
+
+def _subjects(role: Rights, subjects: Iterable[str]) -> str:
+    """The operator's rights to the run's streams are the same for each: one stands for all."""
+    names = Subjects(RUN)
+    if role.role == OPERATOR:
+        kept = [subject for subject in subjects if not subject.startswith("$J") or names.task_stream in subject or RUN not in subject]
+        subjects = [subject.replace(names.task_stream, "<stream of the run>") for subject in kept]
+    return " <br> ".join(f"`{subject}`" for subject in subjects)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""``myxo accounts`` as a person types it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.cli.accounts import address
+from shared.cli.main import main
+from shared.errors import ConfigError
+
+
+def test_it_says_what_it_did_and_no_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["accounts", str(tmp_path), "--run", "demo"]) == 0
+    out = capsys.readouterr().out
+    assert "passwords: 12 made, 0 kept" in out and "run demo: 6 accounts, no TLS" in out
+    for path in tmp_path.glob("*/*_url"):
+        assert path.read_text().split("@")[0].rsplit(":", 1)[1] not in out
+    assert main(["accounts", str(tmp_path), "--run", "demo", "--tls"]) == 0
+    assert "certificates: made" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (["--run", "Demo"], "--run = 'Demo'"),
+        (["--run", "a.b"], "--run = 'a.b'"),
+        (["--run", "a", "--nats", "nats"], "--nats = 'nats': expected HOST:PORT"),
+        (["--run", "a", "--redis", "redis:x"], "--redis = 'redis:x': expected HOST:PORT"),
+        (["--run", "a", "--mounted", "here"], "--mounted = 'here': expected an absolute path"),
+    ],
+)
+def test_bad_input_is_told_in_a_line(tmp_path: Path, arguments: list[str], field: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["accounts", str(tmp_path / "new"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert field in error and error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_without_the_library_tls_says_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    monkeypatch.delitem(sys.modules, "shared.accounts.certificates", raising=False)
+    monkeypatch.delattr("shared.accounts.certificates", raising=False)
+    assert main(["accounts", str(tmp_path), "--run", "demo", "--tls"]) == 1
+    assert "pip install 'myxo[accounts]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "host", "port"), [("nats:4222", "nats", 4222), ("10.0.0.1:1", "10.0.0.1", 1), ("[::1]:2", "::1", 2)])
+def test_addresses(text: str, host: str, port: int) -> None:
+    assert (address("--nats", text).host, address("--nats", text).port) == (host, port)
+    assert str(address("--nats", text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "a", "a:", ":1", "a:0", "a:99999", "a:b", "u@a:1", "a:1/x", "[::1:1"])
+def test_no_addresses(text: str) -> None:
+    with pytest.raises(ConfigError, match="--nats"):
+        address("--nats", text)

@@ -1,0 +1,123 @@
+"""Files with credentials: made once, kept, for nobody else to read."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from shared.accounts.credentials import Address, Deployment, make, write
+from shared.accounts.permissions import ROLES
+from shared.errors import ConfigError
+
+PLACE = (Address("nats", 4222), Address("redis", 6379))
+PLAIN, ENCRYPTED = Deployment("demo", *PLACE), Deployment("demo", *PLACE, tls=True)
+
+
+def files(directory: Path) -> dict[str, str]:
+    return {str(path.relative_to(directory)): path.read_text() for path in sorted(directory.rglob("*")) if path.is_file()}
+
+
+def passwords(directory: Path) -> dict[str, str]:
+    urls = {name: text for name, text in files(directory).items() if name.endswith("_url")}
+    return {name: url.split("@")[0].rsplit(":", 1)[1] for name, url in urls.items()} | {"health": files(directory)["redis/health"]}
+
+
+def test_every_account_has_its_files_and_a_password_of_its_own(tmp_path: Path) -> None:
+    make(tmp_path, PLAIN)
+    expected = {f"{role}/nats_url" for role in ROLES} | {f"{role}/redis_url" for role in ROLES if role != "environment"}
+    assert set(files(tmp_path)) == expected | {"nats/nats.conf", "redis/redis.conf", "redis/health"}
+    assert len(set(passwords(tmp_path).values())) == 12
+    assert all(len(password) >= 40 for password in passwords(tmp_path).values())
+    found = files(tmp_path)
+    assert found["buffer/nats_url"] == f"nats://buffer.demo:{passwords(tmp_path)['buffer/nats_url']}@nats:4222\n"
+    assert found["buffer/redis_url"] == f"redis://buffer.demo:{passwords(tmp_path)['buffer/redis_url']}@redis:6379/0\n"
+    assert all(passwords(tmp_path)[f"{role}/nats_url"] in found["nats/nats.conf"] for role in ROLES)
+
+
+def test_a_second_call_changes_nothing_and_says_so(tmp_path: Path) -> None:
+    first = make(tmp_path, PLAIN)
+    before = files(tmp_path)
+    second = make(tmp_path, PLAIN)
+    assert files(tmp_path) == before
+    assert "passwords: 12 made, 0 kept" in first
+    assert second == ["passwords: 0 made, 12 kept", "files: all as they were", "run demo: 6 accounts, no TLS"]
+
+
+def test_another_run_and_encryption_take_effect_and_passwords_stay(tmp_path: Path) -> None:
+    make(tmp_path, PLAIN)
+    before = passwords(tmp_path)
+    make(tmp_path, Deployment("other", Address("10.0.0.1", 4333), Address("::1", 6380), tls=True))
+    found = files(tmp_path)
+    assert passwords(tmp_path) == before
+    assert found["trainer/nats_url"].startswith("tls://trainer.other:") and found["trainer/nats_url"].endswith("@10.0.0.1:4333\n")
+    assert found["trainer/redis_url"].startswith("rediss://trainer.other:") and found["trainer/redis_url"].endswith("@[::1]:6380/0\n")
+    assert 'user: "trainer.other"' in found["nats/nats.conf"] and "demo" not in found["nats/nats.conf"] + found["redis/redis.conf"]
+    assert 'listen: "0.0.0.0:4333"' in found["nats/nats.conf"] and "tls-port 6380" in found["redis/redis.conf"]
+    assert '"/credentials/key.pem"' in found["nats/nats.conf"]
+    assert make(tmp_path, PLAIN)[0] == "passwords: 0 made, 12 kept"
+    assert "tls" not in files(tmp_path)["nats/nats.conf"]
+
+
+def test_a_lost_file_is_one_new_password(tmp_path: Path) -> None:
+    make(tmp_path, PLAIN)
+    before = passwords(tmp_path)
+    (tmp_path / "reward" / "nats_url").unlink()
+    assert "passwords: 1 made, 11 kept" in make(tmp_path, PLAIN)
+    after = passwords(tmp_path)
+    assert {name for name in before if before[name] != after[name]} == {"reward/nats_url"}
+    assert after["reward/nats_url"] in files(tmp_path)["nats/nats.conf"]
+
+
+@pytest.mark.parametrize("content", ["", "nats://nats:4222", "junk", "nats://[user:x@nats"])
+def test_a_file_without_a_password_is_bad_input(tmp_path: Path, content: str) -> None:
+    make(tmp_path, PLAIN)
+    path = tmp_path / "buffer" / "nats_url"
+    path.chmod(0o600)
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=f"{path}.*remove the file"):
+        make(tmp_path, PLAIN)
+
+
+def test_modes(tmp_path: Path) -> None:
+    directory = tmp_path / "made"
+    make(directory, ENCRYPTED)
+
+    def mode(path: Path) -> int:
+        return stat.S_IMODE(path.stat().st_mode)
+
+    assert mode(directory) == 0o700
+    for role in ROLES:
+        assert mode(directory / role) == 0o700
+        assert {mode(path) for path in (directory / role).iterdir()} == {0o400}
+    for server in ("nats", "redis"):
+        assert mode(directory / server) == 0o755
+        assert {mode(path) for path in (directory / server).iterdir()} == {0o444}
+
+
+def test_a_directory_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="DIR"):
+        make(tmp_path / "file", PLAIN)
+
+
+def test_certificates_are_kept_and_every_role_trusts_them(tmp_path: Path) -> None:
+    assert make(tmp_path, ENCRYPTED)[0].startswith("certificates: made (there is none yet)")
+    before = files(tmp_path)
+    assert len({before[f"{role}/ca.pem"] for role in ROLES}) == 1
+    assert make(tmp_path, ENCRYPTED)[0] == "certificates: kept"
+    assert files(tmp_path) == before
+    (tmp_path / "reward" / "ca.pem").unlink()
+    assert make(tmp_path, ENCRYPTED)[0].startswith("certificates: made")
+    assert files(tmp_path)["nats/certificate.pem"] != before["nats/certificate.pem"]
+
+
+def test_writing_tells_whether_it_changed_anything_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = tmp_path / "one"
+    assert write(path, b"1", 0o400)
+    assert not write(path, b"1", 0o400)
+    assert write(path, b"1", 0o444)
+    assert write(path, b"2", 0o400)
+    assert path.read_bytes() == b"2"
+    assert list(tmp_path.iterdir()) == [path]

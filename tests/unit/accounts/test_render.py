@@ -1,0 +1,88 @@
+"""Config texts: what must be in them, and what must not."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+import pytest
+
+from shared.accounts.permissions import ROLES, rights
+from shared.accounts.render import MAX_PAYLOAD, NatsPlace, RedisPlace, nats_conf, redis_conf
+
+PASSWORDS = {role: f"{role}-secret" for role in (*ROLES, "health")}
+
+
+def nats(place: NatsPlace | None = None) -> str:
+    return nats_conf(rights("demo"), PASSWORDS, place or NatsPlace())
+
+
+def redis(place: RedisPlace | None = None) -> str:
+    return redis_conf(rights("demo"), PASSWORDS, place or RedisPlace())
+
+
+def directive(text: str, name: str) -> list[str]:
+    return [line.split(" ", 1)[1] for line in text.splitlines() if line.startswith(f"{name} ")]
+
+
+def test_nats_listens_stores_and_is_watched_from_inside_only() -> None:
+    lines = nats().splitlines()
+    assert lines[:4] == [
+        'listen: "0.0.0.0:4222"',
+        'http: "127.0.0.1:8222"',
+        f"max_payload: {MAX_PAYLOAD}",
+        'jetstream { store_dir: "/data" }',
+    ]
+    assert "max_payload: 4096" in nats(NatsPlace(max_payload=4096))
+    assert "tls" not in nats()
+    assert 'tls { cert_file: "/x/certificate.pem", key_file: "/x/key.pem", timeout: 5 }' in nats(NatsPlace(tls="/x"))
+
+
+def test_every_role_has_one_user_of_nats_with_rights_of_its_own() -> None:
+    text = nats()
+    assert re.findall(r'user: "([^"]+)", password: "([^"]+)"', text) == [(f"{role}.demo", f"{role}-secret") for role in ROLES]
+    assert text.count("subscribe: { allow: [") == len(ROLES)
+    assert text.count("publish: { allow: [") == len(ROLES) - 1  # an environment only answers
+    assert text.count("allow_responses: { max: 1, expires: ") == 3
+
+
+def test_redis_has_no_user_without_a_password_and_no_password_in_the_clear() -> None:
+    users = {line.split()[0]: line.split()[1:] for line in directive(redis(), "user")}
+    assert set(users) == {"default", "health", *(f"{role}.demo" for role in ROLES if role != "environment")}
+    assert users.pop("default") == ["off", "resetpass", "resetkeys", "resetchannels", "-@all"]
+    for name, rules in users.items():
+        assert rules[:2] == ["on", f"#{hashlib.sha256(PASSWORDS[name.split('.')[0]].encode()).hexdigest()}"]
+        assert "-@all" in rules and "resetchannels" in rules
+        assert not [rule for rule in rules if rule.startswith(("+@", "allkeys", "allchannels", "&", "nopass", ">"))]
+    assert "secret" not in redis()
+
+
+@pytest.mark.parametrize(
+    ("role", "keys", "commands"),
+    [
+        ("buffer", "%W~demo:*", ["+ping", "+exists", "+unlink"]),
+        ("rollout", "~demo:*", ["+ping", "+get", "+set"]),
+        ("reward", "%R~demo:*", ["+ping", "+get"]),
+        ("trainer", "%R~demo:*", ["+ping", "+get"]),
+        ("operator", "~demo:*", ["+ping", "+exists", "+get", "+scan", "+unlink"]),
+    ],
+)
+def test_a_role_has_its_keys_and_commands(role: str, keys: str, commands: list[str]) -> None:
+    [line] = [line for line in directive(redis(), "user") if line.startswith(f"{role}.demo ")]
+    assert line.endswith(f"{keys} -@all {' '.join(commands)}")
+
+
+def test_the_health_account_may_ping() -> None:
+    [line] = [line for line in directive(redis(), "user") if line.startswith("health ")]
+    assert line.endswith("resetkeys -@all +ping")
+
+
+def test_redis_keeps_what_it_is_given_and_encrypts_when_asked() -> None:
+    text = redis()
+    for name, value in {"appendonly": "yes", "dir": '"/data"', "unixsocket": '"/tmp/redis.sock"', "maxmemory-policy": "noeviction"}.items():
+        assert directive(text, name) == [value]
+    assert directive(text, "port") == ["6379"] and not directive(text, "tls-port")
+    encrypted = redis(RedisPlace(tls="/x"))
+    assert directive(encrypted, "port") == ["0"] and directive(encrypted, "tls-port") == ["6379"]
+    assert directive(encrypted, "tls-key-file") == ['"/x/key.pem"']
+    assert directive(encrypted, "tls-auth-clients") == ["no"]
