@@ -28,6 +28,9 @@ TRAIN_SECONDS = 1200
 ORDER = ("trainer", "rollout", "reward", "buffer", "nats", "redis")
 """In which the services are stopped: each while those it speaks to are up."""
 
+SERVERS = ("nats", "redis")
+"""Their images are their makers'."""
+
 _UNITS = {"B": 1, "kB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30}
 
 
@@ -61,12 +64,12 @@ def measure() -> dict[str, Any]:
         print(f"healthy after {healthy:.1f} s; training {STEPS} steps", flush=True)
         stack.until(f"{STEPS} trained steps", lambda: stack.steps() >= STEPS, TRAIN_SECONDS)
         memory = {service: _memory(stack, service) for service in ORDER}
-        images = {service: _image(stack, service) for service in ORDER}
+        images = {service: _image(stack, service) for service in ORDER if service not in SERVERS}
         stops = {service: _stop(stack, service) for service in ORDER}
     finally:
         stack.remove()
     services = {
-        service: {"memory_bytes": memory[service], "image_bytes": images[service], "stop_seconds": round(stops[service], 2)}
+        service: {"memory_bytes": memory[service], "image_bytes": images.get(service), "stop_seconds": round(stops[service], 2)}
         for service in ORDER
     }
     return {
@@ -90,10 +93,9 @@ def table(figures: dict[str, Any]) -> str:
     ]
     base = figures["base_image_bytes"]
     for service, of in figures["services"].items():
-        above = "–" if service in ("nats", "redis") else f"{(of['image_bytes'] - base) / 1e6:.0f}"
-        lines.append(
-            f"| {service} | {of['memory_bytes'] / 2**20:.0f} | {of['image_bytes'] / 1e6:.0f} | {above} | {of['stop_seconds']:.1f} |"
-        )
+        image = of["image_bytes"]
+        sizes = "– | –" if image is None else f"{image / 1e6:.0f} | {(image - base) / 1e6:.0f}"
+        lines.append(f"| {service} | {of['memory_bytes'] / 2**20:.0f} | {sizes} | {of['stop_seconds']:.1f} |")
     lines += ["", f"The base image here ({BASE_IMAGE}) has {base / 1e6:.0f} MB; memory is what `docker stats` says of the container."]
     return "\n".join(lines)
 

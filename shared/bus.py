@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import ssl
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -27,7 +26,7 @@ from shared import addresses
 from shared.cancel import cancelled
 from shared.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
 from shared.messages import Message, Refused
-from shared.violations import Violations
+from shared.violations import Violations, hopeless_reason
 
 Reply = TypeVar("Reply", bound=Message)
 Request = TypeVar("Request", bound=Message)
@@ -103,7 +102,7 @@ class Bus:
         async def on_error(error: Exception) -> None:
             reasons.append(str(error) or type(error).__name__)
             violations.note(reasons[-1])
-            if not hopeless.done() and (why := _hopeless(error)):
+            if not hopeless.done() and (why := hopeless_reason(error)):
                 hopeless.set_result(why)
             if not isinstance(error, OSError):  # those are the reconnect loop's knocks; the disconnect itself is logged once
                 log.warning("bus_error", error=reasons[-1])
@@ -255,8 +254,10 @@ class Bus:
                 answer = await once()
             except TRANSIENT as error:
                 self.raise_if_refused(start, subject)
-                then = "nobody listens there" if isinstance(error, nats.errors.NoRespondersError) else "given up"
-                raise DeadlineExceeded(f"an answer on {subject}", whom, round(time.monotonic() - start, 3), then) from error
+                if isinstance(error, nats.errors.NoRespondersError):
+                    waited = round(time.monotonic() - start, 3)
+                    raise DeadlineExceeded(f"an answer on {subject}", whom, waited, "nobody listens there") from error
+                raise DeadlineExceeded(f"an answer on {subject}", whom, deadline, "given up") from error
         message_back = Message.decode(answer.data)
         if isinstance(message_back, Refused):
             raise RequestRefused(f"{whom}: {message_back.reason}")
@@ -386,15 +387,6 @@ class Bus:
 
 
 Result = TypeVar("Result")
-
-
-def _hopeless(error: Exception) -> str | None:
-    """Why trying again will not help; None where it may."""
-    if isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in str(error).lower():
-        return "authorization violation: it does not take these credentials"
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not trusted ({error.verify_message}); name the authority's file in {addresses.CA_VARIABLE}"
-    return None
 
 
 def redacted(url: str) -> str:

@@ -1,10 +1,15 @@
-"""What an account does not have, as the NATS server tells it: in an error of the connection, beside the request that was refused."""
+"""What the NATS server refuses, as a connection hears of it: beside the request that was refused, or instead of being let in."""
 
 from __future__ import annotations
 
 import re
+import ssl
 import time
 from collections import deque
+
+import nats.errors
+
+from shared import addresses
 
 KEPT = 256
 """Violations remembered."""
@@ -28,3 +33,12 @@ class Violations:
         """The server's words on a subject that begins like one of these, or on this client's replies, since ``start`` (monotonic)."""
         begins = (self._inbox, *(subject.lower() for subject in subjects))
         return next((text for at, subject, text in self._seen if at >= start and subject.startswith(begins)), None)
+
+
+def hopeless_reason(error: Exception) -> str | None:
+    """Why connecting again will not help; None where it may."""
+    if isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in str(error).lower():
+        return "authorization violation: it does not take these credentials"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted ({error.verify_message}); name the authority's file in {addresses.CA_VARIABLE}"
+    return None

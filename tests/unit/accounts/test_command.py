@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,9 @@ def test_bad_input_is_told_in_a_line(tmp_path: Path, arguments: list[str], field
     assert not (tmp_path / "new").exists()
 
 
-def test_without_the_library_tls_says_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
+def test_without_the_library_tls_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
     monkeypatch.delitem(sys.modules, "shared.accounts.certificates", raising=False)
     monkeypatch.delattr("shared.accounts.certificates", raising=False)
