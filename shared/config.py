@@ -105,8 +105,8 @@ class RewardSection(Section):
         description="what scores: math (math-verify), exact (match), remote_rm (the environment at rm_url) or a name of environments; "
         "a prompt's metadata.rm_type overrides it",
     )
-    rm_url: str | None = Field(default=None, description="the environment of remote_rm: http://host:port or nats:NAME")
-    environments: dict[str, str] = Field(default={}, description="more environments: name = http://host:port or nats:NAME")
+    rm_url: str | None = Field(default=None, description="the environment of remote_rm: http://host:port or nats:NAME", **MUTABLE)
+    environments: dict[str, str] = Field(default={}, description="more environments: name = http://host:port or nats:NAME", **MUTABLE)
     environment_concurrency: int = Field(
         default=16, gt=0, description="groups in an external environment's hands at once, for each reward service", **MUTABLE
     )

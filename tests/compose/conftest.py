@@ -13,7 +13,8 @@ from tests.compose.stack import BUILD_SECONDS, ROOT, Stack, stack_files
 from tests.support.containers import needs_engine
 
 HERE = Path(__file__).parent
-NODE = ROOT / "examples" / "environments" / "node"
+EXAMPLES = ROOT / "examples" / "environments"
+NETWORK = "myxo-test-environments"
 
 FLAGS = (
     "--rollout-batch-size 4 --n-samples-per-prompt 4 --sft-steps 20 --sft-batch-size 32 --save-interval 5 --eval-interval 1000 "
@@ -29,6 +30,15 @@ def flags(steps: int) -> str:
 
 def run_docker(*arguments: str, seconds: float = 300) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=seconds, check=False)
+
+
+def example(name: str, *arguments: str, check: bool = True, **variables: str) -> str:
+    """``docker compose ARGUMENTS`` for an example environment that joins the stack's network from outside; what it printed."""
+    command = ["docker", "compose", "-p", f"myxo-test-{name}", "-f", str(EXAMPLES / name / "compose.yaml"), *arguments]
+    environment = os.environ | {"MYXO_ENVIRONMENTS_NETWORK": NETWORK} | variables
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
+    assert not check or done.returncode == 0, f"{name}: {' '.join(arguments)}: {done.stderr}"
+    return done.stdout
 
 
 @pytest.fixture(scope="session")
@@ -71,20 +81,12 @@ def images(make_stack: Callable[..., Stack]) -> None:
 @pytest.fixture(scope="session")
 def stack(make_stack: Callable[..., Stack], images: None, node_image: str) -> Iterator[Stack]:
     """The services at work on a small run with no end in sight, the Node.js environment beside them."""
-    network = "myxo-test-environments"
-    stack = make_stack(
-        "myxo-test", "compose", MYXO_FLAGS=flags(100_000), MYXO_PREPARE=PREPARE, MYXO_ENVIRONMENTS_NETWORK=network, NODE_IMAGE=node_image
-    )
-    environment = ["compose", "-p", "myxo-test-node", "-f", str(NODE / "compose.yaml")]
-    variables = {"MYXO_ENVIRONMENTS_NETWORK": network, "NODE_IMAGE": node_image}
+    stack = make_stack("myxo-test", "compose", MYXO_FLAGS=flags(100_000), MYXO_PREPARE=PREPARE, MYXO_ENVIRONMENTS_NETWORK=NETWORK)
     try:
         stack.compose("up", "--detach", "--no-build", "--quiet-pull", seconds=600)
-        beside = subprocess.run(
-            ["docker", *environment, "up", "--detach", "--build"],
-            env=os.environ | variables, capture_output=True, text=True, timeout=600, check=False,
-        )  # fmt: skip
-        assert beside.returncode == 0, beside.stderr
+        example("node", "up", "--detach", "--build", NODE_IMAGE=node_image)
         yield stack
     finally:
         if not os.environ.get("MYXO_KEEP_STACKS"):
-            subprocess.run(["docker", *environment, "down", "--timeout", "5"], env=os.environ | variables, capture_output=True, check=False)
+            for name in ("node", "python-fastapi"):
+                example(name, "down", "--timeout", "5", "--rmi", "local", check=False)

@@ -6,12 +6,11 @@ The tests are one story in order, over one stack (`stack` in conftest.py): bring
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 
-from tests.compose.conftest import flags
+from tests.compose.conftest import example, flags
 from tests.compose.stack import Stack
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3000)]
@@ -46,8 +45,14 @@ def test_the_run_trains_and_the_outsiders_environment_scores_it(stack: Stack) ->
     assert status is not None
     environment = next(line for line in status["services"] if line["service"] == "environment")
     assert environment["state"] == "ready"
-    logs = subprocess.run(["docker", "compose", "-p", "myxo-test-node", "logs", "--no-color"], capture_output=True, text=True, check=True)
-    assert "Error" not in logs.stdout
+
+
+@pytest.mark.parametrize(("name", "host"), [("node", "arithmetic-node"), ("python-fastapi", "arithmetic-python")])
+def test_an_example_from_outside_passes_the_check(stack: Stack, name: str, host: str) -> None:
+    if name != "node":  # that one scores the run already
+        example(name, "up", "--detach", "--build", "--wait")
+    said = stack.compose("run", "--rm", "-T", "myxo", "env", "check", f"http://{host}:8080")
+    assert "FAILED" not in said
 
 
 def test_nothing_is_published_to_the_host(stack: Stack) -> None:
@@ -108,11 +113,8 @@ def test_a_service_may_not_speak_for_another(stack: Stack) -> None:
 def test_an_environments_network_reaches_neither_bus_nor_store_nor_engines(stack: Stack) -> None:
     knock = "require('dns').lookup(process.argv[1], e => console.log(e ? 'unknown' : 'known'))"
     for host, known in (("nats", "unknown"), ("redis", "unknown"), ("rollout", "unknown"), ("trainer", "unknown"), ("reward", "known")):
-        asked = subprocess.run(
-            ["docker", "compose", "-p", "myxo-test-node", "exec", "-T", "arithmetic-node", "node", "-e", knock, host],
-            capture_output=True, text=True, timeout=60, check=True,
-        )  # fmt: skip
-        assert asked.stdout.strip() == known, f"{host} is {asked.stdout.strip()} in the environments' network"
+        asked = example("node", "exec", "-T", "arithmetic-node", "node", "-e", knock, host).strip()
+        assert asked == known, f"{host} is {asked} in the environments' network"
 
 
 def test_replicas_scale_up_and_down_while_it_runs(stack: Stack) -> None:
