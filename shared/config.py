@@ -7,238 +7,29 @@ services read it from there.
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
-from shared.environment import address
-from shared.errors import ConfigError
-from shared.subjects import RUN_ID
-
-MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}
-"""Marks fields that may change when a run is resumed."""
-
-
-VERIFIERS = ("math", "exact")
-"""Environments that come with the reward service."""
-
-REMOTE = "remote_rm"
-"""The environment of ``rm_url``."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
-
-
-class RunSection(Section):
-    """Name and place of the run."""
-
-    name: str = Field(description="the run's id: lower-case letters, digits, '-' and '_'")
-    dir: Path = Field(default=Path("runs"), description="where runs keep their files; this run's lie in DIR/NAME")
-
-    @model_validator(mode="after")
-    def _name_fits(self) -> Self:
-        if not RUN_ID.match(self.name):
-            raise ValueError("run.name: use 1 to 63 lower-case letters, digits, '-' and '_', starting with a letter or digit")
-        return self
-
-    @property
-    def root(self) -> Path:
-        """The run's own directory."""
-        return self.dir / self.name
-
-
-class ModelSection(Section):
-    """The policy."""
-
-    hf_checkpoint: Path = Field(description="directory with config.json, safetensors and tokenizer.json of the initial policy")
-
-
-class DataSection(Section):
-    """Prompts and how they are read."""
-
-    prompt_data: Path = Field(description="JSONL file of prompts, one object a line")
-    input_key: str = Field(default="prompt", description="key of the prompt: text, or a list of chat messages")
-    label_key: str | None = Field(default="label", description="key of the reference answer")
-    metadata_key: str = Field(default="metadata", description="key of an object handed on to the environment")
-    apply_chat_template: bool = Field(default=False, description="render the prompt through the model's chat template")
-    apply_chat_template_kwargs: dict[str, Any] = Field(default={}, description="extra variables for the chat template")
-    rollout_shuffle: bool = Field(default=False, description="shuffle each epoch with rollout_seed + epoch")
-    rollout_seed: int = Field(default=42, description="seed of the prompt order and of the engines")
-
-
-class RolloutSection(Section):
-    """Generation, and how far it may run ahead of training."""
-
-    num_rollout: int = Field(gt=0, description="training steps (one rollout batch each)", **MUTABLE)
-    rollout_batch_size: int = Field(gt=0, description="prompts (groups) a step")
-    n_samples_per_prompt: int = Field(default=1, gt=0, description="samples a group")
-    max_staleness: int = Field(default=1, ge=0, description="bound on version trained - oldest trained token's version; 0 = synchronous")
-    rollout_temperature: float = Field(default=1.0, ge=0, description="sampling temperature; the trainer divides logits by it too")
-    rollout_top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling")
-    rollout_top_k: int = Field(default=-1, ge=-1, description="top-k sampling; -1 = off")
-    rollout_max_prompt_len: int | None = Field(default=None, gt=0, description="tokens; longer prompts are refused")
-    rollout_max_response_len: int = Field(default=1024, gt=0, description="tokens generated at most")
-    rollout_stop: list[str] = Field(default=[], description="stop strings")
-    rollout_stop_token_ids: list[int] = Field(default=[], description="stop token ids")
-    rollout_replicas: int = Field(default=1, gt=0, description="rollout services that `myxo up` starts", **MUTABLE)
-    rollout_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the engine runs")
-    rollout_num_gpus_per_engine: int = Field(default=1, gt=0, le=8, description="GPUs of an engine (its tensor parallel size)")
-    rollout_concurrency: int = Field(default=64, gt=0, description="groups a replica generates at once", **MUTABLE)
-    in_flight_on_push: Literal["in_place", "retract", "abort"] = Field(
-        default="in_place", description="what running generations do across a weight push: keep their KV, recompute it, or stop and resume"
-    )
-    engine_start_timeout: float = Field(default=600, gt=0, description="seconds for an engine to answer its first request", **MUTABLE)
-    generate_timeout: float = Field(default=600, gt=0, description="seconds for one group's generation", **MUTABLE)
-    sglang: dict[str, Any] = Field(default={}, description="SGLang's own flags without their dashes, passed through verbatim")
-
-
-class RewardSection(Section):
-    """Scoring."""
-
-    rm_type: str = Field(
-        default="math",
-        description="what scores: math (math-verify), exact (match), remote_rm (the environment at rm_url) or a name of environments; "
-        "a prompt's metadata.rm_type overrides it",
-    )
-    rm_url: str | None = Field(default=None, description="the environment of remote_rm: http://host:port or nats:NAME", **MUTABLE)
-    environments: dict[str, str] = Field(default={}, description="more environments: name = http://host:port or nats:NAME", **MUTABLE)
-    environment_concurrency: int = Field(
-        default=16, gt=0, description="groups in an external environment's hands at once, for each reward service", **MUTABLE
-    )
-    reward_timeout: float = Field(default=30, gt=0, description="seconds for scoring one group", **MUTABLE)
-    reward_workers: int = Field(default=1, gt=0, description="processes of each verifier in a reward service", **MUTABLE)
-    reward_replicas: int = Field(default=1, gt=0, description="reward services that `myxo up` starts", **MUTABLE)
-
-    @model_validator(mode="after")
-    def _environments_fit(self) -> Self:
-        for name, url in self.environments.items():
-            if not address.NAME.match(name):
-                raise ValueError(f"reward.environments: the name {name!r}: use 1 to 63 letters, digits, '-' and '_'")
-            if name in (*VERIFIERS, REMOTE):
-                raise ValueError(f"reward.environments: the name {name!r} is taken; {', '.join(VERIFIERS)} and {REMOTE} are there already")
-            _check_url(f"reward.environments.{name}", url)
-        if self.rm_url is not None:
-            _check_url("reward.rm_url", self.rm_url)
-        elif self.rm_type == REMOTE:
-            raise ValueError(f"reward.rm_url: required with rm_type = {REMOTE}: {address.EXPECTED}")
-        if self.rm_type not in self.environment_names():
-            raise ValueError(f"reward.rm_type: no such verifier or environment; {nearest(self.rm_type, self.environment_names())}")
-        return self
-
-    @property
-    def external(self) -> dict[str, str]:
-        """The environments outside of Myxo: name → URL."""
-        return {**({} if self.rm_url is None else {REMOTE: self.rm_url}), **self.environments}
-
-    def environment_names(self) -> list[str]:
-        """Every environment that a prompt of this run may name, built in or not; each has a queue of its own."""
-        return sorted({*VERIFIERS, *self.external})
-
-
-class EvalSection(Section):
-    """Held-out prompts, generated and scored as a task class of their own."""
-
-    eval_prompt_data: Path | None = Field(default=None, description="JSONL file of held-out prompts, keys as in [data]")
-    eval_name: str = Field(default="heldout", pattern=r"^[A-Za-z0-9_-]+$", description="name of the dataset in metrics and group ids")
-    eval_interval: int | None = Field(default=None, gt=0, description="steps between evaluations, besides first and last", **MUTABLE)
-    skip_eval_before_train: bool = Field(default=False, description="do not evaluate the initial weights")
-    n_samples_per_eval_prompt: int = Field(default=1, gt=0, description="samples a held-out prompt")
-    eval_temperature: float | None = Field(default=None, ge=0, description="sampling temperature; default: the rollout's")
-    eval_max_response_len: int | None = Field(default=None, gt=0, description="tokens; default: the rollout's")
-
-
-class TrainerSection(Section):
-    """Megatron-Core: layout, batches, optimizer, checkpoints."""
-
-    actor_num_gpus_per_node: int = Field(default=1, ge=1, le=8, description="trainer ranks on this node (processes on a CPU)")
-    tensor_model_parallel_size: int = Field(default=1, ge=1, description="tensor parallel size")
-    sequence_parallel: bool = Field(default=False, description="sequence parallelism inside the tensor-parallel group")
-    use_distributed_optimizer: bool = Field(default=True, description="shard the optimizer over data-parallel ranks")
-    recompute: bool = Field(default=False, description="recompute activations in the backward pass")
-    train_dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="parameter type in training")
-    max_tokens_per_gpu: int = Field(default=8192, gt=0, description="tokens of a packed micro-batch")
-    num_steps_per_rollout: int = Field(default=1, gt=0, description="optimizer steps over one rollout batch")
-    lr: float = Field(default=1e-6, gt=0, description="learning rate")
-    min_lr: float = Field(default=0.0, ge=0, description="floor of the decay")
-    lr_warmup_iters: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
-    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(default="constant", description="learning rate decay over the run")
-    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Adam β1")
-    adam_beta2: float = Field(default=0.98, ge=0, lt=1, description="Adam β2")
-    adam_eps: float = Field(default=1e-8, gt=0, description="Adam ε")
-    clip_grad: float = Field(default=1.0, ge=0, description="gradient norm clip; 0 = off")
-    seed: int = Field(default=1234, description="the trainer's random seed")
-    save_interval: int = Field(default=20, gt=0, description="steps between checkpoints", **MUTABLE)
-    keep_checkpoints: int = Field(default=2, gt=0, description="checkpoints kept", **MUTABLE)
-    save_hf: bool = Field(default=True, description="write the final policy as HF safetensors", **MUTABLE)
-    batch_timeout: float = Field(default=1800, gt=0, description="seconds the trainer waits for a batch", **MUTABLE)
-    collective_timeout: float = Field(default=600, gt=0, description="seconds for a collective among trainer ranks", **MUTABLE)
-    train_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the trainer runs")
-    torch_threads: int | None = Field(default=None, gt=0, description="CPU threads of a trainer rank", **MUTABLE)
-
-
-class SftSection(Section):
-    """Supervised warm start before the first rollout."""
-
-    sft_data: Path | None = Field(default=None, description="JSONL file of demonstrations; none = no warm start")
-    sft_prompt_key: str = Field(default="prompt", description="key of the prompt, as in [data]")
-    sft_response_key: str = Field(default="response", description="key of the demonstrated response (text)")
-    sft_steps: int = Field(default=100, gt=0, description="optimizer steps")
-    sft_batch_size: int = Field(default=64, gt=0, description="demonstrations a step")
-    sft_lr: float = Field(default=1e-5, gt=0, description="peak learning rate")
-    sft_warmup_iters: int = Field(default=0, ge=0, description="steps of linear warm-up")
-    sft_lr_decay_style: Literal["constant", "linear", "cosine"] = Field(default="constant", description="decay over sft_steps")
-
-
-class AlgorithmSection(Section):
-    """The objective."""
-
-    advantage_estimator: Literal["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"] = Field(
-        default="grpo", description="advantage and loss"
-    )
-    disable_grpo_std_normalization: bool = Field(default=False, description="do not divide by the group's standard deviation (Dr.GRPO)")
-    normalize_advantages: bool = Field(default=False, description="whiten advantages over the batch")
-    eps_clip: float = Field(default=0.2, gt=0, description="PPO clip, lower side")
-    eps_clip_high: float | None = Field(default=None, gt=0, description="PPO clip, upper side; default: eps_clip")
-    eps_clip_c: float | None = Field(default=None, gt=1, description="dual clip")
-    off_policy: Literal["decoupled", "rollout", "none"] = Field(
-        default="decoupled", description="correction for stale samples: decoupled PPO, PPO against the rollout's log-probs, or none"
-    )
-    tis_clip: float = Field(default=2.0, gt=0, description="upper clamp of the importance weight")
-    tis_clip_low: float = Field(default=0.0, ge=0, description="lower clamp of the importance weight")
-    kl_loss_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the reference policy in the loss")
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field(default="k3", description="KL estimator")
-    entropy_coef: float = Field(default=0.0, description="weight of the entropy bonus")
-
-
-class WeightsSection(Section):
-    """Pushing weights from the trainer to the engines."""
-
-    update_weights_interval: int = Field(default=1, gt=0, description="training steps between pushes")
-    update_weight_buffer_size: int = Field(default=536870912, gt=0, description="bytes of a bucket")
-    push_timeout: float = Field(default=120, gt=0, description="seconds for one push to all replicas", **MUTABLE)
-
-
-class BusSection(Section):
-    """Delivery policy of the run's queues."""
-
-    ack_wait: float = Field(default=30, gt=0, description="seconds before unextended work goes to somebody else")
-    max_deliver: int = Field(default=3, gt=0, description="deliveries before a message is declared dead")
-    max_ack_pending: int = Field(default=8192, gt=0, description="messages in workers' hands at once")
-    max_queued: int = Field(default=1_000_000, gt=0, description="messages a queue holds before publishers wait")
-    replicas: int = Field(default=1, ge=1, le=5, description="copies of each stream in a NATS cluster")
-
-
-class StoreSection(Section):
-    """Payload storage."""
-
-    blob_bytes: int = Field(default=262144, gt=0, description="a group's samples are split over blobs of about this size")
-    appendfsync: Literal["always", "everysec", "no"] = Field(default="everysec", description="durability of the embedded Valkey's log")
+from shared.errors import ConfigError, nearest
+from shared.sections import (
+    AlgorithmSection,
+    BusSection,
+    DataSection,
+    EvalSection,
+    ModelSection,
+    RewardSection,
+    RolloutSection,
+    RunSection,
+    Section,
+    SftSection,
+    StoreSection,
+    TrainerSection,
+    WeightsSection,
+)
 
 
 class RunConfig(Section):
@@ -361,22 +152,8 @@ def changes(old: RunConfig, new: RunConfig) -> list[str]:
             if isinstance(extra, dict) and extra.get("mutable"):
                 continue
             if getattr(before, field) != getattr(after, field):
-                was, is_ = _without_secrets(getattr(before, field)), _without_secrets(getattr(after, field))
-                found.append(f"{section}.{field}: {was!r} → {is_!r}")
+                found.append(f"{section}.{field}: {getattr(before, field)!r} → {getattr(after, field)!r}")
     return found
-
-
-def nearest(name: str, valid: list[str]) -> str:
-    """``did you mean …`` with the nearest valid names, or the list where none is near."""
-    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"valid are {', '.join(sorted(valid))}"
-
-
-def _check_url(field: str, url: str) -> None:
-    try:
-        address.parse(url)
-    except ValueError as error:
-        raise ValueError(f"{field}: {error}") from None
 
 
 def _without_secrets(value: Any) -> Any:

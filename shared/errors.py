@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 
 class MyxoError(Exception):
     """Base of every error that Myxo raises on purpose; its message is one line, fit for a terminal."""
@@ -44,3 +46,9 @@ class PayloadMissing(MyxoError):
 
 class MessageTooLarge(MyxoError):
     """A message that the bus would refuse (payload and headers together over its limit); it was not sent."""
+
+
+def nearest(name: str, valid: list[str]) -> str:
+    """``did you mean …`` with the nearest valid names, or the list where none is near."""
+    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"valid are {', '.join(sorted(valid))}"

@@ -12,8 +12,8 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from shared.config import RunConfig, field_sections, nearest, section_model
-from shared.errors import ConfigError
+from shared.config import RunConfig, field_sections, section_model
+from shared.errors import ConfigError, nearest
 
 SGLANG = "--sglang-"
 

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared import codec
-from shared.config import DataSection, RewardSection, RunConfig, nearest
-from shared.errors import ConfigError
+from shared.config import RunConfig
+from shared.errors import ConfigError, nearest
 from shared.jsonl import JsonLines
+from shared.sections import DataSection, RewardSection
 from shared.tokenizer import Tokenizer
 
 

@@ -23,8 +23,9 @@ from nats.js.api import (
 from nats.js.errors import BadRequestError, NotFoundError
 
 from shared.bus import RETRY_PAUSE, TRANSIENT, Bus
-from shared.config import BusSection, RunConfig
+from shared.config import RunConfig
 from shared.errors import DeadlineExceeded
+from shared.sections import BusSection
 from shared.subjects import EVAL, TRAIN, Subjects
 
 SERVICES_TTL = 10.0

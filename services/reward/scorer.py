@@ -10,12 +10,12 @@ from pydantic import ValidationError
 
 from services.reward.pool import VerifierFailed, VerifierPool
 from services.reward.watch import Watch
-from shared.config import RewardSection
 from shared.environment.client import Environment
 from shared.environment.protocol import EnvironmentAway, ScoreRequest, ScoreSample
 from shared.errors import BadMessage, DeadlineExceeded
 from shared.messages import Generated, Score
 from shared.sample import Sample
+from shared.sections import RewardSection
 
 IN_HAND = 4
 """Groups in hand for each verifier process: the next one's payload is read while this one is scored."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from shared import registry
-from shared.config import BusSection
+from shared.sections import BusSection
 from shared.streams import generated_consumer, scored_consumer, task_consumer
 from shared.subjects import EVAL, TRAIN, Subjects
 

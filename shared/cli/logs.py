@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shared.cli.rundir import find, no_such_run
-from shared.config import nearest
-from shared.errors import ConfigError
+from shared.errors import ConfigError, nearest
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 _STYLES = {"debug": "dim", "info": "", "warning": "yellow", "error": "bold red", "critical": "bold red"}

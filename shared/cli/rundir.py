@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from shared.config import RunConfig, nearest
-from shared.errors import ConfigError, MyxoError
+from shared.config import RunConfig
+from shared.errors import ConfigError, MyxoError, nearest
 from shared.subjects import RUN_ID
 
 STATE = ("nats", "valkey", "logs", "checkpoints", "tensorboard", "reference", "hf", "summary.json", "reward.png", "servers.json")

@@ -11,9 +11,9 @@ import pytest
 from nats.aio.client import Client
 
 from shared.bus import Bus, BusUnreachable, NotPermitted
-from shared.config import BusSection
 from shared.messages import Accepted, Durable, Generated, WeightsLive
 from shared.queue import WorkQueue
+from shared.sections import BusSection
 from shared.streams import generated_consumer
 from shared.subjects import Subjects
 from tests.support import intended_rights as intended

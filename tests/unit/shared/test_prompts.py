@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.config import DataSection, RewardSection
 from shared.errors import ConfigError
 from shared.jsonl import JsonLines
 from shared.prompts import PromptFile, eval_prompts, training_prompts
+from shared.sections import DataSection, RewardSection
 from shared.tokenizer import Tokenizer
 from tests.support.run_config import run_config, write_jsonl
 
