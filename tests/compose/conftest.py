@@ -81,7 +81,15 @@ def images(make_stack: Callable[..., Stack]) -> None:
 @pytest.fixture(scope="session")
 def stack(make_stack: Callable[..., Stack], images: None, node_image: str) -> Iterator[Stack]:
     """The services at work on a small run with no end in sight, the Node.js environment beside them."""
-    stack = make_stack("myxo-test", "compose", MYXO_FLAGS=flags(100_000), MYXO_PREPARE=PREPARE, MYXO_ENVIRONMENTS_NETWORK=NETWORK)
+    stack = make_stack(
+        "myxo-test",
+        "compose",
+        COMPOSE_PROFILES="router",
+        MYXO_ROUTER_URL="http://router:30000",
+        MYXO_FLAGS=flags(100_000),
+        MYXO_PREPARE=PREPARE,
+        MYXO_ENVIRONMENTS_NETWORK=NETWORK,
+    )
     try:
         stack.compose("up", "--detach", "--no-build", "--quiet-pull", seconds=600)
         example("node", "up", "--detach", "--build", NODE_IMAGE=node_image)

@@ -6,12 +6,12 @@ The tests are one story in order, over one stack (`stack` in conftest.py): bring
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.compose.conftest import example, flags
-from tests.compose.stack import Stack
+from tests.compose.conftest import PREPARE, example, flags
+from tests.compose.stack import COMPOSE, Stack
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3000)]
 
@@ -117,13 +117,26 @@ def test_an_environments_network_reaches_neither_bus_nor_store_nor_engines(stack
         assert asked == known, f"{host} is {asked} in the environments' network"
 
 
-def test_replicas_scale_up_and_down_while_it_runs(stack: Stack) -> None:
+WORKERS = """
+import json, urllib.request
+print(len(json.load(urllib.request.urlopen("http://router:30000/workers", timeout=20))["workers"]))
+"""
+
+
+def workers(stack: Stack) -> int:
+    """How many engines the router has."""
+    return int(stack.compose("exec", "-T", "operator", "python", "-c", WORKERS, check=False).strip() or -1)
+
+
+def test_replicas_and_the_routers_engines_scale_up_and_down_while_it_runs(stack: Stack) -> None:
     stack.compose("up", "--detach", "--no-build", "--no-recreate", "--scale", "rollout=3")
     stack.until("three replicas that serve", lambda: ready(stack, "rollout") == 3, START_SECONDS)
+    stack.until("three engines behind the router", lambda: workers(stack) == 3, STEP_SECONDS)
     goes_on(stack, "scaling to three replicas")
     stack.compose("up", "--detach", "--no-build", "--no-recreate", "--scale", "rollout=1")
     assert len(stack.containers("rollout")) == 1
     goes_on(stack, "scaling back to one replica", more=2)
+    stack.until("one engine behind the router", lambda: workers(stack) == 1, STEP_SECONDS)
 
 
 @pytest.mark.parametrize("victim", ["buffer", "reward", "trainer", "rollout", "nats", "redis"])
@@ -145,11 +158,36 @@ def test_down_and_up_again_resumes_and_finishes(stack: Stack) -> None:
 
     stack.until("the end of the run", watch_ended, START_SECONDS + STEP_SECONDS)
     (watch,) = stack.containers("watch")
+    assert stack.steps() == goal
     said = stack.compose("logs", "--no-color", "--no-log-prefix", "watch")
     assert watch["ExitCode"] == 0, said
-    assert stack.steps() == goal
     verdict = json.loads(stack.compose("run", "--rm", "-T", "myxo", "audit", "compose", "--json"))
     assert verdict["violations"] == [], verdict
+
+
+PLAIN = """
+import redis, socket
+try:
+    redis.Redis(host="redis", socket_timeout=10).ping()
+    print("Redis: let in")
+except (redis.exceptions.RedisError, OSError) as error:
+    print("Redis:", error or type(error).__name__)
+link = socket.create_connection(("nats", 4222), 10)
+print("NATS:", "tls_required" in link.recv(4096).decode() and '"tls_required":true')
+"""
+
+
+def test_nats_and_redis_speak_tls_alone(make_stack: Callable[..., Stack], images: None) -> None:
+    stack = make_stack(
+        "myxo-test-tls", "secret", COMPOSE / "compose.tls.yaml", MYXO_PREPARE=PREPARE, MYXO_ENVIRONMENTS_NETWORK="myxo-test-tls"
+    )
+    stack.compose("up", "--detach", "--no-build", "buffer", "reward", "operator", seconds=600)
+    stack.until("buffer and reward at work over TLS", lambda: not {"buffer", "reward"} & stack.unhealthy(), START_SECONDS)
+    said = stack.compose("exec", "-T", "operator", "python", "-c", PLAIN)
+    assert "let in" not in said
+    assert '"tls_required":true' in said
+    logs = stack.compose("logs", "--no-color", "buffer")
+    assert "recovered" in logs, logs
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -53,7 +53,7 @@ def buckets(run: str) -> Table:
         f"$KV.{names.services_bucket}.console.console-0": (PEOPLE, NOBODY),
         f"$KV.{names.services_bucket}.environment.math": ({REWARD} | PEOPLE, NOBODY),
     }
-    for role in SERVICES:
+    for role in sorted(SERVICES):
         table[f"$KV.{names.services_bucket}.{role}.{role}-0"] = ({role} | PEOPLE, NOBODY)
     return table
 
