@@ -1,74 +1,99 @@
-"""JSONL files read by line number: offsets in memory, text on disk, so that a long file costs 8 bytes a line."""
+"""JSONL files read by line number: text on disk, a sparse index in memory that does not grow with the file."""
 
 from __future__ import annotations
 
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from shared.errors import ConfigError
+from shared.reading import Reading
+from shared.rows import Rows
+
+INDEX_ENTRIES = 1 << 20
+"""Entries of the index at most: a longer file has one for every second, fourth, … row (16 bytes each)."""
+
+_TOLD = 1 << 16
+"""Lines between two looks at the clock while the index is built."""
 
 
-class JsonLines:
+class JsonLines(Rows):
     """A JSONL file with random access by row (empty lines do not count).
 
     Args:
-        path: the file. field: the config field that named it, for errors.
+        path: the file. field: the config field that named it, for errors. entries: bound of the index.
     """
 
-    def __init__(self, path: Path, field: str) -> None:
+    def __init__(self, path: Path, field: str, *, entries: int = INDEX_ENTRIES) -> None:
         self.path, self.field = path, field
+        self._offsets, self._numbers = array("q"), array("q")  # of every `_stride`-th row: its byte, its line
+        self._stride, self._size = 1, 0
         try:
             self._file = path.open("rb")
+            self._index(entries)
         except OSError as error:
             raise ConfigError(field, str(path), f"cannot be read: {error.strerror}") from None
-        offsets, lines, at = [], [], 0
-        for number, line in enumerate(self._file, start=1):
-            if line.strip():
-                offsets.append(at)
-                lines.append(number)
-            at += len(line)
-        if not offsets:
+        if not self._size:
             raise ConfigError(field, str(path), "holds no line; give at least one JSON object")
-        self._offsets: NDArray[np.int64] = np.asarray(offsets, dtype=np.int64)
-        self._lines: NDArray[np.int64] = np.asarray(lines, dtype=np.int64)
+        self._next = (-1, 0, 0)  # row, byte and line behind the row read last: reading on needs no search
+
+    def _index(self, entries: int) -> None:
+        at = size = 0
+        with Reading(f"indexing {self.path.name}", self.path.stat().st_size) as reading:
+            for number, line in enumerate(self._file, start=1):
+                if not line.isspace():
+                    if size % self._stride == 0:
+                        if len(self._offsets) == entries:
+                            self._offsets, self._numbers = self._offsets[::2], self._numbers[::2]
+                            self._stride *= 2
+                        if size % self._stride == 0:
+                            self._offsets.append(at)
+                            self._numbers.append(number)
+                    size += 1
+                at += len(line)
+                if number % _TOLD == 0:
+                    reading.at(at)
+        self._size = size
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return self._size
 
     def line(self, row: int) -> int:
         """The line number in the file, from 1, of a row, from 0."""
-        return int(self._lines[row])
+        return self._read(row)[1]
 
     def where(self, row: int) -> str:
-        """``file:line`` of a row."""
         return f"{self.path}:{self.line(row)}"
 
+    def _read(self, row: int) -> tuple[bytes, int]:
+        """The text of a row and its line number."""
+        if not 0 <= row < self._size:
+            raise IndexError(row)
+        found, at, number = self._next
+        if not row - self._stride < found <= row:
+            found = row // self._stride * self._stride
+            at, number = self._offsets[row // self._stride], self._numbers[row // self._stride]
+        self._file.seek(at)
+        while True:
+            text = self._file.readline()
+            if not text:
+                raise ConfigError(self.field, str(self.path), f"has become shorter since it was opened: row {row} of {self._size} is gone")
+            at += len(text)
+            number += 1
+            if text.isspace():
+                continue
+            if found == row:
+                self._next = (row + 1, at, number)
+                return text, number - 1
+            found += 1
+
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """The object of a row. Raises ConfigError with file and line."""
-        self._file.seek(int(self._offsets[row]))
-        text = self._file.readline()
+        text, _ = self._read(row)
         try:
             value = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(self.field, self.where(row), f"not JSON: {error}") from None
         if not isinstance(value, dict):
             raise ConfigError(self.field, self.where(row), f"expected a JSON object, found a {type(value).__name__}")
         return value
-
-    def text(self, row: int, key: str) -> str:
-        """The text under ``key``. Raises ConfigError with file, line, key and the keys that are there."""
-        value = self.require(row, key)
-        if not isinstance(value, str):
-            raise ConfigError(f"{self.field}:{key}", self.where(row), f"expected text, found {value!r}")
-        return value
-
-    def require(self, row: int, key: str) -> Any:
-        """Whatever is under ``key``; raises ConfigError where the key is absent."""
-        entry = self[row]
-        if key not in entry:
-            raise ConfigError(f"{self.field}:{key}", self.where(row), f"the line has no key {key!r}; its keys are {sorted(entry)}")
-        return entry[key]

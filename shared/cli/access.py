@@ -1,4 +1,4 @@
-"""Finding the bus of a run to look at: a given NATS server, the live run's own, or its stored streams served for the moment."""
+"""Finding bus and store of a run to look at: given servers, the live run's own, or its stored files served for the moment."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import nats.errors
 
@@ -16,8 +17,9 @@ from shared.bus import TRANSIENT, Bus, redacted
 from shared.cli import preflight
 from shared.cli.rundir import RunDirectory, Servers, find, no_such_run
 from shared.config import RunConfig
-from shared.embedded import EmbeddedNats
+from shared.embedded import EmbeddedNats, EmbeddedValkey
 from shared.errors import ConfigError, MyxoError
+from shared.store import Store
 
 SETTLE_SECONDS = 5.0
 """How long a run that is just starting or just stopping has to say where its servers are, or to let go."""
@@ -111,3 +113,67 @@ async def _settled(files: RunDirectory) -> Servers | None:
         if servers is not None or not files.is_held() or time.monotonic() > end:
             return servers
         await asyncio.sleep(0.1)
+
+
+# --- the store
+
+
+@contextlib.asynccontextmanager
+async def payloads(access: Access) -> AsyncIterator[Store]:
+    """The store of the run's payloads, for as long as the body runs: that of ``REDIS_URL``, the live run's own, the one that its creator
+    named, or what an embedded one left on disk, served for the moment.
+
+    Raises ConfigError where none is known or the given one does not answer, RunHeld where its servers are just coming or going.
+    """
+    url = preflight.given_servers().redis_url
+    if url is not None:
+        await preflight.check_store(url)
+    else:
+        url = _own_store(access) or _reachable(await runs.store_url(access.bus, access.run))
+    if url is not None:
+        async with _opened(url) as store:
+            yield store
+        return
+    files = access.directory
+    if not (files.valkey / "appendonlydir").is_dir():
+        expected = "required in the environment: redis://[user:password@]host:port of the run's payloads, or REDIS_URL_FILE"
+        raise ConfigError("REDIS_URL", None, expected)
+    with _held(files) if access.live else contextlib.nullcontext():  # a run at rest is held since it was reached
+        server = EmbeddedValkey(files.valkey, access.config.store.appendfsync)
+        try:
+            server.start()
+            async with _opened(server.url) as store:
+                yield store
+        finally:
+            server.stop()
+
+
+def _own_store(access: Access) -> str | None:
+    """The live run's; not that of a run of the same name on another bus, whose keys would be the same."""
+    servers = access.directory.servers() if access.live else None
+    return servers.redis_url if servers is not None and servers.nats_url == access.bus.url else None
+
+
+def _reachable(stated: str | None) -> str | None:
+    """What the run's creator said, unless it is the socket of a server that is gone."""
+    if not stated or (stated.startswith("unix:") and not Path(urlsplit(stated).path).is_socket()):
+        return None
+    return stated
+
+
+@contextlib.asynccontextmanager
+async def _opened(url: str) -> AsyncIterator[Store]:
+    store = Store(url)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@contextlib.contextmanager
+def _held(files: RunDirectory) -> Iterator[None]:
+    files.hold()
+    try:
+        yield
+    finally:
+        files.release()

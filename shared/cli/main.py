@@ -92,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
     logs.add_argument("--level", choices=levels, default="debug", help="only lines of at least this level (default debug: all)")
     audit = _with_run(commands, "audit", "replay a run's ledger and check its invariants; exits 1 on a violation")
     audit.add_argument("--json", action="store_true", help="as one JSON object")
+    _with_samples(commands)
     _with_run(commands, "watch", "the progress of a run whose services were started elsewhere, to its end, then its summary")
     _with_environment(commands)
     _with_accounts(commands)
@@ -119,6 +120,21 @@ def _with_run(commands: argparse._SubParsersAction[_Parser], name: str, short: s
     command.add_argument("run", metavar="RUN", help="the run's id, or its directory")
     command.add_argument("--dir", type=Path, default=Path("runs"), help="where runs lie (default runs)")
     return command
+
+
+def _with_samples(commands: argparse._SubParsersAction[_Parser]) -> None:
+    command = _with_run(commands, "samples", "the groups of a run, what became of them, and their samples")
+    command.add_argument("group", metavar="GROUP", nargs="?", help="show this group; GROUP/INDEX: one sample of it in full")
+    statuses = ("outstanding", "requeued", "ready", "batched", "trained", "dropped", "dead")
+    command.add_argument("--status", choices=statuses, help="only groups that are there now")
+    command.add_argument("--step", type=_count, metavar="K", help="only the batch of step K")
+    command.add_argument("--min-reward", type=_number, metavar="R", help="only groups whose samples' mean reward is at least R")
+    command.add_argument("--max-reward", type=_number, metavar="R", help="… at most R")
+    command.add_argument("--group", dest="only", metavar="G", help="only this group, as a line of the list")
+    command.add_argument("--version", type=_count, metavar="V", help="only groups with tokens of weight version V")
+    command.add_argument("--limit", type=_count, metavar="N", help="the last N in order (default 20; 0: all)")
+    command.add_argument("--sort", choices=("age", "reward", "tokens"), help="what stands last: the newest (default), best, longest")
+    command.add_argument("--json", action="store_true", help="one JSON object a line, with all arrays")
 
 
 def _with_environment(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -186,6 +202,8 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
             return accounts(
                 parsed.directory, parsed.run, parsed.nats, parsed.redis, tls=parsed.tls, mounted=parsed.mounted, console=console
             )
+        case "samples":
+            return _samples(parsed, console)
         case "watch":
             from shared.cli.watch import watch
 
@@ -194,6 +212,23 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
             from shared.cli.report import summarise
 
             return asyncio.run(summarise(parsed.run, parsed.dir, console))
+
+
+def _samples(parsed: argparse.Namespace, console: Console) -> int:
+    from shared.cli.listing import Listing, Wanted
+    from shared.cli.samples import browse, show, target
+
+    filters = ("status", "step", "min_reward", "max_reward", "only", "version", "limit", "sort")
+    given = [f"--{'group' if name == 'only' else name.replace('_', '-')}" for name in filters if getattr(parsed, name) is not None]
+    if parsed.group is not None:
+        if given:
+            raise ConfigError("GROUP", parsed.group, f"{', '.join(given)} is for the list; leave it out, or GROUP")
+        group, index = target(parsed.group)
+        return asyncio.run(show(parsed.run, parsed.dir, console, group, index, parsed.json))
+    only = None if parsed.only is None else _whole_group(*target(parsed.only))
+    wanted = Wanted(parsed.status, parsed.step, parsed.min_reward, parsed.max_reward, only, parsed.version)
+    listing = Listing(wanted, parsed.sort or "age", 20 if parsed.limit is None else parsed.limit)
+    return asyncio.run(browse(parsed.run, parsed.dir, console, listing, parsed.json))
 
 
 def _without_help(command: str, words: list[str]) -> list[str]:

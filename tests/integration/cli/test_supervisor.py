@@ -133,7 +133,7 @@ def test_a_card_of_the_life_before_does_not_count(supervise: Callable[..., Super
 
 
 def test_bad_input_ends_the_run(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
-    code = "import sys; print('a line'); print('trainer: x = 1: give 2', file=sys.stderr); raise SystemExit(2)"
+    code = "import sys; print('a line', flush=True); print('trainer: x = 1: give 2', file=sys.stderr); raise SystemExit(2)"
     supervisor = supervise(spec(code), spec(SLEEP, "buffer-0"))
     verdict = ticks_until(supervisor, lambda: False)
     assert verdict == Verdict("trainer-0", True, 1, ["trainer: x = 1: give 2"], tmp_path / "trainer-0.log")

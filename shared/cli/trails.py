@@ -1,0 +1,232 @@
+"""What has become of every group, in compact facts: the fold of the ledger for those who look at samples. Pure.
+
+A group is in `Trails.open` from its admission until it is trained, dropped or dead; then it is handed out once and forgotten, so that
+memory follows what is in flight, not how long the run is. Records that do not fit are passed over: judging them is the audit's business.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from shared.ledger import (
+    BatchFormed,
+    BatchTrained,
+    CheckpointDurable,
+    GroupDead,
+    GroupRequeued,
+    GroupsAdmitted,
+    GroupsDropped,
+    GroupsScored,
+    LedgerRecord,
+    ScoredGroup,
+    group_id,
+)
+from shared.messages import Payload
+
+OUTSTANDING, REQUEUED, READY, BATCHED = "outstanding", "requeued", "ready", "batched"
+TRAINED, DROPPED, DEAD = "trained", "dropped", "dead"
+STATUSES = (OUTSTANDING, REQUEUED, READY, BATCHED, TRAINED, DROPPED, DEAD)
+"""Where a group can be: with the rollout and reward services (at first, or again), back with rewards, in a batch, at one of the ends."""
+
+
+@dataclass(slots=True)
+class Facts:
+    """One group. ``changed``: ledger sequence of the record that last changed it, ``at`` its time, seconds since the epoch.
+
+    rewards, tokens, oldest, newest: one entry a sample, of the attempt that came back; empty while none has. ``version``: that its batch
+    is trained on. ``started``/``ended``: of the generation.
+    """
+
+    group: str
+    changed: int
+    at: float
+    attempt: int = 0
+    status: str = OUTSTANDING
+    reason: str = ""
+    step: int | None = None
+    version: int | None = None
+    rewards: tuple[float, ...] = ()
+    tokens: tuple[int, ...] = ()
+    oldest: tuple[int, ...] = ()
+    newest: tuple[int, ...] = ()
+    replica: str = ""
+    started: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def reward(self) -> float | None:
+        """The mean of the samples' rewards."""
+        return sum(self.rewards) / len(self.rewards) if self.rewards else None
+
+    @property
+    def seconds(self) -> float | None:
+        """How long its samples took to generate."""
+        return self.ended - self.started if self.rewards else None
+
+    def came_back(self, scored: ScoredGroup) -> None:
+        """Takes what an attempt came back with."""
+        self.attempt, self.status, self.reason = scored.attempt, READY, ""
+        self.rewards = tuple(scored.rewards)
+        self.tokens = tuple(sample.tokens for sample in scored.samples)
+        self.oldest = tuple(sample.oldest for sample in scored.samples)
+        self.newest = tuple(sample.newest for sample in scored.samples)
+        self.replica = sys.intern(scored.replica)
+        self.started, self.ended = scored.started, scored.ended
+
+    def forget_samples(self) -> None:
+        """Nothing of an attempt that was given up stands any more."""
+        self.rewards = self.tokens = self.oldest = self.newest = ()
+        self.replica = ""
+
+    def where(self) -> str:
+        """The status in words."""
+        match self.status:
+            case "batched":
+                return f"in batch of step {self.step}"
+            case "trained":
+                return f"trained at step {self.step}"
+            case _:
+                return f"{self.status} ({self.reason})" if self.reason else self.status
+
+    def as_plain(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**asdict(self), "reward": self.reward, "seconds": self.seconds}
+
+
+@dataclass
+class Trails:
+    """The fold. ``open``: groups in flight by id; ``admitted``: how many there ever were."""
+
+    open: dict[str, Facts] = field(default_factory=dict)
+    admitted: int = 0
+    durable_steps: int = 0
+    _batches: dict[int, list[str]] = field(default_factory=dict)
+
+    def see(self, sequence: int, record: LedgerRecord) -> list[Facts]:
+        """Takes a record and its place in the ledger, in order; returns the groups that it ended."""
+        match record:
+            case GroupsAdmitted(first=first, count=count):
+                for number in range(first, first + count):
+                    name = group_id(number)
+                    self.open[name] = Facts(name, sequence, record.at)
+                self.admitted = max(self.admitted, first + count)
+            case GroupsScored(groups=groups):
+                for scored in groups:
+                    for facts in self._changed([scored.group], sequence, record):
+                        facts.came_back(scored)
+            case GroupRequeued(group=name, attempt=attempt, reason=reason):
+                for facts in self._changed([name], sequence, record):
+                    facts.forget_samples()
+                    facts.attempt, facts.status, facts.reason = attempt, REQUEUED, reason
+            case GroupsDropped(groups=names, reason=reason):
+                return self._ended(names, sequence, record, DROPPED, reason)
+            case GroupDead(group=name, reason=reason):
+                return self._ended([name], sequence, record, DEAD, reason)
+            case BatchFormed(step=step, version=version, groups=names):
+                self._batches[step] = names
+                for facts in self._changed(names, sequence, record):
+                    facts.status, facts.step, facts.version = BATCHED, step, version
+            case BatchTrained(step=step):
+                return self._ended(self._batches.pop(step, []), sequence, record, TRAINED, "")
+            case CheckpointDurable(steps=steps):
+                self.durable_steps = max(self.durable_steps, steps)
+            case _:
+                pass
+        return []
+
+    def durable(self, facts: Facts) -> bool:
+        """Whether the group is trained and in a durable checkpoint: its payload is freed then."""
+        return facts.status == TRAINED and facts.step is not None and facts.step < self.durable_steps
+
+    def _changed(self, names: Iterable[str], sequence: int, record: LedgerRecord) -> list[Facts]:
+        found = [self.open[name] for name in names if name in self.open]
+        for facts in found:
+            facts.changed, facts.at = sequence, record.at
+        return found
+
+    def _ended(self, names: list[str], sequence: int, record: LedgerRecord, status: str, reason: str) -> list[Facts]:
+        found = self._changed(names, sequence, record)
+        for facts in found:
+            facts.status, facts.reason = status, reason
+            del self.open[facts.group]
+        return found
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A ledger record as far as it tells of one group. ``sequence``: its place; ``at``: seconds since the epoch; ``what`` in words."""
+
+    sequence: int
+    at: float
+    event: str
+    what: str
+
+
+class Life:
+    """All that the ledger knows of one group.
+
+    Args:
+        group: its id.
+    """
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+        self.facts: Facts | None = None
+        """None: no such group was admitted."""
+        self.passages: list[Passage] = []
+        self.payload: Payload | None = None
+        """Where the samples of its latest scored attempt were put."""
+        self.trails = Trails()
+        self._durable = False
+
+    def see(self, sequence: int, record: LedgerRecord) -> None:
+        """Takes a record; they come in the ledger's order."""
+        before = self.facts.status if self.facts else None
+        ended = self.trails.see(sequence, record)
+        self.facts = next((facts for facts in ended if facts.group == self.group), None) or self.trails.open.get(self.group) or self.facts
+        what = self._told(record, before)
+        if what is not None:
+            self.passages.append(Passage(sequence, record.at, record.event(), what))
+
+    def gone(self) -> str | None:
+        """Why there are no samples to read; None where there should be."""
+        facts = self.facts
+        if facts is None or facts.status in (OUTSTANDING, REQUEUED):
+            return "its samples are still with the rollout and reward services"
+        if facts.status in (DROPPED, DEAD):
+            return f"its samples were freed when it was {facts.status if facts.status == DROPPED else 'given up'}"
+        if self.trails.durable(facts):
+            return f"its samples were freed: step {facts.step} is trained and in a durable checkpoint"
+        return None
+
+    def _told(self, record: LedgerRecord, before: str | None) -> str | None:
+        facts, name = self.facts, self.group
+        match record:
+            case GroupsAdmitted(version=version) if facts is not None and before is None:
+                return f"admitted while version {version} was live"
+            case GroupsScored(groups=groups):
+                for scored in groups:
+                    if scored.group == name:
+                        self.payload = scored.payload
+                        rewards = " ".join(f"{reward:g}" for reward in scored.rewards)
+                        seconds = scored.ended - scored.started
+                        return f"attempt {scored.attempt} back from {scored.replica} after {seconds:.1f} s, rewards {rewards}"
+            case GroupRequeued(group=group, attempt=attempt, reason=reason) if group == name:
+                return f"to be generated anew as attempt {attempt}: {reason}"
+            case GroupsDropped(groups=names, reason=reason) if name in names:
+                return f"dropped: {reason}"
+            case GroupDead(group=group, reason=reason) if group == name:
+                return f"dead: {reason}"
+            case BatchFormed(step=step, version=version, groups=names) if name in names:
+                return f"in the batch of step {step}, on version {version}"
+            case BatchTrained(step=step, started=started, ended=ended) if facts is not None and facts.step == step and before == BATCHED:
+                return f"trained in step {step}, {ended - started:.1f} s"
+            case CheckpointDurable(steps=steps) if facts is not None and self.trails.durable(facts) and not self._durable:
+                self._durable = True
+                return f"a checkpoint of {steps} steps is durable, its samples are freed"
+            case _:
+                pass
+        return None

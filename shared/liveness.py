@@ -1,0 +1,47 @@
+"""Whether a process of this machine is certainly dead, as another one that knows its mark can tell. Linux; elsewhere nobody can tell.
+
+A mark is ``boot/namespace/pid/started``. Where boot and pid namespace are the reader's own, a live process of that mark stands in the
+reader's process table: the inode of a namespace belongs to one namespace at a time, and a pid that was given to somebody else has
+another start time. Where they differ (another machine, another container) nothing is said.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACE = Path("/proc/self/ns/pid")
+
+
+def mark() -> str:
+    """The mark of this process; empty where there is no telling."""
+    try:
+        return f"{_BOOT.read_text().strip()}/{os.readlink(_NAMESPACE)}/{os.getpid()}/{_started(os.getpid())[0]}"
+    except OSError:
+        return ""
+
+
+def certainly_dead(other: str) -> bool:
+    """Whether the process of a mark has ended. False: it lives, or it cannot be told from here."""
+    own = mark().split("/")
+    parts = other.split("/")
+    if len(own) != 4 or len(parts) != 4 or own[:2] != parts[:2] or not parts[2].isdecimal() or not int(parts[2]):
+        return False
+    try:
+        os.kill(int(parts[2]), 0)  # asks and does nothing; a /proc that hides other users' processes cannot be asked
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass  # somebody else's process: it is there
+    try:
+        started, state = _started(int(parts[2]))
+    except OSError:
+        return False
+    return started != parts[3] or state in "ZX"
+
+
+def _started(pid: int) -> tuple[str, str]:
+    """When a process started (clock ticks since boot), and its state. The name in front of them may hold anything."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[19], fields[0]
