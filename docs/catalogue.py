@@ -9,6 +9,7 @@ import argparse
 import difflib
 import sys
 import types
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -72,7 +73,7 @@ def render() -> str:
     for model in records:
         lines += _section(model, f"Event `{model.event()}`." if issubclass(model, LedgerRecord) else "")
     lines += ["## Parts", "", "Maps inside messages.", ""]
-    for part in Part.__subclasses__():
+    for part in (part for module in (messages, ledger) for part in vars(module).values() if _is_part(part, module.__name__)):
         lines += _section(part)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -97,6 +98,7 @@ def _names() -> list[str]:
         (run.config_bucket, "the frozen config, the store's URL, the run's phase"),
         (run.services_bucket, f"`<service>.<instance>` → `ServiceCard`, gone {SERVICES_TTL:g} s after its last renewal"),
         (run.weights_bucket, "`live` → `WeightsLive`"),
+        (run.leases_bucket, "`buffer` → `LeaseCard`: which buffer is the active one"),
     ]
     lines = ["| subject | kind | carries |", "|---|---|---|", *(f"| `{subject}` | {kind} | {what} |" for subject, kind, what in rows), ""]
     lines += ["| KV bucket | holds |", "|---|---|", *(f"| `{bucket}` | {what} |" for bucket, what in buckets), ""]
@@ -104,12 +106,20 @@ def _names() -> list[str]:
     return lines
 
 
-def _section(model: type[BaseModel], note: str = "") -> list[str]:
+def _is_part(value: object, module: str) -> bool:
+    """Whether it is a part of messages that the module defines."""
+    if not isinstance(value, type) or value.__module__ != module or value is Part:
+        return False
+    return issubclass(value, Part) or is_dataclass(value)
+
+
+def _section(model: Any, note: str = "") -> list[str]:
     lines = [f"### {model.__name__}", "", " ".join(filter(None, [_text(model), note])), ""]
     hints = get_type_hints(model, include_extras=True)
-    if model.model_fields:
+    fields: dict[str, FieldInfo] = model.__pydantic_fields__
+    if fields:
         lines += ["| field | type | default |", "|---|---|---|"]
-        for name, info in model.model_fields.items():
+        for name, info in fields.items():
             kind = "int32 [T]" if hints[name] == Tokens else _type(info.annotation)
             lines.append(f"| `{name}` | {', '.join([kind, *_limits(info)])} | {_default(info)} |")
         lines.append("")
@@ -134,7 +144,7 @@ def _type(annotation: Any) -> str:
         return f"list of {_type(arguments[0])}"
     if origin is dict:
         return f"map of {_type(arguments[0])} to {_type(arguments[1])}"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_dataclass(annotation)):
         return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
     return str(annotation.__name__)
 

@@ -40,7 +40,7 @@ ATTEMPT_SECONDS = 3.0
 RETRY_PAUSE = 0.2
 """Seconds between tries."""
 
-_WRONG_LAST_SEQUENCE = {10071, 10164}
+WRONG_LAST_SEQUENCE = {10071, 10164}
 _STREAM_FULL = {10047, 10077, 10122}
 # what a restarting server, a lost link or a stream that is still being recovered looks like to the client
 TRANSIENT = (
@@ -177,6 +177,7 @@ class Bus:
         *,
         msg_id: str | None = None,
         after: tuple[str, int] | None = None,
+        before: Callable[[], Awaitable[None]] | None = None,
         deadline: float = 60.0,
     ) -> int:
         """Publishes into a stream and waits for the server's confirmation.
@@ -184,7 +185,7 @@ class Bus:
         Args:
             msg_id: makes a repeated publish count once, within the stream's duplicate window.
             after: (stream, its last sequence as this writer knows it): refused when the stream has moved on.
-            deadline: seconds, over which a lost connection and a full stream are retried.
+            before: awaited before each try, which is only made while connected. deadline: seconds of retrying.
 
         Returns the stream sequence. Raises MessageTooLarge, WrongSequence, DeadlineExceeded.
         """
@@ -197,10 +198,14 @@ class Bus:
         self._check_size(subject, payload, headers)
 
         async def once() -> int:
+            if before is not None:
+                await before()
+                if not self.connection.is_connected:  # the client would send it later, whenever it is back
+                    raise nats.errors.ConnectionReconnectingError
             try:
                 return (await self.js.publish(subject, payload, headers=headers or None)).seq
             except nats.js.errors.APIError as error:
-                if error.err_code in _WRONG_LAST_SEQUENCE:
+                if error.err_code in WRONG_LAST_SEQUENCE:
                     if after is not None and msg_id is not None and await self._is_mine(after[0], after[1] + 1, msg_id):
                         return after[1] + 1  # an earlier try went through and only its confirmation was lost
                     raise WrongSequence(f"{subject}: {error.description}; another writer is active") from error

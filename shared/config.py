@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
+from shared import data_files
 from shared.errors import ConfigError, nearest
 from shared.sections import (
     AlgorithmSection,
@@ -78,16 +79,18 @@ class RunConfig(Section):
             "eval.eval_prompt_data": self.eval.eval_prompt_data,
             "sft.sft_data": self.sft.sft_data,
         }
-        for field, path in files.items():
-            if path is not None and not path.is_file():
-                raise ConfigError(field, str(path), "no such file; give a JSONL file")
+        for field, value in files.items():
+            for path in data_files.paths(value):
+                if not path.is_file():
+                    expected = "JSONL file" if field == "sft.sft_data" else "JSONL or Parquet file"
+                    raise ConfigError(field, str(path), f"no such file; give a {expected}")
 
     def absolute(self, base: Path) -> RunConfig:
         """The same config with every path absolute, relative ones taken from ``base``."""
         sections = {}
         for section in type(self).model_fields:
             value: Section = getattr(self, section)
-            paths = {k: base / v for k, v in value if isinstance(v, Path)}
+            paths = {field: data_files.absolute(item, base) for field, item in value}
             sections[section] = value.model_copy(update=paths)
         return self.model_copy(update=sections)
 

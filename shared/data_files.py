@@ -43,7 +43,7 @@ class DataFile:
 
     def __str__(self) -> str:
         """Text that `parse` reads back."""
-        if self.plain and parse(str(self.path)).plain:
+        if self.plain and parse(str(self.path)) == self:
             return str(self.path)
         start, stop = ("" if end is None else end for end in (self.start, self.stop))
         return f"{self.path}@[{start}:{stop}]" + ("" if self.weight == 1 else f"*{self.weight!r}")

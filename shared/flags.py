@@ -80,6 +80,10 @@ def _value(flag: str, info: FieldInfo, equals: str, inline: str, negated: bool, 
         words = [inline] if equals else []
         while rest and not rest[0].startswith("--"):
             words.append(rest.pop(0))
+        if type(None) in kinds and [word.lower() for word in words] == ["none"]:
+            return None
+        if not words and type(None) in kinds:
+            raise ConfigError(flag, "", f"needs a value: {info.description}")
         return words
     if equals:
         text = inline

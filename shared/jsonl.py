@@ -36,7 +36,7 @@ class JsonLines(Rows):
             raise ConfigError(field, str(path), f"cannot be read: {error.strerror}") from None
         if not self._size:
             raise ConfigError(field, str(path), "holds no line; give at least one JSON object")
-        self._next = (-1, 0, 0)  # row, byte and line behind the row read last: reading on needs no search
+        self._next = (self._size, 0, 0)  # row, byte and line behind the row read last: reading on needs no search
 
     def _index(self, entries: int) -> None:
         at = size = 0
@@ -78,7 +78,8 @@ class JsonLines(Rows):
         while True:
             text = self._file.readline()
             if not text:
-                raise ConfigError(self.field, str(self.path), f"has become shorter since it was opened: row {row} of {self._size} is gone")
+                expected = f"has become shorter since it was opened: row {row} of {self._size} is gone"
+                raise ConfigError(self.field, str(self.path), expected)
             at += len(text)
             number += 1
             if text.isspace():

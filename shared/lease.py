@@ -38,7 +38,7 @@ from nats.js.errors import APIError, NotFoundError
 
 from shared import liveness
 from shared.bus import RETRY_PAUSE, TRANSIENT, WRONG_LAST_SEQUENCE, Bus
-from shared.errors import DeadlineExceeded, MyxoError
+from shared.errors import MyxoError
 from shared.messages import LeaseCard
 from shared.subjects import Subjects
 
@@ -57,8 +57,8 @@ class LeaseLost(MyxoError):
 class Timing:
     """Seconds of a lease; see the module's docstring. Whoever shares a lease must have the same."""
 
-    duration: float = 6.0
-    margin: float = 1.5
+    duration: float = 5.0
+    margin: float = 1.25
 
     @property
     def renewal(self) -> float:
@@ -118,7 +118,7 @@ class Lease:
         self._revision = 0
         self._until = float("-inf")
         self._renewed = asyncio.Event()
-        self._ended: MyxoError | None = None
+        self._ended: LeaseLost | None = None
         self._log = structlog.get_logger()
 
     async def attempt(self) -> bool:
@@ -130,11 +130,9 @@ class Lease:
         try:
             revision, card = await self._read()
             seen = clock()
-            if card.term == self._term:  # a try of before, whose confirmation was lost
-                self._revision = revision
-                return await self._renew()
+            own = card.term == self._term  # taken by a try of before, whose confirmation was lost
             out = self._vigil.see(revision, seen)
-            if card.term and not out and not liveness.certainly_dead(card.mark):
+            if card.term and not own and not out and not liveness.certainly_dead(card.mark):
                 return False
             self._revision = revision
             return await self._swap()
@@ -144,17 +142,17 @@ class Lease:
             return False
 
     async def keep(self) -> None:
-        """Renews the lease until cancelled. Raises LeaseLost, or DeadlineExceeded where no renewal came through for too long."""
+        """Renews the lease until cancelled. Raises LeaseLost."""
         try:
             while True:
                 await asyncio.sleep(self._timing.renewal)
                 await self._renew_in_time()
-        except MyxoError as error:
+        except LeaseLost as error:
             self._end(error)
             raise
 
     async def held(self) -> None:
-        """Returns while this process may act, at once or after its next renewal. Raises what has ended its term.
+        """Returns while this process may act, at once or after its next renewal. Raises LeaseLost.
 
         Nothing may be awaited between this and the act that it allows.
         """
@@ -188,8 +186,8 @@ class Lease:
                     told = True
                     self._log.warning("lease_not_renewed", error=type(error).__name__, then="nothing is done until it is")
                 if time.monotonic() - begun > AWAY_SECONDS:
-                    what, then = f"a renewal of {self._name}", "another may take it: this one ends"
-                    raise DeadlineExceeded(what, "the bus", AWAY_SECONDS, then) from error
+                    lost = f"{self._name} is lost: the bus confirmed no renewal within {AWAY_SECONDS:g} s, and another may have it now"
+                    raise LeaseLost(lost) from error
             await asyncio.sleep(RETRY_PAUSE)
 
     async def _renew(self) -> bool:
@@ -230,12 +228,12 @@ class Lease:
             message = await asyncio.wait_for(self._bus.js.get_last_msg(self._stream, self._subject), self._timing.patience)
         except NotFoundError as error:
             if error.err_code != _NO_MESSAGE:
-                raise LeaseLost(f"the bus has no bucket for {self._name}: does the run exist there? (`myxo up` makes it)") from error
+                raise MyxoError(f"the bus has no bucket for {self._name}: does the run exist there? (`myxo up` makes it)") from error
             return 0, LeaseCard(holder="", term="", mark="", at=0.0)
         assert message.seq is not None and message.data is not None  # a stored message has both
         return message.seq, LeaseCard.decode(message.data)
 
-    def _end(self, error: MyxoError) -> None:
+    def _end(self, error: LeaseLost) -> None:
         self._ended = self._ended or error
         self._until = float("-inf")
         self._renewed.set()

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from shared import codec
 from shared.errors import BadMessage
@@ -100,7 +101,9 @@ class Payload(Part):
     bytes: int = Field(ge=0)
 
 
-class SampleMeta(Part):
+# not a `Part`: the buffer holds one for every sample in flight, in slots it takes a tenth of the memory
+@dataclass(slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class SampleMeta:
     """What decisions need of one sample without reading its payload.
 
     ``tokens``: length of the response. ``oldest``/``newest``: weight versions of its oldest and newest trained token.
@@ -379,4 +382,13 @@ class ServiceCard(Message):
     ranks: int = 1
     gauges: dict[str, float] = {}
     detail: str = ""
+    at: float
+
+
+class LeaseCard(Message):
+    """KV ``leases/<job>``: who holds a leader's lease. ``term``: of one holder's one life; empty: free. ``mark``: `shared.liveness`."""
+
+    holder: str
+    term: str
+    mark: str
     at: float

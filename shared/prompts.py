@@ -1,19 +1,40 @@
-"""Prompts from a JSONL file: text or chat messages, label, metadata, environment; rendered and tokenised without torch."""
+"""Prompts from rows of files: text or chat messages, label, metadata, tools, environment; rendered and tokenised without torch."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared import codec
 from shared.config import RunConfig
+from shared.data_files import DataFile, files
 from shared.errors import ConfigError, nearest
-from shared.jsonl import JsonLines
-from shared.sections import DataSection, RewardSection
+from shared.kept import Kept, Marks
+from shared.order import MixedOrder
+from shared.reading import Reading
+from shared.rows import FileRows, Rows, open_rows
+from shared.sections import VERIFIERS, DataSection, RewardSection
+from shared.sifted import Remembered, Sifted
 from shared.tokenizer import Tokenizer
+
+OVERLONG, BAD = "overlong", "bad"
+"""Why a prompt is left out."""
+
+_TOLD = 64
+"""Prompts between two looks at the clock while all are read."""
+
+
+class OverlongPrompt(ConfigError):
+    """A prompt of more than ``rollout_max_prompt_len`` tokens."""
+
+
+class UnknownEnvironment(ConfigError):
+    """A prompt that names an environment that the run does not have. Never skipped: environments may come on resume."""
 
 
 @dataclass(frozen=True)
@@ -27,89 +48,221 @@ class Prompt:
     environment: str
 
 
-class PromptFile:
-    """The prompts of a file, by row.
+class PromptReader:
+    """Makes prompts of rows.
 
     Args:
-        lines: the file. data: keys and template. max_tokens: the longest prompt accepted (None: any).
+        data: keys and template. max_tokens: the longest prompt accepted (None: any).
         reward: which environments there are, and which scores prompts that name none.
     """
 
-    def __init__(
-        self, lines: JsonLines, data: DataSection, tokenizer: Tokenizer, max_tokens: int | None, reward: RewardSection | None = None
-    ) -> None:
-        self._lines, self._data, self._tokenizer, self._max_tokens = lines, data, tokenizer, max_tokens
-        self._reward = reward or RewardSection()
-        self._environments = self._reward.environment_names()
+    def __init__(self, data: DataSection, tokenizer: Tokenizer, max_tokens: int | None, reward: RewardSection) -> None:
+        self._data, self._tokenizer, self._max_tokens, self._reward = data, tokenizer, max_tokens, reward
+        self._environments = reward.environment_names()
 
-    def __len__(self) -> int:
-        return len(self._lines)
+    def read(self, rows: Rows, row: int) -> Prompt:
+        """Raises ConfigError with file, line, key and what would be right; of the kinds above where it is one of them."""
+        data, entry = self._data, rows[row]
 
-    def __getitem__(self, row: int) -> Prompt:
-        """Raises ConfigError with file, line, key and what would be right."""
-        lines, data = self._lines, self._data
-        entry = lines[row]
-        content = lines.require(row, data.input_key)
-        label: Any = lines.require(row, data.label_key) if data.label_key is not None else None
+        def refuse(key: str | None, value: object, expected: str, kind: type[ConfigError] = ConfigError) -> ConfigError:
+            return kind(f"{rows.field}:{key}", rows.where(row), f"expected {expected}, found {value!r}")
+
+        content = rows.value(row, entry, data.input_key)
+        label: Any = rows.value(row, entry, data.label_key) if data.label_key is not None else None
         metadata = entry.get(data.metadata_key) or {}
         if isinstance(label, int | float) and not isinstance(label, bool):
             label = str(label)
         if label is not None and not isinstance(label, str):
-            self._refuse(row, data.label_key, label, "text or a number")
+            raise refuse(data.label_key, label, "text or a number")
         if not isinstance(metadata, dict):
-            self._refuse(row, data.metadata_key, metadata, "an object")
+            raise refuse(data.metadata_key, metadata, "an object")
         try:
             codec.pack([content, label, metadata])
-        except (TypeError, UnicodeError) as error:  # an integer over 64 bits, half a surrogate pair
-            self._refuse(row, data.input_key, str(error), "text and numbers that MessagePack carries")
-        tokens = self._tokenizer.encode(self._render(row, content))
+        except (TypeError, ValueError, OverflowError) as error:  # an integer over 64 bits, half a surrogate pair, a date
+            raise refuse(data.input_key, str(error), "text and numbers that MessagePack carries") from None
+        environment = metadata.get("rm_type")  # the prompt's own, as slime has it, else the run's
+        if environment is None:
+            environment = self._reward.rm_type
+        elif environment not in self._environments:
+            expected = f"a verifier or environment of [reward] ({nearest(str(environment), self._environments)})"
+            raise refuse(f"{data.metadata_key}.rm_type", environment, expected, UnknownEnvironment)
+        if label is None and environment in VERIFIERS:
+            raise refuse(data.label_key or "label_key", None, f"the answer that {environment} compares with: text or a number")
+        text = content
+        if not isinstance(content, str) or data.apply_chat_template:
+            messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+            if not isinstance(messages, list) or not messages or not all(_is_chat_message(message) for message in messages):
+                raise refuse(data.input_key, content, "text, or a list of chat messages with role and content")
+            tools = entry.get(data.tool_key)
+            if isinstance(tools, str):  # as Parquet files often hold them
+                try:
+                    tools = json.loads(tools)
+                except ValueError:
+                    raise refuse(data.tool_key, tools, "a list of tools, or JSON text of one") from None
+            if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+                raise refuse(data.tool_key, tools, "a list of tools, each an object")
+            given = {"tools": tools} if tools else {}
+            try:
+                text = self._tokenizer.render(messages, {**data.apply_chat_template_kwargs, **given})
+            except ConfigError as error:
+                raise ConfigError(f"{rows.field}:{data.input_key}", rows.where(row), f"{error.field}: {error.expected}") from None
+        tokens = self._tokenizer.encode(text)
         if not len(tokens):
-            self._refuse(row, data.input_key, content, "a prompt that is not empty")
+            raise refuse(data.input_key, content, "a prompt that is not empty")
         if self._max_tokens is not None and len(tokens) > self._max_tokens:
-            self._refuse(row, data.input_key, f"{len(tokens)} tokens", f"at most rollout_max_prompt_len = {self._max_tokens} tokens")
-        return Prompt(content, tokens, label, metadata, self._environment(row, metadata))
-
-    def check(self) -> None:
-        """Reads every prompt once. Raises ConfigError for the first that does not fit."""
-        for row in range(len(self)):
-            self[row]
-
-    def _environment(self, row: int, metadata: dict[str, Any]) -> str:
-        """The prompt's own ``metadata.rm_type``, as slime has it, else the run's."""
-        name = metadata.get("rm_type")
-        if name is None:
-            return self._reward.rm_type
-        if name not in self._environments:
-            expected = f"a verifier or environment of [reward] ({nearest(str(name), self._environments)})"
-            self._refuse(row, f"{self._data.metadata_key}.rm_type", name, expected)
-        return str(name)
-
-    def _render(self, row: int, content: Any) -> str:
-        if isinstance(content, str):
-            if not self._data.apply_chat_template:
-                return content
-            content = [{"role": "user", "content": content}]
-        if not isinstance(content, list) or not content or not all(_is_chat_message(message) for message in content):
-            self._refuse(row, self._data.input_key, content, "text, or a list of chat messages with role and content")
-        return self._tokenizer.render(content, self._data.apply_chat_template_kwargs)
-
-    def _refuse(self, row: int, key: str | None, value: object, expected: str) -> Any:
-        raise ConfigError(f"{self._lines.field}:{key}", self._lines.where(row), f"expected {expected}, found {value!r}")
+            expected = f"at most rollout_max_prompt_len = {self._max_tokens} tokens"
+            raise refuse(data.input_key, f"{len(tokens)} tokens", expected, OverlongPrompt)
+        return Prompt(content, tokens, label, metadata, environment)
 
 
 def _is_chat_message(message: object) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
-def training_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptFile:
-    """The run's training prompts."""
-    lines = JsonLines(config.data.prompt_data, "data.prompt_data")
-    return PromptFile(lines, config.data, tokenizer, config.rollout.rollout_max_prompt_len, config.reward)
+def reason_to_leave_out(error: ConfigError, data: DataSection) -> str | None:
+    """Why the config has the prompt of this error left out; None where it has it refused."""
+    if isinstance(error, UnknownEnvironment):
+        return None
+    if isinstance(error, OverlongPrompt):
+        return OVERLONG if data.overlong_prompts == "filter" else None
+    return BAD if data.bad_prompts == "skip" else None
+
+
+class PromptFile:
+    """The prompts of rows by number, without those that the config has left out.
+
+    Args:
+        rows: of one file or several. data, max_tokens, reward: as for `PromptReader`. remembered: where what is left out is kept.
+
+    ``left_out``: how many are left out, by reason. Raises ConfigError where nothing is left.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        data: DataSection,
+        tokenizer: Tokenizer,
+        max_tokens: int | None,
+        reward: RewardSection | None = None,
+        remembered: Remembered | None = None,
+    ) -> None:
+        self.rows, self._data = rows, data
+        self._reader = PromptReader(data, tokenizer, max_tokens, reward or RewardSection())
+        self._kept: Kept | None = None
+        self.left_out: dict[str, int] = {OVERLONG: 0, BAD: 0}
+        self.first_left_out: ConfigError | None = None
+        if data.overlong_prompts == "filter" or data.bad_prompts == "skip":
+            known = remembered.read() if remembered is not None else None
+            if known is None:
+                known = self._sift()
+                if remembered is not None:
+                    remembered.write(known)
+            self._kept, self.left_out, self.first_left_out = known.kept, known.left_out, known.first
+
+    def __len__(self) -> int:
+        return len(self.rows) if self._kept is None else len(self._kept)
+
+    def __getitem__(self, number: int) -> Prompt:
+        """Raises ConfigError with file, line, key and what would be right."""
+        return self._reader.read(self.rows, number if self._kept is None else self._kept.row(number))
+
+    def below(self, row: int) -> int:
+        """How many prompts come from the first ``row`` rows."""
+        return row if self._kept is None else self._kept.below(row)
+
+    def check(self) -> None:
+        """Reads every prompt once. Raises ConfigError for the first that does not fit."""
+        if self._kept is None:
+            self._sift()
+
+    def _sift(self) -> Sifted:
+        marks, left_out, first = Marks(len(self.rows)), {OVERLONG: 0, BAD: 0}, None
+        with Reading(f"reading {self.rows.field}", len(self.rows)) as reading:
+            for row in range(len(self.rows)):
+                try:
+                    self._reader.read(self.rows, row)
+                except ConfigError as error:
+                    reason = reason_to_leave_out(error, self._data)
+                    if reason is None:
+                        raise
+                    left_out[reason] += 1
+                    first = first or error
+                    marks.leave_out(row)
+                if row % _TOLD == 0:
+                    reading.at(row)
+        kept = marks.kept()
+        if not len(kept):
+            raise ConfigError(self.rows.field, f"{len(self.rows)} prompts", f"all are left out; the first: {first}")
+        return Sifted(kept, left_out, first)
+
+
+class PromptStream(Protocol):
+    """The prompt of each training group: the same for the same number, after any restart."""
+
+    def __len__(self) -> int:
+        """How many prompts there are; of a source without end, how many it has given."""
+
+    def at(self, number: int) -> Prompt:
+        """The prompt of group ``number``. Raises ConfigError."""
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Prompts that are left out, by reason."""
+
+    @property
+    def first_left_out(self) -> ConfigError | None:
+        """What is wrong with the first of them that this process has seen."""
+
+
+class TrainingPrompts:
+    """The prompts of files: what a group gets is a function of its number alone.
+
+    Args:
+        parts: the files, with their weights. rows: of them.
+    """
+
+    def __init__(self, file: PromptFile, parts: list[DataFile], rows: FileRows, data: DataSection) -> None:
+        self._file = file
+        below = [file.below(row) for row in rows.starts]
+        sizes = [after - before for before, after in pairwise(below)]
+        try:
+            self._order = MixedOrder(sizes, [part.weight for part in parts], data.rollout_shuffle, data.rollout_seed)
+        except ValueError as error:
+            raise ConfigError(rows.field, ", ".join(map(str, parts)), str(error)) from None
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+    def at(self, number: int) -> Prompt:
+        return self._file[self._order.row(number)]
+
+    def check(self) -> None:
+        """Reads every prompt once. Raises ConfigError for the first that does not fit."""
+        self._file.check()
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        return self._file.left_out
+
+    @property
+    def first_left_out(self) -> ConfigError | None:
+        return self._file.first_left_out
+
+
+def training_prompts(config: RunConfig, tokenizer: Tokenizer) -> TrainingPrompts:
+    """The run's training prompts, of its files. Raises ConfigError."""
+    parts = files(config.data.prompt_data)
+    rows = open_rows(parts, "data.prompt_data")
+    remembered = Remembered(config, "training", parts)
+    file = PromptFile(rows, config.data, tokenizer, config.rollout.rollout_max_prompt_len, config.reward, remembered)
+    return TrainingPrompts(file, parts, rows, config.data)
 
 
 def eval_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptFile | None:
-    """The run's held-out prompts; None where the run evaluates nothing."""
+    """The run's held-out prompts; None where the run evaluates nothing. Raises ConfigError."""
     if config.eval.eval_prompt_data is None:
         return None
-    lines = JsonLines(config.eval.eval_prompt_data, "eval.eval_prompt_data")
-    return PromptFile(lines, config.data, tokenizer, config.rollout.rollout_max_prompt_len, config.reward)
+    parts = files(config.eval.eval_prompt_data)
+    rows = open_rows(parts, "eval.eval_prompt_data")
+    remembered = Remembered(config, "heldout", parts)
+    return PromptFile(rows, config.data, tokenizer, config.rollout.rollout_max_prompt_len, config.reward, remembered)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from types import TracebackType
 from typing import Self
@@ -30,9 +31,8 @@ class Reading:
         if self._progress is None:
             if time.monotonic() - self._began < PATIENCE_SECONDS:
                 return
-            console = Console(stderr=True)
             columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+            self._progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
             self._progress.add_task(self._what, total=self._total)
             self._progress.start()
         self._progress.update(self._progress.task_ids[0], completed=done)

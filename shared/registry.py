@@ -16,6 +16,9 @@ HEARTBEAT = SERVICES_TTL / 5
 ENVIRONMENT = "environment"
 """The service of cards that speak of an environment outside of Myxo: it is no process of the run, whatever it is called."""
 
+STANDBY = "standby"
+"""State of a service that waits for another one's end to take its place (`shared.lease`)."""
+
 
 class Registry:
     """The run's service cards.

@@ -36,13 +36,16 @@ async def last_sequence(bus: Bus, stream: str, deadline: float = 30.0) -> int:
             await asyncio.sleep(RETRY_PAUSE)
 
 
-async def read(bus: Bus, stream: str, model: type[M], subject: str = ">", deadline: float = 120.0) -> AsyncIterator[tuple[int, M]]:
+async def read(
+    bus: Bus, stream: str, model: type[M], subject: str = ">", deadline: float = 120.0, after: int = 0
+) -> AsyncIterator[tuple[int, M]]:
     """Yields (sequence, message) for all that the stream holds now, oldest first.
 
     Args:
         model: the messages' (base) class. subject: only messages on it. deadline: seconds without progress.
+        after: only messages behind this sequence.
     """
-    seen, progress = 0, time.monotonic()
+    seen, progress = after, time.monotonic()
     while True:
         try:
             pull, pending = await _reader(bus, stream, subject, seen + 1)

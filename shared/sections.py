@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 
+from shared import data_files
+from shared.data_files import DataFile
 from shared.environment import address
 from shared.errors import nearest
 from shared.subjects import RUN_ID
@@ -14,6 +16,9 @@ from shared.subjects import RUN_ID
 MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}
 """Marks fields that may change when a run is resumed."""
 
+
+PlainValues = PlainSerializer(data_files.plain_values, return_type=str | list[str] | None)
+"""Files as JSON and TOML hold them."""
 
 VERIFIERS = ("math", "exact")
 """Environments that come with the reward service."""
@@ -31,6 +36,7 @@ class RunSection(Section):
 
     name: str = Field(description="the run's id: lower-case letters, digits, '-' and '_'")
     dir: Path = Field(default=Path("runs"), description="where runs keep their files; this run's lie in DIR/NAME")
+    buffer_replicas: int = Field(default=1, gt=0, description="buffers that `myxo up` starts: one works, the others stand by", **MUTABLE)
 
     @model_validator(mode="after")
     def _name_fits(self) -> Self:
@@ -53,14 +59,36 @@ class ModelSection(Section):
 class DataSection(Section):
     """Prompts and how they are read."""
 
-    prompt_data: Path = Field(description="JSONL file of prompts, one object a line")
+    prompt_data: Annotated[
+        Path | list[DataFile] | None, PlainValidator(data_files.validator("data.prompt_data", weights=True)), PlainValues
+    ] = Field(
+        default=None,
+        description="JSONL or Parquet files of prompts: PATH, PATH@[start:stop] for a part of its rows, PATH@[start:stop]*WEIGHT to draw "
+        "from it more or less often; needed unless data_source is given",
+    )
+    data_source: str | None = Field(
+        default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="package.module:function that makes a source of prompts"
+    )
     input_key: str = Field(default="prompt", description="key of the prompt: text, or a list of chat messages")
     label_key: str | None = Field(default="label", description="key of the reference answer")
     metadata_key: str = Field(default="metadata", description="key of an object handed on to the environment")
+    tool_key: str = Field(default="tools", description="key of a list of tools, handed to the chat template; a prompt may have none")
     apply_chat_template: bool = Field(default=False, description="render the prompt through the model's chat template")
     apply_chat_template_kwargs: dict[str, Any] = Field(default={}, description="extra variables for the chat template")
+    overlong_prompts: Literal["refuse", "filter"] = Field(
+        default="refuse", description="prompts over rollout_max_prompt_len: refuse the run, or leave them out and count them"
+    )
+    bad_prompts: Literal["refuse", "skip"] = Field(
+        default="refuse", description="lines that are no prompt: refuse the run, or leave them out and count them"
+    )
     rollout_shuffle: bool = Field(default=False, description="shuffle each epoch with rollout_seed + epoch")
     rollout_seed: int = Field(default=42, description="seed of the prompt order and of the engines")
+
+    @model_validator(mode="after")
+    def _has_prompts(self) -> Self:
+        if self.prompt_data is None and self.data_source is None:
+            raise ValueError(f"data.prompt_data: required: {type(self).model_fields['prompt_data'].description}")
+        return self
 
 
 class RolloutSection(Section):
@@ -73,7 +101,7 @@ class RolloutSection(Section):
     rollout_temperature: float = Field(default=1.0, ge=0, description="sampling temperature; the trainer divides logits by it too")
     rollout_top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling")
     rollout_top_k: int = Field(default=-1, ge=-1, description="top-k sampling; -1 = off")
-    rollout_max_prompt_len: int | None = Field(default=None, gt=0, description="tokens; longer prompts are refused")
+    rollout_max_prompt_len: int | None = Field(default=None, gt=0, description="tokens of a prompt; longer ones: see overlong_prompts")
     rollout_max_response_len: int = Field(default=1024, gt=0, description="tokens generated at most")
     rollout_stop: list[str] = Field(default=[], description="stop strings")
     rollout_stop_token_ids: list[int] = Field(default=[], description="stop token ids")
@@ -135,7 +163,9 @@ class RewardSection(Section):
 class EvalSection(Section):
     """Held-out prompts, generated and scored as a task class of their own."""
 
-    eval_prompt_data: Path | None = Field(default=None, description="JSONL file of held-out prompts, keys as in [data]")
+    eval_prompt_data: Annotated[
+        Path | list[DataFile] | None, PlainValidator(data_files.validator("eval.eval_prompt_data", weights=False)), PlainValues
+    ] = Field(default=None, description="JSONL or Parquet files of held-out prompts, or parts PATH@[start:stop] of them; keys as in [data]")
     eval_name: str = Field(default="heldout", pattern=r"^[A-Za-z0-9_-]+$", description="name of the dataset in metrics and group ids")
     eval_interval: int | None = Field(default=None, gt=0, description="steps between evaluations, besides first and last", **MUTABLE)
     skip_eval_before_train: bool = Field(default=False, description="do not evaluate the initial weights")

@@ -100,7 +100,8 @@ async def _create(bus: Bus, config: RunConfig) -> None:
     consumers.append(scored_consumer(run, config.bus))
     for consumer in consumers:
         await _add_consumer(bus, consumer, config.bus.replicas)
-    for bucket, ttl in ((names.config_bucket, None), (names.services_bucket, SERVICES_TTL), (names.weights_bucket, None)):
+    lasting = (names.config_bucket, names.weights_bucket, names.leases_bucket)
+    for bucket, ttl in (*((bucket, None) for bucket in lasting), (names.services_bucket, SERVICES_TTL)):
         try:
             await bus.js.create_key_value(
                 KeyValueConfig(bucket=bucket, history=1, ttl=ttl, storage=StorageType.FILE, replicas=config.bus.replicas)

@@ -99,6 +99,10 @@ class Subjects:
     def weights_bucket(self) -> str:
         return f"{self.run}-weights"
 
+    @property
+    def leases_bucket(self) -> str:
+        return f"{self.run}-leases"
+
     # payload keys in the store
     def payload_key(self, group: str, attempt: int, part: int) -> str:
         return f"{self.run}:group:{group}:{attempt}:{part}"

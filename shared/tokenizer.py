@@ -48,13 +48,17 @@ class Tokenizer:
     def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """Chat messages through the model's chat template, with the generation prompt.
 
+        ``variables``: more of the template's variables; ``tools`` and ``documents`` are none unless they are among them, as templates
+        expect of transformers.
+
         Raises ConfigError where the model has no template or it does not take these messages.
         """
         if self._template is None:
             raise ConfigError("data.apply_chat_template", True, "the model has no chat template; give prompts as text")
         try:
             template = _environment().from_string(self._template)
-            return template.render(**{"messages": messages, "add_generation_prompt": True, **self._special, **variables})
+            given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+            return template.render(**{**given, **self._special, **variables})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # a template can raise any of them
             raise ConfigError("data.apply_chat_template", messages, f"the chat template refuses it: {error}") from None
 

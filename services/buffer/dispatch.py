@@ -10,8 +10,7 @@ from services.buffer.state import BufferState, Evaluation, Group
 from shared.bus import Bus
 from shared.config import RunConfig
 from shared.messages import Sampling, Task
-from shared.order import EpochOrder
-from shared.prompts import Prompt, PromptFile
+from shared.prompts import Prompt, PromptFile, PromptStream
 from shared.subjects import EVAL, TRAIN, Subjects
 
 IN_FLIGHT = 32
@@ -21,10 +20,9 @@ IN_FLIGHT = 32
 class Dispatch:
     """Builds tasks and publishes them. Repeats are harmless: the bus and the buffer both know a group's attempt by its id."""
 
-    def __init__(self, bus: Bus, config: RunConfig, prompts: PromptFile, heldout: PromptFile | None, stop_ids: list[int]) -> None:
+    def __init__(self, bus: Bus, config: RunConfig, prompts: PromptStream, heldout: PromptFile | None, stop_ids: list[int]) -> None:
         self._bus, self._config, self._subjects = bus, config, Subjects(config.run.name)
         self._prompts, self._heldout = prompts, heldout
-        self._order = EpochOrder(len(prompts), config.data.rollout_shuffle, config.data.rollout_seed)
         rollout, evaluation = config.rollout, config.eval
         stops = sorted({*rollout.rollout_stop_token_ids, *stop_ids})
         self._sampling = Sampling(
@@ -46,7 +44,7 @@ class Dispatch:
 
     def group(self, group: Group, state: BufferState, limits: Limits) -> None:
         """Queues a training group's present attempt."""
-        prompt = self._prompts[self._order.row(group.number)]
+        prompt = self._prompts.at(group.number)
         minimum = policy.min_version(group, state, limits)
         task = self._task(group.id, group.attempt, prompt, self._config.rollout.n_samples_per_prompt, self._sampling, minimum)
         self._queue.put_nowait((TRAIN, task))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from services.buffer.state import BufferState
 from shared import replay
@@ -16,33 +16,49 @@ RELEASES_AGAIN = 256
 
 
 class Journal:
-    """Appends to the run's ledger.
+    """Replays the run's ledger, and appends to it.
 
     Every append names the sequence it expects to follow: when another buffer has written in between, this one gets `WrongSequence`
     and must stop, so two active buffers can never both be believed.
+
+    Args:
+        allowed: awaited before each try to append; raises where this buffer may not write any more (`shared.lease.Lease.held`).
     """
 
-    def __init__(self, bus: Bus, run: str) -> None:
-        self._bus, self._subjects, self._last = bus, Subjects(run), 0
+    def __init__(self, bus: Bus, run: str, allowed: Callable[[], Awaitable[None]]) -> None:
+        self._bus, self._subjects, self._allowed = bus, Subjects(run), allowed
+        self._state = BufferState()
+        self._releases: deque[list[str]] = deque(maxlen=RELEASES_AGAIN)
+        self._last = 0
+
+    @property
+    def last(self) -> int:
+        """Sequence of the last record that was read or appended."""
+        return self._last
+
+    async def follow(self) -> None:
+        """Reads what the ledger has gained since the last time."""
+        stream = self._subjects.ledger_stream
+        newest = await replay.last_sequence(self._bus, stream)
+        if newest <= self._last:
+            return
+        async for sequence, record in replay.read(self._bus, stream, LedgerRecord, after=self._last):
+            self._state.apply(record)
+            self._last = sequence
+            if self._state.released:
+                self._releases.append(self._state.released)
+        self._last = max(self._last, newest)  # a stream that was emptied has a last sequence all the same
 
     async def recover(self) -> tuple[BufferState, list[str]]:
-        """Replays the ledger into a fresh state; returns it with the payload keys that its latest records let go."""
-        state = BufferState()
-        released: deque[list[str]] = deque(maxlen=RELEASES_AGAIN)
-        stream = self._subjects.ledger_stream
-        self._last = await replay.last_sequence(self._bus, stream)
-        async for sequence, record in replay.read(self._bus, stream, LedgerRecord):
-            state.apply(record)
-            self._last = sequence
-            if state.released:
-                released.append(state.released)
-        return state, [key for keys in released for key in keys]
+        """Reads the ledger to its end; returns the state, and the payload keys that the latest records let go."""
+        await self.follow()
+        return self._state, [key for keys in self._releases for key in keys]
 
     async def append(self, records: Iterable[LedgerRecord]) -> None:
-        """Raises WrongSequence when another writer is active, DeadlineExceeded when the bus stays away."""
+        """Raises WrongSequence when another writer is active, DeadlineExceeded when the bus stays away, and what ``allowed`` raises."""
         stream = self._subjects.ledger_stream
         for record in records:
             msg_id = f"{stream}.{self._last + 1}.{record.at}"
-            self._last = await self._bus.publish(
-                self._subjects.ledger(record.event()), record, msg_id=msg_id, after=(stream, self._last), deadline=120
-            )
+            subject = self._subjects.ledger(record.event())
+            after = (stream, self._last)
+            self._last = await self._bus.publish(subject, record, msg_id=msg_id, after=after, before=self._allowed, deadline=120)

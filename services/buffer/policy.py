@@ -119,11 +119,11 @@ def scored(state: BufferState, limits: Limits, messages: list[Scored], now: floa
     for message in messages:
         if message.group in seen:
             continue
-        if eval_group_parts(message.group) is not None:
+        group = state.groups.get(message.group)
+        if group is None and eval_group_parts(message.group) is not None:
             seen.add(message.group)
             records += _eval_scored(state, message, now)
             continue
-        group = state.groups.get(message.group)
         if group is None or group.scored is not None or group.attempt != message.attempt:
             continue
         seen.add(message.group)
@@ -182,7 +182,8 @@ def form_batch(state: BufferState, limits: Limits, step: int, version: int, now:
         raise WrongStep(f"step {step} was asked for; the next batch is of step {state.formed_steps}")
     if version != limits.version_of_step(step):
         raise WrongStep(f"step {step} trains on version {limits.version_of_step(step)}, not {version}")
-    stale = [name for name, group in state.ready.items() if _oldest(group) < version - limits.max_staleness]
+    bound = version - limits.max_staleness
+    stale = [name for name, group in state.ready.items() if _oldest(group) < bound]
     records: list[LedgerRecord] = [GroupsDropped(groups=stale, reason=STALE, at=now)] if stale else []
     over = set(stale)
     chosen = [name for name in state.ready if name not in over][: limits.groups]
@@ -199,7 +200,8 @@ def batch(state: BufferState, step: int) -> Batch | None:
     groups = []
     for group in record.groups:
         assert group.scored is not None  # only scored groups are ever batched
-        groups.append(BatchGroup(group=group.id, payload=group.scored.payload, samples=group.scored.samples, rewards=group.scored.rewards))
+        scored = group.scored
+        groups.append(BatchGroup(group=group.id, payload=scored.payload, samples=scored.samples, rewards=scored.rewards.tolist()))
     return Batch(step=step, version=record.version, groups=groups)
 
 
@@ -305,4 +307,4 @@ def _eval_ended(evaluation: Evaluation, now: float) -> EvalEnded:
 
 def _oldest(group: Group) -> int:
     assert group.scored is not None  # only called for ready groups
-    return min(sample.oldest for sample in group.scored.samples)
+    return group.scored.oldest

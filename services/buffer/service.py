@@ -1,21 +1,30 @@
 """The buffer on the bus: events in, decisions of `services.buffer.policy`, records to the ledger, and only then their effects.
 
 One lock orders all decisions. Everything done twice after a crash (tasks published, payloads freed) is safe to do twice.
+
+Of several buffers one is active: it holds the lease (`shared.lease`). The others stand by: they follow the ledger, and listen to nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 from services.buffer import policy
 from services.buffer.dispatch import Dispatch
 from services.buffer.journal import Journal
 from services.buffer.policy import Limits
+from services.buffer.prompts import Prompts, opened
 from services.buffer.state import BufferState
 from shared import runs
+from shared.bus import TRANSIENT, WrongSequence
+from shared.errors import DeadlineExceeded, MyxoError
+from shared.lease import LOOK_SECONDS as LEASE_LOOK_SECONDS
+from shared.lease import Lease, LeaseLost
 from shared.ledger import (
     EvalEnded,
     EvalStarted,
@@ -42,12 +51,11 @@ from shared.messages import (
     Trained,
     WeightsLive,
 )
-from shared.prompts import eval_prompts, training_prompts
 from shared.queue import WorkQueue
+from shared.registry import STANDBY
 from shared.service import Service
 from shared.streams import generated_consumer, scored_consumer, task_consumer
 from shared.subjects import EVAL, TRAIN
-from shared.tokenizer import Tokenizer
 
 ANSWER_SECONDS = 1.5
 """How long a batch request is held before it is answered with `BatchPending`."""
@@ -56,18 +64,26 @@ FETCH = 256
 LOOK_SECONDS = 2.0
 """How often live version and queue depths are looked at, besides the events that announce them."""
 
+FOLLOW_SECONDS = 5.0
+"""How often a buffer on standby reads what is new in the ledger."""
+
+HAND_OVER_SECONDS = 1.5
+"""How long a buffer that is to stop waits for its last decision."""
+
+Request = TypeVar("Request", bound=Message)
+
 
 class Buffer:
-    """The active buffer of a run."""
+    """A buffer of a run: on standby until it gets the lease, then the active one until its end."""
 
-    def __init__(self, service: Service) -> None:
-        config = service.config
-        tokenizer = Tokenizer(config.model.hf_checkpoint)
-        prompts, heldout = training_prompts(config, tokenizer), eval_prompts(config, tokenizer)
+    def __init__(self, service: Service, prompts: Prompts) -> None:
+        config, heldout = service.config, prompts.heldout
         self._service, self._config, self._bus, self._log = service, config, service.bus, service.log
         self._limits = Limits.of(config, len(heldout) if heldout else 0)
-        self._dispatch = Dispatch(service.bus, config, prompts, heldout, tokenizer.stop_ids)
-        self._journal = Journal(service.bus, service.run)
+        self._dispatch = Dispatch(service.bus, config, prompts.training, heldout, prompts.stop_ids)
+        self._prompts = prompts
+        self._lease = Lease(service.bus, service.run, "buffer", service.instance)
+        self._journal = Journal(service.bus, service.run, self._lease.held)
         self._state = BufferState()
         self._turn = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -75,19 +91,73 @@ class Buffer:
         self._broken: asyncio.Queue[Exception] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Recovers from the ledger, then serves until asked to stop."""
+        """Stands by while another buffer is active, then recovers from the ledger and serves until asked to stop.
+
+        Raises LeaseLost once another buffer is active, or may be.
+        """
+        if not await self._stand_by():
+            return
+        try:
+            async with self._service.background(self._lease.keep()):
+                await self._serve()
+        finally:
+            await self._lease.release()
+
+    async def _stand_by(self) -> bool:
+        """Returns once the lease is held; False when asked to stop before."""
+        service, followed = self._service, float("-inf")
+        while not await self._lease.attempt():
+            if service.state != STANDBY:
+                service.state = STANDBY
+                self._log.info("standing_by")
+            if time.monotonic() - followed >= FOLLOW_SECONDS:
+                with contextlib.suppress(DeadlineExceeded, *TRANSIENT):
+                    await self._journal.follow()
+                followed = time.monotonic()
+                service.metrics.set("followed", self._journal.last)
+                await service.announce()
+            if not await service.pause(LEASE_LOOK_SECONDS):
+                return False
+        return True
+
+    async def _serve(self) -> None:
         service, subjects = self._service, self._service.subjects
+        self._log.info("active", followed=self._journal.last)
+        took_over, service.state = service.state == STANDBY, "starting"
         self._state, released = await self._journal.recover()
         self._to_free.put_nowait(released)
         self._log.info("recovered", admitted=self._state.admitted, trained=self._state.trained, in_flight=self._state.in_flight)
         await self._again()
-        await self._bus.serve(subjects.batch, BatchRequest, self._on_batch)
-        await self._bus.serve(subjects.trained, Trained, self._on_trained)
-        await self._bus.serve(subjects.durable, Durable, self._on_durable)
+        await self._bus.serve(subjects.batch, BatchRequest, self._as_holder(self._on_batch))
+        await self._bus.serve(subjects.trained, Trained, self._as_holder(self._on_trained))
+        await self._bus.serve(subjects.durable, Durable, self._as_holder(self._on_durable))
         service.state = "ready"
+        if took_over:
+            await service.announce()
+            await service.tell("took_over")
         work = (self._dispatch.run(), self._free(), self._outcomes(), self._watch_versions(), self._look(), self._until_broken())
         async with service.background(*work):
             await service.stopping.wait()
+            with contextlib.suppress(asyncio.TimeoutError):  # the end comes between two decisions, and none follows
+                await asyncio.wait_for(self._turn.acquire(), HAND_OVER_SECONDS)
+
+    def _as_holder(self, handler: Callable[[Request], Awaitable[Message]]) -> Callable[[Request], Awaitable[Message]]:
+        """Answers as the active buffer or not at all: whoever asked one that was deposed asks again, and then the next one."""
+
+        async def answer(request: Request) -> Message:
+            try:
+                await self._lease.held()
+                try:
+                    reply = await handler(request)
+                except MyxoError:  # a refusal speaks for the run, too
+                    await self._lease.held()
+                    raise
+                await self._lease.held()
+                return reply
+            except (LeaseLost, WrongSequence):
+                return await asyncio.get_running_loop().create_future()  # until this process ends, which it does
+
+        return answer
 
     # --- recovery
 
@@ -165,6 +235,7 @@ class Buffer:
         queue = WorkQueue(self._bus, scored_consumer(self._service.run, self._config.bus), Outcome)
         while True:
             leases = await queue.fetch(FETCH)
+            await self._lease.held()  # a state that may be behind knows too little to ignore anything
             rewards = [lease.message for lease in leases if isinstance(lease.message, Scored)]
             if rewards:
                 await self._decide(partial(policy.scored, self._state, self._limits, rewards, time.time()))
@@ -266,6 +337,7 @@ class Buffer:
             for name in ("admitted", "trained", "dropped", "dead", "in_flight", "trained_steps", "durable_steps", "live_version"):
                 metrics.set(name, getattr(state, name))
             metrics.set("ready", len(state.ready))
+            self._prompts.gauge(metrics)
             metrics.set("outstanding", len(state.outstanding))
             metrics.set("eval_pending", sum(len(evaluation.pending()) for evaluation in state.evaluations.values()))
             for name, parts in queues.items():
@@ -277,4 +349,4 @@ class Buffer:
 
 async def serve(service: Service) -> None:
     """The body of the buffer service."""
-    await Buffer(service).run()
+    await Buffer(service, await opened(service)).run()

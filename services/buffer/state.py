@@ -8,6 +8,7 @@ end (trained and durable, dropped, or dead), so memory follows what is in flight
 from __future__ import annotations
 
 import re
+from array import array
 from dataclasses import dataclass, field
 
 from shared.ledger import (
@@ -28,8 +29,35 @@ from shared.ledger import (
     VersionLive,
     group_id,
 )
+from shared.messages import Payload, SampleMeta
 
 _EVAL_GROUP = re.compile(r"eval\.([^.]+)\.([0-9]+)\.([0-9]+)\Z")
+
+
+@dataclass(slots=True)
+class Result:
+    """What the state keeps of a scored group: what its batch is made of, as little as holds it.
+
+    keys: of its payload, ``size`` bytes in all. oldest: version of the oldest trained token of all samples. rewards: float64 [n].
+    """
+
+    attempt: int
+    keys: tuple[str, ...]
+    size: int
+    oldest: int
+    samples: list[SampleMeta]
+    rewards: array[float]
+
+    @classmethod
+    def of(cls, scored: ScoredGroup) -> Result:
+        samples, payload = scored.samples, scored.payload
+        oldest = min([sample.oldest for sample in samples], default=0)
+        return cls(scored.attempt, tuple(payload.keys), payload.bytes, oldest, samples, array("d", scored.rewards))
+
+    @property
+    def payload(self) -> Payload:
+        """Where the samples lie."""
+        return Payload(keys=list(self.keys), bytes=self.size)
 
 
 @dataclass(slots=True)
@@ -38,7 +66,7 @@ class Group:
 
     number: int
     attempt: int = 0
-    scored: ScoredGroup | None = None
+    scored: Result | None = None
     step: int | None = None
 
     @property
@@ -125,7 +153,7 @@ class BufferState:
             case GroupsScored(groups=scored_groups):
                 for scored in scored_groups:
                     group = self.groups[scored.group]
-                    group.scored = scored
+                    group.scored = Result.of(scored)
                     self.ready[scored.group] = group
             case GroupRequeued(group=name, attempt=attempt):
                 group = self.groups[name]
@@ -182,7 +210,7 @@ class BufferState:
 
     def _release(self, group: Group) -> None:
         if group.scored is not None:
-            self.released.extend(group.scored.payload.keys)
+            self.released.extend(group.scored.keys)
 
 
 def eval_group_id(dataset: str, version: int, row: int) -> str:

@@ -151,6 +151,8 @@ def _buffer(names: Subjects) -> BusRights:
         *(f"{API}.CONSUMER.INFO.{queue.stream}.{queue.name}" for queue in queues),  # how deep the queues are
         f"$KV.{names.config_bucket}.phase",
         *_read(names.weights_bucket),
+        *_read(names.leases_bucket),
+        f"$KV.{names.leases_bucket}.{BUFFER}",
     )
     listen = (_inbox(names, BUFFER), names.batch, names.trained, names.durable, names.event("weights", "live"))
     return BusRights(publish, listen, _SHORT_ANSWER)
@@ -228,7 +230,7 @@ def _streams(names: Subjects) -> tuple[str, ...]:
 
 
 def _buckets(names: Subjects) -> tuple[str, ...]:
-    return names.config_bucket, names.services_bucket, names.weights_bucket
+    return names.config_bucket, names.services_bucket, names.weights_bucket, names.leases_bucket
 
 
 def _environment(names: Subjects) -> BusRights:

@@ -216,13 +216,14 @@ class Launch:
     async def _refuse_others(self, bus: Bus, instances: set[str] | None) -> None:
         """Raises RunsElsewhere where services that this launch would start (None: any at all) are at work already.
 
-        Those of a launch that was killed keep their cards for a while; they are waited for.
+        Those of a launch that was killed keep their cards for a while; they are waited for. A buffer elsewhere is welcome: of all
+        buffers one is active.
         """
         registry = Registry(bus, self._run)
 
         async def others() -> list[ServiceCard]:
             cards = [card for card in await registry.alive() if card.service != ENVIRONMENT]
-            return [card for card in cards if instances is None or card.instance in instances or card.service in ("buffer", "trainer")]
+            return [card for card in cards if instances is None or card.instance in instances or card.service == "trainer"]
 
         end = time.monotonic() + GONE_SECONDS
         while found := await others():

@@ -27,6 +27,9 @@ _STYLES = {READY: "green", BATCHED: "cyan", TRAINED: "", DROPPED: "yellow", DEAD
 _REWARDS_SHOWN = 8
 """A group with more samples shows its rewards as their mean and range."""
 
+_REASON_SHOWN = 60
+"""Characters of a status: the reason of a death may be long. The group's own page has all of it."""
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -109,7 +112,7 @@ def table(run: str, rows: Sequence[Facts], of: int) -> Table:
         lines.add_row(
             facts.group,
             str(facts.attempt),
-            Text(printable(facts.where()), style=_STYLES.get(facts.status, "dim")),
+            Text(_short(printable(facts.where())), style=_STYLES.get(facts.status, "dim")),
             _rewards(facts.rewards),
             span(facts.tokens, facts.tokens),
             span(facts.oldest, facts.newest),
@@ -124,6 +127,10 @@ def span(low: Sequence[int], high: Sequence[int]) -> str:
     if not low or not high:
         return "–"
     return str(min(low)) if min(low) == max(high) else f"{min(low)}–{max(high)}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _REASON_SHOWN else text[:_REASON_SHOWN] + " …"
 
 
 def _rewards(rewards: Sequence[float]) -> str:

@@ -216,16 +216,17 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
 
 def _samples(parsed: argparse.Namespace, console: Console) -> int:
     from shared.cli.listing import Listing, Wanted
-    from shared.cli.samples import browse, show, target
+    from shared.cli.samples import browse, group_named, show, target
 
-    filters = ("status", "step", "min_reward", "max_reward", "only", "version", "limit", "sort")
-    given = [f"--{'group' if name == 'only' else name.replace('_', '-')}" for name in filters if getattr(parsed, name) is not None]
+    options = {"--group": parsed.only, "--limit": parsed.limit, "--sort": parsed.sort}
+    options |= {f"--{name.replace('_', '-')}": getattr(parsed, name) for name in ("status", "step", "min_reward", "max_reward", "version")}
+    given = [name for name, value in options.items() if value is not None]
     if parsed.group is not None:
         if given:
-            raise ConfigError("GROUP", parsed.group, f"{', '.join(given)} is for the list; leave it out, or GROUP")
+            raise ConfigError("GROUP", parsed.group, f"{', '.join(given)} is for the list; leave it out, or leave GROUP out")
         group, index = target(parsed.group)
         return asyncio.run(show(parsed.run, parsed.dir, console, group, index, parsed.json))
-    only = None if parsed.only is None else _whole_group(*target(parsed.only))
+    only = None if parsed.only is None else group_named(parsed.only)
     wanted = Wanted(parsed.status, parsed.step, parsed.min_reward, parsed.max_reward, only, parsed.version)
     listing = Listing(wanted, parsed.sort or "age", 20 if parsed.limit is None else parsed.limit)
     return asyncio.run(browse(parsed.run, parsed.dir, console, listing, parsed.json))
@@ -243,6 +244,13 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: more than 0 seconds")
     return seconds
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if number != number:
+        raise argparse.ArgumentTypeError(f"{text}: a number")
+    return number
 
 
 def _count(text: str) -> int:

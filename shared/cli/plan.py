@@ -13,8 +13,9 @@ SERVICE_MODULES = {service: f"services.{service}" for service in ("buffer", "rew
 
 
 def plan(config: RunConfig, nats_url: str) -> list[ServiceSpec]:
-    """One buffer, one trainer, and as many reward and rollout services as the config asks for."""
-    counts = {"buffer": 1, "reward": config.reward.reward_replicas, "rollout": config.rollout.rollout_replicas, "trainer": 1}
+    """One trainer, and as many buffers, reward and rollout services as the config asks for."""
+    rewards, rollouts = config.reward.reward_replicas, config.rollout.rollout_replicas
+    counts = {"buffer": config.run.buffer_replicas, "reward": rewards, "rollout": rollouts, "trainer": 1}
     shares = devices.share_out(config)
     specs = []
     for service, count in counts.items():

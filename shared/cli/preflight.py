@@ -5,6 +5,7 @@ Each check raises ConfigError: the field, what was given, what would be right.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from redis.exceptions import RedisError
 from shared import addresses, flags
 from shared.bus import Bus, BusUnreachable, redacted
 from shared.config import RunConfig, load
+from shared.data_source import load as load_source
 from shared.errors import ConfigError
 from shared.jsonl import JsonLines
-from shared.prompts import eval_prompts, training_prompts
+from shared.prompts import PromptFile, TrainingPrompts, eval_prompts, training_prompts
 from shared.store import Store, StoreUnreachable
 from shared.subjects import Subjects
 from shared.tokenizer import Tokenizer
@@ -23,19 +25,37 @@ from shared.tokenizer import Tokenizer
 ANSWER_SECONDS = 5.0
 """How long a given NATS or Redis has to answer."""
 
+LONGEST_LINE = 1000
+"""Characters that are shown about prompts that are left out: one may be long."""
+
 
 def checked_config(path: Path, arguments: list[str]) -> RunConfig:
-    """Reads the config with ``arguments`` (flags of `shared.flags`) laid over it and checks all files it names, line by line."""
+    """Reads the config with ``arguments`` (flags of `shared.flags`) laid over it and checks all files it names, line by line.
+
+    Tells on standard error how many prompts are left out, where the config leaves some out.
+    """
     config = load(path, flags.parse(arguments))
     config.check_paths()
     tokenizer = Tokenizer(config.model.hf_checkpoint)
-    training_prompts(config, tokenizer).check()
+    if config.data.data_source is not None:
+        load_source(config)  # its prompts are seen when they are drawn
+    else:
+        _check_prompts(training_prompts(config, tokenizer), "data.prompt_data")
     heldout = eval_prompts(config, tokenizer)
     if heldout is not None:
-        heldout.check()
+        _check_prompts(heldout, "eval.eval_prompt_data")
     if config.sft.sft_data is not None:
         _check_demonstrations(JsonLines(config.sft.sft_data, "sft.sft_data"), config)
     return config
+
+
+def _check_prompts(prompts: TrainingPrompts | PromptFile, field: str) -> None:
+    prompts.check()
+    if (count := sum(prompts.left_out.values())) > 0:
+        reasons = ", ".join(f"{number} {reason}" for reason, number in prompts.left_out.items() if number)
+        first = " ".join(str(prompts.first_left_out).split())
+        line = f"{field}: {count} of {count + len(prompts)} prompts are left out ({reasons}); the first: {first}"
+        print(f"myxo: {line if len(line) <= LONGEST_LINE else line[:LONGEST_LINE] + ' …'}", file=sys.stderr)
 
 
 def _check_demonstrations(lines: JsonLines, config: RunConfig) -> None:

@@ -26,6 +26,7 @@ _SECONDS = re.compile(r"\d+ s\b")
 
 _STATE_STYLES = {
     "ready": "green",
+    "standby": "cyan",
     "starting": "yellow",
     "fenced": "yellow",
     "late": "yellow",

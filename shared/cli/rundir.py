@@ -7,6 +7,7 @@ DIR/NAME/
   nats/ valkey/   what the embedded servers keep
   logs/           one file an instance
   checkpoints/ tensorboard/ reference/ hf/   the trainer's
+  prompts/        which prompts are left out, what a custom data source has given
   summary.json reward.png         what `myxo summary` makes
 ```
 Whatever else lies there is the user's and never touched.
@@ -24,10 +25,23 @@ from pathlib import Path
 from typing import IO
 
 from shared.config import RunConfig
+from shared.data_files import paths
 from shared.errors import ConfigError, MyxoError, nearest
 from shared.subjects import RUN_ID
 
-STATE = ("nats", "valkey", "logs", "checkpoints", "tensorboard", "reference", "hf", "summary.json", "reward.png", "servers.json")
+STATE = (
+    "nats",
+    "valkey",
+    "logs",
+    "checkpoints",
+    "tensorboard",
+    "reference",
+    "hf",
+    "prompts",
+    "summary.json",
+    "reward.png",
+    "servers.json",
+)
 """What `--fresh` removes."""
 
 HOLD_SECONDS = 1.0
@@ -105,13 +119,12 @@ class RunDirectory:
     def refuse_input_in_state(self, config: RunConfig) -> None:
         """Refuses to clear a directory that holds the run's own input. Raises ConfigError naming the field."""
         for section in type(config).model_fields:
-            for field, path in getattr(config, section):
-                if not isinstance(path, Path) or field == "dir":
-                    continue
-                for name in STATE:
-                    state = self.root / name
-                    if path.resolve().is_relative_to(state.resolve()):
-                        raise ConfigError(f"{section}.{field}", str(path), f"lies in {state}, which --fresh removes; move it first")
+            for field, value in getattr(config, section):
+                for path in [] if field == "dir" else paths(value):
+                    for name in STATE:
+                        state = self.root / name
+                        if path.resolve().is_relative_to(state.resolve()):
+                            raise ConfigError(f"{section}.{field}", str(path), f"lies in {state}, which --fresh removes; move it first")
 
     def clear(self) -> None:
         """Removes the run's state: the names in `STATE`, nothing else. Symbolic links are unlinked, never followed."""

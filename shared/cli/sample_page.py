@@ -160,8 +160,23 @@ def _row(name: str, values: Sequence[Any] | np.ndarray[Any, Any]) -> str:
 
 
 def _sample(sample: Sample, reward: float | None) -> dict[str, Any]:
-    fields = {name: getattr(sample, name) for name in ("index", "finish", "label", "metadata", "prompt_text", "text")}
-    arrays = {name: getattr(sample, name).tolist() for name in ("prompt", "response", "mask")}
-    log_probs = [value if math.isfinite(value) else None for value in sample.log_probs.tolist()]
-    versions = {"versions": sample.versions().tolist(), "segments": sample.segments}
-    return {**fields, "reward": reward, **arrays, "log_probs": log_probs, **versions}
+    names = ("index", "finish", "label", "metadata", "prompt_text", "text", "prompt", "response", "mask", "log_probs", "segments")
+    fields = {name: _json_value(getattr(sample, name)) for name in names}
+    return {**fields, "versions": sample.versions().tolist(), "reward": reward}
+
+
+def _json_value(value: Any) -> Any:
+    """What a payload may hold, as JSON has it: arrays as lists, no NaN and no infinity, bytes as text."""
+    match value:
+        case dict():
+            return {str(key): _json_value(entry) for key, entry in value.items()}
+        case list() | tuple():
+            return [_json_value(entry) for entry in value]
+        case np.ndarray():
+            return _json_value(value.tolist())
+        case float():
+            return value if math.isfinite(value) else None
+        case str() | int() | None:
+            return value
+        case _:
+            return str(value)

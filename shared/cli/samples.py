@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -30,6 +29,9 @@ PATIENCE_SECONDS = 1.0
 STORE_SECONDS = 15.0
 """How long the store has for one blob."""
 
+WIDE = 160
+"""Characters of a line where no terminal says how many it has."""
+
 _TARGET = re.compile(r"g?([0-9]{1,12})(?:/([0-9]{1,9}))?\Z")
 
 
@@ -46,6 +48,14 @@ def target(text: str) -> tuple[str, int | None]:
     return group_id(int(match[1])), int(match[2]) if match[2] else None
 
 
+def group_named(text: str) -> str:
+    """A group's id as in `target`, for where a sample makes no sense. Raises ConfigError."""
+    group, index = target(text)
+    if index is not None:
+        raise ConfigError("--group", text, f"lists whole groups; `myxo samples RUN {text}` shows that sample")
+    return group
+
+
 async def browse(run: str, directory: Path, console: Console, listing: Listing, as_json: bool) -> int:
     """Prints the groups that a listing asks for, newest (best, longest) last. Raises ConfigError where there is no such run."""
     async with reach(run, directory) as access:
@@ -53,6 +63,7 @@ async def browse(run: str, directory: Path, console: Console, listing: Listing, 
             listing.see(sequence, record)
     rows, of = listing.rows()
     if not as_json:
+        _widen(console)
         console.print(table(access.run, rows, of))
         return exits.DONE
     for facts in rows:
@@ -69,13 +80,14 @@ async def show(run: str, directory: Path, console: Console, group: str, index: i
         if life.facts is None:
             raise _no_such_group(access.run, group, life.trails.admitted)
         count = len(life.facts.rewards)
-        if index is not None and count and index >= count:
+        if index is not None and index >= count and (count or life.gone() is None):
             raise ConfigError("GROUP", f"{group}/{index}", f"the group has {count} samples; give 0 to {count - 1}")
         samples, absent = await _samples(access, life)
     if as_json:
         _print_json(console, as_plain(access.run, life, samples, index, absent))
     else:
-        console.print(page(access.run, life, samples, index, absent, console.width), soft_wrap=False)
+        _widen(console)
+        console.print(page(access.run, life, samples, index, absent, console.width))
     return exits.DONE
 
 
@@ -112,10 +124,10 @@ def _no_such_group(run: str, group: str, admitted: int) -> ConfigError:
     return ConfigError("GROUP", group, f"no such group in run {run}; {there}")
 
 
+def _widen(console: Console) -> None:
+    if not console.is_terminal:
+        console.width = WIDE
+
+
 def _print_json(console: Console, value: dict[str, Any]) -> None:
-    console.file.write(json.dumps(value, default=_plain, allow_nan=False) + "\n")
-
-
-def _plain(value: object) -> object:
-    """What a sample's metadata may hold besides JSON's own types."""
-    return value.tolist() if isinstance(value, np.ndarray) else str(value)
+    console.file.write(json.dumps(value, allow_nan=False) + "\n")

@@ -19,8 +19,8 @@ from shared.messages import ServiceCard
 LAST_LINES = 15
 """Lines of a log that are shown when a service is given up."""
 
-AT_WORK = ("ready", "fenced", "updating")
-"""States of a card that mean the service has got to work (a rollout that waits for weights is fenced)."""
+AT_WORK = ("ready", "fenced", "updating", "standby")
+"""States of a card that mean the service has got to work (a rollout that waits for weights is fenced, a second buffer stands by)."""
 
 
 @dataclass(frozen=True)

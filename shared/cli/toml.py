@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.config import RunConfig
+from shared.data_files import DataFile
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+\Z")
 
@@ -31,7 +32,7 @@ def _value(value: Any) -> str:
             return str(value)
         case float():
             return repr(value)
-        case str() | Path():
+        case str() | Path() | DataFile():
             return _text(str(value))
         case list():
             return "[" + ", ".join(_value(item) for item in value) + "]"

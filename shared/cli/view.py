@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from shared.cli.supervisor import InstanceStatus, cause
 from shared.config import RunConfig
 from shared.messages import ServiceCard
-from shared.registry import ENVIRONMENT
+from shared.registry import ENVIRONMENT, STANDBY
 
 QUEUES = ("task", "eval", "generated", "scored")
 
@@ -115,7 +115,7 @@ def waiting_for(config: RunConfig, cards: Sequence[ServiceCard], statuses: Seque
     if absent:
         oldest = max(absent, key=lambda status: status.lived)
         return f"{', '.join(status.instance for status in absent)} to start ({oldest.lived:.0f} s so far)"
-    kinds = {card.service for card in cards}
+    kinds = {card.service for card in cards if card.state != STANDBY}
     missing = [service for service in ("buffer", "reward", "rollout", "trainer") if service not in kinds]
     if missing:
         return f"a {missing[0]} service"
@@ -178,6 +178,8 @@ def _detail(card: ServiceCard) -> str:
             return f"{gauges['running_groups']:.0f} groups, {gauges.get('running_samples', 0):.0f} samples, {rate:.0f} tokens/s"
         case "reward" if "scoring" in gauges:
             return f"scoring {gauges['scoring']:.0f} groups"
+        case "buffer" if card.state == STANDBY:
+            return f"{gauges.get('followed', 0):.0f} records of the ledger followed"
         case "buffer" if "in_flight" in gauges:
             return f"{gauges['in_flight']:.0f} groups in flight, {gauges.get('ready', 0):.0f} ready"
         case "trainer":
@@ -191,8 +193,9 @@ def _depth(buffer: dict[str, float], name: str) -> tuple[int, int]:
 
 
 def _newest(cards: Sequence[ServiceCard], service: str) -> dict[str, float]:
-    """The gauges of the one that spoke last: of these services only one is at work."""
-    newest = max((card for card in cards if card.service == service), key=lambda card: card.at, default=None)
+    """The gauges of the one that spoke last: of these services only one is at work. One that starts up has nothing to say yet."""
+    working = (card for card in cards if card.service == service and card.state != STANDBY)
+    newest = max(working, key=lambda card: (card.state != "starting", card.at), default=None)
     return newest.gauges if newest else {}
 
 

@@ -50,6 +50,8 @@ def buckets(run: str) -> Table:
         f"$KV.{names.config_bucket}.store": (PEOPLE, NOBODY),
         f"$KV.{names.config_bucket}.phase": ({BUFFER} | PEOPLE, NOBODY),
         f"$KV.{names.weights_bucket}.live": ({TRAINER} | PEOPLE, NOBODY),
+        f"$KV.{names.leases_bucket}.buffer": ({BUFFER} | PEOPLE, NOBODY),
+        f"$KV.{names.leases_bucket}.anything": (PEOPLE, NOBODY),
         f"$KV.{names.services_bucket}.console.console-0": (PEOPLE, NOBODY),
         f"$KV.{names.services_bucket}.environment.math": ({REWARD} | PEOPLE, NOBODY),
     }
@@ -75,11 +77,13 @@ def interface(run: str) -> Table:
         f"STREAM.INFO.KV_{names.config_bucket}": SERVICES,
         f"STREAM.INFO.KV_{names.services_bucket}": SERVICES,
         f"STREAM.INFO.KV_{names.weights_bucket}": {BUFFER, TRAINER},
+        f"STREAM.INFO.KV_{names.leases_bucket}": {BUFFER},
         f"STREAM.INFO.{names.task_stream}": NOBODY,
         f"STREAM.MSG.GET.{names.ledger_stream}": {BUFFER},
         f"STREAM.MSG.GET.KV_{names.config_bucket}": SERVICES,
         f"STREAM.MSG.GET.KV_{names.services_bucket}": {ROLLOUT, TRAINER},
         f"STREAM.MSG.GET.KV_{names.weights_bucket}": {BUFFER, TRAINER},
+        f"STREAM.MSG.GET.KV_{names.leases_bucket}": {BUFFER},
         f"STREAM.MSG.GET.{names.task_stream}": NOBODY,
         f"STREAM.MSG.GET.{names.scored_stream}": NOBODY,
         f"CONSUMER.INFO.{names.task_stream}.train": {BUFFER},
@@ -124,7 +128,7 @@ def server() -> Table:
 def every_stream(run: str) -> Iterator[str]:
     names = Subjects(run)
     yield from (names.task_stream, names.generated_stream, names.scored_stream, names.ledger_stream, names.events_stream)
-    yield from (f"KV_{bucket}" for bucket in (names.config_bucket, names.services_bucket, names.weights_bucket))
+    yield from (f"KV_{bucket}" for bucket in (names.config_bucket, names.services_bucket, names.weights_bucket, names.leases_bucket))
 
 
 def everything(run: str, other: str) -> Table:

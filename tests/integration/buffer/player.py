@@ -59,14 +59,18 @@ class Player:
 
     async def ready(self, buffer: ServiceProcess, instance: str = "buffer-1") -> None:
         """Waits until this very process says that it is ready."""
+        await self.says(buffer, instance, "ready")
+
+    async def says(self, buffer: ServiceProcess, instance: str, state: str) -> None:
+        """Waits until this very process says that it is in ``state``."""
         registry = Registry(self.bus, self.config.run.name)
 
-        async def is_ready() -> bool:
+        async def says_so() -> bool:
             assert buffer.process.poll() is None, buffer.words()
             cards = await registry.alive("buffer")
-            return any((card.pid, card.instance, card.state) == (buffer.process.pid, instance, "ready") for card in cards)
+            return any((card.pid, card.instance, card.state) == (buffer.process.pid, instance, state) for card in cards)
 
-        await until(is_ready, f"{instance}")
+        await until(says_so, f"{instance} {state}")
 
     # --- replicas and verifiers
 

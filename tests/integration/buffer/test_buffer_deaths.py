@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shared import runs
-from shared.bus import Bus, RequestRefused
+from shared.bus import RequestRefused
 from shared.embedded import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.errors import DeadlineExceeded
+from shared.ledger import VersionLive
 from shared.messages import Batch, RunDone
-from shared.store import Store
-from tests.integration.buffer.conftest import NewRun
+from tests.integration.buffer.conftest import NewRun, on_mortal_servers
 from tests.integration.buffer.player import Player
-from tests.support.run_config import run_config, write_jsonl
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
 
@@ -129,31 +129,20 @@ async def test_a_run_with_the_buffer_killed_at_random_keeps_every_invariant(new_
     assert await player.phase() == runs.FINISHED
 
 
-async def test_the_older_of_two_buffers_stops_when_it_would_write(new_run: NewRun) -> None:
+async def test_a_buffer_beside_which_somebody_writes_stops_when_it_would_write(new_run: NewRun) -> None:
+    """The ledger's own defence, behind the lease: a record that does not follow the writer's last one is refused."""
     player = await new_run(rollout={"max_staleness": 0})
-    with player.launch("older") as older, player.launch("younger") as younger:
-        await player.ready(older, "older")
-        await player.ready(younger, "younger")
+    with player.launch() as first:
+        await player.ready(first)
+        await player.bus.publish(player.names.ledger(VersionLive.event()), VersionLive(version=0, at=time.time()))
         await player.live(0)
-
-        def one_left() -> bool:
-            return (older.process.poll() is None) != (younger.process.poll() is None)
-
-        await until(one_left, "the end of one of the two")
-        gone = older if older.process.poll() is not None else younger
-        assert gone.process.returncode == 1
-        assert "another writer is active" in gone.words()
+        assert await asyncio.to_thread(first.process.wait, 60) == 1
+        assert "another writer is active" in first.words()
+    with player.launch() as second:
+        await player.ready(second)
         await player.work_until(2)
         assert (await player.batch(0)).step == 0
         assert (await player.audit()).violations == []
-
-
-async def on_mortal_servers(nats: EmbeddedNats, valkey: EmbeddedValkey, directory: Path, model: Path) -> tuple[Player, Bus, Store]:
-    write_jsonl(directory / "prompts.jsonl")
-    config = run_config(directory, model={"hf_checkpoint": str(model)}, reward={"rm_type": "exact"}, bus={"ack_wait": 2.0})
-    bus, store = await Bus.connect(nats.url, "player"), Store(valkey.url)
-    await runs.create(bus, config, valkey.url)
-    return Player(bus, store, config, nats.url, directory), bus, store
 
 
 @pytest.mark.parametrize("victim", ["nats", "valkey"])

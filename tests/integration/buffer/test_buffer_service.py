@@ -102,6 +102,55 @@ async def test_a_prompt_may_name_the_environment_that_scores_it(launched: Launch
         assert sorted(taken) == ["exact", "judge", "math", "remote_rm"]
 
 
+async def test_prompts_that_are_left_out_are_counted_and_their_place_is_taken(launched: Launched, tmp_path: Path) -> None:
+    rows = [PROMPTS[0], {"prompt": "1" * 9, "label": "1"}, {"question": "1+1="}, *PROMPTS[1:3], [3]]
+    write_jsonl(tmp_path / "mixed.jsonl", rows)
+    mixed = str(tmp_path / "mixed.jsonl")
+    player, buffer = await launched(
+        data={"prompt_data": [f"{mixed}@[:3]", mixed], "overlong_prompts": "filter", "bad_prompts": "skip"},
+        rollout={"rollout_max_prompt_len": 8},
+        eval={"eval_prompt_data": f"{mixed}@[:-1]", "skip_eval_before_train": True},
+    )
+    await player.live(0)
+    await settled(player, 4)
+    prompts = [lease.message.prompt for lease in await player.tasks(4)]
+    assert prompts == [PROMPTS[row]["prompt"] for row in (0, 0, 1, 2)], "of the first file one is left, of the second three"
+    [card] = await Registry(player.bus, player.config.run.name).alive("buffer")
+    with urllib.request.urlopen(f"http://{card.http}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    run = player.config.run.name
+    for of, kept, overlong, bad in (("training", 4, 2, 3), ("heldout", 3, 1, 1)):
+        assert f'myxo_prompts{{instance="buffer-1",of="{of}",run="{run}"}} {kept}.0' in text
+        for reason, count in (("overlong", overlong), ("bad", bad)):
+            assert f'myxo_prompts_left_out{{instance="buffer-1",of="{of}",reason="{reason}",run="{run}"}} {count}.0' in text
+    logged = [line for line in map(json.loads, buffer.words().splitlines()) if line["event"] == "prompts"]
+    assert [(line["of"], line["count"], line["left_out"]) for line in logged] == [
+        ("training", 4, {"overlong": 2, "bad": 3}),
+        ("heldout", 3, {"overlong": 1, "bad": 1}),
+    ]
+    assert "mixed.jsonl:2" in logged[0]["first_left_out"]
+
+
+async def test_a_source_goes_on_behind_what_a_killed_buffer_has_drawn(launched: Launched) -> None:
+    player, first = await launched(data={"prompt_data": None, "data_source": "tests.support.prompt_source:Sums"})
+    await player.live(0)
+    await settled(player, 4)
+    tasks = [lease.message for lease in await player.tasks(4)]
+    assert [task.prompt for task in tasks] == ["1+1=", "2+1=", "3+1=", "4+1="]
+    first.kill()
+    with player.launch("buffer-2") as second:
+        await player.ready(second, "buffer-2")
+        await player.live(1)
+
+        async def new_tasks() -> bool:
+            tasks.extend(lease.message for lease in await player.tasks(4) if lease.message.group not in {task.group for task in tasks})
+            return len(tasks) >= 6
+
+        await until(new_tasks, "two more tasks")
+    assert [task.prompt for task in tasks[4:]] == ["5+1=", "6+1="]
+    assert [task.metadata["process"] for task in tasks] == [first.process.pid] * 4 + [second.process.pid] * 2
+
+
 async def test_a_run_is_played_to_its_end(launched: Launched) -> None:
     player, buffer = await launched()
     await player.live(0)

@@ -6,6 +6,8 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from shared.embedded import free_port
@@ -51,6 +53,63 @@ def test_a_line_that_is_not_json(myxo: Myxo, config_file: ConfigFile, tmp_path: 
     config = config_file()
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": \n')
     assert "prompts.jsonl:2" in refused(myxo, "up", config)
+
+
+def test_a_line_without_the_label_that_its_verifier_needs(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    config = config_file()
+    write_jsonl(tmp_path / "prompts.jsonl", [PROMPTS[0], {"prompt": "1+1=", "label": None}])
+    line = refused(myxo, "up", config)
+    assert "data.prompt_data:label" in line
+    assert f"{tmp_path}/prompts.jsonl:2" in line
+    assert "the answer that exact compares with" in line
+
+
+def test_files_slices_and_weights_that_are_none(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    config = config_file()
+    prompts, heldout = tmp_path / "prompts.jsonl", tmp_path / "heldout.jsonl"
+    assert "data.prompt_data" in (line := refused(myxo, "up", config, "--prompt-data", f"{prompts}@[a:b]"))
+    assert "give PATH, PATH@[start:stop] or PATH@[start:stop]*WEIGHT" in line
+    line = refused(myxo, "up", config, "--prompt-data", prompts, f"{prompts}@[20:]")
+    assert f"data.prompt_data = '{prompts}@[20:]': the slice is empty: the file has 9 rows" in line
+    line = refused(myxo, "up", config, "--prompt-data", prompts, tmp_path / "none.jsonl")
+    assert f"data.prompt_data = '{tmp_path}/none.jsonl': no such file" in line
+    assert "the weight 0.01 of 9 prompts rounds to none" in refused(myxo, "up", config, "--prompt-data", f"{prompts}*0.01")
+    assert "held-out prompts are all used, each once" in refused(myxo, "up", config, "--eval-prompt-data", f"{heldout}*2")
+    write_jsonl(heldout, [*PROMPTS[:2], {"prompt": "1+1="}])
+    assert f"{heldout}:3" in refused(myxo, "up", config, "--prompt-data", prompts, f"{heldout}@[-1:]")
+
+
+def test_parquet_that_cannot_be_read_and_a_row_that_does_not_fit(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.parquet"
+    path.write_bytes(b"PAR1, but not really")
+    line = refused(myxo, "up", config_file(), "--prompt-data", path)
+    assert f"data.prompt_data = '{path}': not a readable Parquet file" in line
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1=", "1+2="], "label": ["2", None]}), path)
+    line = refused(myxo, "up", config_file(), "--prompt-data", path)
+    assert "data.prompt_data:label" in line
+    assert f"{path}:2" in line
+
+
+def test_prompts_that_are_left_out_are_told(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    config = config_file(rollout={"rollout_max_prompt_len": 6})
+    write_jsonl(tmp_path / "prompts.jsonl", [*PROMPTS[:2], {"prompt": "1+1=" * 2, "label": "2"}, {"question": "1+1="}])
+    assert "prompts.jsonl:3" in refused(myxo, "up", config)
+    assert "prompts.jsonl:4" in refused(myxo, "up", config, "--overlong-prompts", "filter")
+    code, out, err = myxo.run("up", config, "--overlong-prompts", "filter", "--bad-prompts", "skip", "--dry-run")
+    assert code == 0
+    assert tomllib.loads(out)["data"]["bad_prompts"] == "skip"
+    [line] = err.splitlines()
+    assert line.startswith("myxo: data.prompt_data: 2 of 4 prompts are left out (1 overlong, 1 bad); the first: ")
+    assert f"{tmp_path}/prompts.jsonl:3" in line
+    write_jsonl(tmp_path / "prompts.jsonl", [{"question": "1+1="}] * 3)
+    assert "all are left out" in refused(myxo, "up", config, "--bad-prompts", "skip")
+    assert "data.bad_prompts = 'ignore'" in refused(myxo, "up", config, "--bad-prompts", "ignore")
+
+
+def test_a_data_source_that_is_not_there(myxo: Myxo, config_file: ConfigFile) -> None:
+    line = refused(myxo, "up", config_file(), "--data-source", "no_such_package.prompts:make")
+    assert "data.data_source = 'no_such_package.prompts:make': cannot be imported" in line
+    assert "data.data_source" in refused(myxo, "up", config_file(), "--data-source", "no_such_package.prompts")
 
 
 def test_an_unknown_key(myxo: Myxo, config_file: ConfigFile) -> None:

@@ -29,7 +29,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = said(capsys, "--help")
-    for command in ("up", "submit", "status", "logs", "audit", "env", "summary"):
+    for command in ("up", "submit", "status", "logs", "samples", "audit", "env", "summary"):
         assert command in out
 
 
@@ -54,7 +54,7 @@ def test_services_and_commands_agree_on_the_code_for_bad_input() -> None:
 
 
 def test_no_command_needs_torch_or_matplotlib_to_start() -> None:
-    modules = ("up", "status", "logs", "audit", "report", "chart", "main")
+    modules = ("up", "status", "logs", "samples", "audit", "report", "chart", "main")
     code = (
         f"import sys, {', '.join(f'shared.cli.{module}' for module in modules)}; "
         "sys.exit(','.join(name for name in ('torch', 'matplotlib', 'transformers', 'sglang', 'megatron') if name in sys.modules) or 0)"

@@ -102,6 +102,27 @@ def test_who_is_down_says_when_it_comes_back(config: RunConfig) -> None:
     assert (line.state, line.detail) == ("down", "signal 9, again in 4 s")
 
 
+def test_the_figures_are_those_of_the_active_buffer(config: RunConfig) -> None:
+    active = card("buffer", number=0, in_flight=4, live_version=1)
+    waits = card("buffer", "standby", number=1, at=NOW + 5, followed=12)
+    view = look(config, [active, waits, *EVERYBODY[1:]])
+    assert (view.in_flight, view.live_version) == (4, 1)
+    assert [(line.instance, line.state, line.detail) for line in view.services if line.service == "buffer"] == [
+        ("buffer-0", "ready", "4 groups in flight, 0 ready"),
+        ("buffer-1", "standby", "12 records of the ledger followed"),
+    ]
+    starts = card("buffer", "starting", number=2, at=NOW + 9)
+    assert look(config, [active, waits, starts, *EVERYBODY[1:]]).in_flight == 4, "it has nothing to say yet"
+    successor = card("buffer", number=1, at=NOW + 9, in_flight=2)
+    assert look(config, [active, successor, *EVERYBODY[1:]]).in_flight == 2, "the card of the dead is older"
+
+
+def test_a_buffer_on_standby_alone_is_not_enough(config: RunConfig) -> None:
+    cards = [card("buffer", "standby"), *EVERYBODY[1:]]
+    assert waiting_for(config, cards, []) == "a buffer service"
+    assert look(config, cards).in_flight is None
+
+
 def test_services_that_joined_from_elsewhere_are_shown(config: RunConfig) -> None:
     lines = look(config, [card("rollout"), card("rollout", number=7)], [status("rollout")]).services
     assert [(line.instance, line.restarts) for line in lines] == [("rollout-0", 0), ("rollout-7", None)]

@@ -17,6 +17,7 @@ from tests.support.run_config import run_config, values
 
 SECTIONS: dict[str, type[Section]] = {section: section_model(section) for section in RunConfig.model_fields}
 MUTABLE = {
+    "buffer_replicas",
     "num_rollout",
     "rollout_replicas",
     "rollout_concurrency",

@@ -66,6 +66,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "Durable": {"steps": 1},
     "Accepted": {},
     "Refused": {"reason": "no"},
+    "LeaseCard": {"holder": "buffer-0", "term": "t", "mark": "m", "at": 1.0},
     "WeightsOffer": {"version": 3},
     "WeightsPrepare": {
         **PUSH,

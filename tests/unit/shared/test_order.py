@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from collections import Counter
+
+import pytest
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shared.order import EpochOrder
+from shared.order import Cipher, EpochOrder, MixedOrder
 
 SIZES, SEEDS = st.integers(1, 40), st.integers(0, 2**31)
 
@@ -31,3 +34,65 @@ def test_without_shuffling_rows_come_in_file_order() -> None:
 def test_epochs_and_seeds_differ() -> None:
     rows = [tuple(EpochOrder(20, True, seed).row(epoch * 20 + place) for place in range(20)) for seed in (1, 5) for epoch in range(2)]
     assert len(set(rows)) == 4
+
+
+@given(st.integers(1, 300), SEEDS)
+def test_an_order_that_is_computed_is_a_permutation_too(size: int, seed: int) -> None:
+    order = EpochOrder(size, True, seed, listed=0)
+    epochs = [[order.row(epoch * size + place) for place in range(size)] for epoch in range(2)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+    if size > 20:
+        assert epochs[0] != epochs[1]
+        assert epochs[0] != sorted(epochs[0])
+
+
+def test_orders_are_what_they_always_were() -> None:
+    # a run resumed under a newer version goes on with the prompts that it would have had
+    assert [EpochOrder(10, True, 42).row(number) for number in range(12)] == [5, 6, 0, 7, 3, 2, 4, 9, 1, 8, 2, 8]
+    assert [Cipher(1 << 40, 7)[place] for place in range(3)] == [227134629944, 944323139396, 358413424437]
+
+
+@given(SIZES, SIZES, SEEDS, st.booleans(), st.integers(0, 200))
+def test_files_of_weight_one_are_one_file(first: int, second: int, seed: int, shuffle: bool, number: int) -> None:
+    mixed = MixedOrder([first, second], [1.0, 1.0], shuffle, seed)
+    assert mixed.row(number) == EpochOrder(first + second, shuffle, seed).row(number)
+
+
+FILES = st.lists(st.tuples(st.integers(0, 12), st.sampled_from([0.25, 0.5, 1.0, 1.5, 2.0, 2.75])), min_size=1, max_size=4)
+
+
+def mixed_order(files: list[tuple[int, float]], shuffle: bool, seed: int, listed: int) -> MixedOrder:
+    sizes, weights = [size for size, _ in files], [weight for _, weight in files]
+    assume(any(sizes) and all(round(size * weight) or not size for size, weight in files))
+    return MixedOrder(sizes, weights, shuffle, seed, listed=listed)
+
+
+@given(FILES, st.booleans(), SEEDS, st.sampled_from([0, 1 << 20]))
+def test_an_epoch_holds_of_each_file_what_its_weight_says(files: list[tuple[int, float]], shuffle: bool, seed: int, listed: int) -> None:
+    order = mixed_order(files, shuffle, seed, listed)
+    drawn: Counter[int] = Counter()
+    for epoch in range(4):
+        rows = [order.row(epoch * order.epoch_size + place) for place in range(order.epoch_size)]
+        drawn.update(rows)
+        first = 0
+        for size, weight in files:
+            assert sum(first <= row < first + size for row in rows) == round(size * weight)
+            times = [drawn[row] for row in range(first, first + size)]
+            assert not times or max(times) - min(times) <= 1, "each of a file as often as the others, to within one"
+            first += size
+
+
+@given(FILES, SEEDS, st.lists(st.integers(0, 200), max_size=20))
+def test_a_mixed_order_goes_on_at_any_number(files: list[tuple[int, float]], seed: int, numbers: list[int]) -> None:
+    order = mixed_order(files, True, seed, 1 << 20)
+    assert [order.row(number) for number in numbers] == [mixed_order(files, True, seed, 1 << 20).row(number) for number in numbers]
+
+
+def test_half_of_a_file_is_followed_by_its_other_half() -> None:
+    order = MixedOrder([4, 2], [0.5, 1.0], False, 1)
+    assert [order.row(number) for number in range(12)] == [0, 1, 4, 5, 2, 3, 4, 5, 0, 1, 4, 5]
+
+
+def test_a_weight_that_draws_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the weight 0\.1 of 3 prompts rounds to none"):
+        MixedOrder([3], [0.1], False, 1)

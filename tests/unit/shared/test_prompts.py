@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shared.errors import ConfigError
 from shared.jsonl import JsonLines
-from shared.prompts import PromptFile, eval_prompts, training_prompts
+from shared.prompts import PromptFile, TrainingPrompts, eval_prompts, training_prompts
 from shared.sections import DataSection, RewardSection
 from shared.tokenizer import Tokenizer
 from tests.support.run_config import run_config, write_jsonl
@@ -46,7 +51,10 @@ def test_other_keys_and_numbers_as_labels(tmp_path: Path, tokenizer: Tokenizer) 
     row = {"question": "a", "answer": 42, "extra": {"x": 1}}
     assert prompts(tmp_path, tokenizer, row, input_key="question", label_key="answer", metadata_key="extra")[0].label == "42"
     assert prompts(tmp_path, tokenizer, row, input_key="question", label_key="answer", metadata_key="extra")[0].metadata == {"x": 1}
-    assert prompts(tmp_path, tokenizer, row, input_key="question", label_key=None)[0].label is None
+    path = write_jsonl(tmp_path / "prompts.jsonl", [row])
+    data = DataSection(prompt_data=path, input_key="question", label_key=None)
+    reward = RewardSection(rm_type="remote_rm", rm_url="http://judge:8080")
+    assert PromptFile(JsonLines(path, "data.prompt_data"), data, tokenizer, None, reward)[0].label is None
 
 
 @pytest.mark.parametrize(
@@ -60,6 +68,10 @@ def test_other_keys_and_numbers_as_labels(tmp_path: Path, tokenizer: Tokenizer) 
         ({"prompt": [{"content": "a"}], "label": "2"}, "prompt", "with role and content"),
         ({"prompt": "a", "label": ["2"]}, "label", "text or a number"),
         ({"prompt": "a", "label": True}, "label", "text or a number"),
+        ({"prompt": "a", "label": None}, "label", "the answer that math compares with"),
+        ({"prompt": [{"role": "user", "content": "a"}], "label": "2", "tools": "{"}, "tools", "JSON text of one"),
+        ({"prompt": [{"role": "user", "content": "a"}], "label": "2", "tools": {"a": 1}}, "tools", "each an object"),
+        ({"prompt": [{"role": "user", "content": [1]}], "label": "2"}, "prompt", "the chat template refuses it"),
         ({"prompt": "a", "label": "2", "metadata": [1]}, "metadata", "an object"),
         ({"prompt": "a" * 11, "label": "2"}, "prompt", "at most rollout_max_prompt_len = 10 tokens, found '11 tokens'"),
         ({"prompt": "a", "label": "2", "metadata": {"big": 10**30}}, "prompt", "MessagePack carries"),
@@ -108,3 +120,134 @@ def test_an_environment_that_the_run_does_not_have_is_refused(
     assert caught.value.field == f"{of}:metadata.rm_type"
     assert f"{path}:1" in str(caught.value)
     assert words in str(caught.value)
+
+
+def test_tools_reach_the_chat_template(tmp_path: Path, tokenizer: Tokenizer, tiny_model: Path) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    template = "{% if tools is not none %}{{ tools | map(attribute='name') | join }}: {% endif %}{{ messages[0].content }}"
+    (model / "chat_template.jinja").write_text(template)
+    chat = [{"role": "user", "content": "1+1="}]
+    rows = [{"prompt": chat, "label": "2", "functions": tools} for tools in ([{"name": "add"}], '[{"name": "add"}]', None, [])]
+    file = prompts(tmp_path, Tokenizer(model), *rows, tool_key="functions")
+    assert [tokenizer.decode(file[row].tokens) for row in range(4)] == ["add: 1+1=", "add: 1+1=", "1+1=", "1+1="]
+
+
+ROWS: list[Any] = [
+    {"prompt": "a" * 4, "label": "0"},
+    {"prompt": "b" * 12, "label": "1"},
+    {"prompt": "c" * 4},
+    {"prompt": "d" * 4, "label": "3"},
+    [1],
+    {"prompt": "e" * 11, "label": "5"},
+    {"prompt": "f" * 4, "label": "6"},
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "labels", "overlong", "bad"),
+    [
+        (ROWS, {"overlong_prompts": "filter", "bad_prompts": "skip"}, ["0", "3", "6"], 2, 2),
+        ([ROWS[0], ROWS[1], ROWS[3]], {"overlong_prompts": "filter"}, ["0", "3"], 1, 0),
+        ([ROWS[2], ROWS[0], ROWS[4], ROWS[3]], {"bad_prompts": "skip"}, ["0", "3"], 0, 2),
+        ([ROWS[0], ROWS[3]], {"bad_prompts": "skip"}, ["0", "3"], 0, 0),
+    ],
+)
+def test_prompts_are_left_out_and_counted(
+    tmp_path: Path, tokenizer: Tokenizer, rows: list[Any], options: dict[str, str], labels: list[str], overlong: int, bad: int
+) -> None:
+    file = prompts(tmp_path, tokenizer, *rows, longest=10, **options)
+    file.check()
+    assert [file[number].label for number in range(len(file))] == labels
+    assert file.left_out == {"overlong": overlong, "bad": bad}
+    assert (file.first_left_out is None) == (not overlong and not bad)
+
+
+@pytest.mark.parametrize(
+    ("options", "line", "words"),
+    [
+        ({"overlong_prompts": "filter"}, 3, "has no key 'label'"),
+        ({"bad_prompts": "skip"}, 2, "at most rollout_max_prompt_len = 10 tokens"),
+    ],
+)
+def test_what_is_not_to_be_left_out_is_refused(
+    tmp_path: Path, tokenizer: Tokenizer, options: dict[str, str], line: int, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        prompts(tmp_path, tokenizer, *ROWS, longest=10, **options)
+    assert str(caught.value.value).endswith(f"prompts.jsonl:{line}")
+
+
+def test_files_of_which_nothing_is_left_and_unknown_environments_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    options = {"overlong_prompts": "filter", "bad_prompts": "skip"}
+    with pytest.raises(ConfigError, match=r"2 prompts.*all are left out; the first: data\.prompt_data:label"):
+        prompts(tmp_path, tokenizer, ROWS[2], ROWS[1], longest=10, **options)
+    with pytest.raises(ConfigError, match="did you mean math"):
+        prompts(tmp_path, tokenizer, {"prompt": "a", "label": "1", "metadata": {"rm_type": "maths"}}, **options)
+
+
+KINDS = st.lists(st.sampled_from([0, 1, 3, 4]), max_size=20)
+
+
+@settings(max_examples=40)
+@given(KINDS.filter(lambda kinds: 0 in kinds or 3 in kinds), KINDS, st.integers(0, 99))
+def test_the_prompts_left_keep_their_numbers_over_restarts(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, first: list[int], second: list[int], resumed_at: int
+) -> None:
+    directory = tmp_path_factory.mktemp("restart")
+    for name, kinds in (("a", first), ("b", [*second, 0])):
+        rows = [{**ROWS[kind], "metadata": {"id": f"{name}{row}"}} if kind != 4 else ROWS[4] for row, kind in enumerate(kinds)]
+        write_jsonl(directory / f"{name}.jsonl", rows)
+    data = {
+        "prompt_data": [str(directory / "a.jsonl"), {"path": str(directory / "b.jsonl"), "weight": 1.5}],
+        "overlong_prompts": "filter",
+        "bad_prompts": "skip",
+        "rollout_shuffle": True,
+    }
+    config = run_config(directory, data=data, rollout={"rollout_max_prompt_len": 10})
+    whole = training_prompts(config, tokenizer)
+    ids = [whole.at(number).metadata["id"] for number in range(resumed_at + 30)]
+    assert [training_prompts(config, tokenizer).at(resumed_at).metadata["id"], *ids[resumed_at + 1 :]] == ids[resumed_at:]
+    kept = {f"{name}{row}" for name, kinds in (("a", first), ("b", [*second, 0])) for row, kind in enumerate(kinds) if kind in (0, 3)}
+    assert set(ids) <= kept
+    epoch = sum(kind in (0, 3) for kind in first) + round(1.5 * (1 + sum(kind in (0, 3) for kind in second)))
+    assert {whole.at(number).metadata["id"] for number in range(epoch)} == kept, "an epoch uses each that is left"
+
+
+def test_parquet_prompts_are_as_good(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"{row}+1="}], "label": row + 1, "metadata": {"level": row}} for row in range(5)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "prompts.parquet")
+    config = run_config(tmp_path, data={"prompt_data": f"{tmp_path}/prompts.parquet@[1:]"})
+    taken = [training_prompts(config, tokenizer).at(number) for number in range(5)]
+    assert [prompt.label for prompt in taken] == ["2", "3", "4", "5", "2"]
+    assert (taken[0].content, taken[0].metadata) == (rows[1]["prompt"], {"level": 1})
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [b"\xff", b"a"], "label": ["1", "2"]}), tmp_path / "prompts.parquet")
+    with pytest.raises(ConfigError) as caught:
+        training_prompts(config, tokenizer).at(0)
+    assert (caught.value.field, caught.value.value) == ("data.prompt_data:prompt", f"{tmp_path}/prompts.parquet:2")
+
+
+def test_what_is_left_out_is_kept_for_the_next_start_and_only_for_the_same_input(
+    tmp_path: Path, tokenizer: Tokenizer, tiny_model: Path
+) -> None:
+    def opened(**rollout: Any) -> TrainingPrompts:
+        data = {"overlong_prompts": "filter", "bad_prompts": "skip"}
+        model = {"hf_checkpoint": str(tiny_model)}
+        return training_prompts(run_config(tmp_path, model=model, data=data, rollout={"rollout_max_prompt_len": 10, **rollout}), tokenizer)
+
+    def facts(prompts: TrainingPrompts) -> tuple[Any, ...]:
+        return [prompts.at(number).label for number in range(6)], prompts.left_out, str(prompts.first_left_out)
+
+    path, kept = write_jsonl(tmp_path / "prompts.jsonl", ROWS), tmp_path / "runs" / "test" / "prompts" / "training.kept"
+    first = facts(opened())
+    assert not (tmp_path / "runs").exists(), "looking at a config makes nothing"
+    (tmp_path / "runs" / "test").mkdir(parents=True)
+    assert facts(opened()) == first
+    head, _, bits = kept.read_bytes().partition(b"\n")
+    kept.write_bytes(head + b"\n" + bytes([bits[0] ^ 0x80]))
+    assert facts(opened()) != first, "it is read"
+    assert facts(opened(rollout_max_prompt_len=11))[1] == {"overlong": 1, "bad": 2}
+    assert facts(opened()) == first
+    kept.write_bytes(b"cut off")
+    assert facts(opened()) == first
+    write_jsonl(path, [ROWS[0], *ROWS])
+    assert facts(opened())[0] == ["0", "0", "3", "6", "0", "0"]

@@ -1,0 +1,243 @@
+"""``myxo samples`` on a ledger written by hand and real payloads: on given servers, on a live run's own, and on a stopped run's files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shared import runs, sample
+from shared.bus import Bus
+from shared.cli.rundir import RunDirectory, Servers
+from shared.config import RunConfig
+from shared.embedded import EmbeddedNats, EmbeddedValkey
+from shared.ledger import (
+    BatchFormed,
+    BatchTrained,
+    CheckpointDurable,
+    GroupDead,
+    GroupsAdmitted,
+    GroupsScored,
+    LedgerRecord,
+    ScoredGroup,
+    VersionLive,
+    group_id,
+)
+from shared.messages import Payload
+from shared.sample import Sample
+from shared.store import Store
+from shared.subjects import Subjects
+from tests.integration.cli.command import Myxo
+from tests.support.run_config import run_config
+
+BEGIN = 1_700_000_000.0
+
+
+def samples_of(number: int) -> list[Sample]:
+    """Two samples of three and four tokens, the second made under two versions."""
+    return [
+        Sample(
+            group=group_id(number),
+            index=index,
+            prompt=np.array([1, 2, 3], dtype=np.int32),
+            response=np.arange(20, 23 + index, dtype=np.int32),
+            log_probs=np.array([-0.25, -0.5, -1.0, -2.0][: 3 + index], dtype=np.float32),
+            mask=np.array([1, 1, 1, 0][: 3 + index], dtype=np.uint8),
+            segments=[(0, 3, 0)] if index == 0 else [(0, 2, 0), (2, 4, 1)],
+            finish="stop",
+            text=f"the answer of {number}/{index}",
+            prompt_text=f"prompt {number}",
+            label="5",
+            metadata={"difficulty": number},
+        )
+        for index in range(2)
+    ]
+
+
+async def fill(bus: Bus, store: Store, config: RunConfig, store_url: str | None) -> None:
+    """A run of five groups: 0 trained and freed, 1 trained, 2 in a batch (its payload lost), 3 dead, 4 ready."""
+    names = Subjects(config.run.name)
+    await runs.create(bus, config, store_url)
+    scored = []
+    for number in (0, 1, 2, 4):
+        made = samples_of(number)
+        blobs = {names.payload_key(group_id(number), 0, part): blob for part, blob in enumerate(sample.encode(made, 1))}
+        assert len(blobs) == 2
+        if number not in (0, 2):
+            await store.write(blobs)
+        scored.append(
+            ScoredGroup(
+                group=group_id(number),
+                attempt=0,
+                payload=Payload(keys=list(blobs), bytes=sum(map(len, blobs.values()))),
+                samples=[entry.meta() for entry in made],
+                rewards=[0.0, float(number)],
+                replica=f"rollout-{number}",
+                started=BEGIN,
+                ended=BEGIN + number,
+            )
+        )
+    records: list[LedgerRecord] = [
+        VersionLive(version=0, at=BEGIN),
+        GroupsAdmitted(first=0, count=5, version=0, at=BEGIN),
+        GroupsScored(groups=scored, at=BEGIN + 5),
+        *(BatchFormed(step=number, version=0, groups=[group_id(number)], at=BEGIN + 6) for number in range(3)),
+        *(BatchTrained(step=number, version=0, started=BEGIN + 6, ended=BEGIN + 8, at=BEGIN + 8) for number in range(2)),
+        CheckpointDurable(steps=1, at=BEGIN + 9),
+        GroupDead(group=group_id(3), reason="reward-0: the verifier hung", at=BEGIN + 10),
+    ]
+    for record in records:
+        await bus.publish(names.ledger(record.event()), record)
+
+
+@asynccontextmanager
+async def embedded(config: RunConfig) -> AsyncIterator[tuple[Bus, Store, Servers]]:
+    """Servers on the run's own files, as the launcher runs them."""
+    files = RunDirectory(config.run.root)
+    nats, valkey = EmbeddedNats(files.nats), EmbeddedValkey(files.valkey)
+    nats.start()
+    valkey.start()
+    bus, store = await Bus.connect(nats.url, "test"), Store(valkey.url)
+    yield bus, store, Servers(nats.url, valkey.url, 1)
+    await store.close()
+    await bus.close()
+    valkey.stop()
+    nats.stop()
+
+
+def check_list(myxo: Myxo, run: str | Path, *more: str | Path, environment: dict[str, str] | None = None) -> None:
+    code, out, err = myxo.run("samples", run, *more, environment=environment)
+    assert (code, err) == (0, "")
+    for part in ("5 groups", "trained at step 0", "in batch of step 2", "dead (reward-0: the verifier hung)", "ready", "rollout-4", "0–1"):
+        assert part in out
+    chosen = ("--json", "--sort", "reward", "--limit", "2", "--status", "trained")
+    code, out, _ = myxo.run("samples", run, *more, *chosen, environment=environment)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [(row["group"], row["rewards"], row["durable"]) for row in rows] == [("g00000000", [0, 0], True), ("g00000001", [0, 1], False)]
+
+
+def check_sample(myxo: Myxo, run: str | Path, *more: str | Path, environment: dict[str, str] | None = None) -> None:
+    code, out, err = myxo.run("samples", run, "g4/1", *more, environment=environment)
+    assert (code, err) == (0, "")
+    for part in ("g00000004/1", "prompt 4", "the answer of 4/1", "-2.000", "tokens 2–3 under version 1", "admitted while version 0"):
+        assert part in out
+    code, out, err = myxo.run("samples", run, "4", *more, "--json", environment=environment)
+    assert (code, err, len(out.splitlines())) == (0, "", 1)
+    shown = json.loads(out)
+    assert (shown["status"], shown["absent"]) == ("ready", None)
+    for entry, made in zip(shown["samples"], samples_of(4), strict=True):
+        assert (entry["text"], entry["prompt_text"], entry["reward"]) == (made.text, made.prompt_text, 4.0 * made.index)
+        for field in ("prompt", "response", "mask", "log_probs"):
+            assert entry[field] == getattr(made, field).tolist()
+        assert entry["versions"] == made.versions().tolist()
+
+
+@pytest.fixture
+def stopped_run(tmp_path: Path) -> RunConfig:
+    """A run that once ran on this machine and does not any more."""
+    config = run_config(tmp_path)
+
+    async def make() -> None:
+        async with embedded(config) as (bus, store, servers):
+            await fill(bus, store, config, servers.redis_url)
+
+    asyncio.run(make())
+    return config
+
+
+def test_a_stopped_run(myxo: Myxo, stopped_run: RunConfig) -> None:
+    root = stopped_run.run.root
+    check_list(myxo, "test", "--dir", stopped_run.run.dir)
+    check_sample(myxo, root)
+    code, out, _ = myxo.run("samples", root, "g4")
+    assert code == 0
+    for part in ("the answer of 4/0", "the answer of 4/1", "prompt 4", "rollout-4"):
+        assert part in out
+    assert not RunDirectory(root).is_held()
+
+
+def test_what_is_gone_is_said_and_the_ledger_shown(myxo: Myxo, stopped_run: RunConfig) -> None:
+    for group, why in (
+        ("g0", "freed: step 0 is trained and in a durable checkpoint"),
+        ("g2", "the store holds no blob test:group:g00000002:0:0"),
+        ("g3", "freed when it was given up"),
+    ):
+        code, out, err = myxo.run("samples", stopped_run.run.root, group)
+        assert (code, err) == (0, "")
+        assert f"No samples to show: {'its samples were ' if group != 'g2' else ''}{why}" in out
+        assert "admitted while version 0 was live" in out
+    code, out, _ = myxo.run("samples", stopped_run.run.root, "g0/1", "--json")
+    shown = json.loads(out)
+    assert (code, shown["samples"], shown["durable"], shown["rewards"]) == (0, [], True, [0, 0])
+    assert [passage["event"] for passage in shown["provenance"]][-1] == "checkpoint_durable"
+
+
+def test_what_is_not_there_is_refused(myxo: Myxo, stopped_run: RunConfig) -> None:
+    for words, part in (
+        (("g5",), "GROUP = 'g00000005': no such group in run test; it has g00000000 to g00000004"),
+        (("g4/2",), "GROUP = 'g00000004/2': the group has 2 samples; give 0 to 1"),
+        (("g0/2",), "the group has 2 samples"),
+    ):
+        code, out, err = myxo.run("samples", stopped_run.run.root, *words)
+        assert (code, out) == (2, "")
+        assert part in err
+    assert not RunDirectory(stopped_run.run.root).is_held()
+
+
+async def test_given_servers(
+    myxo: Myxo, bus: Bus, store: Store, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path, run={"name": run_name})
+    await fill(bus, store, config, "redis://user:secret@127.0.0.1:1/0")
+    url = tmp_path / "redis_url"
+    url.write_text(valkey.url)
+    given = {"NATS_URL": nats.url}
+    await asyncio.to_thread(check_list, myxo, run_name, environment=given)  # the ledger alone
+    await asyncio.to_thread(check_sample, myxo, run_name, environment={**given, "REDIS_URL": valkey.url})
+    await asyncio.to_thread(check_sample, myxo, run_name, environment={**given, "REDIS_URL_FILE": str(url)})
+    code, out, err = await asyncio.to_thread(myxo.run, "samples", run_name, "g4", environment=given)
+    assert (code, out) == (2, "")
+    assert "REDIS_URL = None: required in the environment" in err
+    wrong = {**given, "REDIS_URL": f"unix://{tmp_path}/nobody.sock"}
+    code, out, err = await asyncio.to_thread(myxo.run, "samples", run_name, "g4", environment=wrong)
+    assert (code, out) == (2, "")
+    assert "REDIS_URL" in err
+    await runs.create(bus, config, valkey.url)  # a store without credentials is named in the run itself
+    await asyncio.to_thread(check_sample, myxo, run_name, environment=given)
+
+
+async def test_a_live_runs_own_servers(myxo: Myxo, tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    files = RunDirectory(config.run.root)
+    files.hold()
+    try:
+        async with embedded(config) as (bus, store, servers):
+            await fill(bus, store, config, servers.redis_url)
+            files.write_servers(servers)
+            await asyncio.to_thread(check_list, myxo, config.run.root)
+            await asyncio.to_thread(check_sample, myxo, config.run.root)
+            files.remove_servers()
+    finally:
+        files.release()
+
+
+async def test_a_given_bus_beside_a_stopped_runs_own_store(
+    myxo: Myxo, bus: Bus, nats: EmbeddedNats, run_name: str, tmp_path: Path
+) -> None:
+    """`myxo up` with NATS_URL alone keeps the payloads on this machine."""
+    config = run_config(tmp_path, run={"name": run_name})
+    files = RunDirectory(config.run.root)
+    files.logs.mkdir(parents=True)
+    own = EmbeddedValkey(files.valkey)
+    own.start()
+    store = Store(own.url)
+    await fill(bus, store, config, own.url)
+    await store.close()
+    own.stop()
+    await asyncio.to_thread(check_sample, myxo, run_name, "--dir", config.run.dir, environment={"NATS_URL": nats.url})
+    assert not files.is_held()

@@ -1,0 +1,182 @@
+"""A source of the user's own: what a group was given once it is given again, whatever the source does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shared.config import RunConfig
+from shared.data_source import DrawnPrompts, load
+from shared.errors import ConfigError
+from shared.tokenizer import Tokenizer
+from tests.support.run_config import run_config
+
+SOURCE = '''
+import itertools
+from types import SimpleNamespace
+
+made = itertools.count()
+
+
+class Counting:
+    """Gives what no other life of it gives, and knows where it is."""
+
+    def __init__(self, config):
+        self.life, self.at = next(made), 0
+
+    def get_samples(self, n):
+        first, self.at = self.at, self.at + n
+        return [{"prompt": f"{number}+1=", "label": number + 1, "metadata": {"life": self.life}} for number in range(first, self.at)]
+
+    def state(self):
+        return {"at": self.at}
+
+    def load_state(self, value):
+        self.at = value["at"]
+
+
+class Stateless:
+    """Slime's groups of samples, without states."""
+
+    def __init__(self, config):
+        self.at = 0
+
+    def get_samples(self, n):
+        first, self.at = self.at, self.at + n
+        return [[SimpleNamespace(prompt=f"{number}+1=", label=str(number + 1), metadata={})] * 2 for number in range(first, self.at)]
+
+
+class Mixed(Stateless):
+    def get_samples(self, n):
+        first, self.at = self.at, self.at + n
+        kinds = ({"prompt": "1+1=", "label": "2"}, {"prompt": "1" * 30, "label": "2"}, {"question": "1+1="})
+        return [{**kinds[number % 3], "metadata": {"number": number}} for number in range(first, self.at)]
+
+
+class Dry:
+    def __init__(self, config):
+        pass
+
+    def get_samples(self, n):
+        return []
+
+
+class Other:
+    def __init__(self, config):
+        pass
+
+
+number = 3
+'''
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "a_source_of_prompts.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "a_source_of_prompts"
+    sys.modules.pop("a_source_of_prompts", None)
+
+
+def config_of(tmp_path: Path, source: str, **data: Any) -> RunConfig:
+    sections = {"data": {"prompt_data": None, "data_source": source, **data}, "rollout": {"rollout_max_prompt_len": 20}}
+    return run_config(tmp_path, **sections)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer(tiny_model)
+
+
+def test_a_group_keeps_its_prompt_over_restarts(tmp_path: Path, module: str, tokenizer: Tokenizer) -> None:
+    config = config_of(tmp_path, f"{module}:Counting")
+    first = DrawnPrompts(config, tokenizer)
+    given = [first.at(number) for number in (0, 1, 2, 1)]
+    assert [prompt.content for prompt in given] == ["0+1=", "1+1=", "2+1=", "1+1="]
+    second = DrawnPrompts(config, tokenizer)
+    assert len(second) == 3
+    assert [second.at(number).metadata for number in range(3)] == [given[0].metadata] * 3, "read, not drawn again"
+    assert second.at(4).content == "4+1=", "drawn behind the last state"
+    assert second.at(3).metadata != given[0].metadata, "by the source's second life"
+
+
+def test_two_buffers_go_on_behind_each_other(tmp_path: Path, module: str, tokenizer: Tokenizer) -> None:
+    config = config_of(tmp_path, f"{module}:Counting")
+    active, standby = DrawnPrompts(config, tokenizer), DrawnPrompts(config, tokenizer)
+    for number in range(6):
+        drawing, reading = (active, standby) if number < 3 else (standby, active)
+        assert drawing.at(number).content == f"{number}+1="
+        assert reading.at(number).metadata == drawing.at(number).metadata
+
+
+def test_a_source_without_states_is_asked_again(tmp_path: Path, module: str, tokenizer: Tokenizer) -> None:
+    config = config_of(tmp_path, f"{module}:Stateless")
+    assert DrawnPrompts(config, tokenizer).at(299).label == "300"
+    assert DrawnPrompts(config, tokenizer).at(300).label == "301"
+
+
+def test_a_line_that_was_cut_off_does_not_count(tmp_path: Path, module: str, tokenizer: Tokenizer) -> None:
+    config = config_of(tmp_path, f"{module}:Counting")
+    DrawnPrompts(config, tokenizer).at(2)
+    path = config.run.root / "prompts" / "drawn.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    again = DrawnPrompts(config, tokenizer)
+    assert len(again) == 2
+    assert [again.at(number).content for number in range(5)] == [f"{number}+1=" for number in range(5)]
+    third = DrawnPrompts(config, tokenizer)
+    assert [third.at(number).metadata for number in range(5)] == [again.at(number).metadata for number in range(5)]
+
+
+def test_prompts_are_left_out_as_they_are_drawn(tmp_path: Path, module: str, tokenizer: Tokenizer) -> None:
+    config = config_of(tmp_path, f"{module}:Mixed", overlong_prompts="filter", bad_prompts="skip")
+    drawn = DrawnPrompts(config, tokenizer)
+    assert [drawn.at(number).metadata["number"] for number in range(3)] == [0, 3, 6]
+    assert drawn.left_out == {"overlong": 2, "bad": 2}
+    again = DrawnPrompts(config, tokenizer)
+    assert again.left_out == {"overlong": 2, "bad": 2}
+    assert again.at(3).metadata["number"] == 9
+    refusing = config_of(tmp_path / "other", f"{module}:Mixed")
+    with pytest.raises(ConfigError, match="at most rollout_max_prompt_len") as caught:
+        DrawnPrompts(refusing, tokenizer).at(1)
+    assert "prompt 1" in str(caught.value.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Absent", "cannot be imported"),
+        ("number", "expected a function, found a int"),
+        ("Dry", r"get_samples\(1\) gave \[\]"),
+        ("Other", "has no get_samples"),
+    ],
+)
+def test_what_is_no_source_is_refused(tmp_path: Path, module: str, tokenizer: Tokenizer, name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        DrawnPrompts(config_of(tmp_path, f"{module}:{name}"), tokenizer).at(0)
+    assert caught.value.field == "data.data_source"
+
+
+def test_the_config_names_a_module_and_a_function(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be imported: No module named 'no_such_module'"):
+        load(config_of(tmp_path, "no_such_module:make"))
+    for text in ("module", "module:", ":make", "a b:c", "module:make()"):
+        with pytest.raises(ConfigError) as caught:
+            config_of(tmp_path, text)
+        assert caught.value.field == "data.data_source"
+    with pytest.raises(ConfigError, match=r"data\.prompt_data = None: required"):
+        run_config(tmp_path, data={"prompt_data": None})
+
+
+def test_a_line_of_the_file_says_what_was_drawn(tmp_path: Path, module: str, tokenizer: Tokenizer) -> None:
+    config = config_of(tmp_path, f"{module}:Counting")
+    DrawnPrompts(config, tokenizer).at(0)
+    [line] = (config.run.root / "prompts" / "drawn.jsonl").read_text().splitlines()
+    record = SimpleNamespace(**json.loads(line))
+    assert (record.number, record.drawn, record.state, record.left_out) == (0, 1, {"at": 1}, {"overlong": 0, "bad": 0})
+    assert record.entry["prompt"] == "0+1="

@@ -1,0 +1,62 @@
+"""Whether a process is dead is said only where it is certain."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from shared.liveness import certainly_dead, mark
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nobody can tell elsewhere")
+
+TELLS = "from shared.liveness import mark; print(mark(), flush=True); input()"
+
+
+@pytest.fixture
+def other() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    process = subprocess.Popen([sys.executable, "-c", TELLS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    yield process, process.stdout.readline().strip()
+    process.kill()
+    process.wait(30)
+
+
+def test_who_lives_is_not_dead(other: tuple[subprocess.Popen[str], str]) -> None:
+    process, its_mark = other
+    assert not certainly_dead(mark())
+    assert not certainly_dead(its_mark)
+    process.send_signal(signal.SIGSTOP)
+    assert not certainly_dead(its_mark), "it may go on"
+
+
+def test_who_was_killed_is_dead_before_and_after_its_parent_has_noticed(other: tuple[subprocess.Popen[str], str]) -> None:
+    process, its_mark = other
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, its entry still in the table
+    assert certainly_dead(its_mark)
+    process.wait(30)
+    assert certainly_dead(its_mark)
+
+
+def test_a_process_id_that_somebody_else_has_now_is_no_life() -> None:
+    boot, namespace, pid, started = mark().split("/")
+    assert certainly_dead(f"{boot}/{namespace}/{pid}/{int(started) - 1}")
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_nothing_is_said_of_other_machines_and_containers(place: int) -> None:
+    parts = mark().split("/")
+    parts[2] = str(2**22 + 1)  # more than a process id can be
+    assert certainly_dead("/".join(parts))
+    parts[place] = "elsewhere"
+    assert not certainly_dead("/".join(parts))
+
+
+def test_nonsense_is_nobody() -> None:
+    for nonsense in ("", "///", "a/b/c/d", mark() + "/1", "/".join([*mark().split("/")[:2], "0", "1"])):
+        assert not certainly_dead(nonsense), nonsense

@@ -1,0 +1,117 @@
+"""Rows of several files in a row, Parquet among them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.data_files import parse
+from shared.errors import ConfigError
+from shared.jsonl import JsonLines
+from shared.parquet import ParquetRows
+from shared.rows import open_rows
+
+FIELD = "data.prompt_data"
+
+
+def write(path: Path, numbers: range) -> Path:
+    rows = [{"number": number} for number in numbers]
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_slices_of_files_follow_each_other(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a.jsonl", range(5)), write(tmp_path / "b.parquet", range(10, 20))
+    named = (f"{first}@[1:3]", f"{second}@[-2:]", f"{first}", f"{second}@[:1]")
+    rows = open_rows([parse(text) for text in named], FIELD)
+    assert [rows[row]["number"] for row in range(len(rows))] == [1, 2, 18, 19, 0, 1, 2, 3, 4, 10]
+    assert [rows.where(row) for row in (0, 2, 4)] == [f"{first}:2", f"{second}:9", f"{first}:1"]
+
+
+def test_a_slice_without_rows_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", range(5))
+    with pytest.raises(ConfigError, match="the slice is empty: the file has 5 rows") as caught:
+        open_rows([parse(f"{path}@[7:9]")], FIELD)
+    assert (caught.value.field, caught.value.value) == (FIELD, f"{path}@[7:9]")
+
+
+LINES = st.lists(st.sampled_from(['{"a": 1}\n', "\n", " \t\r\n", '{"long": "' + "x" * 99 + '"}\n']), max_size=60)
+
+
+@given(LINES, st.integers(1, 9), st.data())
+def test_a_sparse_index_finds_every_row(
+    tmp_path_factory: pytest.TempPathFactory, written: list[str], entries: int, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("sparse") / "rows.jsonl"
+    path.write_text("".join(written) + '{"last": 1}')
+    expected = [(number, json.loads(line)) for number, line in enumerate([*written, '{"last": 1}'], start=1) if line.strip()]
+    rows = JsonLines(path, FIELD, entries=entries)
+    assert len(rows) == len(expected)
+    for row in data.draw(st.lists(st.integers(0, len(expected) - 1), max_size=20)):
+        assert (rows.line(row), rows[row]) == expected[row]
+    assert [rows[row] for row in range(len(rows))] == [entry for _, entry in expected]
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", range(50_000))
+    rows = JsonLines(path, FIELD)
+    path.write_text('{"number": 0}\n')
+    with pytest.raises(ConfigError, match="has become shorter"):
+        rows[40_000]
+
+
+@given(st.integers(1, 40), st.integers(1, 50), st.lists(st.integers(0, 39), max_size=10))
+def test_parquet_rows_are_read_in_any_order(tmp_path_factory: pytest.TempPathFactory, size: int, group: int, asked: list[int]) -> None:
+    path = tmp_path_factory.mktemp("parquet") / "rows.parquet"
+    entries = [{"prompt": f"é{row}", "label": row / 2, "metadata": {"level": row, "tags": ["a"] * (row % 3)}} for row in range(size)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(entries), path, row_group_size=group)
+    rows = ParquetRows(path, FIELD)
+    assert len(rows) == size
+    for row in asked:
+        assert rows[row % size] == entries[row % size]
+    assert rows.where(0) == f"{path}:1"
+
+
+def test_parquet_batches_and_categories(tmp_path: Path) -> None:
+    numbers = pyarrow.array([str(row % 7) for row in range(5000)]).dictionary_encode()
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": numbers}), tmp_path / "a.parquet", row_group_size=700)
+    rows = ParquetRows(tmp_path / "a.parquet", FIELD)
+    assert [rows[row]["prompt"] for row in (0, 1023, 1024, 4999)] == [str(row % 7) for row in (0, 1023, 1024, 4999)]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"prompt": "a"}\n', b"PAR1" + b"\0" * 60 + b"PAR1"])
+def test_what_is_no_parquet_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="not a readable Parquet file") as caught:
+        ParquetRows(path, FIELD)
+    assert (caught.value.field, caught.value.value) == (FIELD, str(path))
+
+
+def test_a_parquet_file_cut_short_or_empty_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", range(3000))
+    content = bytearray(path.read_bytes())
+    content[100:2000] = bytes(1900)
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="not a readable Parquet file"):
+        ParquetRows(path, FIELD)
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), path)
+    with pytest.raises(ConfigError, match="holds no row"):
+        ParquetRows(path, FIELD)
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.parquet", range(3))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"need pyarrow: pip install 'myxo\[parquet\]'"):
+        ParquetRows(path, FIELD)
