@@ -296,7 +296,7 @@ class Buffer:
 
     async def _lose_missing(self) -> None:
         """Has groups generated anew whose payload the store has lost since they were scored."""
-        owners = {key: name for name, group in self._state.ready.items() if group.scored for key in group.scored.payload.keys}
+        owners = {key: name for name, group in self._state.ready.items() if group.scored for key in group.scored.keys}
         for name in {owners[key] for key in await self._service.store.missing(list(owners))}:
             await self._decide(partial(policy.lost_payload, self._state, name, time.time()))
 

@@ -45,12 +45,8 @@ class Stack:
 
     def compose(self, *arguments: str, seconds: float = COMMAND_SECONDS, check: bool = True, **environment: str) -> str:
         """``docker compose ARGUMENTS``; returns what it printed. Raises AssertionError where it fails and ``check``."""
-        files = [word for file in self._files for word in ("-f", str(file))]
-        command = ["docker", "compose", *files, *arguments]
         try:
-            done = subprocess.run(
-                command, env=self._environment | environment, capture_output=True, text=True, timeout=seconds, check=False
-            )
+            done = self._run(*arguments, seconds=seconds, **environment)
         except subprocess.TimeoutExpired as error:
             raise AssertionError(f"{' '.join(arguments)} took over {seconds:g} s\n{error.stdout!r}\n{error.stderr!r}") from None
         assert not check or done.returncode == 0, (
@@ -97,14 +93,13 @@ class Stack:
 
     def said(self) -> str:
         """How the containers stand and what they said last, for a failed assertion."""
+        asked = (self._run("ps", "--all", seconds=120), self._run("logs", "--no-color", "--tail", "25", seconds=120))
+        return "\n".join(done.stdout + done.stderr for done in asked)
+
+    def _run(self, *arguments: str, seconds: float, **environment: str) -> subprocess.CompletedProcess[str]:
         files = [word for file in self._files for word in ("-f", str(file))]
-        parts = []
-        for arguments in (["ps", "--all"], ["logs", "--no-color", "--tail", "25"]):
-            done = subprocess.run(
-                ["docker", "compose", *files, *arguments], env=self._environment, capture_output=True, text=True, timeout=120, check=False
-            )
-            parts.append(done.stdout + done.stderr)
-        return "\n".join(parts)
+        command = ["docker", "compose", *files, *arguments]
+        return subprocess.run(command, env=self._environment | environment, capture_output=True, text=True, timeout=seconds, check=False)
 
     def remove(self) -> None:
         """Takes containers, networks and volumes away."""

@@ -124,15 +124,16 @@ def engine_command(
         env |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}  # both ends of a weight push must agree on them
     chosen |= {"random-seed": random_seed, "enable-metrics": enable_metrics}
     chosen |= given
+    admin_key = secrets.token_urlsafe(24) if exposed else None
     fixed: dict[str, FlagValue] = {
         "model-path": str(model_path),
         "host": "0.0.0.0" if exposed else "127.0.0.1",
         "port": port,
         "device": device,
         "weight-version": str(weight_version),
+        "admin-api-key": admin_key,
     }
-    admin_key = secrets.token_urlsafe(24) if exposed else None
-    argv = [sys.executable, *launcher, *_arguments(fixed | chosen | {"admin-api-key": admin_key})]
+    argv = [sys.executable, *launcher, *_arguments(fixed | chosen)]
     return EngineCommand(argv=argv, env=env, url=f"http://127.0.0.1:{port}", admin_key=admin_key)
 
 
