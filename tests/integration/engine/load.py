@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,15 @@ def prompts(count: int, length: int = 12) -> list[NDArray[np.int32]]:
 def requests(count: int, new_tokens: int = LONG) -> list[GenerationRequest]:
     """Requests for exactly ``new_tokens`` each, ids ``r-0``, ``r-1``, …"""
     return [GenerationRequest(tokens, new_tokens, rid=f"r-{number}", ignore_eos=True) for number, tokens in enumerate(prompts(count))]
+
+
+async def whole(client: EngineClient, request: GenerationRequest) -> Generation:
+    """One generation to its own end. An engine may hand a waiting request back before its first token; whoever wants it asks again."""
+    for _ in range(5):
+        (generation,) = await client.generate_group([replace(request, rid=uuid.uuid4().hex)], SAMPLING)
+        if generation.finish != "abort":
+            return generation
+    raise AssertionError("the engine has handed the request back five times")
 
 
 @dataclass

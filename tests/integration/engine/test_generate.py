@@ -15,7 +15,7 @@ from shared.embedded import free_port
 from shared.errors import DeadlineExceeded
 from shared.messages import Sampling
 from tests.integration.engine.conftest import Checkpoints
-from tests.integration.engine.load import LONG, SAMPLING, generating, prompts, requests
+from tests.integration.engine.load import LONG, SAMPLING, generating, prompts, requests, whole
 from tests.integration.engine.reference import log_probs
 from tests.support.tiny_model import PRINTABLE
 from tests.support.waiting import until
@@ -175,11 +175,11 @@ async def test_the_engines_refusal_is_quoted(client: EngineClient) -> None:
 
 async def test_prefixes_are_shared_within_a_version_only(client: EngineClient, checkpoint: Checkpoints) -> None:
     request = GenerationRequest(prompts(1, 64)[0], 4)
-    await client.generate_group([request], SAMPLING)
-    (again,) = await client.generate_group([request], SAMPLING)
+    await whole(client, request)
+    again = await whole(client, request)
     assert again.cached_tokens == 63
     await client.set_weight_version(1)
-    (next_version,) = await client.generate_group([request], SAMPLING)
+    next_version = await whole(client, request)
     assert next_version.cached_tokens == 0
 
 
