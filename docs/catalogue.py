@@ -49,12 +49,12 @@ def settle(path: Path, page: str, check: bool) -> int:
 def render() -> str:
     """The whole page."""
     concrete = [model for model in Message.kinds.values() if not model.__subclasses__()]
-    flow = [model for model in concrete if model.__module__ == messages.__name__]
+    flow = [model for model in concrete if model.__module__.startswith(f"{messages.__name__}.")]
     records = [model for model in concrete if issubclass(model, LedgerRecord)]
     lines = [
         "# Messages",
         "",
-        "Written by `python -m docs.catalogue` from `shared/messages.py` and `shared/ledger.py`; do not edit it by hand.",
+        "Written by `python -m docs.catalogue` from `shared/messages/` and `shared/ledger.py`; do not edit it by hand.",
         "",
         f'Every message is a MessagePack map `{{"schema": {SCHEMA}, "kind": <name>, …fields}}`. A receiver refuses an unknown schema',
         "version, an unknown kind, an unknown or missing field and a value that does not fit, naming it. An array is a map",

@@ -54,7 +54,13 @@ class RunConfig(Section):
         ranks, tp = self.trainer.actor_num_gpus_per_node, self.trainer.tensor_model_parallel_size
         if ranks % tp:
             raise ValueError(f"trainer.tensor_model_parallel_size: {tp} does not divide the {ranks} trainer ranks")
-        samples, steps = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt, self.trainer.num_steps_per_rollout
+        groups, n, steps = self.rollout.rollout_batch_size, self.rollout.n_samples_per_prompt, self.trainer.num_steps_per_rollout
+        samples, size = groups * n, self.trainer.global_batch_size
+        if size is not None and samples != size * steps:
+            raise ValueError(
+                f"trainer.global_batch_size: rollout_batch_size x n_samples_per_prompt = {groups} x {n} = {samples} samples are not "
+                f"global_batch_size x num_steps_per_rollout = {size} x {steps} = {size * steps}"
+            )
         if samples % (steps * (ranks // tp)):
             raise ValueError(
                 f"trainer.num_steps_per_rollout: rollout_batch_size x n_samples_per_prompt = {samples} samples do not divide "

@@ -32,13 +32,19 @@ class GroupsAdmitted(LedgerRecord):
 
 
 class ScoredGroup(Part):
-    """What the ledger keeps of a scored group: enough to hand out its batch again."""
+    """What the ledger keeps of a scored group: enough to hand out its batch again.
+
+    ``parts``: named rewards of each sample, empty where there are none. ``rollouts`` as in `Generated`; ``removed`` as in `BatchGroup`.
+    """
 
     group: str
     attempt: int
     payload: Payload
     samples: list[SampleMeta]
     rewards: list[float]
+    parts: list[dict[str, float]] = []
+    rollouts: list[int] = []
+    removed: list[int] = []
     replica: str
     started: float
     ended: float
@@ -51,11 +57,13 @@ class GroupsScored(LedgerRecord):
 
 
 class GroupRequeued(LedgerRecord):
-    """A group is generated anew as ``attempt``."""
+    """A group is generated anew as ``attempt``, or goes on from what ``partial`` holds, but for samples all older than ``renew_below``."""
 
     group: str
     attempt: int
     reason: str
+    partial: Payload | None = None
+    renew_below: int = 0
 
 
 class GroupsDropped(LedgerRecord):
@@ -74,11 +82,12 @@ class GroupDead(LedgerRecord):
 
 
 class BatchFormed(LedgerRecord):
-    """``step`` trains these groups on weights of ``version``, now and after any restart."""
+    """``step`` trains these groups on weights of ``version``, now and after any restart; older tokens than ``mask_below`` are masked."""
 
     step: int
     version: int
     groups: list[str]
+    mask_below: int = 0
 
 
 class BatchTrained(LedgerRecord):

@@ -20,6 +20,9 @@ MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}
 PlainValues = PlainSerializer(data_files.plain_values, return_type=str | list[str] | None)
 """Files as JSON and TOML hold them."""
 
+HOOK = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+"""A function of the user's own: ``package.module:function``."""
+
 VERIFIERS = ("math", "exact")
 """Environments that come with the reward service."""
 
@@ -67,7 +70,7 @@ class DataSection(Section):
         "from it more or less often; needed unless data_source is given",
     )
     data_source: str | None = Field(
-        default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="package.module:function that makes a source of prompts"
+        default=None, pattern=HOOK, description="package.module:function that makes a source of prompts"
     )
     input_key: str = Field(default="prompt", description="key of the prompt: text, or a list of chat messages")
     label_key: str | None = Field(default="label", description="key of the reference answer")
@@ -98,6 +101,35 @@ class RolloutSection(Section):
     rollout_batch_size: int = Field(gt=0, description="prompts (groups) a step")
     n_samples_per_prompt: int = Field(default=1, gt=0, description="samples a group")
     max_staleness: int = Field(default=1, ge=0, description="bound on version trained - oldest trained token's version; 0 = synchronous")
+    staleness_policy: Literal["drop", "requeue", "continue", "mask"] = Field(
+        default="drop",
+        description="groups over the bound: drop them for new prompts, generate them anew, go on with them under the new version, "
+        "or train them without their stale tokens",
+    )
+    rollout_order: Literal["completion", "windowed_fifo", "fifo"] = Field(
+        default="completion", description="which groups a batch takes: those that ended first, or those admitted first"
+    )
+    rollout_window: int | None = Field(default=None, gt=0, description="groups that windowed_fifo looks ahead; default: two batches")
+    over_sampling_batch_size: int | None = Field(
+        default=None, gt=0, description="groups that are under way for a batch, at least rollout_batch_size; default: as many as it"
+    )
+    dynamic_sampling_filter_path: str | None = Field(
+        default=None,
+        pattern=rf"^nonzero_std$|{HOOK}",
+        description="keeps or drops a scored group: nonzero_std (rewards that are not all equal) or package.module:function",
+    )
+    rollout_sample_filter_path: str | None = Field(
+        default=None, pattern=HOOK, description="package.module:function that takes samples of a scored group out of the loss"
+    )
+    rollout_all_samples_process_path: str | None = Field(
+        default=None, pattern=HOOK, description="package.module:function that sees every scored group, kept or not"
+    )
+    buffer_filter_path: str | None = Field(
+        default=None, pattern=HOOK, description="package.module:function that chooses a batch's groups among those that are ready"
+    )
+    custom_generate_function_path: str | None = Field(
+        default=None, pattern=HOOK, description="package.module:async function that generates one sample, or several out of one rollout"
+    )
     rollout_temperature: float = Field(default=1.0, ge=0, description="sampling temperature; the trainer divides logits by it too")
     rollout_top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling")
     rollout_top_k: int = Field(default=-1, ge=-1, description="top-k sampling; -1 = off")
@@ -116,6 +148,17 @@ class RolloutSection(Section):
     generate_timeout: float = Field(default=600, gt=0, description="seconds for one group's generation", **MUTABLE)
     sglang: dict[str, Any] = Field(default={}, description="SGLang's own flags without their dashes, passed through verbatim")
 
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        batch, surplus, window = self.rollout_batch_size, self.over_sampling_batch_size, self.rollout_window
+        if surplus is not None and surplus < batch:
+            raise ValueError(f"rollout.over_sampling_batch_size: {surplus} groups do not fill a batch; rollout_batch_size = {batch}")
+        if window is not None and self.rollout_order != "windowed_fifo":
+            raise ValueError(f"rollout.rollout_window: belongs to rollout_order = windowed_fifo, not to {self.rollout_order}")
+        if window is not None and window < batch:
+            raise ValueError(f"rollout.rollout_window: {window} groups do not fill a batch; rollout_batch_size = {batch}")
+        return self
+
 
 class RewardSection(Section):
     """Scoring."""
@@ -125,6 +168,11 @@ class RewardSection(Section):
         description="what scores: math (math-verify), exact (match), remote_rm (the environment at rm_url) or a name of environments; "
         "a prompt's metadata.rm_type overrides it",
     )
+    custom_rm_path: str | None = Field(
+        default=None, pattern=HOOK, description="package.module:async function that scores a sample, in place of rm_type"
+    )
+    group_rm: bool = Field(default=False, description="custom_rm_path takes a whole group at once")
+    reward_key: str | None = Field(default=None, description="which of several named rewards counts; default: the environment's reward")
     rm_url: str | None = Field(default=None, description="the environment of remote_rm: http://host:port or nats:NAME", **MUTABLE)
     environments: dict[str, str] = Field(default={}, description="more environments: name = http://host:port or nats:NAME", **MUTABLE)
     environment_concurrency: int = Field(
@@ -136,6 +184,8 @@ class RewardSection(Section):
 
     @model_validator(mode="after")
     def _environments_fit(self) -> Self:
+        if self.group_rm and self.custom_rm_path is None:
+            raise ValueError("reward.group_rm: needs custom_rm_path, the function that takes a whole group")
         for name, url in self.environments.items():
             if not address.NAME.match(name):
                 raise ValueError(f"reward.environments: the name {name!r}: use 1 to 63 letters, digits, '-' and '_'")
@@ -185,6 +235,9 @@ class TrainerSection(Section):
     train_dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="parameter type in training")
     max_tokens_per_gpu: int = Field(default=8192, gt=0, description="tokens of a packed micro-batch")
     num_steps_per_rollout: int = Field(default=1, gt=0, description="optimizer steps over one rollout batch")
+    global_batch_size: int | None = Field(
+        default=None, gt=0, description="samples of an optimizer step; default: what rollout_batch_size, samples and steps make it"
+    )
     lr: float = Field(default=1e-6, gt=0, description="learning rate")
     min_lr: float = Field(default=0.0, ge=0, description="floor of the decay")
     lr_warmup_iters: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")

@@ -57,6 +57,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "started": 1.0,
         "ended": 2.0,
     },
+    "Interrupted": {"group": "g00000000", "attempt": 0, "stale": False, "replica": "r", "payload": PAYLOAD},
     "Failed": {"group": "g00000000", "attempt": 0, "reason": "the verifier hung", "by": "reward-1", "payload": PAYLOAD},
     "BatchRequest": {"step": 0, "version": 0},
     "Batch": {"step": 0, "version": 0, "groups": [{"group": "g00000000", "payload": PAYLOAD, "samples": [SAMPLE], "rewards": [1.0]}]},
@@ -112,7 +113,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 CONCRETE = {
     name: kind
     for name, kind in Message.kinds.items()
-    if not kind.__subclasses__() and kind.__module__ in (messages.__name__, ledger.__name__)
+    if not kind.__subclasses__() and kind.__module__.startswith((f"{messages.__name__}.", ledger.__name__))
 }
 
 

@@ -1,0 +1,86 @@
+"""The trainer's side of the buffer, request and reply: batches, and what became of them."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from shared.messages.base import Message, Part
+from shared.messages.group import Payload, SampleMeta
+
+
+class BatchRequest(Message):
+    """Trainer asks for the batch of ``step``, to be trained on weights of ``version``. Subject ``<run>.buffer.batch``.
+
+    Idempotent: a step that was batched before is answered with the very same groups.
+    """
+
+    step: int = Field(ge=0)
+    version: int = Field(ge=0)
+
+
+class BatchGroup(Part):
+    """One group of a batch, with the rewards of its samples in payload order. ``removed``: positions of samples that leave the loss."""
+
+    group: str
+    payload: Payload
+    samples: list[SampleMeta]
+    rewards: list[float]
+    removed: list[int] = []
+
+
+class BatchAnswer(Message):
+    """Base of what a `BatchRequest` may be answered with."""
+
+
+class Batch(BatchAnswer):
+    """The groups of one training step. ``version``: the weight version that staleness was bounded against.
+
+    ``mask_below``: tokens of older versions leave the loss.
+    """
+
+    step: int
+    version: int
+    mask_below: int = 0
+    groups: list[BatchGroup]
+
+
+class BatchPending(BatchAnswer):
+    """No batch yet: ``have`` of ``need`` groups are ready; ``waiting_for`` says in words who has the rest."""
+
+    step: int
+    have: int
+    need: int
+    waiting_for: str
+
+
+class RunDone(BatchAnswer):
+    """Every step is trained and durable and the last evaluation is in: the trainer may leave."""
+
+
+class Trained(Message):
+    """Trainer reports ``step`` as trained into weights of ``version``. Subject ``<run>.buffer.trained``. Idempotent.
+
+    ``started``/``ended``: seconds since the epoch. ``metrics``: what the step measured.
+    """
+
+    step: int = Field(ge=0)
+    version: int = Field(ge=0)
+    started: float
+    ended: float
+    metrics: dict[str, float] = {}
+
+
+class Durable(Message):
+    """A checkpoint holding every step below ``steps`` is on disk: their payloads may go. Subject ``<run>.buffer.durable``."""
+
+    steps: int = Field(ge=0)
+
+
+class Accepted(Message):
+    """The receiver has done it, or recorded it durably."""
+
+
+class Refused(Message):
+    """The receiver will not do it; ``reason`` says why in one line."""
+
+    reason: str

@@ -1,0 +1,58 @@
+"""Events and registry: who is there, what it does, what a step measured."""
+
+from __future__ import annotations
+
+from shared.messages.base import Message
+
+
+class TrainerStep(Message):
+    """Event ``<run>.trainer.step``: what one step measured, for progress, charts and the summary."""
+
+    step: int
+    version: int
+    started: float
+    ended: float
+    metrics: dict[str, float]
+
+
+class ServiceEvent(Message):
+    """Event ``<run>.service.<what>``: a service joined, left, was fenced, failed."""
+
+    service: str
+    instance: str
+    what: str
+    detail: str = ""
+    at: float
+
+
+class ServiceCard(Message):
+    """KV ``services/<service>.<instance>``: who is alive and what it serves. Renewed by heartbeat, gone after its TTL.
+
+    ``version``: weights served (-1: none). ``state``: starting, ready, updating, fenced, stopping, … ``gauges``: small live figures.
+    ``ranks``: of its engine in a process group. ``incarnation`` changes whenever what the service holds in memory (an engine's
+    weights) is lost. ``detail``: the reason of the state, in words. Service `environment` is none of ours: the reward services
+    keep its card, with its URL as ``http``.
+    """
+
+    service: str
+    instance: str
+    host: str
+    pid: int
+    http: str
+    engine: str = ""
+    state: str
+    version: int = -1
+    incarnation: str = ""
+    ranks: int = 1
+    gauges: dict[str, float] = {}
+    detail: str = ""
+    at: float
+
+
+class LeaseCard(Message):
+    """KV ``leases/<job>``: who holds a leader's lease. ``term``: of one holder's one life; empty: free. ``mark``: `shared.liveness`."""
+
+    holder: str
+    term: str
+    mark: str
+    at: float
