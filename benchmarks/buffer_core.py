@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.buffer import policy
-from services.buffer.policy import Limits
+from services.buffer.limits import Limits
 from services.buffer.state import BufferState
 from shared.ledger import GroupsAdmitted, LedgerRecord, group_id
 from shared.messages import Failed, Message, Payload, SampleMeta, Score, Scored

@@ -1,7 +1,7 @@
 """The audit: replays a run's ledger and checks the invariants, independently of the buffer's own state.
 
-Conservation: admitted = trained + dropped + dead + in flight, each group with one end. Staleness: no batch holds a sample whose oldest
-trained token is older than the bound. Batches: each step once, of the configured size, in order. Versions: never fall.
+Conservation: admitted = trained + dropped + dead + in flight, each group with one end. Staleness: no batch trains a token older than the
+bound; tokens that it masks for their age, and samples that a filter removed, are not trained. Batches: each step once, of the configured size, in order. Versions: never fall.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from shared.ledger import (
 
 @dataclass
 class AuditReport:
-    """What the replay found. ``violations`` is empty when every invariant holds."""
+    """What the replay found. ``violations`` is empty when every invariant holds.
+
+    staleness: trained samples by age, in versions. masked: samples that lost tokens to their age, or all; removed: that a filter took out.
+    """
 
     admitted: int = 0
     trained: int = 0
@@ -41,6 +44,8 @@ class AuditReport:
     live_version: int = -1
     max_staleness: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
+    masked: int = 0
+    removed: int = 0
     finished: bool = False
     violations: list[str] = field(default_factory=list)
 
@@ -131,8 +136,14 @@ class Audit:
             if scored is None:
                 self._violation(f"{group} was batched for step {step} without a score")
                 continue
-            for sample in scored.samples:
-                age = record.version - sample.oldest
+            report.removed += len(scored.removed)
+            for index, sample in enumerate(scored.samples):
+                if index in scored.removed:
+                    continue
+                report.masked += sample.oldest < record.mask_below
+                if sample.newest < record.mask_below:
+                    continue
+                age = record.version - max(sample.oldest, record.mask_below)
                 report.staleness[age] += 1
                 report.max_staleness = max(report.max_staleness, age)
                 if age > self._bound:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from services.buffer import policy
-from services.buffer.policy import Limits
+from services.buffer.evaluation import groups as eval_groups
+from services.buffer.limits import Limits
 from services.buffer.state import BufferState, Evaluation, Group
 from shared.bus import Bus
 from shared.config import RunConfig
@@ -47,13 +48,14 @@ class Dispatch:
         prompt = self._prompts.at(group.number)
         minimum = policy.min_version(group, state, limits)
         task = self._task(group.id, group.attempt, prompt, self._config.rollout.n_samples_per_prompt, self._sampling, minimum)
+        task.partial, task.renew_below = group.partial, group.renew_below
         self._queue.put_nowait((TRAIN, task))
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Queues the held-out prompts of an evaluation that have not come back."""
         assert self._heldout is not None  # evaluations only start where the run has held-out prompts
         samples = self._config.eval.n_samples_per_eval_prompt
-        for name, row in policy.eval_groups(evaluation):
+        for name, row in eval_groups(evaluation):
             task = self._task(name, 0, self._heldout[row], samples, self._eval_sampling, evaluation.version)
             self._queue.put_nowait((EVAL, task))
 

@@ -2,23 +2,23 @@
 ledger, folds them into the state, and only then acts on them.
 
 Admission: while weights of version v are live, groups are admitted for the steps k with version(k) ≤ v + max_staleness, dropped and
-dead ones replaced. Staleness: a batch trained on version V takes no group with a trained token older than V − max_staleness; what is
-over the bound is dropped when the batch is formed, which frees its admission.
+dead ones replaced. Staleness (`services.buffer.staleness`): a batch trained on version V trains no token older than V − max_staleness;
+what is over the bound is settled when the batch is formed. Order: `services.buffer.order`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Set
 
-from services.buffer.state import BufferState, Evaluation, Group, eval_group_id, eval_group_parts
-from shared.config import RunConfig
+from services.buffer import evaluation, order, staleness
+from services.buffer.limits import Limits
+from services.buffer.staleness import Verdict
+from services.buffer.state import BufferState, Group, Result, eval_group_parts
 from shared.errors import MyxoError
 from shared.ledger import (
     BatchFormed,
     BatchTrained,
     CheckpointDurable,
-    EvalEnded,
-    EvalScored,
     EvalStarted,
     GroupDead,
     GroupRequeued,
@@ -31,8 +31,8 @@ from shared.ledger import (
     VersionLive,
     group_number,
 )
-from shared.messages import Batch, BatchGroup, Failed, Scored
-from shared.versions import admissible_steps, version_after
+from shared.messages import Batch, BatchGroup, Failed, Interrupted, Payload, Scored
+from shared.versions import admissible_steps
 
 STALE = "stale"
 """Reason of groups dropped for their age."""
@@ -40,45 +40,15 @@ STALE = "stale"
 SURPLUS = "surplus"
 """Reason of groups dropped because the run finished without them."""
 
+NOTHING_LEFT = "no sample is left to train"
+"""Why a group is dropped that a sample filter took every sample of."""
 
-@dataclass(frozen=True)
-class Limits:
-    """What the run's config fixes for the buffer's decisions.
+FILTERED = "filtered"
+"""What the reason of groups dropped by a filter begins with."""
 
-    groups: per batch. eval_prompts: held-out prompts (0: the run evaluates nothing).
-    """
 
-    steps: int
-    groups: int
-    samples: int
-    max_staleness: int
-    interval: int
-    eval_name: str = "heldout"
-    eval_prompts: int = 0
-    eval_interval: int | None = None
-    eval_first: bool = True
-
-    @classmethod
-    def of(cls, config: RunConfig, eval_prompts: int) -> Limits:
-        return cls(
-            steps=config.rollout.num_rollout,
-            groups=config.rollout.rollout_batch_size,
-            samples=config.rollout.n_samples_per_prompt,
-            max_staleness=config.rollout.max_staleness,
-            interval=config.weights.update_weights_interval,
-            eval_name=config.eval.eval_name,
-            eval_prompts=eval_prompts,
-            eval_interval=config.eval.eval_interval,
-            eval_first=not config.eval.skip_eval_before_train,
-        )
-
-    @property
-    def last_version(self) -> int:
-        return version_after(self.steps, self.interval, self.steps)
-
-    def version_of_step(self, step: int) -> int:
-        """The weight version that ``step`` trains on."""
-        return step // self.interval
+class BadChoice(MyxoError):
+    """A buffer filter chose groups that are no batch; the text says which."""
 
 
 class WrongStep(MyxoError):
@@ -90,17 +60,20 @@ class WrongStep(MyxoError):
 
 def admit(state: BufferState, limits: Limits, now: float) -> list[LedgerRecord]:
     """Groups to let in now, at most one record."""
-    if state.live_version < 0 or _waits_for_first_evaluation(state, limits):
+    if state.live_version < 0 or state.formed_steps >= limits.steps or _waits_for_first_evaluation(state, limits):
         return []
-    allowed = admissible_steps(state.live_version, limits.max_staleness, limits.interval, limits.steps) * limits.groups
+    allowed = admissible_steps(state.live_version, limits.max_staleness, limits.interval, limits.steps) * limits.groups + limits.surplus
     room = allowed - (state.admitted - state.dropped - state.dead)
     return [GroupsAdmitted(first=state.admitted, count=room, version=state.live_version, at=now)] if room > 0 else []
 
 
 def min_version(group: Group, state: BufferState, limits: Limits) -> int:
-    """The oldest weights that may begin this group's generation: older ones would be over the bound in the step it is meant for."""
+    """The oldest weights that may begin this group's generation: older ones would be over the bound in the step it is meant for.
+
+    That step is the one whose turn it is by the group's place among those not dropped or dead, and none that has its batch already.
+    """
     slot = max(0, group.number - state.dropped - state.dead)
-    step = min(slot // limits.groups, limits.steps - 1)
+    step = min(max(slot // limits.groups, state.formed_steps), limits.steps - 1)
     return max(0, min(limits.version_of_step(step) - limits.max_staleness, state.live_version))
 
 
@@ -112,8 +85,12 @@ def _waits_for_first_evaluation(state: BufferState, limits: Limits) -> bool:
 
 
 def scored(state: BufferState, limits: Limits, messages: list[Scored], now: float) -> list[LedgerRecord]:
-    """Rewards arrived. Repeats, late attempts and groups that have ended give no record; a group with a sample too few is dead."""
+    """Rewards arrived. Repeats, late attempts and groups that have ended give no record; a group with a sample too few is dead.
+
+    Groups that a filter did not keep, or left nothing of to train, are recorded with their rewards and dropped.
+    """
     fresh: dict[str, ScoredGroup] = {}
+    filtered: dict[str, list[str]] = {}
     records: list[LedgerRecord] = []
     seen: set[str] = set()
     for message in messages:
@@ -122,13 +99,13 @@ def scored(state: BufferState, limits: Limits, messages: list[Scored], now: floa
         group = state.groups.get(message.group)
         if group is None and eval_group_parts(message.group) is not None:
             seen.add(message.group)
-            records += _eval_scored(state, message, now)
+            records += evaluation.scored(state, message, now)
             continue
         if group is None or group.scored is not None or group.attempt != message.attempt:
             continue
         seen.add(message.group)
-        if not len(message.samples) == len(message.scores) == limits.samples:
-            found = f"{len(message.samples)} samples and {len(message.scores)} scores came back for {limits.samples}"
+        found = _misshapen(message, limits.samples)
+        if found:
             records.append(GroupDead(group=message.group, reason=found, payload=message.payload, at=now))
             continue
         fresh[message.group] = ScoredGroup(
@@ -137,58 +114,94 @@ def scored(state: BufferState, limits: Limits, messages: list[Scored], now: floa
             payload=message.payload,
             samples=message.samples,
             rewards=[score.reward for score in message.scores],
+            parts=[score.parts for score in message.scores] if any(score.parts for score in message.scores) else [],
+            rollouts=message.rollouts,
+            removed=[index for index, score in enumerate(message.scores) if score.removed],
             replica=message.replica,
             started=message.started,
             ended=message.ended,
         )
+        why = message.filtered or (NOTHING_LEFT if all(score.removed for score in message.scores) else None)
+        if why is not None:
+            filtered.setdefault(why, []).append(message.group)
     if fresh:
         records.append(GroupsScored(groups=list(fresh.values()), at=now))
+    records += [GroupsDropped(groups=names, reason=f"{FILTERED}: {why}", at=now) for why, names in filtered.items()]
     return records
+
+
+def _misshapen(message: Scored, rollouts: int) -> str | None:
+    """What is wrong with a group that should hold one or more samples of each of ``rollouts`` rollouts."""
+    samples, scores, came = len(message.samples), len(message.scores), len(message.rollouts)
+    if not message.rollouts:
+        return None if samples == scores == rollouts else f"{samples} samples and {scores} scores came back for {rollouts}"
+    if samples == scores == came and len(set(message.rollouts)) == rollouts:
+        return None
+    of = f"{len(set(message.rollouts))} rollouts"
+    return f"{samples} samples, {scores} scores and {came} places in {of} came back for {rollouts} rollouts"
 
 
 def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord]:
     """A group that generation or scoring gave up on is dead; its admission is free again."""
-    parts = eval_group_parts(message.group)
-    if parts is not None:
-        dataset, version, _ = parts
-        evaluation = state.evaluations.get(version)
-        if evaluation is None or not evaluation.awaits(message.group):
-            return []
-        ending = EvalScored(
-            group=message.group, dataset=dataset, version=version, rewards=[], oldest=0, newest=0, payload=message.payload, at=now
-        )
-        return [ending]
+    if eval_group_parts(message.group) is not None:
+        return evaluation.failed(state, message, now)
     group = state.groups.get(message.group)
     if group is None or group.scored is not None or group.attempt != message.attempt:
         return []
     return [GroupDead(group=message.group, reason=f"{message.by}: {message.reason}", payload=message.payload, at=now)]
 
 
+def interrupted(state: BufferState, limits: Limits, message: Interrupted, now: float) -> list[LedgerRecord]:
+    """A replica stopped before a group's end. It goes on elsewhere with what it has; where that is stale, the policy decides."""
+    name, group = message.group, state.groups.get(message.group)
+    if group is None or group.scored is not None or group.attempt != message.attempt:
+        return []
+    if message.stale:
+        return [_drop([name], now)] if limits.staleness == "drop" else [_requeue(group, STALE, now)]
+    has = message.payload or group.partial
+    return [_requeue(group, f"{message.replica} did not end it", now, partial=has, renew_below=group.renew_below)]
+
+
 def lost_payload(state: BufferState, name: str, now: float) -> list[LedgerRecord]:
     """The store lost a ready group's samples: it is generated anew."""
     group = state.ready.get(name)
-    return [GroupRequeued(group=name, attempt=group.attempt + 1, reason="payload lost", at=now)] if group else []
+    return [_requeue(group, "payload lost", now)] if group else []
 
 
 # --- batches
 
 
-def form_batch(state: BufferState, limits: Limits, step: int, version: int, now: float) -> list[LedgerRecord]:
-    """Forms the batch of ``step`` if enough groups within the bound are ready; drops those over it either way.
+def candidates(state: BufferState, limits: Limits, step: int, version: int) -> list[Group]:
+    """The ready groups that the batch of ``step`` may take, in the order they came back. Raises WrongStep."""
+    return _sorted_out(state, limits, _bound(state, limits, step, version))["fits"]
 
-    The oldest-finished groups go first; inside a batch groups lie in admission order. Raises WrongStep.
+
+def form_batch(
+    state: BufferState, limits: Limits, step: int, version: int, now: float, chosen: list[str] | None = None
+) -> list[LedgerRecord]:
+    """Forms the batch of ``step`` if enough groups within the bound are ready; settles those over it either way.
+
+    Inside a batch groups lie in admission order.
+
+    Args:
+        chosen: by a buffer filter among the `candidates`, instead of the run's order. Raises BadChoice where they are no batch.
+
+    Raises WrongStep.
     """
-    if step != state.formed_steps:
-        raise WrongStep(f"step {step} was asked for; the next batch is of step {state.formed_steps}")
-    if version != limits.version_of_step(step):
-        raise WrongStep(f"step {step} trains on version {limits.version_of_step(step)}, not {version}")
-    bound = version - limits.max_staleness
-    stale = [name for name, group in state.ready.items() if _oldest(group) < bound]
-    records: list[LedgerRecord] = [GroupsDropped(groups=stale, reason=STALE, at=now)] if stale else []
-    over = set(stale)
-    chosen = [name for name in state.ready if name not in over][: limits.groups]
+    bound = _bound(state, limits, step, version)
+    ready = _sorted_out(state, limits, bound)
+    records: list[LedgerRecord] = [_drop([group.id for group in ready["drop"]], now)] if ready["drop"] else []
+    for group in ready["requeue"]:
+        kept = _result(group).payload if limits.staleness == "continue" else None
+        records.append(_requeue(group, STALE, now, partial=kept, renew_below=bound if kept else 0))
+    if chosen is None:
+        taken = order.choose(limits.order, limits.window or 2 * limits.groups, limits.groups, state.groups.values(), ready["fits"])
+        chosen = [group.id for group in taken]
+    else:
+        _check_choice(chosen, {group.id for group in ready["fits"]}, limits.groups)
     if len(chosen) == limits.groups:
-        records.append(BatchFormed(step=step, version=version, groups=sorted(chosen, key=group_number), at=now))
+        mask_below = staleness.mask_below(limits.staleness, bound)
+        records.append(BatchFormed(step=step, version=version, groups=sorted(chosen, key=group_number), mask_below=mask_below, at=now))
     return records
 
 
@@ -201,8 +214,16 @@ def batch(state: BufferState, step: int) -> Batch | None:
     for group in record.groups:
         assert group.scored is not None  # only scored groups are ever batched
         scored = group.scored
-        groups.append(BatchGroup(group=group.id, payload=scored.payload, samples=scored.samples, rewards=scored.rewards.tolist()))
-    return Batch(step=step, version=record.version, groups=groups)
+        groups.append(
+            BatchGroup(
+                group=group.id,
+                payload=scored.payload,
+                samples=scored.samples,
+                rewards=scored.rewards.tolist(),
+                removed=list(scored.removed),
+            )
+        )
+    return Batch(step=step, version=record.version, mask_below=record.mask_below, groups=groups)
 
 
 def trained(state: BufferState, step: int, version: int, started: float, ended: float, now: float) -> list[LedgerRecord]:
@@ -231,7 +252,7 @@ def live(state: BufferState, limits: Limits, version: int, now: float) -> list[L
     if version <= state.live_version:
         return []
     records: list[LedgerRecord] = [VersionLive(version=version, at=now)]
-    if limits.eval_prompts and _evaluates(limits, version):
+    if limits.eval_prompts and evaluation.is_due(limits, version):
         records.append(EvalStarted(dataset=limits.eval_name, version=version, prompts=limits.eval_prompts, at=now))
     return records
 
@@ -239,11 +260,9 @@ def live(state: BufferState, limits: Limits, version: int, now: float) -> list[L
 def close(state: BufferState, limits: Limits, now: float) -> list[LedgerRecord]:
     """Ends evaluations that are complete, and the run once all of it is done."""
     records: list[LedgerRecord] = []
-    for evaluation in state.evaluations.values():
-        if evaluation.complete:
-            records.append(_eval_ended(evaluation, now))
+    records += [evaluation.ended(current, now) for current in state.evaluations.values() if current.complete]
     evaluating = bool(state.evaluations) or (
-        bool(limits.eval_prompts) and limits.last_version not in state.evaluated and _evaluates(limits, limits.last_version)
+        bool(limits.eval_prompts) and limits.last_version not in state.evaluated and evaluation.is_due(limits, limits.last_version)
     )
     if state.durable_steps >= limits.steps > state.finished_steps and not evaluating:
         # a run that was resumed with fewer steps than it had admitted groups for
@@ -254,57 +273,41 @@ def close(state: BufferState, limits: Limits, now: float) -> list[LedgerRecord]:
     return records
 
 
-def eval_groups(evaluation: Evaluation) -> list[tuple[str, int]]:
-    """(group id, row) of the held-out prompts that have not come back."""
-    pending = set(evaluation.pending())
-    names = ((eval_group_id(evaluation.dataset, evaluation.version, row), row) for row in range(evaluation.prompts))
-    return [(name, row) for name, row in names if name in pending]
+def _bound(state: BufferState, limits: Limits, step: int, version: int) -> int:
+    """The oldest version that the batch of ``step`` may train; checks that it is this batch's turn."""
+    if step != state.formed_steps:
+        raise WrongStep(f"step {step} was asked for; the next batch is of step {state.formed_steps}")
+    if version != limits.version_of_step(step):
+        raise WrongStep(f"step {step} trains on version {limits.version_of_step(step)}, not {version}")
+    return version - limits.max_staleness
 
 
-def _evaluates(limits: Limits, version: int) -> bool:
-    if version == limits.last_version:
-        return True
-    if version == 0:
-        return limits.eval_first
-    return limits.eval_interval is not None and (version * limits.interval) % limits.eval_interval == 0
+def _sorted_out(state: BufferState, limits: Limits, bound: int) -> dict[Verdict, list[Group]]:
+    """The ready groups, in the order they came back, by what becomes of them."""
+    ready: dict[Verdict, list[Group]] = {"fits": [], "drop": [], "requeue": []}
+    for group in state.ready.values():
+        ready[staleness.verdict(limits.staleness, _result(group), bound)].append(group)
+    return ready
 
 
-def _eval_scored(state: BufferState, message: Scored, now: float) -> list[LedgerRecord]:
-    parts = eval_group_parts(message.group)
-    assert parts is not None
-    dataset, version, _ = parts
-    evaluation = state.evaluations.get(version)
-    if evaluation is None or not evaluation.awaits(message.group):
-        return []
-    return [
-        EvalScored(
-            group=message.group,
-            dataset=dataset,
-            version=version,
-            rewards=[score.reward for score in message.scores],
-            oldest=min((sample.oldest for sample in message.samples), default=version),
-            newest=max((sample.newest for sample in message.samples), default=version),
-            payload=message.payload,
-            at=now,
-        )
-    ]
+def _check_choice(chosen: list[str], candidates: Set[str], size: int) -> None:
+    for name in chosen:
+        if name not in candidates:
+            raise BadChoice(f"the buffer filter chose group {name}, which is not among those that it may choose from")
+    if len(set(chosen)) != len(chosen) or len(chosen) > size:
+        raise BadChoice(f"the buffer filter chose {len(chosen)} groups, {len(set(chosen))} of them different; a batch has {size}")
 
 
-def _eval_ended(evaluation: Evaluation, now: float) -> EvalEnded:
-    rewards = [reward for group in evaluation.rewards.values() for reward in group]
-    mean = sum(rewards) / len(rewards) if rewards else 0.0
-    return EvalEnded(
-        dataset=evaluation.dataset,
-        version=evaluation.version,
-        failed=len(evaluation.failed),
-        samples=len(rewards),
-        mean_reward=mean,
-        oldest=evaluation.oldest if rewards else evaluation.version,
-        newest=evaluation.newest if rewards else evaluation.version,
-        at=now,
-    )
-
-
-def _oldest(group: Group) -> int:
+def _result(group: Group) -> Result:
     assert group.scored is not None  # only called for ready groups
-    return group.scored.oldest
+    return group.scored
+
+
+def _drop(names: list[str], now: float) -> GroupsDropped:
+    return GroupsDropped(groups=names, reason=STALE, at=now)
+
+
+def _requeue(group: Group, reason: str, now: float, partial: Payload | None = None, renew_below: int = 0) -> GroupRequeued:
+    return GroupRequeued(
+        group=group.id, attempt=group.attempt + 1, reason=reason, partial=partial, renew_below=max(0, renew_below), at=now
+    )

@@ -17,7 +17,7 @@ from typing import TypeVar
 from services.buffer import policy
 from services.buffer.dispatch import Dispatch
 from services.buffer.journal import Journal
-from services.buffer.policy import Limits
+from services.buffer.limits import Limits
 from services.buffer.prompts import Prompts, opened
 from services.buffer.state import BufferState
 from shared import runs
@@ -43,6 +43,7 @@ from shared.messages import (
     BatchRequest,
     Durable,
     Failed,
+    Interrupted,
     Message,
     Outcome,
     RunDone,

@@ -31,6 +31,9 @@ from shared.ledger import (
 )
 from shared.messages import Payload, SampleMeta
 
+NOTHING_TRAINED = 1 << 30
+"""Stands for the version of a token that does not exist: newer than any."""
+
 _EVAL_GROUP = re.compile(r"eval\.([^.]+)\.([0-9]+)\.([0-9]+)\Z")
 
 
@@ -38,21 +41,37 @@ _EVAL_GROUP = re.compile(r"eval\.([^.]+)\.([0-9]+)\.([0-9]+)\Z")
 class Result:
     """What the state keeps of a scored group: what its batch is made of, as little as holds it.
 
-    keys: of its payload, ``size`` bytes in all. oldest: version of the oldest trained token of all samples. rewards: float64 [n].
+    keys: of its payload, ``size`` bytes in all. rewards: float64 [m] of its m samples. removed: positions of samples that leave the loss.
+    Weight versions, over the samples that are trained: ``oldest`` token of all, ``newest`` token of all, and of the samples' newest tokens
+    the oldest one (``least_fresh``: the sample that holds nothing newer). A group none of whose samples is trained counts as new.
     """
 
     attempt: int
     keys: tuple[str, ...]
     size: int
     oldest: int
+    least_fresh: int
+    newest: int
     samples: list[SampleMeta]
     rewards: array[float]
+    removed: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, scored: ScoredGroup) -> Result:
-        samples, payload = scored.samples, scored.payload
-        oldest = min([sample.oldest for sample in samples], default=0)
-        return cls(scored.attempt, tuple(payload.keys), payload.bytes, oldest, samples, array("d", scored.rewards))
+        payload, removed = scored.payload, tuple(scored.removed)
+        trained = [sample for index, sample in enumerate(scored.samples) if index not in removed] if removed else scored.samples
+        newest = [sample.newest for sample in trained]
+        return cls(
+            scored.attempt,
+            tuple(payload.keys),
+            payload.bytes,
+            min([sample.oldest for sample in trained], default=NOTHING_TRAINED),
+            min(newest, default=NOTHING_TRAINED),
+            max(newest, default=NOTHING_TRAINED),
+            scored.samples,
+            array("d", scored.rewards),
+            removed,
+        )
 
     @property
     def payload(self) -> Payload:
@@ -62,12 +81,17 @@ class Result:
 
 @dataclass(slots=True)
 class Group:
-    """A group in flight. ``scored`` is set once it came back; ``step`` once it is in a batch."""
+    """A group in flight. ``scored`` is set once it came back; ``step`` once it is in a batch.
+
+    ``partial``: samples that the present attempt goes on from, but for those that hold nothing newer than ``renew_below``.
+    """
 
     number: int
     attempt: int = 0
     scored: Result | None = None
     step: int | None = None
+    partial: Payload | None = None
+    renew_below: int = 0
 
     @property
     def id(self) -> str:
@@ -81,6 +105,7 @@ class BatchRecord:
     step: int
     version: int
     groups: list[Group]
+    mask_below: int = 0
 
 
 @dataclass(slots=True)
@@ -92,7 +117,7 @@ class Evaluation:
     prompts: int
     rewards: dict[str, list[float]] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
-    oldest: int = 1 << 30
+    oldest: int = NOTHING_TRAINED
     newest: int = -1
 
     def pending(self) -> list[str]:
@@ -153,12 +178,13 @@ class BufferState:
             case GroupsScored(groups=scored_groups):
                 for scored in scored_groups:
                     group = self.groups[scored.group]
-                    group.scored = Result.of(scored)
+                    self._release(group)
+                    group.scored, group.partial = Result.of(scored), None
                     self.ready[scored.group] = group
-            case GroupRequeued(group=name, attempt=attempt):
+            case GroupRequeued(group=name, attempt=attempt, partial=partial, renew_below=renew_below):
                 group = self.groups[name]
-                self._release(group)
-                group.attempt, group.scored = attempt, None
+                self._release(group, but=partial)
+                group.attempt, group.scored, group.partial, group.renew_below = attempt, None, partial, renew_below
                 self.ready.pop(name, None)
             case GroupsDropped(groups=names):
                 for name in names:
@@ -168,8 +194,8 @@ class BufferState:
                 self._end(name)
                 self.released += payload.keys if payload is not None else []
                 self.dead += 1
-            case BatchFormed(step=step, version=version, groups=names):
-                batch = BatchRecord(step, version, [self.groups[name] for name in names])
+            case BatchFormed(step=step, version=version, groups=names, mask_below=mask_below):
+                batch = BatchRecord(step, version, [self.groups[name] for name in names], mask_below)
                 for group in batch.groups:
                     group.step = step
                     del self.ready[group.id]
@@ -208,9 +234,11 @@ class BufferState:
         self.ready.pop(name, None)
         self._release(group)
 
-    def _release(self, group: Group) -> None:
-        if group.scored is not None:
-            self.released.extend(group.scored.keys)
+    def _release(self, group: Group, but: Payload | None = None) -> None:
+        """Lets go of all that the store holds of a group, ``but`` what its next attempt goes on from."""
+        kept = () if but is None else but.keys
+        held = (() if group.scored is None else group.scored.keys, () if group.partial is None else group.partial.keys)
+        self.released.extend(key for keys in held for key in keys if key not in kept)
 
 
 def eval_group_id(dataset: str, version: int, row: int) -> str:

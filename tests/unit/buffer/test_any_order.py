@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.buffer.policy import Limits
+from services.buffer.limits import Limits
+from shared.ledger import GroupRequeued, GroupsDropped
 from tests.unit.buffer.world import World
 
 LIMITS = st.builds(
@@ -18,6 +19,10 @@ LIMITS = st.builds(
     samples=st.integers(1, 2),
     max_staleness=st.sampled_from([0, 1, 3]),
     interval=st.sampled_from([1, 2, 3]),
+    staleness=st.sampled_from(["drop", "requeue", "continue", "mask"]),
+    order=st.sampled_from(["completion", "windowed_fifo", "fifo"]),
+    window=st.sampled_from([0, 3, 5]),
+    surplus=st.sampled_from([0, 0, 1, 3]),
     eval_prompts=st.sampled_from([0, 0, 1, 3]),
     eval_interval=st.sampled_from([None, 1, 2, 3]),
     eval_first=st.booleans(),
@@ -33,6 +38,8 @@ EVENTS = [
     World.save,
     World.fail,
     World.fail_late,
+    World.interrupt,
+    World.interrupt,
     World.fall_short,
     World.lose_payload,
     World.kill_trainer,
@@ -40,10 +47,10 @@ EVENTS = [
 ]
 
 
-@settings(max_examples=600)
-@given(LIMITS, st.integers(0, 2**32), st.integers(0, 150))
-def test_invariants_hold_and_the_run_finishes(limits: Limits, seed: int, events: int) -> None:
-    world = World(limits, random.Random(seed))
+@settings(max_examples=2500)
+@given(LIMITS, st.integers(0, 2**32), st.integers(0, 150), st.booleans())
+def test_invariants_hold_and_the_run_finishes(limits: Limits, seed: int, events: int, filters: bool) -> None:
+    world = World(limits, random.Random(seed), filters=filters)
     for _ in range(events):
         world.dice.choice(EVENTS)(world)
     world.check_replay()
@@ -69,14 +76,34 @@ def test_a_calm_run_finishes_and_drops_nothing(max_staleness: int, interval: int
 def test_the_play_reaches_what_it_is_meant_to_reach() -> None:
     """The property above would be empty if groups never went stale, were never requeued, or never came twice."""
     seen: set[str] = set()
-    for seed in range(60):
-        limits = Limits(steps=5, groups=2, samples=2, max_staleness=seed % 2, interval=1 + seed % 3, eval_prompts=seed % 3, eval_interval=2)
-        world = World(limits, random.Random(seed))
+    for seed, policy in enumerate(["drop", "requeue", "continue", "mask"] * 40):
+        limits = Limits(
+            steps=5,
+            groups=2,
+            samples=2,
+            max_staleness=seed // 4 % 2,
+            interval=1 + seed % 3,
+            staleness=policy,  # type: ignore[arg-type]
+            order="fifo" if seed % 5 == 0 else "completion",
+            surplus=seed % 3,
+            eval_prompts=seed % 3,
+            eval_interval=2,
+        )
+        world = World(limits, random.Random(seed), filters=seed % 4 == 0)
         for _ in range(120):
             world.dice.choice(EVENTS)(world)
-        seen |= {record.event() for record in world.records}
-        seen |= {f"staleness {age}" for age in world.audit.report().staleness}
-        seen |= {"second attempt"} if any(group.attempt for group in world.state.groups.values()) else set()
         world.settle()
         world.check_end()
-    assert {"groups_dropped", "group_dead", "group_requeued", "eval_ended", "staleness 0", "staleness 1", "second attempt"} <= seen
+        seen |= {record.event() for record in world.records}
+        seen |= {f"staleness {age}" for age in world.audit.report().staleness}
+        seen |= {f"{policy}: masked"} if world.audit.report().masked else set()
+        for record in world.records:
+            if isinstance(record, GroupsDropped):
+                seen |= {f"{policy}: {record.reason}"}
+            if isinstance(record, GroupRequeued):
+                seen |= {f"{policy}: {record.reason}, {'goes on' if record.partial else 'anew'}"}
+    stale = {"drop: stale", "requeue: stale, anew", "continue: stale, goes on", "mask: stale", "continue: masked", "mask: masked"}
+    assert seen >= stale | {"drop: surplus", "drop: filtered: zero_std", "drop: filtered: no sample is left to train"}
+    assert seen >= {f"{policy}: r did not end it, goes on" for policy in ("drop", "requeue", "continue", "mask")}
+    assert seen >= {"group_dead", "eval_ended", "staleness 0", "staleness 1", "drop: payload lost, anew"}
+    assert not seen & {"drop: masked", "requeue: masked", "requeue: stale", "continue: stale", "mask: stale, goes on"}

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from services.buffer import policy
-from services.buffer.policy import Limits, WrongStep
+from services.buffer.limits import Limits
+from services.buffer.policy import WrongStep
 from services.buffer.state import BufferState, eval_group_id, eval_group_parts
 from shared.ledger import (
     BatchFormed,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from services.buffer import policy
-from services.buffer.policy import Limits
+from services.buffer import evaluation, policy
+from services.buffer.limits import Limits
+from services.buffer.staleness import interrupts
 from services.buffer.state import BufferState, Group
 from shared.audit import Audit
 from shared.ledger import (
@@ -27,7 +28,7 @@ from shared.ledger import (
     VersionLive,
     group_id,
 )
-from shared.messages import Batch, Failed, Payload, SampleMeta, Score, Scored
+from shared.messages import Batch, Failed, Interrupted, Payload, SampleMeta, Score, Scored
 from shared.versions import admissible_steps, is_pushed, version_after
 
 
@@ -41,13 +42,18 @@ def replay(records: Sequence[LedgerRecord]) -> BufferState:
 
 @dataclass
 class Job:
-    """A task in a replica's hands. ``oldest``: weights of its first token, None while it has not begun."""
+    """A task in a replica's hands. ``oldest``: weights of its first token, None while it has not begun.
+
+    ``partial``: keys of the samples that it goes on from.
+    """
 
     group: str
     attempt: int
     samples: int
     minimum: int
     oldest: int | None = None
+    partial: tuple[str, ...] = ()
+    renew_below: int = 0
 
 
 @dataclass
@@ -64,6 +70,9 @@ class World:
     step: int = 0  # the trainer's next step
     offered: int = 0  # the newest version that the trainer has made
     checkpoints: list[int] = field(default_factory=lambda: [0])
+    filters: bool = False
+    store: dict[str, list[SampleMeta]] = field(default_factory=dict)  # payloads: what the samples under a key hold
+    freed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.audit = Audit(self.limits.max_staleness, self.limits.groups)
@@ -80,6 +89,7 @@ class World:
             self.records.append(record)
             self.audit.see(record)
             self.state.apply(record)
+            self._free(self.state.released)
             self._act(record)
             self._check()
 
@@ -91,11 +101,18 @@ class World:
             case GroupRequeued(group=name):
                 self._send(self.state.groups[name])
             case EvalStarted(version=version):
-                for name, _ in policy.eval_groups(self.state.evaluations[version]):
+                for name, _ in evaluation.groups(self.state.evaluations[version]):
                     self.jobs.append(Job(name, 0, 1, version))
 
     def _send(self, group: Group) -> None:
-        self.jobs.append(Job(group.id, group.attempt, self.limits.samples, policy.min_version(group, self.state, self.limits)))
+        minimum = policy.min_version(group, self.state, self.limits)
+        keys = () if group.partial is None else tuple(group.partial.keys)
+        assert not self.freed & set(keys)  # what a task goes on from is there
+        self.jobs.append(Job(group.id, group.attempt, self.limits.samples, minimum, partial=keys, renew_below=group.renew_below))
+
+    def _free(self, keys: Sequence[str]) -> None:
+        assert len(set(keys)) == len(keys) and not self.freed & set(keys)  # each payload is freed once
+        self.freed |= set(keys)
 
     # --- invariants
 
@@ -109,7 +126,7 @@ class World:
         assert (report.steps, report.durable_steps, report.live_version) == (state.trained_steps, state.durable_steps, state.live_version)
         if state.live_version >= 0:
             allowed = admissible_steps(state.live_version, limits.max_staleness, limits.interval, limits.steps) * limits.groups
-            assert state.admitted - state.dropped - state.dead <= allowed
+            assert state.admitted - state.dropped - state.dead <= allowed + limits.surplus
         # memory follows what is in flight and what could be handed out again
         kept = sum(len(batch.groups) for step, batch in state.batches.items() if step < state.trained_steps)
         assert len(state.groups) == state.in_flight + kept
@@ -118,6 +135,10 @@ class World:
             assert state.groups[name] is group
             assert group.scored is not None and group.step is None
             assert group.scored.attempt == group.attempt  # the payload of an older attempt is gone
+            assert group.partial is None
+        needed = {key for group in state.groups.values() if group.scored for key in group.scored.keys}
+        needed |= {key for group in state.groups.values() if group.partial for key in group.partial.keys}
+        assert not needed & self.freed  # nothing is freed that a batch, or a task, still needs
         if limits.eval_prompts and limits.eval_first and 0 not in state.evaluated:
             assert not state.admitted  # the first evaluation has the engines to itself
 
@@ -153,6 +174,24 @@ class World:
             short = self._scored(job)
             self._deliver([short.model_copy(update={"samples": short.samples[1:], "scores": short.scores[1:]})] * 2)
 
+    def interrupt(self) -> None:
+        """A replica leaves, or stops what is stale, and hands back what it has; perhaps it says so twice."""
+        begun = [job for job in self.jobs if job.oldest is not None and not job.group.startswith("eval")]
+        if not begun:
+            return
+        job = self.dice.choice(begun)
+        self.jobs.remove(job)
+        assert job.oldest is not None
+        stale = interrupts(self.limits.staleness) and job.oldest < self.state.live_version - self.limits.max_staleness
+        payload = None
+        if not stale and self.dice.random() < 0.7:
+            key = f"{job.group}:{job.attempt}"
+            self.store[key] = self._samples(job)
+            payload = Payload(keys=[key], bytes=1)
+        message = Interrupted(group=job.group, attempt=job.attempt, stale=stale, replica="r", payload=payload)
+        for _ in range(self.dice.randint(1, 2)):
+            self.decide(policy.interrupted(self.state, self.limits, message, 0.0))
+
     def fail(self) -> None:
         """A replica or verifier gives a group up, or says so again."""
         if self.jobs:
@@ -183,6 +222,20 @@ class World:
         if batch is not None:
             assert batch.version == version
             assert self.batches.setdefault(self.step, batch) == batch
+            self._check_bound(batch)
+
+    def _check_bound(self, batch: Batch) -> None:
+        """The strict bound, token by token: on what the trainer would train of this batch."""
+        bound = batch.version - self.limits.max_staleness
+        for group in batch.groups:
+            trained = [sample for index, sample in enumerate(group.samples) if index not in group.removed]
+            oldest = [max(sample.oldest, batch.mask_below) for sample in trained if sample.newest >= batch.mask_below]
+            assert oldest, "a group of which nothing is trained"
+            assert min(oldest) >= bound
+            if self.limits.staleness == "continue":
+                assert len(oldest) == len(trained)  # no sample has lost all its tokens
+            if self.limits.staleness in ("drop", "requeue"):
+                assert batch.mask_below == 0
 
     def train(self) -> None:
         """The trainer trains the batch it has and reports it, perhaps twice."""
@@ -215,22 +268,38 @@ class World:
         self.state = replay(self.records)
         for group in self.state.outstanding:
             self._send(group)
-        for evaluation in self.state.evaluations.values():
-            self.jobs += [Job(name, 0, 1, evaluation.version) for name, _ in policy.eval_groups(evaluation)]
+        for current in self.state.evaluations.values():
+            self.jobs += [Job(name, 0, 1, current.version) for name, _ in evaluation.groups(current)]
 
-    def _scored(self, job: Job) -> Scored:
+    def _samples(self, job: Job) -> list[SampleMeta]:
+        """Samples as a replica makes them on the live weights: new ones, and those it goes on with."""
         assert job.oldest is not None
         newest = self.state.live_version
-        samples = [
-            SampleMeta(tokens=3, oldest=job.oldest if index == 0 else self.dice.randint(job.oldest, newest), newest=newest, finish="stop")
-            for index in range(job.samples)
-        ]
+        earlier = [sample for key in job.partial for sample in self.store[key]]
+        samples = []
+        for index in range(job.samples):
+            if index < len(earlier) and earlier[index].newest >= job.renew_below:
+                old = earlier[index]
+                samples.append(replace(old, newest=self.dice.randint(old.newest, max(old.newest, newest))))
+                continue
+            oldest = job.oldest if index == 0 else self.dice.randint(job.oldest, newest)
+            samples.append(SampleMeta(tokens=3, oldest=oldest, newest=self.dice.randint(oldest, newest), finish="stop"))
+        return samples
+
+    def _scored(self, job: Job) -> Scored:
+        key = f"{job.group}:{job.attempt}"
+        samples = self.store[key] = self._samples(job)
+        training = not job.group.startswith("eval")
         return Scored(
             group=job.group,
             attempt=job.attempt,
-            payload=Payload(keys=[f"{job.group}:{job.attempt}"], bytes=1),
+            payload=Payload(keys=[key], bytes=1),
             samples=samples,
-            scores=[Score(reward=float(self.dice.randint(0, 1))) for _ in samples],
+            scores=[
+                Score(reward=float(self.dice.randint(0, 1)), removed=self.filters and training and self.dice.random() < 0.2)
+                for _ in samples
+            ],
+            filtered="zero_std" if self.filters and training and self.dice.random() < 0.1 else None,
             replica="r",
             environment="math",
             started=0.0,
@@ -249,6 +318,7 @@ class World:
 
     def settle(self) -> None:
         """From here on nothing fails; the run must finish in as many rounds as it has steps and evaluations, and some."""
+        self.filters = False
         if self.offered < (made := version_after(self.step, self.limits.interval, self.limits.steps)):
             self.offered = made
         for _ in range(4 * self.limits.steps + 8):

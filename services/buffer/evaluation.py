@@ -1,0 +1,84 @@
+"""Evaluations: which versions get one, what comes back of them, when they end."""
+
+from __future__ import annotations
+
+from services.buffer.limits import Limits
+from services.buffer.state import BufferState, Evaluation, eval_group_id, eval_group_parts
+from shared.ledger import EvalEnded, EvalScored, LedgerRecord
+from shared.messages import Failed, Outcome, Scored
+
+
+def groups(evaluation: Evaluation) -> list[tuple[str, int]]:
+    """(group id, row) of the held-out prompts that have not come back."""
+    pending = set(evaluation.pending())
+    names = ((eval_group_id(evaluation.dataset, evaluation.version, row), row) for row in range(evaluation.prompts))
+    return [(name, row) for name, row in names if name in pending]
+
+
+def is_due(limits: Limits, version: int) -> bool:
+    """Whether weights of ``version`` are evaluated, in a run that has held-out prompts."""
+    if version == limits.last_version:
+        return True
+    if version == 0:
+        return limits.eval_first
+    return limits.eval_interval is not None and (version * limits.interval) % limits.eval_interval == 0
+
+
+def scored(state: BufferState, message: Scored, now: float) -> list[LedgerRecord]:
+    """Rewards of a held-out prompt arrived; of one that has come back already, or of another evaluation, they give no record."""
+    current = _awaiting(state, message)
+    if current is None:
+        return []
+    return [
+        EvalScored(
+            group=message.group,
+            dataset=current.dataset,
+            version=current.version,
+            rewards=[score.reward for score in message.scores],
+            oldest=min((sample.oldest for sample in message.samples), default=current.version),
+            newest=max((sample.newest for sample in message.samples), default=current.version),
+            payload=message.payload,
+            at=now,
+        )
+    ]
+
+
+def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord]:
+    """A held-out prompt was given up: it counts as failed."""
+    current = _awaiting(state, message)
+    if current is None:
+        return []
+    nothing = EvalScored(
+        group=message.group,
+        dataset=current.dataset,
+        version=current.version,
+        rewards=[],
+        oldest=0,
+        newest=0,
+        payload=message.payload,
+        at=now,
+    )
+    return [nothing]
+
+
+def _awaiting(state: BufferState, message: Outcome) -> Evaluation | None:
+    """The evaluation under way that waits for the message's group."""
+    parts = eval_group_parts(message.group)
+    current = state.evaluations.get(parts[1]) if parts else None
+    return current if current is not None and current.awaits(message.group) else None
+
+
+def ended(evaluation: Evaluation, now: float) -> EvalEnded:
+    """The end of an evaluation all of whose prompts came back or failed."""
+    rewards = [reward for group in evaluation.rewards.values() for reward in group]
+    mean = sum(rewards) / len(rewards) if rewards else 0.0
+    return EvalEnded(
+        dataset=evaluation.dataset,
+        version=evaluation.version,
+        failed=len(evaluation.failed),
+        samples=len(rewards),
+        mean_reward=mean,
+        oldest=evaluation.oldest if rewards else evaluation.version,
+        newest=evaluation.newest if rewards else evaluation.version,
+        at=now,
+    )

@@ -1,0 +1,33 @@
+"""In which order groups are trained: which of the ready ones a batch may take now.
+
+``completion``: those that came back first. ``fifo``: the groups admitted first, whoever is ready waits for them.
+``windowed_fifo``: those that came back first among the ``window`` admitted first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Literal
+
+from services.buffer.state import Group
+
+Order = Literal["completion", "windowed_fifo", "fifo"]
+
+
+def choose(order: Order, window: int, size: int, groups: Iterable[Group], fitting: list[Group]) -> list[Group]:
+    """The next batch's groups, or too few of them where it has to wait.
+
+    Args:
+        window: groups that ``windowed_fifo`` looks ahead. size: groups of a batch. groups: all in flight, in order of admission.
+        fitting: those of them that are ready and within the bound, in the order they came back.
+    """
+    if order == "completion" or len(fitting) < size:
+        return fitting[:size]
+    reach = {group.number for group in islice(_waiting(groups), size if order == "fifo" else window)}
+    return [group for group in fitting if group.number in reach][:size]
+
+
+def _waiting(groups: Iterable[Group]) -> Iterator[Group]:
+    """Those that no batch has taken yet."""
+    return (group for group in groups if group.step is None)

@@ -1,0 +1,42 @@
+"""Where staleness is decided: what a batch does with a group, by the age of its tokens and the run's policy.
+
+A batch that is trained on version V takes no trained token older than the bound b = V − max_staleness. The four policies differ in what
+they do with a group that holds older tokens; docs/staleness.md derives what follows from each.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from services.buffer.state import Result
+
+Policy = Literal["drop", "requeue", "continue", "mask"]
+"""``drop``: end the group; a new prompt takes its place. ``requeue``: generate it anew. ``continue``: keep the samples that hold tokens
+within the bound, generate the others anew. ``mask``: train it without its stale tokens."""
+
+Verdict = Literal["fits", "drop", "requeue"]
+
+
+def verdict(policy: Policy, result: Result, bound: int) -> Verdict:
+    """What becomes of a scored group in a batch that takes no token older than ``bound``."""
+    if result.oldest >= bound:
+        return "fits"
+    match policy:
+        case "drop":
+            return "drop"
+        case "requeue":
+            return "requeue"
+        case "continue":
+            return "fits" if result.least_fresh >= bound else "requeue"
+        case "mask":
+            return "fits" if result.newest >= bound else "drop"
+
+
+def mask_below(policy: Policy, bound: int) -> int:
+    """The version below which a batch's tokens leave the loss; 0 where no batch holds any."""
+    return max(0, bound) if policy in ("continue", "mask") else 0
+
+
+def interrupts(policy: Policy) -> bool:
+    """Whether replicas stop a generation whose first token has fallen behind the bound: nothing will be trained of it."""
+    return policy in ("drop", "requeue")
