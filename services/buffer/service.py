@@ -207,7 +207,8 @@ class Buffer:
                 for number in range(first, first + count):
                     self._dispatch.group(self._state.groups[group_id(number)], self._state, self._limits)
             case GroupRequeued(group=name, attempt=attempt, reason=reason):
-                self._log.warning("group_requeued", group=name, attempt=attempt, reason=reason)
+                tell = self._log.info if reason == policy.STALE else self._log.warning
+                tell("group_requeued", group=name, attempt=attempt, reason=reason)
                 self._dispatch.group(self._state.groups[name], self._state, self._limits)
             case GroupsDropped(groups=names, reason=reason):
                 self._log.info("groups_dropped", groups=names, reason=reason)
@@ -243,6 +244,8 @@ class Buffer:
             for lease in leases:
                 if isinstance(lease.message, Failed):
                     await self._decide(partial(policy.failed, self._state, lease.message, time.time()))
+                elif isinstance(lease.message, Interrupted):
+                    await self._decide(partial(policy.interrupted, self._state, self._limits, lease.message, time.time()))
                 await lease.ack()
 
     async def _watch_versions(self) -> None:

@@ -59,6 +59,8 @@ class Record:
                 "grad_norm": metrics["grad_norm"],
                 "staleness_mean": batch.figures.staleness_mean,
                 "staleness_max": batch.figures.staleness_max,
+                "masked_tokens": batch.figures.masked_tokens,
+                "removed_samples": batch.figures.removed_samples,
                 "train_tokens_per_s": performance["actor_train_tok_per_s"],
                 "wait_time_ratio": performance["wait_time_ratio"],
             }

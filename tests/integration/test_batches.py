@@ -76,3 +76,54 @@ def test_a_lost_payload_and_one_that_does_not_fit_are_named(valkey: EmbeddedValk
     batch.groups[0].payload.keys[0] = "nowhere"
     with pytest.raises(PayloadMissing, match="no blob nowhere"):
         batches.read(batch, BlockingStore(valkey.url), ObjectiveConfig(), 1)
+
+
+def two_versions(group: str, index: int) -> sample.Sample:
+    """Six tokens, two each of versions 0, 1 and 2; the second one an environment's."""
+    one = made(group, index, 6, 0)
+    one.segments = [(0, 2, 0), (2, 4, 1), (4, 6, 2)]
+    one.mask[1] = 0
+    return one
+
+
+async def mixed(url: str, run: str, mask_below: int, removed: list[int], groups: int = 1) -> Batch:
+    store, refs = Store(url), []
+    for number in range(groups):
+        name = f"g{number:08d}"
+        samples = [two_versions(name, 0), made(name, 1, 3, 0), made(name, 2, 4, 2)]
+        (blob,) = sample.encode(samples, 10_000)
+        await store.write({f"{run}:{name}": blob})
+        payload = Payload(keys=[f"{run}:{name}"], bytes=len(blob))
+        metas = [one.meta() for one in samples]
+        refs.append(BatchGroup(group=name, payload=payload, samples=metas, rewards=[1.0, 0.0, 0.0], removed=removed))
+    await store.close()
+    return Batch(step=0, version=2, mask_below=mask_below, groups=refs)
+
+
+@pytest.mark.parametrize(
+    ("mask_below", "removed", "masks", "figures"),
+    [
+        (0, [], ["101111", "111", "1111"], (2, 0, 0)),
+        (1, [], ["001111", "000", "1111"], (1, 4, 0)),
+        (2, [2], ["000011", "000", "0000"], (0, 6, 1)),
+    ],
+)
+def test_stale_tokens_and_removed_samples_leave_the_loss(
+    valkey: EmbeddedValkey, run_name: str, mask_below: int, removed: list[int], masks: list[str], figures: tuple[int, int, int]
+) -> None:
+    batch = asyncio.run(mixed(valkey.url, run_name, mask_below, removed))
+    read = batches.read(batch, BlockingStore(valkey.url), ObjectiveConfig(), 1)
+    (samples,) = read.optimizer_steps
+    assert ["".join(map(str, one.loss_mask)) for one in samples] == masks
+    assert (read.figures.staleness_max, read.figures.masked_tokens, read.figures.removed_samples) == figures
+    assert samples[0].advantage == pytest.approx(-2 * samples[1].advantage), "every reward counts in the group"
+    (packed,) = batches.micro_batches(samples, ObjectiveConfig(), dp_rank=0, dp_size=1, max_tokens=100, vocab_size=100)
+    assert int(packed.loss_mask.sum()) == sum(mask.count("1") for mask in masks)
+
+
+def test_every_optimizer_step_trains_something(valkey: EmbeddedValkey, run_name: str) -> None:
+    batch = asyncio.run(mixed(valkey.url, run_name, 2, [2], groups=3))  # of nine samples three are trained: 0, 3 and 6
+    for parts, sizes in ((1, [9]), (2, [1, 8]), (3, [1, 3, 5]), (5, [1, 3, 5])):
+        steps = batches.read(batch, BlockingStore(valkey.url), ObjectiveConfig(), parts).optimizer_steps
+        assert [len(step) for step in steps] == sizes
+        assert all(any(one.trained_tokens for one in step) for step in steps)
