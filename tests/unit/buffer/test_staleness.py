@@ -1,0 +1,225 @@
+"""The four staleness policies and the three orders, decision by decision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from services.buffer import policy
+from services.buffer.limits import Limits
+from services.buffer.policy import BadChoice
+from services.buffer.staleness import Policy
+from services.buffer.state import BufferState
+from shared.ledger import BatchFormed, GroupRequeued, GroupsAdmitted, GroupsDropped, GroupsScored, LedgerRecord, VersionLive, group_id
+from shared.messages import Interrupted, Payload, SampleMeta, Score, Scored
+
+Ages = Sequence[tuple[int, int]]
+"""(oldest, newest) version of each sample."""
+
+
+def limits(**changes: Any) -> Limits:
+    return Limits(**{"steps": 8, "groups": 2, "samples": 2, "max_staleness": 1, "interval": 1, **changes})
+
+
+def scored(number: int, ages: Ages = ((0, 0), (0, 0)), attempt: int = 0, **changes: Any) -> Scored:
+    return Scored(
+        group=group_id(number),
+        attempt=attempt,
+        payload=Payload(keys=[f"{number}:{attempt}"], bytes=1),
+        samples=[SampleMeta(tokens=4, oldest=oldest, newest=newest, finish="stop") for oldest, newest in ages],
+        scores=changes.pop("scores", [Score(reward=1.0)] * len(ages)),
+        replica="r",
+        environment="math",
+        started=0.0,
+        ended=1.0,
+        **changes,
+    )
+
+
+def fold(state: BufferState, records: Sequence[LedgerRecord]) -> list[LedgerRecord]:
+    for record in records:
+        state.apply(record)
+    return list(records)
+
+
+def at_step(run: Limits, step: int, *groups: Scored) -> BufferState:
+    """A run whose next batch is that of ``step``, version ``step`` live, with these groups back and as many more out."""
+    state = BufferState()
+    state.formed_steps = state.trained_steps = step
+    fold(state, [GroupsAdmitted(first=0, count=2 * len(groups) + 2, version=0, at=0.0), VersionLive(version=step, at=0.0)])
+    fold(state, policy.scored(state, run, list(groups), 0.0))
+    return state
+
+
+def formed(state: BufferState, run: Limits, step: int, **changes: Any) -> list[LedgerRecord]:
+    return fold(state, policy.form_batch(state, run, step, step, 0.0, **changes))
+
+
+def in_batch(records: list[LedgerRecord]) -> list[int]:
+    return [int(name[1:]) for record in records if isinstance(record, BatchFormed) for name in record.groups]
+
+
+FRESH: Ages = ((2, 2), (2, 3))
+MIXED: Ages = ((1, 1), (1, 3))  # one sample all stale in a batch of version 3 and bound 1, one with a fresh end
+TAIL: Ages = ((1, 2), (0, 3))  # both with fresh ends
+STALE: Ages = ((1, 1), (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "ages", "fate"),
+    [
+        ("drop", FRESH, "batch"), ("drop", TAIL, "dropped"), ("drop", MIXED, "dropped"), ("drop", STALE, "dropped"),
+        ("requeue", FRESH, "batch"), ("requeue", TAIL, "anew"), ("requeue", MIXED, "anew"), ("requeue", STALE, "anew"),
+        ("continue", FRESH, "batch"), ("continue", TAIL, "batch"), ("continue", MIXED, "goes on"), ("continue", STALE, "goes on"),
+        ("mask", FRESH, "batch"), ("mask", TAIL, "batch"), ("mask", MIXED, "batch"), ("mask", STALE, "dropped"),
+    ],
+)  # fmt: skip
+def test_what_becomes_of_a_group_over_the_bound(name: Policy, ages: Ages, fate: str) -> None:
+    run = limits(staleness=name)
+    state = at_step(run, 3, scored(0, ages), scored(1, FRESH))
+    records = formed(state, run, 3)
+    dropped = [record.groups for record in records if isinstance(record, GroupsDropped)]
+    again = [record for record in records if isinstance(record, GroupRequeued)]
+    requeued = [(record.group, record.attempt, record.partial, record.renew_below) for record in again]
+    assert dropped == ([[group_id(0)]] if fate == "dropped" else [])
+    assert requeued == {
+        "anew": [(group_id(0), 1, None, 0)],
+        "goes on": [(group_id(0), 1, Payload(keys=["0:0"], bytes=1), 2)],
+    }.get(fate, [])
+    assert in_batch(records) == ([0, 1] if fate == "batch" else [])
+    if fate == "batch":
+        batch = policy.batch(state, 3)
+        assert batch is not None and batch.mask_below == (2 if name in ("continue", "mask") else 0)
+
+
+def test_a_payload_is_kept_for_whoever_goes_on_and_let_go_behind_it() -> None:
+    run = limits(staleness="continue")
+    state = at_step(run, 3, scored(0, MIXED), scored(1, FRESH))
+    fold(state, policy.form_batch(state, run, 3, 3, 0.0))
+    assert state.released == []
+    assert state.outstanding[0].partial == Payload(keys=["0:0"], bytes=1)
+    fold(state, policy.scored(state, run, [scored(0, FRESH, attempt=1)], 0.0))
+    assert state.released == ["0:0"]
+    assert state.groups[group_id(0)].partial is None
+
+
+def test_a_replica_that_leaves_hands_on_what_it_has() -> None:
+    run = limits()
+    state = at_step(run, 1, scored(1))
+    left = Interrupted(group=group_id(0), attempt=0, stale=False, replica="rollout-2", payload=Payload(keys=["part"], bytes=3))
+    [record] = fold(state, policy.interrupted(state, run, left, 0.0))
+    assert isinstance(record, GroupRequeued) and record.reason == "rollout-2 did not end it"
+    assert state.groups[group_id(0)].partial == left.payload
+    assert policy.interrupted(state, run, left, 0.0) == []  # said twice
+    # the next one leaves before it has done anything
+    again = left.model_copy(update={"attempt": 1, "payload": None})
+    fold(state, policy.interrupted(state, run, again, 0.0))
+    assert (state.groups[group_id(0)].attempt, state.groups[group_id(0)].partial) == (2, left.payload)
+    assert state.released == []
+    # and the group fails in the end: nothing stays behind
+    late = Interrupted(group=group_id(1), attempt=0, stale=False, replica="r")
+    assert policy.interrupted(state, run, late, 0.0) == []  # it came back
+    state.apply(GroupsDropped(groups=[group_id(0)], reason="x", at=0.0))
+    assert state.released == ["part"]
+
+
+@pytest.mark.parametrize(("name", "record"), [("drop", GroupsDropped), ("requeue", GroupRequeued)])
+def test_what_a_replica_stopped_for_its_age_is_settled_at_once(name: Policy, record: type[LedgerRecord]) -> None:
+    run = limits(staleness=name)
+    state = at_step(run, 1, scored(1))
+    [found] = fold(state, policy.interrupted(state, run, Interrupted(group=group_id(0), attempt=0, stale=True, replica="r"), 0.0))
+    assert isinstance(found, record) and found.reason == "stale"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("order", "window", "came_back", "batch"),
+    [
+        ("completion", 0, [5, 3, 0], [3, 5]),
+        ("fifo", 0, [5, 3, 0], []),
+        ("fifo", 0, [1, 5, 0], [0, 1]),
+        ("windowed_fifo", 4, [5, 3, 0], [0, 3]),
+        ("windowed_fifo", 4, [5, 4, 3], []),
+        ("windowed_fifo", 0, [5, 3, 2], [2, 3]),  # two batches
+        ("windowed_fifo", 6, [5, 3, 0], [3, 5]),
+    ],
+)
+def test_orders(order: Any, window: int, came_back: list[int], batch: list[int]) -> None:
+    run = limits(order=order, window=window)
+    state = at_step(run, 0, *[scored(number) for number in came_back])
+    assert in_batch(formed(state, run, 0)) == batch
+
+
+def test_fifo_goes_on_behind_what_is_batched_dropped_or_dead() -> None:
+    run = limits(order="fifo")
+    state = at_step(run, 0, *[scored(number) for number in (0, 1, 3, 4)])
+    assert in_batch(formed(state, run, 0)) == [0, 1]
+    assert in_batch(formed(state, run, 1)) == []  # group 2 is still out
+    state.apply(GroupsDropped(groups=[group_id(2)], reason="x", at=0.0))
+    assert in_batch(formed(state, run, 1)) == [3, 4]
+
+
+def test_over_sampling_keeps_a_surplus_under_way() -> None:
+    run = limits(surplus=3)
+    state = BufferState()
+    fold(state, policy.live(state, run, 0, 0.0))
+    [admitted] = fold(state, policy.admit(state, run, 0.0))
+    assert isinstance(admitted, GroupsAdmitted) and admitted.count == 2 * 2 + 3
+    state.formed_steps = run.steps
+    assert policy.admit(state, run, 0.0) == []  # every batch is there
+
+
+def test_a_filtered_group_is_recorded_with_its_rewards_and_dropped() -> None:
+    run = limits()
+    gone = [Score(reward=1.0, removed=True), Score(reward=0.0, removed=True)]
+    state = at_step(run, 0, scored(0), scored(1))
+    half = [gone[0], Score(reward=0.5)]
+    lot = [scored(2, filtered="zero_std"), scored(3, scores=gone), scored(4, filtered="zero_std"), scored(5, scores=half)]
+    records = fold(state, policy.scored(state, run, lot, 0.0))
+    assert [record.rewards for record in records[0].groups] == [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0], [1.0, 0.5]]  # type: ignore[attr-defined]
+    ends = {record.reason: record.groups for record in records[1:] if isinstance(record, GroupsDropped)}
+    assert ends == {
+        "filtered: zero_std": [group_id(2), group_id(4)],
+        "filtered: no sample is left to train": [group_id(3)],
+    }
+    assert list(state.ready) == [group_id(number) for number in (0, 1, 5)]
+    [room] = policy.admit(state, run, 0.0)
+    assert isinstance(room, GroupsAdmitted)
+
+
+def test_removed_samples_do_not_age_and_reach_the_trainer_as_removed() -> None:
+    run = limits()
+    old_and_gone = scored(0, ((0, 0), (3, 3)), scores=[Score(reward=1.0, removed=True), Score(reward=0.0)])
+    state = at_step(run, 3, old_and_gone, scored(1, FRESH))
+    assert in_batch(formed(state, run, 3)) == [0, 1]
+    batch = policy.batch(state, 3)
+    assert batch is not None and [group.removed for group in batch.groups] == [[0], []]
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "samples", "fits"),
+    [([], 2, True), ([0, 0, 1], 3, True), ([0, 1, 1, 1], 4, True), ([0, 0, 0], 3, False), ([0, 1, 2], 3, False), ([0, 1], 3, False)],
+)
+def test_a_rollout_may_fan_out_into_several_samples(rollouts: list[int], samples: int, fits: bool) -> None:
+    run = limits()
+    state = at_step(run, 0)
+    records = policy.scored(state, run, [scored(0, ((0, 0),) * samples, rollouts=rollouts)], 0.0)
+    assert [isinstance(record, GroupsScored) for record in records] == [fits]
+    if not fits:
+        assert "rollouts" in records[0].reason  # type: ignore[attr-defined]
+
+
+def test_a_buffer_filter_chooses_among_what_fits() -> None:
+    run = limits()
+    state = at_step(run, 3, scored(0, FRESH), scored(1, STALE), scored(2, FRESH), scored(3, FRESH))
+    assert [group.number for group in policy.candidates(state, run, 3, 3)] == [0, 2, 3]
+    for chosen, found in (
+        ([group_id(1), group_id(2)], "g00000001"),
+        ([group_id(2), group_id(2)], "1 of them different"),
+        ([group_id(0), group_id(2), group_id(3)], "chose 3 groups"),
+    ):
+        with pytest.raises(BadChoice, match=found):
+            policy.form_batch(state, run, 3, 3, 0.0, chosen)
+    assert in_batch(policy.form_batch(state, run, 3, 3, 0.0, [group_id(3)])) == []  # waits
+    assert in_batch(formed(state, run, 3, chosen=[group_id(3), group_id(0)])) == [0, 3]
