@@ -1,12 +1,12 @@
 """In which order groups are trained: which of the ready ones a batch may take now.
 
-``completion``: those that came back first. ``fifo``: the groups admitted first, whoever is ready waits for them.
-``windowed_fifo``: those that came back first among the ``window`` admitted first.
+``completion``: those that came back first. ``fifo``: the groups admitted first, whoever is ready waits for them. ``windowed_fifo``: those
+that came back first among the ``window`` numbers from the oldest group on that no batch has; so at most ``window`` − 1 groups overtake it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from typing import Literal
 
@@ -19,15 +19,12 @@ def choose(order: Order, window: int, size: int, groups: Iterable[Group], fittin
     """The next batch's groups, or too few of them where it has to wait.
 
     Args:
-        window: groups that ``windowed_fifo`` looks ahead. size: groups of a batch. groups: all in flight, in order of admission.
+        window: numbers that ``windowed_fifo`` looks ahead. size: groups of a batch. groups: all in flight, in order of admission.
         fitting: those of them that are ready and within the bound, in the order they came back.
     """
     if order == "completion" or len(fitting) < size:
         return fitting[:size]
-    reach = {group.number for group in islice(_waiting(groups), size if order == "fifo" else window)}
-    return [group for group in fitting if group.number in reach][:size]
-
-
-def _waiting(groups: Iterable[Group]) -> Iterator[Group]:
-    """Those that no batch has taken yet."""
-    return (group for group in groups if group.step is None)
+    first = [group.number for group in islice((group for group in groups if group.step is None), size)]  # in no batch yet
+    # never fewer than a batch, whatever has left the window: it would wait for ever
+    last = first[-1] if order == "fifo" else max(first[-1], first[0] + window - 1)
+    return [group for group in fitting if group.number <= last][:size]

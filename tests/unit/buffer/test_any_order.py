@@ -58,6 +58,21 @@ def test_invariants_hold_and_the_run_finishes(limits: Limits, seed: int, events:
     world.check_end()
 
 
+CALM = [World.begin, World.begin, World.finish, World.ask, World.train, World.push, World.save, World.kill_trainer, World.kill_buffer]
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32))
+def test_in_order_of_admission_nothing_is_ever_over_the_bound(max_staleness: int, interval: int, groups: int, seed: int) -> None:
+    limits = Limits(steps=6, groups=groups, samples=1, max_staleness=max_staleness, interval=interval, order="fifo")
+    world = World(limits, random.Random(seed))
+    for _ in range(150):
+        world.dice.choice(CALM)(world)
+    world.settle()
+    world.check_end()
+    assert not any(isinstance(record, GroupsDropped | GroupRequeued) for record in world.records)
+
+
 @pytest.mark.parametrize("interval", [1, 2])
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 @pytest.mark.parametrize("eval_prompts", [0, 2])

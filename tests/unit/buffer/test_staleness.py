@@ -151,6 +151,15 @@ def test_orders(order: Any, window: int, came_back: list[int], batch: list[int])
     assert in_batch(formed(state, run, 0)) == batch
 
 
+def test_a_window_stands_still_until_its_oldest_group_is_back() -> None:
+    run = limits(order="windowed_fifo", window=3)
+    state = at_step(run, 0, *[scored(number) for number in (1, 2, 3, 4)])
+    assert in_batch(formed(state, run, 0)) == [1, 2]
+    assert in_batch(formed(state, run, 1)) == []  # 0 has been overtaken by two
+    fold(state, policy.scored(state, run, [scored(0)], 0.0))
+    assert in_batch(formed(state, run, 1)) == [0, 3]
+
+
 def test_fifo_goes_on_behind_what_is_batched_dropped_or_dead() -> None:
     run = limits(order="fifo")
     state = at_step(run, 0, *[scored(number) for number in (0, 1, 3, 4)])
