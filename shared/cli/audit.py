@@ -56,6 +56,8 @@ def as_plain(run: str, report: AuditReport) -> dict[str, Any]:
         "durable_steps": report.durable_steps,
         "live_version": report.live_version,
         "max_staleness_seen": report.max_staleness,
+        "masked_samples": report.masked,
+        "removed_samples": report.removed,
         "finished": report.finished,
     }
 
@@ -71,7 +73,9 @@ def table(run: str, config: RunConfig, report: AuditReport) -> Table:
     rows = Table(title=f"Audit of run {run}", title_justify="left", show_header=False, box=None, padding=(0, 2))
     rows.add_row(Text("conservation", style="dim"), f"{report.admitted} admitted = {' + '.join(ends)}")
     samples, bound = report.staleness.total(), config.rollout.max_staleness
-    rows.add_row(Text("staleness", style="dim"), f"{report.max_staleness} at most in {samples} samples, bound {bound}")
+    untrained = {"masked in part or whole": report.masked, "removed": report.removed}
+    outside = "".join(f", {count} {what}" for what, count in untrained.items() if count)
+    rows.add_row(Text("staleness", style="dim"), f"{report.max_staleness} at most in {samples} trained samples, bound {bound}{outside}")
     rows.add_row(
         Text("steps", style="dim"), f"{report.steps} trained, {report.durable_steps} durable" + (", finished" if report.finished else "")
     )

@@ -40,7 +40,7 @@ def page(run: str, life: Life, samples: Sequence[Sample], index: int | None, abs
     if index is None and samples:
         parts += [*_titled("prompt", prompt_text(samples[0].prompt_text)), Text(), _hint(run, facts.group)]
     elif index is not None and absent is None:
-        parts += _in_full(samples[index], reward_of(facts, index), width)
+        parts += _in_full(samples[index], facts, index, width)
     parts += [Text(), Text("provenance", style="bold"), _provenance(life)]
     return Group(*parts)
 
@@ -55,7 +55,7 @@ def as_plain(run: str, life: Life, samples: Sequence[Sample], index: int | None,
         "durable": life.trails.durable(facts),
         "payload": life.payload.model_dump() if life.payload else None,
         "absent": absent,
-        "samples": [_sample(sample, reward_of(facts, sample.index)) for sample in samples if index in (None, sample.index)],
+        "samples": [_sample(sample, facts) for sample in samples if index in (None, sample.index)],
         "provenance": [asdict(passage) for passage in life.passages],
     }
 
@@ -63,6 +63,11 @@ def as_plain(run: str, life: Life, samples: Sequence[Sample], index: int | None,
 def reward_of(facts: Facts, index: int) -> float | None:
     """The reward of one of the group's samples, where it has one."""
     return facts.rewards[index] if index < len(facts.rewards) else None
+
+
+def parts_of(facts: Facts, index: int) -> dict[str, float]:
+    """The named rewards of one of the group's samples."""
+    return facts.parts[index] if index < len(facts.parts) else {}
 
 
 def prompt_text(prompt: Any) -> str:
@@ -107,7 +112,7 @@ def _overview(facts: Facts, samples: Sequence[Sample]) -> Table:
         text = " ".join(sample.text.split()) if sample else ""
         lines.add_row(
             str(index),
-            f"{reward:.4g}",
+            f"{reward:.4g}" + (" (removed)" if index in facts.removed else ""),
             str(facts.tokens[index]),
             span(facts.oldest[index : index + 1], facts.newest[index : index + 1]),
             sample.finish if sample else "–",
@@ -120,12 +125,14 @@ def _hint(run: str, group: str) -> Text:
     return Text(f"One of them in full: myxo samples {run} {group}/0", style="dim")
 
 
-def _in_full(sample: Sample, reward: float | None, width: int) -> list[RenderableType]:
+def _in_full(sample: Sample, facts: Facts, index: int, width: int) -> list[RenderableType]:
+    reward, parts = reward_of(facts, index), parts_of(facts, index)
     segments = ", ".join(f"tokens {start}–{end - 1} under version {version}" for start, end, version in sample.segments)
-    trained = int(np.count_nonzero(sample.mask))
+    trained = 0 if index in facts.removed else int(np.count_nonzero(sample.mask[sample.versions() >= facts.mask_below]))
     lines = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in (
         ("reward", "none" if reward is None else f"{reward:g}"),
+        *((f"reward {name}", f"{value:g}") for name, value in parts.items()),
         ("label", "none" if sample.label is None else str(sample.label)),
         ("finish", sample.finish),
         ("tokens", f"{len(sample.prompt)} prompt, {len(sample.response)} response, {trained} of them trained"),
@@ -159,10 +166,11 @@ def _row(name: str, values: Sequence[Any] | np.ndarray[Any, Any]) -> str:
     return name.ljust(CELL) + "".join(str(value).rjust(CELL) for value in values)
 
 
-def _sample(sample: Sample, reward: float | None) -> dict[str, Any]:
+def _sample(sample: Sample, facts: Facts) -> dict[str, Any]:
     names = ("index", "finish", "label", "metadata", "prompt_text", "text", "prompt", "response", "mask", "log_probs", "segments")
     fields = {name: _json_value(getattr(sample, name)) for name in names}
-    return {**fields, "versions": sample.versions().tolist(), "reward": reward}
+    scored = {"reward": reward_of(facts, sample.index), "reward_parts": parts_of(facts, sample.index)}
+    return {**fields, "versions": sample.versions().tolist(), **scored, "removed": sample.index in facts.removed}
 
 
 def _json_value(value: Any) -> Any:

@@ -36,8 +36,9 @@ STATUSES = (OUTSTANDING, REQUEUED, READY, BATCHED, TRAINED, DROPPED, DEAD)
 class Facts:
     """One group. ``changed``: ledger sequence of the record that last changed it, ``at`` its time, seconds since the epoch.
 
-    rewards, tokens, oldest, newest: one entry a sample, of the attempt that came back; empty while none has. ``version``: that its batch
-    is trained on. ``started``/``ended``: of the generation.
+    rewards, tokens, oldest, newest: one entry a sample, of the attempt that came back; empty while none has. parts: the samples' named
+    rewards, where they have some; removed: positions of those that a filter took out of the loss. ``version``: that its batch is trained
+    on, which masks tokens older than ``mask_below``. ``started``/``ended``: of the generation.
     """
 
     group: str
@@ -48,7 +49,10 @@ class Facts:
     reason: str = ""
     step: int | None = None
     version: int | None = None
+    mask_below: int = 0
     rewards: tuple[float, ...] = ()
+    parts: tuple[dict[str, float], ...] = ()
+    removed: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
     oldest: tuple[int, ...] = ()
     newest: tuple[int, ...] = ()
@@ -69,7 +73,7 @@ class Facts:
     def came_back(self, scored: ScoredGroup) -> None:
         """Takes what an attempt came back with."""
         self.attempt, self.status, self.reason = scored.attempt, READY, ""
-        self.rewards = tuple(scored.rewards)
+        self.rewards, self.parts, self.removed = tuple(scored.rewards), tuple(scored.parts), tuple(scored.removed)
         self.tokens = tuple(sample.tokens for sample in scored.samples)
         self.oldest = tuple(sample.oldest for sample in scored.samples)
         self.newest = tuple(sample.newest for sample in scored.samples)
@@ -78,8 +82,8 @@ class Facts:
 
     def forget_samples(self) -> None:
         """Nothing of an attempt that was given up stands any more."""
-        self.rewards = self.tokens = self.oldest = self.newest = ()
-        self.replica = ""
+        self.rewards = self.tokens = self.oldest = self.newest = self.removed = ()
+        self.parts, self.replica = (), ""
 
     def where(self) -> str:
         """The status in words."""
@@ -125,10 +129,10 @@ class Trails:
                 return self._ended(names, sequence, record, DROPPED, reason)
             case GroupDead(group=name, reason=reason):
                 return self._ended([name], sequence, record, DEAD, reason)
-            case BatchFormed(step=step, version=version, groups=names):
+            case BatchFormed(step=step, version=version, groups=names, mask_below=mask_below):
                 self._batches[step] = names
                 for facts in self._changed(names, sequence, record):
-                    facts.status, facts.step, facts.version = BATCHED, step, version
+                    facts.status, facts.step, facts.version, facts.mask_below = BATCHED, step, version, mask_below
             case BatchTrained(step=step):
                 return self._ended(self._batches.pop(step, []), sequence, record, TRAINED, "")
             case CheckpointDurable(steps=steps):
@@ -214,14 +218,16 @@ class Life:
                         rewards = " ".join(f"{reward:g}" for reward in scored.rewards)
                         seconds = scored.ended - scored.started
                         return f"attempt {scored.attempt} back from {scored.replica} after {seconds:.1f} s, rewards {rewards}"
-            case GroupRequeued(group=group, attempt=attempt, reason=reason) if group == name:
-                return f"to be generated anew as attempt {attempt}: {reason}"
+            case GroupRequeued(group=group, attempt=attempt, reason=reason, partial=partial) if group == name:
+                how = "to be generated anew" if partial is None else "to go on from what it has"
+                return f"{how} as attempt {attempt}: {reason}"
             case GroupsDropped(groups=names, reason=reason) if name in names:
                 return f"dropped: {reason}"
             case GroupDead(group=group, reason=reason) if group == name:
                 return f"dead: {reason}"
-            case BatchFormed(step=step, version=version, groups=names) if name in names:
-                return f"in the batch of step {step}, on version {version}"
+            case BatchFormed(step=step, version=version, groups=names, mask_below=mask_below) if name in names:
+                masked = f", tokens older than version {mask_below} masked" if mask_below else ""
+                return f"in the batch of step {step}, on version {version}{masked}"
             case BatchTrained(step=step, started=started, ended=ended) if facts is not None and facts.step == step and before == BATCHED:
                 return f"trained in step {step}, {ended - started:.1f} s"
             case CheckpointDurable(steps=steps) if facts is not None and self.trails.durable(facts) and not self._durable:

@@ -260,8 +260,12 @@ def sample(index: int = 0, **changes: object) -> Sample:
 
 
 def printed(number: int, samples: list[Sample], index: int | None, absent: str | None = None) -> str:
+    return shown(life(number), samples, index, absent)
+
+
+def shown(life: Life, samples: list[Sample], index: int | None, absent: str | None = None) -> str:
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(page("r", life(number), samples, index, absent, 100))
+    console.print(page("r", life, samples, index, absent, 100))
     return console.export_text()
 
 
@@ -288,6 +292,29 @@ def test_tokens_stand_in_columns_with_their_mask_version_and_log_prob() -> None:
     assert lines[6] == ["position", "3", "4"]
     assert lines[9] == ["version", "1", "1"]
     assert len(list(token_lines(sample(), width=1))) == 5 * 6  # the narrowest terminal shows one token a block
+
+
+def test_what_was_masked_and_removed_and_the_parts_of_a_reward_are_shown() -> None:
+    back = scored(0, (1.5, 0.5), (0, 3))
+    back.parts, back.removed = [{"format": 0.5, "answer": 1.0}, {"format": 0.5, "answer": 0.0}], [1]
+    ledger: list[LedgerRecord] = [
+        GroupsAdmitted(first=0, count=1, version=0, at=100.0),
+        GroupRequeued(group=group_id(0), attempt=1, reason="rollout-1 did not end it", partial=Payload(keys=["p"], bytes=1), at=101.0),
+        GroupsScored(groups=[back], at=104.0),
+        BatchFormed(step=0, version=3, groups=names(0), mask_below=2, at=105.0),
+    ]
+    found = life(0, ledger)
+    told = [passage.what for passage in found.passages]
+    assert told[1] == "to go on from what it has as attempt 1: rollout-1 did not end it"
+    assert told[3] == "in the batch of step 0, on version 3, tokens older than version 2 masked"
+    samples = [sample(0, segments=[(0, 3, 1), (3, 5, 2)]), sample(1)]
+    assert shown(found, samples, 0).count("reward format") == 1
+    assert "reward answer" in shown(found, samples, 0) and "5 response, 2 of them trained" in shown(found, samples, 0)
+    assert "0 of them trained" in shown(found, samples, 1)
+    assert "0.5 (removed)" in shown(found, samples, None)
+    plain = as_plain("r", found, samples, None, None)
+    assert plain["mask_below"] == 2
+    assert [(one["reward_parts"]["answer"], one["removed"]) for one in plain["samples"]] == [(1.0, False), (0.0, True)]
 
 
 def test_the_page_of_a_group_lists_its_samples() -> None:
