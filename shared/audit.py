@@ -1,7 +1,8 @@
 """The audit: replays a run's ledger and checks the invariants, independently of the buffer's own state.
 
 Conservation: admitted = trained + dropped + dead + in flight, each group with one end. Staleness: no batch trains a token older than the
-bound; tokens that it masks for their age, and samples that a filter removed, are not trained. Batches: each step once, of the configured size, in order. Versions: never fall.
+bound; tokens that it masks for their age, and samples that a filter removed, are not trained. Batches: each step once, of the configured
+size, in order. Versions: never fall.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import nats
@@ -23,7 +24,11 @@ from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
 
 from shared import addresses
+from shared.bus_errors import ATTEMPT_SECONDS as ATTEMPT_SECONDS
+from shared.bus_errors import RETRY_PAUSE as RETRY_PAUSE
+from shared.bus_errors import TRANSIENT, WRONG_LAST_SEQUENCE, BusUnreachable, NotPermitted, RequestRefused, WrongSequence
 from shared.cancel import cancelled
+from shared.confirmations import Confirmations, Outgoing
 from shared.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
 from shared.messages import Message, Refused
 from shared.violations import Violations, hopeless_reason
@@ -33,44 +38,6 @@ Request = TypeVar("Request", bound=Message)
 
 SIZE_MARGIN = 4096
 """Bytes kept free below the server's max_payload: it counts headers, the client does not."""
-
-ATTEMPT_SECONDS = 3.0
-"""How long one try of a publish or request may take before it is tried again within the caller's deadline."""
-
-RETRY_PAUSE = 0.2
-"""Seconds between tries."""
-
-WRONG_LAST_SEQUENCE = {10071, 10164}
-_STREAM_FULL = {10047, 10077, 10122}
-# what a restarting server, a lost link or a stream that is still being recovered looks like to the client
-TRANSIENT = (
-    nats.errors.TimeoutError,
-    nats.errors.NoRespondersError,
-    nats.errors.ConnectionClosedError,
-    nats.errors.ConnectionReconnectingError,
-    nats.errors.StaleConnectionError,
-    nats.errors.OutboundBufferLimitError,
-    nats.js.errors.NoStreamResponseError,
-    nats.js.errors.ServiceUnavailableError,
-    asyncio.TimeoutError,
-    ConnectionError,
-)
-
-
-class BusUnreachable(MyxoError):
-    """No NATS server with JetStream answers at the URL, or it does not let this client in."""
-
-
-class NotPermitted(MyxoError):
-    """The NATS server refuses this client a subject: its account does not have it."""
-
-
-class WrongSequence(MyxoError):
-    """The stream has moved on since this writer last looked: another writer is active, this one must stop."""
-
-
-class RequestRefused(MyxoError):
-    """The other side answered a request with a reason not to do it."""
 
 
 class Bus:
@@ -82,6 +49,7 @@ class Bus:
         self._violations = violations
         self.js: JetStreamContext = connection.jetstream(timeout=ATTEMPT_SECONDS)
         self._buckets: dict[str, KeyValue] = {}
+        self._confirmations = Confirmations(connection)
 
     @classmethod
     async def connect(cls, url: str, name: str, deadline: float = 15.0, *, inbox: str = "_INBOX") -> Bus:
@@ -161,6 +129,7 @@ class Bus:
             except (MyxoError, nats.js.errors.Error) as error:
                 await connection.close()
                 raise BusUnreachable(f"the NATS server at {redacted(url)} has no JetStream ({error})") from error
+            await bus._confirmations.open()
             return bus
 
     async def close(self) -> None:
@@ -189,13 +158,7 @@ class Bus:
 
         Returns the stream sequence. Raises MessageTooLarge, WrongSequence, DeadlineExceeded.
         """
-        payload = message.encode()
-        headers: dict[str, str] = {}
-        if msg_id is not None:
-            headers["Nats-Msg-Id"] = msg_id
-        if after is not None:
-            headers["Nats-Expected-Last-Sequence"] = str(after[1])
-        self._check_size(subject, payload, headers)
+        out = self._outgoing(subject, message, msg_id, after)
 
         async def once() -> int:
             if before is not None:
@@ -203,17 +166,38 @@ class Bus:
                 if not self.connection.is_connected:  # the client would send it later, whenever it is back
                     raise nats.errors.ConnectionReconnectingError
             try:
-                return (await self.js.publish(subject, payload, headers=headers or None)).seq
+                return await (await self._confirmations.send(subject, *out))
             except nats.js.errors.APIError as error:
                 if error.err_code in WRONG_LAST_SEQUENCE:
                     if after is not None and msg_id is not None and await self._is_mine(after[0], after[1] + 1, msg_id):
                         return after[1] + 1  # an earlier try went through and only its confirmation was lost
                     raise WrongSequence(f"{subject}: {error.description}; another writer is active") from error
-                if error.err_code in _STREAM_FULL:
-                    raise nats.errors.TimeoutError from error  # back-pressure: wait for room, within the deadline
                 raise
 
         return await self._until(time.monotonic() + deadline, once, f"confirmation of {subject}", redacted(self.url), subject)
+
+    async def publish_all(self, subject: str, messages: Mapping[str, Message], *, deadline: float = 60.0) -> None:
+        """Publishes messages, by their ``msg_id``, into one stream, and waits until the server has confirmed them all.
+
+        What is not confirmed is sent again, within the deadline. Raises MessageTooLarge before any is sent, DeadlineExceeded.
+        """
+        left = [self._outgoing(subject, message, msg_id, None) for msg_id, message in messages.items()]
+
+        async def once() -> None:
+            nonlocal left
+            left, error = await self._confirmations.send_all(subject, left)
+            if error is not None:
+                raise error
+
+        await self._until(time.monotonic() + deadline, once, f"confirmation of {subject}", redacted(self.url), subject)
+
+    def _outgoing(self, subject: str, message: Message, msg_id: str | None, after: tuple[str, int] | None) -> Outgoing:
+        headers: dict[str, str] = {} if msg_id is None else {"Nats-Msg-Id": msg_id}
+        if after is not None:
+            headers["Nats-Expected-Last-Sequence"] = str(after[1])
+        payload = message.encode()
+        self._check_size(subject, payload, headers)
+        return payload, headers or None
 
     async def _is_mine(self, stream: str, sequence: int, msg_id: str) -> bool:
         """Whether the stream's message at ``sequence`` is the one published as ``msg_id``."""
@@ -394,6 +378,7 @@ class Bus:
 Result = TypeVar("Result")
 
 
+@functools.lru_cache(maxsize=8)
 def redacted(url: str) -> str:
     """A URL without its credentials, for logs and errors."""
     return ",".join(re.sub(r"^(.*//)?.*@", r"\1", part) for part in url.split(","))

@@ -11,7 +11,6 @@ buffer reads what was written and goes on from the last state; a source without 
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from array import array
@@ -20,6 +19,7 @@ from typing import Any
 
 from shared.config import RunConfig
 from shared.errors import ConfigError
+from shared.hooks import loading
 from shared.prompts import BAD, OVERLONG, Prompt, PromptReader, reason_to_leave_out
 from shared.rows import Rows
 from shared.tokenizer import Tokenizer
@@ -36,15 +36,7 @@ TRIES = 10_000
 def load(config: RunConfig) -> Callable[[RunConfig], Any]:
     """What makes the source. Raises ConfigError where there is no such function."""
     assert config.data.data_source is not None  # only called for runs that have one
-    module, _, name = config.data.data_source.partition(":")
-    try:
-        make = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        expected = f"cannot be imported: {error}; install the package or put its directory on PYTHONPATH"
-        raise ConfigError(FIELD, config.data.data_source, expected) from None
-    if not callable(make):
-        raise ConfigError(FIELD, config.data.data_source, f"expected a function, found a {type(make).__name__}")
-    return make
+    return loading.load(FIELD, config.data.data_source)
 
 
 class Drawn(Rows):

@@ -169,6 +169,8 @@ class EmbeddedValkey(EmbeddedServer):
         config.write_text(
             f"port 0\nunixsocket {self._socket}\nunixsocketperm 700\ndir {_quoted(self.directory)}\n"
             f"appendonly yes\nappendfsync {self._appendfsync}\nsave ''\nmaxmemory-policy noeviction\ndaemonize no\n"
+            # payloads are written once and freed soon: at the default of 64 MB the log is rewritten, by a fork, every other second
+            "auto-aof-rewrite-min-size 1gb\n"
         )
         return [str(_valkey_binary()), str(config)]
 

@@ -80,10 +80,8 @@ class PromptReader:
             codec.pack([content, label, metadata])
         except (TypeError, ValueError, OverflowError) as error:  # an integer over 64 bits, half a surrogate pair, a date
             raise refuse(data.input_key, str(error), "text and numbers that MessagePack carries") from None
-        environment = metadata.get("rm_type")  # the prompt's own, as slime has it, else the run's
-        if environment is None:
-            environment = self._reward.rm_type
-        elif environment not in self._environments:
+        environment = self._reward.environment_of(metadata.get("rm_type"))  # the prompt's own, as slime has it, else the run's
+        if environment not in self._environments:
             expected = f"a verifier or environment of [reward] ({nearest(str(environment), self._environments)})"
             raise refuse(f"{data.metadata_key}.rm_type", environment, expected, UnknownEnvironment)
         if label is None and environment in VERIFIERS:

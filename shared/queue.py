@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Generic, TypeVar
 
@@ -18,7 +19,6 @@ import nats.js.errors
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 from shared.bus import ATTEMPT_SECONDS, RETRY_PAUSE, TRANSIENT, Bus
 from shared.errors import BadMessage, DeadlineExceeded
@@ -30,13 +30,20 @@ M = TypeVar("M", bound=Message)
 FETCH_SECONDS = 1.0
 """How long one pull waits at the server; a worker looks up at least this often."""
 
+FETCH_BYTES = 4 << 20
+"""What one pull brings at most."""
+
 
 class Lease(Generic[M]):
     """One message that this worker holds until it acks, hands back, or its `ack_wait` runs out unextended."""
 
     def __init__(self, raw: Msg, message: M, consumer: Consumer) -> None:
         self._raw, self.message, self._consumer = raw, message, consumer
-        self.deliveries: int = raw.metadata.num_delivered
+
+    @property
+    def deliveries(self) -> int:
+        """How often the message was handed out, this time included."""
+        return self._raw.metadata.num_delivered
 
     @property
     def exhausted(self) -> bool:
@@ -128,42 +135,68 @@ class Pull:
     waits for a single message only when nothing is. Protocol: NATS ADR-13 (no_wait, expires, status 404/408/409).
     """
 
-    def __init__(self, connection: Client, subscription: Subscription, inbox: str, request_subject: str) -> None:
-        self._connection, self._subscription, self._inbox, self.request_subject = connection, subscription, inbox, request_subject
+    def __init__(self, connection: Client, inbox: str, request_subject: str) -> None:
+        self._connection, self._inbox, self.request_subject = connection, inbox, request_subject
         self._requests = 0
+        self._turn = asyncio.Lock()
+        self._came: deque[Msg] = deque()
+        self._coming: asyncio.Future[None] | None = None
 
     @classmethod
     async def open(cls, bus: Bus, stream: str, consumer: str) -> Pull:
         inbox = bus.connection.new_inbox()
-        subscription = await bus.connection.subscribe(f"{inbox}.*")
-        return cls(bus.connection, subscription, inbox, f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}")
+        pull = cls(bus.connection, inbox, f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}")
+        await bus.connection.subscribe(f"{inbox}.*", cb=pull._take)
+        return pull
 
     async def fetch(self, most: int, seconds: float) -> list[Msg]:
-        """Up to ``most`` messages: those that are there, else the first that comes within ``seconds``."""
-        there = await self._request(most, None, ATTEMPT_SECONDS)
-        if there or seconds <= 0:
-            return there
-        first = await self._request(1, seconds, seconds + RETRY_PAUSE)
-        if first and most > 1:
-            first += await self._request(most - 1, None, ATTEMPT_SECONDS)
-        return first
+        """Up to ``most`` messages, of `FETCH_BYTES` in all: those that are there, else the first that comes within ``seconds``."""
+        async with self._turn:
+            there = await self._request(most, None, ATTEMPT_SECONDS)
+            if there or seconds <= 0:
+                return there
+            first = await self._request(1, seconds, seconds + RETRY_PAUSE)
+            if first and most > 1:
+                first += await self._request(most - 1, None, ATTEMPT_SECONDS)
+            return first
 
     async def _request(self, batch: int, expires: float | None, patience: float) -> list[Msg]:
         self._requests += 1
         reply = f"{self._inbox}.{self._requests}"
-        request: dict[str, object] = {"batch": batch}
+        request: dict[str, object] = {"batch": batch, "max_bytes": FETCH_BYTES}
         request |= {"no_wait": True} if expires is None else {"expires": int(expires * 1e9)}
         await self._connection.publish(self.request_subject, json.dumps(request).encode(), reply)
         got: list[Msg] = []
         end = time.monotonic() + patience
-        while len(got) < batch:
+        while await self._more(end):
+            while self._came and len(got) < batch:
+                message = self._came.popleft()
+                if not message.subject.startswith(self._inbox):
+                    got.append(message)
+                elif message.subject == reply:
+                    return got  # this request's end: nothing more there, expired, or `FETCH_BYTES` reached
+            if len(got) == batch:
+                return got
+        return got  # where the server went away in between: what it had sent comes again when its ack_wait is over
+
+    async def _more(self, end: float) -> bool:
+        """Waits until something has come; False where nothing did by ``end``."""
+        if not self._came:
+            if self._connection.is_closed:
+                raise nats.errors.ConnectionClosedError
+            self._coming = asyncio.get_running_loop().create_future()
+            timer = asyncio.get_running_loop().call_at(asyncio.get_running_loop().time() + max(0.001, end - time.monotonic()), self._wake)
             try:
-                message = await self._subscription.next_msg(timeout=max(0.001, end - time.monotonic()))
-            except nats.errors.TimeoutError:
-                break  # the server went away in between: what it had sent comes again when its ack_wait is over
-            if message.subject.startswith(self._inbox):
-                if message.subject == reply:
-                    break  # this request's end: nothing more there, or expired
-                continue  # the end of an older request
-            got.append(message)
-        return got
+                await self._coming
+            finally:
+                timer.cancel()
+                self._coming = None
+        return bool(self._came)
+
+    async def _take(self, message: Msg) -> None:
+        self._came.append(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._coming is not None and not self._coming.done():
+            self._coming.set_result(None)

@@ -22,13 +22,16 @@ SCHEMA = 1
 _KINDS = {"prompt": "iu", "response": "iu", "log_probs": "f", "mask": "biu"}
 """numpy's kinds that a sample's arrays may be of; they travel as int32, int32, float32, uint8."""
 
+_INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("|u1")
+
 
 @dataclass
 class Sample:
     """One trajectory.
 
     prompt: int32 [P]; response: int32 [R]; log_probs: float32 [R], the engine's for exactly those tokens; mask: uint8 [R], 1 where
-    the token is trained; segments: (start, end, version) spans that tile [0, R) in order; text: the decoded response.
+    the token is trained; segments: (start, end, version) spans that tile [0, R) in order; text: the decoded response; rollout: which
+    of the group's rollouts it comes from, by itself its own (``index``): samples that fan out of one share it.
     """
 
     group: str
@@ -43,6 +46,11 @@ class Sample:
     prompt_text: Any = ""
     label: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    rollout: int = -1
+
+    def __post_init__(self) -> None:
+        if self.rollout < 0:
+            self.rollout = self.index
 
     def check(self) -> None:
         """Raises BadMessage, naming field and numbers, where the parts do not fit together."""
@@ -51,11 +59,15 @@ class Sample:
             array = getattr(self, name)
             if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
                 raise BadMessage(f"{where}: {name} is not a one-dimensional array of {'floats' if kinds == 'f' else 'integers'}")
+        if not isinstance(self.rollout, int):
+            raise BadMessage(f"{where}: rollout is {self.rollout!r}, not the number of one")
         length = len(self.response)
-        for name, array in (("log_probs", self.log_probs), ("mask", self.mask)):
-            if len(array) != length:
-                raise BadMessage(f"{where}: {name} has {len(array)} entries for {length} response tokens")
-        if length and not np.isfinite(self.log_probs[self.mask.astype(bool)]).all():
+        if len(self.log_probs) != length:
+            raise BadMessage(f"{where}: log_probs has {len(self.log_probs)} entries for {length} response tokens")
+        if len(self.mask) != length:
+            raise BadMessage(f"{where}: mask has {len(self.mask)} entries for {length} response tokens")
+        # all of them at once first: what is masked out need not be finite, but nearly always is
+        if not np.logical_and.reduce(np.isfinite(self.log_probs)) and not np.isfinite(self.log_probs[self.mask.astype(bool)]).all():
             raise BadMessage(f"{where}: log_probs holds values that are not finite")
         at = 0
         for start, end, version in self.segments:
@@ -74,10 +86,16 @@ class Sample:
 
     def meta(self) -> SampleMeta:
         """What travels in references: length and the versions of its oldest and newest trained token."""
-        trained = self.versions()[self.mask.astype(bool)]
-        every = trained if len(trained) else self.versions()
-        oldest, newest = (int(every.min()), int(every.max())) if len(every) else (0, 0)
-        return SampleMeta(tokens=len(self.response), oldest=oldest, newest=newest, finish=self.finish)
+        every = [version for _, _, version in self.segments]
+        if len(every) > 1:
+            every = [version for start, end, version in self.segments if self.mask[start:end].any()] or every
+        return SampleMeta(tokens=len(self.response), oldest=min(every, default=0), newest=max(every, default=0), finish=self.finish)
+
+
+def rollouts(samples: Iterable[Sample]) -> list[int]:
+    """Of each sample of a group, which rollout it comes from; empty where each rollout gave one."""
+    numbers = [one.rollout for one in samples]
+    return numbers if len(set(numbers)) < len(numbers) else []
 
 
 def encode(samples: Iterable[Sample], blob_bytes: int) -> list[bytes]:
@@ -106,7 +124,9 @@ def decode(blobs: Iterable[bytes]) -> list[Sample]:
         if schema != SCHEMA:
             raise BadMessage(f"payload of schema {schema!r}; this side reads {SCHEMA}")
         try:
-            read = [Sample(**{**entry, "segments": [_segment(*segment) for segment in entry["segments"]]}) for entry in content["samples"]]
+            for entry in content["samples"]:
+                entry["segments"] = [_segment(*segment) for segment in entry["segments"]]
+            read = [Sample(**entry) for entry in content["samples"]]
         except (TypeError, KeyError) as error:
             raise BadMessage(f"payload sample with unexpected fields: {error}") from error
         for sample in read:
@@ -116,7 +136,7 @@ def decode(blobs: Iterable[bytes]) -> list[Sample]:
 
 
 def _segment(start: int, end: int, version: int) -> tuple[int, int, int]:
-    if not all(isinstance(value, int) for value in (start, end, version)):
+    if not (isinstance(start, int) and isinstance(end, int) and isinstance(version, int)):
         raise TypeError(f"segment ({start!r}, {end!r}, {version!r})")
     return start, end, version
 
@@ -125,14 +145,15 @@ def _to_map(sample: Sample) -> dict[str, Any]:
     return {
         "group": sample.group,
         "index": sample.index,
-        "prompt": sample.prompt.astype(np.int32, copy=False),
-        "response": sample.response.astype(np.int32, copy=False),
-        "log_probs": sample.log_probs.astype(np.float32, copy=False),
-        "mask": sample.mask.astype(np.uint8, copy=False),
+        "prompt": codec.array(sample.prompt, _INT32),
+        "response": codec.array(sample.response, _INT32),
+        "log_probs": codec.array(sample.log_probs, _FLOAT32),
+        "mask": codec.array(sample.mask, _UINT8),
         "segments": [list(segment) for segment in sample.segments],
         "finish": sample.finish,
         "text": sample.text,
         "prompt_text": sample.prompt_text,
         "label": sample.label,
         "metadata": sample.metadata,
+        "rollout": sample.rollout,
     }

@@ -29,6 +29,9 @@ VERIFIERS = ("math", "exact")
 REMOTE = "remote_rm"
 """The environment of ``rm_url``."""
 
+CUSTOM = "custom_rm"
+"""The environment of ``custom_rm_path``."""
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
@@ -169,7 +172,9 @@ class RewardSection(Section):
         "a prompt's metadata.rm_type overrides it",
     )
     custom_rm_path: str | None = Field(
-        default=None, pattern=HOOK, description="package.module:async function that scores a sample, in place of rm_type"
+        default=None,
+        pattern=HOOK,
+        description="package.module:function that scores a sample, in place of rm_type and of every other environment",
     )
     group_rm: bool = Field(default=False, description="custom_rm_path takes a whole group at once")
     reward_key: str | None = Field(default=None, description="which of several named rewards counts; default: the environment's reward")
@@ -189,25 +194,34 @@ class RewardSection(Section):
         for name, url in self.environments.items():
             if not address.NAME.match(name):
                 raise ValueError(f"reward.environments: the name {name!r}: use 1 to 63 letters, digits, '-' and '_'")
-            if name in (*VERIFIERS, REMOTE):
-                raise ValueError(f"reward.environments: the name {name!r} is taken; {', '.join(VERIFIERS)} and {REMOTE} are there already")
+            if name in (*VERIFIERS, REMOTE, CUSTOM):
+                taken = f"{', '.join(VERIFIERS)}, {REMOTE} and {CUSTOM}"
+                raise ValueError(f"reward.environments: the name {name!r} is taken; {taken} are there already")
             _check_url(f"reward.environments.{name}", url)
         if self.rm_url is not None:
             _check_url("reward.rm_url", self.rm_url)
-        elif self.rm_type == REMOTE:
+        elif self.rm_type == REMOTE and self.custom_rm_path is None:
             raise ValueError(f"reward.rm_url: required with rm_type = {REMOTE}: {address.EXPECTED}")
-        if self.rm_type not in self.environment_names():
+        if self.custom_rm_path is None and self.rm_type not in self.environment_names():
             raise ValueError(f"reward.rm_type: no such verifier or environment; {nearest(self.rm_type, self.environment_names())}")
         return self
 
     @property
     def external(self) -> dict[str, str]:
-        """The environments outside of Myxo: name → URL."""
+        """The environments outside of Myxo: name → URL; none where ``custom_rm_path`` takes the place of all."""
+        if self.custom_rm_path is not None:
+            return {}
         return {**({} if self.rm_url is None else {REMOTE: self.rm_url}), **self.environments}
 
     def environment_names(self) -> list[str]:
         """Every environment that a prompt of this run may name, built in or not; each has a queue of its own."""
-        return sorted({*VERIFIERS, *self.external})
+        return sorted({*VERIFIERS, *self.external}) if self.custom_rm_path is None else [CUSTOM]
+
+    def environment_of(self, named: str | None) -> str:
+        """What scores a prompt that names an environment, or none."""
+        if self.custom_rm_path is not None:
+            return CUSTOM
+        return self.rm_type if named is None else named
 
 
 class EvalSection(Section):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import redis
@@ -26,6 +26,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared import addresses
+from shared.blobs import Answer, Link, Reader
 from shared.errors import DeadlineExceeded, MyxoError, PayloadMissing
 
 RETRY_PAUSE = 0.2
@@ -51,7 +52,7 @@ def options(url: str) -> dict[str, Any]:
 
 
 class Store:
-    """Blobs by key, over one connection pool.
+    """Blobs by key. They go over a connection of their own (`shared.blobs`), with TLS over the library's pool like all else.
 
     Args:
         url: ``redis://…``, ``rediss://…`` (trusts ``MYXO_CA_FILE``) or ``unix:///path/to/socket``.
@@ -60,6 +61,7 @@ class Store:
     """
 
     def __init__(self, url: str) -> None:
+        self._url, self._encrypted = url, url.startswith("rediss:")
         self._client: Any = redis.asyncio.Redis.from_url(
             url,
             socket_timeout=SOCKET_SECONDS,
@@ -67,6 +69,7 @@ class Store:
             retry=AsyncRetry(ConstantBackoff(0), 0),
             **options(url),
         )
+        self._link: asyncio.Future[Link] | None = None
 
     async def ping(self, deadline: float = 15.0) -> None:
         """Proves that the store answers. Raises StoreUnreachable."""
@@ -77,25 +80,38 @@ class Store:
         except (DeadlineExceeded, RedisError) as error:
             raise StoreUnreachable(f"the store does not answer: {error}") from error
 
-    async def write(self, blobs: dict[str, bytes], deadline: float = 60.0) -> None:
+    async def write(self, blobs: Mapping[str, bytes], deadline: float = 60.0) -> None:
         """Writes all blobs, or raises: an existing key is overwritten with the same content on a retry."""
 
         async def once() -> None:
-            async with self._client.pipeline(transaction=False) as pipe:
-                for key, blob in blobs.items():
-                    pipe.set(key, blob)
-                await pipe.execute()
+            if self._encrypted:
+                async with self._client.pipeline(transaction=False) as pipe:
+                    for key, blob in blobs.items():
+                        pipe.set(key, blob)
+                    await pipe.execute()
+            else:
+                _checked(await (await self._linked()).set(blobs))
 
-        await self._until(deadline, once, f"write of {len(blobs)} blobs")
+        if blobs:
+            await self._until(deadline, once, f"write of {len(blobs)} blobs")
 
     async def read(self, keys: Sequence[str], deadline: float = 60.0) -> list[bytes]:
         """The blobs in order. Raises PayloadMissing naming the first absent key."""
-        return [_present(key, await self._until(deadline, lambda key=key: self._client.get(key), f"blob {key}")) for key in keys]
+
+        async def once() -> Sequence[bytes | None]:
+            if self._encrypted:
+                return [await self._client.get(key) for key in keys]
+            return _checked(await (await self._linked()).get(keys))
+
+        blobs = await self._until(deadline, once, f"read of {len(keys)} blobs ({keys[0]}, …)") if keys else []
+        return [_present(key, blob) for key, blob in zip(keys, blobs, strict=True)]
 
     async def missing(self, keys: Sequence[str], deadline: float = 60.0) -> list[str]:
         """Those of ``keys`` that the store does not hold."""
 
-        async def once() -> list[int]:
+        async def once() -> Sequence[int]:
+            if await self._client.exists(*keys) == len(keys):  # nearly always: one answer, not one a key
+                return [1] * len(keys)
             async with self._client.pipeline(transaction=False) as pipe:
                 for key in keys:
                     pipe.exists(key)
@@ -110,7 +126,18 @@ class Store:
             await self._until(deadline, lambda: self._client.unlink(*keys), f"removal of {len(keys)} blobs")
 
     async def close(self) -> None:
+        if self._link is not None:
+            self._link.cancel()
+            if self._link.done() and not self._link.cancelled() and self._link.exception() is None:
+                self._link.result().close()
         await self._client.aclose()
+
+    async def _linked(self) -> Link:
+        """The connection for blobs, made where there is none (any more)."""
+        link = self._link
+        if link is None or (link.done() and (link.cancelled() or link.exception() is not None or link.result().closed)):
+            self._link = link = asyncio.ensure_future(Link.open(self._url, SOCKET_SECONDS, {}))
+        return await asyncio.shield(link)
 
     async def _until(self, deadline: float, once: Any, what: str) -> Any:
         end = time.monotonic() + deadline
@@ -133,33 +160,50 @@ class BlockingStore:
     """The reading side for code without an event loop."""
 
     def __init__(self, url: str) -> None:
-        self._client: Any = redis.Redis.from_url(
-            url, socket_timeout=SOCKET_SECONDS, socket_connect_timeout=SOCKET_SECONDS, **options(url)
-        )
+        self._url, self._options = url, options(url)
+        self._reader: Reader | None = None
 
     def read(self, keys: Sequence[str], deadline: float = 60.0) -> list[bytes]:
         """The blobs in order. Raises PayloadMissing naming the first absent key, DeadlineExceeded, StoreRefused."""
-        end = time.monotonic() + deadline
-        blobs = []
-        for key in keys:
-            while True:
-                try:
-                    blobs.append(_present(key, self._client.get(key)))
-                    break
-                except _REFUSED as error:
-                    raise _refusal(f"blob {key}", error) from error
-                except _AWAY as error:
-                    _check_trust(f"blob {key}", error)
-                    if time.monotonic() + RETRY_PAUSE > end:
-                        raise DeadlineExceeded(f"blob {key}", "the store", deadline, f"given up ({error})") from error
-                except ResponseError as error:
-                    if not str(error).startswith("LOADING") or time.monotonic() + RETRY_PAUSE > end:
-                        raise
-                time.sleep(RETRY_PAUSE)
-        return blobs
+        return list(self.stream(keys, deadline))
+
+    def stream(self, keys: Sequence[str], deadline: float = 60.0) -> Iterator[bytes]:
+        """The blobs in order, one by one, the next few on their way meanwhile. ``deadline``: seconds for each. Raises as `read` does."""
+        done, end = 0, time.monotonic() + deadline
+        while done < len(keys):
+            try:
+                if self._reader is None:
+                    self._reader = Reader(self._url, SOCKET_SECONDS, self._options)
+                for answer in self._reader.get(keys[done:]):
+                    if isinstance(answer, Exception):
+                        raise answer
+                    key, done = keys[done], done + 1
+                    yield _present(key, answer)
+                    end = time.monotonic() + deadline
+                return
+            except _REFUSED as error:
+                raise _refusal(f"blob {keys[done]}", error) from error
+            except _AWAY as error:
+                _check_trust(f"blob {keys[done]}", error)
+                if time.monotonic() + RETRY_PAUSE > end:
+                    raise DeadlineExceeded(f"blob {keys[done]}", "the store", deadline, f"given up ({error})") from error
+            finally:
+                if done < len(keys):  # answers to what was asked for are still to come on it
+                    self.close()
+            time.sleep(RETRY_PAUSE)
 
     def close(self) -> None:
-        self._client.close()
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+def _checked(answers: Sequence[Answer]) -> Sequence[bytes | None]:
+    """The answers, where none is an error."""
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return answers  # type: ignore[return-value]
 
 
 def _present(key: str, blob: bytes | None) -> bytes:

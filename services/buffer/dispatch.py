@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 
 from services.buffer import policy
 from services.buffer.evaluation import groups as eval_groups
@@ -10,12 +12,15 @@ from services.buffer.limits import Limits
 from services.buffer.state import BufferState, Evaluation, Group
 from shared.bus import Bus
 from shared.config import RunConfig
-from shared.messages import Sampling, Task
+from shared.messages import Payload, Sampling, Task
 from shared.prompts import Prompt, PromptFile, PromptStream
 from shared.subjects import EVAL, TRAIN, Subjects
 
-IN_FLIGHT = 32
-"""Publishes awaiting their confirmation at once."""
+LOT = 64
+"""Tasks that are published together, and confirmed before the next ones are."""
+
+LOT_BYTES = 1 << 20
+"""Prompt tokens of a lot, about: what is in flight to the bus is bound."""
 
 
 class Dispatch:
@@ -41,38 +46,42 @@ class Dispatch:
                 "max_new_tokens": longest or rollout.rollout_max_response_len,
             }
         )
-        self._queue: asyncio.Queue[tuple[str, Task]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[str, Callable[[], Task]]] = asyncio.Queue()
 
     def group(self, group: Group, state: BufferState, limits: Limits) -> None:
-        """Queues a training group's present attempt."""
-        prompt = self._prompts.at(group.number)
+        """Queues a training group's present attempt. Its prompt is read when its turn comes, so that no decision waits for a tokenizer."""
         minimum = policy.min_version(group, state, limits)
-        task = self._task(group.id, group.attempt, prompt, self._config.rollout.n_samples_per_prompt, self._sampling, minimum)
-        task.partial, task.renew_below = group.partial, group.renew_below
-        self._queue.put_nowait((TRAIN, task))
+        make = partial(self._training, group.number, group.id, group.attempt, minimum, group.partial, group.renew_below)
+        self._queue.put_nowait((TRAIN, make))
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Queues the held-out prompts of an evaluation that have not come back."""
         assert self._heldout is not None  # evaluations only start where the run has held-out prompts
         samples = self._config.eval.n_samples_per_eval_prompt
         for name, row in eval_groups(evaluation):
-            task = self._task(name, 0, self._heldout[row], samples, self._eval_sampling, evaluation.version)
-            self._queue.put_nowait((EVAL, task))
+            make = partial(self._task, name, 0, self._heldout[row], samples, self._eval_sampling, evaluation.version)
+            self._queue.put_nowait((EVAL, make))
 
     async def run(self) -> None:
-        """Publishes until cancelled."""
-        gate = asyncio.Semaphore(IN_FLIGHT)
-        async with asyncio.TaskGroup() as running:
-            while True:
-                task_class, task = await self._queue.get()
-                await gate.acquire()
-                running.create_task(self._publish(task_class, task, gate))
+        """Publishes until cancelled. Raises ConfigError where a prompt cannot be read."""
+        waiting: tuple[str, Callable[[], Task]] | None = None
+        while True:
+            task_class, make = waiting or await self._queue.get()
+            lot, size, waiting = [make()], 0, None
+            while len(lot) < LOT and (size := size + lot[-1].prompt_tokens.nbytes) < LOT_BYTES and not self._queue.empty():
+                waiting = self._queue.get_nowait()
+                if waiting[0] != task_class:
+                    break
+                lot.append(waiting[1]())
+                waiting = None
+            tasks = {f"{task.group}.{task.attempt}": task for task in lot}
+            await self._bus.publish_all(self._subjects.task(task_class), tasks, deadline=600)
 
-    async def _publish(self, task_class: str, task: Task, gate: asyncio.Semaphore) -> None:
-        try:
-            await self._bus.publish(self._subjects.task(task_class), task, msg_id=f"{task.group}.{task.attempt}", deadline=600)
-        finally:
-            gate.release()
+    def _training(self, number: int, name: str, attempt: int, minimum: int, unfinished: Payload | None, renew_below: int) -> Task:
+        samples = self._config.rollout.n_samples_per_prompt
+        task = self._task(name, attempt, self._prompts.at(number), samples, self._sampling, minimum)
+        task.partial, task.renew_below = unfinished, renew_below
+        return task
 
     def _task(self, name: str, attempt: int, prompt: Prompt, samples: int, sampling: Sampling, minimum: int) -> Task:
         return Task(

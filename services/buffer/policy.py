@@ -104,30 +104,40 @@ def scored(state: BufferState, limits: Limits, messages: list[Scored], now: floa
         if group is None or group.scored is not None or group.attempt != message.attempt:
             continue
         seen.add(message.group)
-        found = _misshapen(message, limits.samples)
-        if found:
-            records.append(GroupDead(group=message.group, reason=found, payload=message.payload, at=now))
-            continue
-        fresh[message.group] = ScoredGroup(
-            group=message.group,
-            attempt=message.attempt,
-            payload=message.payload,
-            samples=message.samples,
-            rewards=[score.reward for score in message.scores],
-            parts=[score.parts for score in message.scores] if any(score.parts for score in message.scores) else [],
-            rollouts=message.rollouts,
-            removed=[index for index, score in enumerate(message.scores) if score.removed],
-            replica=message.replica,
-            started=message.started,
-            ended=message.ended,
-        )
-        why = message.filtered or (NOTHING_LEFT if all(score.removed for score in message.scores) else None)
-        if why is not None:
-            filtered.setdefault(why, []).append(message.group)
+        scores = message.scores
+        if message.rollouts or not len(message.samples) == len(scores) == limits.samples:
+            found = _misshapen(message, limits.samples)
+            if found:
+                records.append(GroupDead(group=message.group, reason=found, payload=message.payload, at=now))
+                continue
+        fresh[message.group] = group_scored = _kept(message)
+        if message.filtered is not None:
+            filtered.setdefault(message.filtered, []).append(message.group)
+        elif len(group_scored.removed) == len(scores):
+            filtered.setdefault(NOTHING_LEFT, []).append(message.group)
     if fresh:
         records.append(GroupsScored(groups=list(fresh.values()), at=now))
     records += [GroupsDropped(groups=names, reason=f"{FILTERED}: {why}", at=now) for why, names in filtered.items()]
     return records
+
+
+def _kept(message: Scored) -> ScoredGroup:
+    """What the ledger keeps of it."""
+    scores = message.scores
+    marked = any([score.parts or score.removed for score in scores])  # seldom
+    return ScoredGroup(
+        group=message.group,
+        attempt=message.attempt,
+        payload=message.payload,
+        samples=message.samples,
+        rewards=[score.reward for score in scores],
+        parts=[score.parts for score in scores] if marked else [],
+        rollouts=message.rollouts,
+        removed=[index for index, score in enumerate(scores) if score.removed] if marked else [],
+        replica=message.replica,
+        started=message.started,
+        ended=message.ended,
+    )
 
 
 def _misshapen(message: Scored, rollouts: int) -> str | None:
@@ -218,7 +228,6 @@ def batch(state: BufferState, step: int) -> Batch | None:
             BatchGroup(
                 group=group.id,
                 payload=scored.payload,
-                samples=scored.samples,
                 rewards=scored.rewards.tolist(),
                 removed=list(scored.removed),
             )
@@ -286,7 +295,9 @@ def _sorted_out(state: BufferState, limits: Limits, bound: int) -> dict[Verdict,
     """The ready groups, in the order they came back, by what becomes of them."""
     ready: dict[Verdict, list[Group]] = {"fits": [], "drop": [], "requeue": []}
     for group in state.ready.values():
-        ready[staleness.verdict(limits.staleness, _result(group), bound)].append(group)
+        result = group.scored
+        assert result is not None  # of a ready group
+        ready["fits" if result.oldest >= bound else staleness.verdict(limits.staleness, result, bound)].append(group)
     return ready
 
 

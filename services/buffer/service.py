@@ -15,6 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from services.buffer import policy
+from services.buffer.choice import BufferFilter
 from services.buffer.dispatch import Dispatch
 from services.buffer.journal import Journal
 from services.buffer.limits import Limits
@@ -83,6 +84,8 @@ class Buffer:
         self._limits = Limits.of(config, len(heldout) if heldout else 0)
         self._dispatch = Dispatch(service.bus, config, prompts.training, heldout, prompts.stop_ids)
         self._prompts = prompts
+        path = config.rollout.buffer_filter_path
+        self._filter = BufferFilter(config, path) if path is not None else None
         self._lease = Lease(service.bus, service.run, "buffer", service.instance)
         self._journal = Journal(service.bus, service.run, self._lease.held)
         self._state = BufferState()
@@ -292,7 +295,13 @@ class Buffer:
             return BatchPending(step=step, have=0, need=0, waiting_for=self._whom())
         if len(state.ready) >= limits.groups:
             await self._lose_missing()
-        await self._decide(lambda: [] if step in state.batches else policy.form_batch(state, limits, step, request.version, time.time()))
+        chosen = None
+        if self._filter is not None:
+            candidates = policy.candidates(state, limits, step, request.version)
+            chosen = await self._filter.choose(step, candidates, limits.groups) if len(candidates) >= limits.groups else []
+        await self._decide(
+            lambda: [] if step in state.batches else policy.form_batch(state, limits, step, request.version, time.time(), chosen)
+        )
         formed = policy.batch(state, step)
         if formed is not None:
             return formed

@@ -27,9 +27,9 @@ def verdict(policy: Policy, result: Result, bound: int) -> Verdict:
         case "requeue":
             return "requeue"
         case "continue":
-            return "fits" if result.least_fresh >= bound else "requeue"
+            return "fits" if min(result.newest) >= bound else "requeue"
         case "mask":
-            return "fits" if result.newest >= bound else "drop"
+            return "fits" if max(result.newest) >= bound else "drop"
 
 
 def mask_below(policy: Policy, bound: int) -> int:

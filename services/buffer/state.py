@@ -41,37 +41,29 @@ _EVAL_GROUP = re.compile(r"eval\.([^.]+)\.([0-9]+)\.([0-9]+)\Z")
 class Result:
     """What the state keeps of a scored group: what its batch is made of, as little as holds it.
 
-    keys: of its payload, ``size`` bytes in all. rewards: float64 [m] of its m samples. removed: positions of samples that leave the loss.
-    Weight versions, over the samples that are trained: ``oldest`` token of all, ``newest`` token of all, and of the samples' newest tokens
-    the oldest one (``least_fresh``: the sample that holds nothing newer). A group none of whose samples is trained counts as new.
+    keys: of its payload, ``size`` bytes in all. oldest: version of the oldest trained token of all. rewards: float64 [m] of its m samples.
+    removed: positions of samples that leave the loss.
     """
 
     attempt: int
     keys: tuple[str, ...]
     size: int
     oldest: int
-    least_fresh: int
-    newest: int
     samples: list[SampleMeta]
     rewards: array[float]
     removed: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, scored: ScoredGroup) -> Result:
-        payload, removed = scored.payload, tuple(scored.removed)
-        trained = [sample for index, sample in enumerate(scored.samples) if index not in removed] if removed else scored.samples
-        newest = [sample.newest for sample in trained]
-        return cls(
-            scored.attempt,
-            tuple(payload.keys),
-            payload.bytes,
-            min([sample.oldest for sample in trained], default=NOTHING_TRAINED),
-            min(newest, default=NOTHING_TRAINED),
-            max(newest, default=NOTHING_TRAINED),
-            scored.samples,
-            array("d", scored.rewards),
-            removed,
-        )
+        payload, samples, removed = scored.payload, scored.samples, tuple(scored.removed)
+        trained = _without(samples, removed) if removed else samples
+        oldest = min([sample.oldest for sample in trained], default=NOTHING_TRAINED)
+        return cls(scored.attempt, tuple(payload.keys), payload.bytes, oldest, samples, array("d", scored.rewards), removed)
+
+    @property
+    def newest(self) -> list[int]:
+        """Version of the newest trained token of each sample that is trained."""
+        return [sample.newest for sample in _without(self.samples, self.removed)]
 
     @property
     def payload(self) -> Payload:
@@ -178,8 +170,10 @@ class BufferState:
             case GroupsScored(groups=scored_groups):
                 for scored in scored_groups:
                     group = self.groups[scored.group]
-                    self._release(group)
-                    group.scored, group.partial = Result.of(scored), None
+                    if group.partial is not None:
+                        self._release(group)
+                        group.partial = None
+                    group.scored = Result.of(scored)
                     self.ready[scored.group] = group
             case GroupRequeued(group=name, attempt=attempt, partial=partial, renew_below=renew_below):
                 group = self.groups[name]
@@ -236,9 +230,12 @@ class BufferState:
 
     def _release(self, group: Group, but: Payload | None = None) -> None:
         """Lets go of all that the store holds of a group, ``but`` what its next attempt goes on from."""
-        kept = () if but is None else but.keys
-        held = (() if group.scored is None else group.scored.keys, () if group.partial is None else group.partial.keys)
-        self.released.extend(key for keys in held for key in keys if key not in kept)
+        held = group.scored.keys if group.scored is not None else group.partial.keys if group.partial is not None else ()
+        self.released.extend(held if but is None else [key for key in held if key not in but.keys])
+
+
+def _without(samples: list[SampleMeta], removed: tuple[int, ...]) -> list[SampleMeta]:
+    return [sample for index, sample in enumerate(samples) if index not in removed]
 
 
 def eval_group_id(dataset: str, version: int, row: int) -> str:

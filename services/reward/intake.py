@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import time
 
-from services.reward.pool import VerifierFailed
+from services.reward.pool import WorkerFailed
 from services.reward.scorer import Scorer
+from services.reward.selection import Selection
 from shared import sample
 from shared.cancel import cancelled
 from shared.environment.protocol import EnvironmentFailed
@@ -22,8 +23,8 @@ from shared.streams import generated_consumer
 class Intake:
     """One environment's queue and the groups in its hands: a slow environment holds up its own groups alone."""
 
-    def __init__(self, service: Service, scorer: Scorer) -> None:
-        self._service, self._scorer = service, scorer
+    def __init__(self, service: Service, scorer: Scorer, selection: Selection) -> None:
+        self._service, self._scorer, self._selection = service, scorer, selection
         self._queue = WorkQueue(service.bus, generated_consumer(service.run, service.config.bus, scorer.name), Generated)
         self.in_hand: set[asyncio.Task[None]] = set()
 
@@ -72,7 +73,8 @@ class Intake:
         try:
             samples = await self._samples(group)
             scores = await self._timed(group, samples)
-        except (PayloadMissing, BadMessage, VerifierFailed, EnvironmentFailed, DeadlineExceeded) as error:
+            verdict = await self._selection.verdict(group.group, samples, scores)
+        except (PayloadMissing, BadMessage, WorkerFailed, EnvironmentFailed, DeadlineExceeded) as error:
             log.warning("group_not_scored", error=str(error))
             return self._failed(group, str(error))
         service.metrics.add("samples_scored", len(scores))
@@ -82,7 +84,9 @@ class Intake:
             attempt=group.attempt,
             payload=group.payload,
             samples=group.samples,
-            scores=scores,
+            scores=verdict.scores,
+            rollouts=group.rollouts,
+            filtered=verdict.filtered,
             replica=group.replica,
             environment=self._scorer.name,
             started=group.started,

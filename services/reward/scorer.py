@@ -8,14 +8,16 @@ from abc import ABC, abstractmethod
 
 from pydantic import ValidationError
 
-from services.reward.pool import VerifierFailed, VerifierPool
+from services.reward import rewards
+from services.reward.hooks_pool import HooksPool
+from services.reward.pool import VerifierPool, WorkerFailed
 from services.reward.watch import Watch
 from shared.environment.client import Environment
-from shared.environment.protocol import EnvironmentAway, ScoreRequest, ScoreSample
+from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
 from shared.errors import BadMessage, DeadlineExceeded
 from shared.messages import Generated, Score
 from shared.sample import Sample
-from shared.sections import RewardSection
+from shared.sections import CUSTOM, RewardSection
 
 IN_HAND = 4
 """Groups in hand for each verifier process: the next one's payload is read while this one is scored."""
@@ -40,7 +42,7 @@ class Scorer(ABC):
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
         """One score a sample, in order, within the run's `reward_timeout`.
 
-        Raises VerifierFailed, EnvironmentFailed, BadMessage or DeadlineExceeded: the group is given up.
+        Raises WorkerFailed, EnvironmentFailed, BadMessage or DeadlineExceeded: the group is given up.
         """
 
     @abstractmethod
@@ -56,18 +58,33 @@ class VerifierScorer(Scorer):
         self.open.set()
 
     async def start(self) -> None:
-        """Starts the processes. Raises DeadlineExceeded or VerifierFailed."""
+        """Starts the processes. Raises DeadlineExceeded or WorkerFailed."""
         await self._pool.start()
 
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
         label = samples[0].label
         if label is None:
-            raise VerifierFailed(f"verifier {self.name} needs a label and the prompt has none")
-        rewards = await self._pool.score([one.text for one in samples], label, self._timeout)
-        return [Score(reward=reward) for reward in rewards]
+            raise WorkerFailed(f"verifier {self.name} needs a label and the prompt has none")
+        values = await self._pool.score([one.text for one in samples], label, self._timeout)
+        return [Score(reward=value) for value in values]
 
     async def close(self) -> None:
         await self._pool.close()
+
+
+class CustomScorer(Scorer):
+    """The user's own function. Its processes are those of the run's other functions, which whoever made the pool starts and closes."""
+
+    def __init__(self, pool: HooksPool, config: RewardSection) -> None:
+        super().__init__(CUSTOM, config.reward_workers * IN_HAND)
+        self._pool = pool
+        self.open.set()
+
+    async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
+        return await self._pool.score(samples)
+
+    async def close(self) -> None:
+        """Nothing is its own."""
 
 
 class ExternalScorer(Scorer):
@@ -76,6 +93,7 @@ class ExternalScorer(Scorer):
     def __init__(self, environment: Environment, watch: Watch, run: str, config: RewardSection) -> None:
         super().__init__(environment.name, config.environment_concurrency)
         self._environment, self._watch, self._run, self._timeout = environment, watch, run, config.reward_timeout
+        self._key = config.reward_key
         self.open = watch.reachable
 
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
@@ -84,7 +102,7 @@ class ExternalScorer(Scorer):
         why = ""
         while (left := end - time.monotonic()) > 0:
             try:
-                return await self._environment.score(request, left)
+                return self._counted(await self._environment.score(request, left))
             except EnvironmentAway as error:
                 why = error.reason
                 self._watch.lost(why)
@@ -98,6 +116,13 @@ class ExternalScorer(Scorer):
 
     async def close(self) -> None:
         await self._environment.close()
+
+    def _counted(self, scores: list[Score]) -> list[Score]:
+        """The scores by the reward that the run's `reward_key` names."""
+        try:
+            return [rewards.counted(score, self._key) for score in scores]
+        except ValueError as error:
+            raise EnvironmentFailed(self._environment.whom, str(error)) from None
 
 
 def _request(run: str, group: Generated, samples: list[Sample]) -> ScoreRequest:

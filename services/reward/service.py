@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+from services.reward.hooks_pool import HooksPool
 from services.reward.intake import Intake
-from services.reward.scorer import ExternalScorer, Scorer, VerifierScorer
+from services.reward.scorer import CustomScorer, ExternalScorer, Scorer, VerifierScorer
+from services.reward.selection import Selection
 from services.reward.watch import Watch
+from shared import hooks
 from shared.environment.client import open_environment
+from shared.sections import CUSTOM, VERIFIERS
 from shared.service import Service
 
 LOOK_SECONDS = 0.5
@@ -20,17 +24,24 @@ class Reward:
     def __init__(self, service: Service) -> None:
         self._service, config = service, service.config.reward
         self._watches: list[Watch] = []
-        verifiers = {name: VerifierScorer(name, config) for name in config.environment_names() if name not in config.external}
+        names = config.environment_names()
+        verifiers = {name: VerifierScorer(name, config) for name in VERIFIERS if name in names}
         self._first = verifiers.get(config.rm_type)
         scorers: list[Scorer] = [*verifiers.values()]
+        self._functions = HooksPool(service.config) if hooks.paths(service.config, "reward") else None
+        if self._functions is not None and CUSTOM in names:
+            scorers.append(CustomScorer(self._functions, config))
         for name, url in config.external.items():
             environment = open_environment(name, url, service.bus, service.run)
             self._watches.append(Watch(service, environment))
             scorers.append(ExternalScorer(environment, self._watches[-1], service.run, config))
-        self._intakes = [Intake(service, scorer) for scorer in scorers]
+        selection = Selection(service.config, self._functions)
+        self._intakes = [Intake(service, scorer, selection) for scorer in scorers]
 
     async def run(self) -> None:
-        """Scores until asked to stop."""
+        """Scores until asked to stop. Raises ConfigError for a function that cannot be imported."""
+        if self._functions is not None:
+            await self._functions.start()
         if self._first is not None:  # the run's own verifier: its first group should not wait for imports
             await self._first.start()
         self._service.state = "ready"
@@ -40,6 +51,8 @@ class Reward:
                 await self._service.stopping.wait()
         finally:
             await asyncio.gather(*(intake.close() for intake in self._intakes), *(watch.leave() for watch in self._watches))
+            if self._functions is not None:
+                await self._functions.close()
 
     async def _count(self) -> None:
         while True:

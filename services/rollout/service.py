@@ -5,23 +5,32 @@ from __future__ import annotations
 import asyncio
 import time
 
+from services.rollout.custom import CustomGenerate
 from services.rollout.engine.errors import EngineError, InvalidRequest
 from services.rollout.generate import generate_group
+from services.rollout.in_flight import InFlight, Stopped
+from services.rollout.partial import Partial, restored, samples_of
 from services.rollout.replica import Replica
 from services.rollout.router import Router, router_url
 from services.rollout.weights import WeightsReceiver
 from shared import sample
 from shared.cancel import cancelled
-from shared.errors import BadMessage, DeadlineExceeded
-from shared.messages import Failed, Generated, Message, Payload, Task
+from shared.errors import BadMessage, DeadlineExceeded, MyxoError, PayloadMissing
+from shared.hooks import HookFailed
+from shared.hooks.conversion import is_evaluation
+from shared.messages import Failed, Generated, Interrupted, Message, Payload, Task
 from shared.queue import Lease, WorkQueue
+from shared.sample import Sample
 from shared.service import Service
 from shared.streams import task_consumer
 from shared.subjects import EVAL, TRAIN
 from shared.tokenizer import Tokenizer
 
 LOOK_SECONDS = 0.05
-"""How often a replica without weights or room looks whether it has them."""
+"""How often a replica looks whether it has weights, or room, or new weights."""
+
+HAND_ON_SECONDS = 1.5
+"""How long a replica that is to stop waits for what it was stopped at to be stored and handed on."""
 
 RATE_SECONDS = 2.0
 """Period over which tokens per second are measured."""
@@ -34,16 +43,19 @@ class Rollout:
         self._service, self._config = service, service.config
         self._tokenizer = Tokenizer(service.config.model.hf_checkpoint)
         self._replica = Replica(service)
+        self._in_flight = InFlight(service.config)
         self._weights = WeightsReceiver(service, self._replica)
+        custom = self._config.rollout.custom_generate_function_path
+        self._custom = None if custom is None else CustomGenerate(service, self._replica)
         self._running: set[asyncio.Task[None]] = set()
         self._samples_running = 0
         self._tokens = 0
 
     async def run(self) -> None:
-        """Works until asked to stop; groups in hand then go back to the queue."""
+        """Works until asked to stop; groups in hand are handed on then, or go back to the queue."""
         service = self._service
         await self._weights.listen()
-        work = [self._replica.keep_engine(), self._measure(), self._take(EVAL), self._take(TRAIN)]
+        work = [self._replica.keep_engine(), self._measure(), self._stop_stale(), self._take(EVAL), self._take(TRAIN)]
         router = Router(service, url) if (url := router_url()) else None
         if router is not None:
             work.append(router.keep())
@@ -51,6 +63,9 @@ class Rollout:
             try:
                 await service.stopping.wait()
             finally:
+                await self._in_flight.leave(self._replica.client)
+                if self._running:
+                    await asyncio.wait(self._running, timeout=HAND_ON_SECONDS)
                 await cancelled(self._running)
                 if router is not None:
                     await router.leave()
@@ -75,6 +90,7 @@ class Rollout:
 
     async def _handle(self, lease: Lease[Task]) -> None:
         task, service = lease.message, self._service
+        in_flight = None if is_evaluation(task.group) else self._in_flight
         log = service.log.bind(group=task.group, attempt=task.attempt)
         self._samples_running += task.n
         try:
@@ -82,7 +98,9 @@ class Rollout:
                 if lease.exhausted:
                     await self._give_up(task, f"given up after {lease.deliveries - 1} deliveries")
                 else:
-                    await self._publish(service.subjects.generated(task.environment), task, await self._generate(task))
+                    outcome = await self._generate(task, in_flight)
+                    done = isinstance(outcome, Generated)
+                    await self._publish(service.subjects.generated(task.environment) if done else service.subjects.scored, task, outcome)
             await lease.ack()
         except asyncio.CancelledError:
             await lease.hand_back()
@@ -90,31 +108,76 @@ class Rollout:
         except (DeadlineExceeded, EngineError) as error:
             log.warning("group_handed_back", error=str(error))
             await lease.hand_back(delay=1.0)
-        except (BadMessage, InvalidRequest) as error:  # a task that can never work: its prompt does not fit the model
+        except (BadMessage, InvalidRequest, HookFailed) as error:  # can never work: a prompt that does not fit the model, a broken hook
             log.warning("group_refused", error=str(error))
             await self._give_up(task, str(error))
             await lease.ack()
         finally:
             self._samples_running -= task.n
 
-    async def _generate(self, task: Task) -> Generated:
-        service = self._service
+    async def _generate(self, task: Task, in_flight: InFlight | None) -> Generated | Interrupted:
         started = time.time()
-        samples = await generate_group(self._replica, task, self._tokenizer, self._config.rollout.generate_timeout)
+        if self._custom is None:
+            partials = restored(await self._earlier(task), task)
+            try:
+                await generate_group(self._replica, task, partials, self._config.rollout.generate_timeout, in_flight)
+            except Stopped as stopped:
+                return await self._interrupted(task, partials, stopped)
+            samples = samples_of(task, partials, self._tokenizer)
+        else:
+            samples = await self._custom.group(task)
         ended = time.time()
         self._tokens += sum(len(one.response) for one in samples)
-        blobs = sample.encode(samples, self._config.store.blob_bytes)
-        keys = [service.subjects.payload_key(task.group, task.attempt, part) for part in range(len(blobs))]
-        await service.store.write(dict(zip(keys, blobs, strict=True)))
         return Generated(
             group=task.group,
             attempt=task.attempt,
-            payload=Payload(keys=keys, bytes=sum(len(blob) for blob in blobs)),
+            payload=await self._stored(task, samples),
             samples=[one.meta() for one in samples],
-            replica=service.instance,
+            rollouts=sample.rollouts(samples),
+            replica=self._service.instance,
             started=started,
             ended=ended,
         )
+
+    async def _interrupted(self, task: Task, partials: list[Partial], stopped: Stopped) -> Interrupted:
+        """What becomes of a group that was stopped: it is handed on with what it has, unless that is too old."""
+        kept = not stopped.stale and any(len(partial.tokens) for partial in partials)
+        payload = await self._stored(task, samples_of(task, partials, self._tokenizer)) if kept else None
+        self._service.log.info("group_interrupted", group=task.group, attempt=task.attempt, stale=stopped.stale, kept=kept)
+        return Interrupted(
+            group=task.group, attempt=task.attempt, stale=stopped.stale, replica=self._service.instance, payload=payload
+        )
+
+    async def _earlier(self, task: Task) -> list[Sample]:
+        """The samples that the task goes on from; none where they are lost: then the group begins anew."""
+        if task.partial is None:
+            return []
+        try:
+            return sample.decode(await self._service.store.read(task.partial.keys))
+        except (PayloadMissing, BadMessage) as error:
+            self._service.log.warning("partial_lost", group=task.group, attempt=task.attempt, error=str(error))
+            return []
+
+    async def _stored(self, task: Task, samples: list[Sample]) -> Payload:
+        """Writes samples, before anybody hears of them."""
+        blobs = sample.encode(samples, self._config.store.blob_bytes)
+        keys = [self._service.subjects.payload_key(task.group, task.attempt, part) for part in range(len(blobs))]
+        await self._service.store.write(dict(zip(keys, blobs, strict=True)))
+        return Payload(keys=keys, bytes=sum(len(blob) for blob in blobs))
+
+    async def _stop_stale(self) -> None:
+        """Ends, whenever new weights are served, the generations that these have made too old to be trained."""
+        version = self._replica.version
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            client = self._replica.client
+            if client is None or self._replica.version == version:
+                continue
+            version = self._replica.version
+            try:
+                await self._in_flight.stop_stale(client, version)
+            except MyxoError as error:
+                self._service.log.warning("stale_not_stopped", version=version, error=str(error))
 
     async def _give_up(self, task: Task, reason: str) -> None:
         failed = Failed(group=task.group, attempt=task.attempt, reason=reason, by=self._service.instance)

@@ -74,7 +74,7 @@ def read(batch: Batch, store: BlockingStore, objective: ObjectiveConfig, optimiz
             versions=one.versions(),
             advantage=advantage,
             group=one.group,
-            rollout_id=one.index,
+            rollout_id=one.rollout,
         )
         for one, mask, advantage in zip(raw, masks, advantages, strict=True)
     ]

@@ -96,6 +96,7 @@ def parser() -> argparse.ArgumentParser:
     _with_run(commands, "watch", "the progress of a run whose services were started elsewhere, to its end, then its summary")
     _with_environment(commands)
     _with_accounts(commands)
+    _with_simulation(commands)
     _with_run(commands, "summary", "what a run came to: summary.json, a picture, a table")
     return top
 
@@ -163,6 +164,13 @@ def _with_accounts(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
 
+def _with_simulation(commands: argparse._SubParsersAction[_Parser]) -> None:
+    short = "throughput and staleness of every policy, simulated"
+    # no word is an option here, --help neither: all of them are for the simulation, which belongs to the buffer
+    command = commands.add_parser("simulate", help=short, add_help=False, prefix_chars="\0")
+    command.add_argument("options", nargs=argparse.REMAINDER)
+
+
 def _run(parsed: argparse.Namespace, console: Console) -> int:
     # commands are imported when they run: `myxo --help` answers at once
     match parsed.command:
@@ -204,6 +212,10 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
             )
         case "samples":
             return _samples(parsed, console)
+        case "simulate":
+            from shared.cli.simulate import simulate
+
+            return simulate(parsed.options)
         case "watch":
             from shared.cli.watch import watch
 

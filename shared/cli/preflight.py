@@ -5,16 +5,17 @@ Each check raises ConfigError: the field, what was given, what would be right.
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from shared import addresses, flags
+from shared import addresses, flags, hooks
 from shared.bus import Bus, BusUnreachable, redacted
 from shared.config import RunConfig, load
-from shared.data_source import load as load_source
 from shared.errors import ConfigError
 from shared.jsonl import JsonLines
 from shared.prompts import PromptFile, TrainingPrompts, eval_prompts, training_prompts
@@ -24,6 +25,9 @@ from shared.tokenizer import Tokenizer
 
 ANSWER_SECONDS = 5.0
 """How long a given NATS or Redis has to answer."""
+
+IMPORT_SECONDS = 120.0
+"""How long importing the user's own functions may take."""
 
 LONGEST_LINE = 1000
 """Characters that are shown about prompts that are left out: one may be long."""
@@ -37,9 +41,8 @@ def checked_config(path: Path, arguments: list[str]) -> RunConfig:
     config = load(path, flags.parse(arguments))
     config.check_paths()
     tokenizer = Tokenizer(config.model.hf_checkpoint)
-    if config.data.data_source is not None:
-        load_source(config)  # its prompts are seen when they are drawn
-    else:
+    _check_functions(config)
+    if config.data.data_source is None:  # the prompts of a source are seen when they are drawn
         _check_prompts(training_prompts(config, tokenizer), "data.prompt_data")
     heldout = eval_prompts(config, tokenizer)
     if heldout is not None:
@@ -47,6 +50,24 @@ def checked_config(path: Path, arguments: list[str]) -> RunConfig:
     if config.sft.sft_data is not None:
         _check_demonstrations(JsonLines(config.sft.sft_data, "sft.sft_data"), config)
     return config
+
+
+def _check_functions(config: RunConfig) -> None:
+    """Refuses a function of the user's own that cannot be imported."""
+    functions = hooks.paths(config)
+    if not functions:
+        return
+    field, path = next(iter(functions.items()))
+    command = [sys.executable, "-m", "shared.hooks"]
+    try:
+        importing = subprocess.run(command, input=config.model_dump_json(), capture_output=True, text=True, timeout=IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(field, path, f"importing {', '.join(functions.values())} did not end within {IMPORT_SECONDS:g} s") from None
+    if importing.returncode == 2:
+        raise ConfigError(*json.loads(importing.stdout.splitlines()[-1]))
+    if importing.returncode != 0:
+        words = " ".join(importing.stderr.split())[-LONGEST_LINE:]
+        raise ConfigError(field, path, f"importing {', '.join(functions.values())} ended with {importing.returncode}: {words}")
 
 
 def _check_prompts(prompts: TrainingPrompts | PromptFile, field: str) -> None:

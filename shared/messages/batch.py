@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from shared.messages.base import Message, Part
-from shared.messages.group import Payload, SampleMeta
+from shared.messages.group import Payload
 
 
 class BatchRequest(Message):
@@ -23,7 +23,6 @@ class BatchGroup(Part):
 
     group: str
     payload: Payload
-    samples: list[SampleMeta]
     rewards: list[float]
     removed: list[int] = []
 

@@ -28,7 +28,7 @@ class Payload(Part):
     bytes: int = Field(ge=0)
 
 
-# not a `Part`: the buffer holds one for every sample in flight, in slots it takes a tenth of the memory
+# neither of the next two is a `Part`: there is one for every sample; in slots they take a tenth of the memory, and less time
 @dataclass(slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class SampleMeta:
     """What decisions need of one sample without reading its payload.
@@ -42,14 +42,15 @@ class SampleMeta:
     finish: Literal["stop", "length", "abort"]
 
 
-class Score(Part):
+@dataclass(slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class Score:
     """The reward of one sample, finite; ``parts`` holds named rewards where the environment gives several.
 
     ``removed``: a sample filter took the sample out of the loss; its reward still counts in the group.
     """
 
     reward: float = Field(allow_inf_nan=False)
-    parts: dict[str, float] = {}
+    parts: dict[str, float] = Field(default_factory=dict)
     removed: bool = False
 
 

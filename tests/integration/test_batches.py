@@ -41,7 +41,7 @@ async def stored(url: str, run: str, rewards: list[list[float]]) -> Batch:
         keys = [f"{run}:{name}:{part}" for part in range(len(blobs))]
         await store.write(dict(zip(keys, blobs, strict=True)))
         payload = Payload(keys=keys, bytes=sum(map(len, blobs)))
-        groups.append(BatchGroup(group=name, payload=payload, samples=[one.meta() for one in samples], rewards=values))
+        groups.append(BatchGroup(group=name, payload=payload, rewards=values))
     await store.close()
     return Batch(step=7, version=3, groups=groups)
 
@@ -94,8 +94,7 @@ async def mixed(url: str, run: str, mask_below: int, removed: list[int], groups:
         (blob,) = sample.encode(samples, 10_000)
         await store.write({f"{run}:{name}": blob})
         payload = Payload(keys=[f"{run}:{name}"], bytes=len(blob))
-        metas = [one.meta() for one in samples]
-        refs.append(BatchGroup(group=name, payload=payload, samples=metas, rewards=[1.0, 0.0, 0.0], removed=removed))
+        refs.append(BatchGroup(group=name, payload=payload, rewards=[1.0, 0.0, 0.0], removed=removed))
     await store.close()
     return Batch(step=0, version=2, mask_below=mask_below, groups=refs)
 

@@ -49,9 +49,18 @@ class Bench:
         return process
 
     async def generated(
-        self, group: str, *texts: str, label: str | None = "42", environment: str | None = None, **changes: Any
+        self,
+        group: str,
+        *texts: str,
+        label: str | None = "42",
+        environment: str | None = None,
+        rollouts: list[int] | None = None,
+        **changes: Any,
     ) -> Generated:
-        """Puts a group's samples into the store and their reference on the queue of ``environment`` (None: the run's own)."""
+        """Puts a group's samples into the store and their reference on the queue of ``environment`` (None: the run's own).
+
+        ``rollouts``: of each sample, where several come from one.
+        """
         samples = [
             Sample(
                 group=group,
@@ -66,6 +75,7 @@ class Bench:
                 prompt_text="40+2=",
                 label=label,
                 metadata={"level": 3},
+                rollout=index if rollouts is None else rollouts[index],
             )
             for index, text in enumerate(texts)
         ]
@@ -77,11 +87,12 @@ class Bench:
             attempt=0,
             payload=Payload(keys=keys, bytes=len(blob)),
             samples=[one.meta() for one in samples],
+            rollouts=rollouts or [],
             replica="replica-1",
             started=1.0,
             ended=2.0,
         ).model_copy(update=changes)
-        await self.bus.publish(self.names.generated(environment or self.config.reward.rm_type), message)
+        await self.bus.publish(self.names.generated(environment or self.config.reward.environment_of(None)), message)
         return message
 
     async def outcomes(self, count: int) -> dict[str, Outcome]:

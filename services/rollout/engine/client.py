@@ -102,6 +102,11 @@ class EngineClient:
         """The engine's address."""
         return self._transport.url
 
+    @property
+    def late_versions(self) -> frozenset[int]:
+        """Versions whose first token of a request may still be the one before's; see `services.rollout.engine.generation`."""
+        return frozenset(self._late_versions)
+
     async def close(self) -> None:
         """Wait for what runs in the background (each has its deadline) and close the connections."""
         if self._background:

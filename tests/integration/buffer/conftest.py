@@ -25,7 +25,7 @@ def new_run(bus: Bus, store: Store, nats: EmbeddedNats, valkey: EmbeddedValkey, 
 
     async def make(**sections: dict[str, Any]) -> Player:
         write_jsonl(tmp_path / "prompts.jsonl")
-        sections.setdefault("run", {}).update({"name": run_name})
+        sections.setdefault("run", {}).setdefault("name", run_name)
         sections.setdefault("model", {}).update({"hf_checkpoint": str(tiny_model)})
         sections.setdefault("reward", {}).update({"rm_type": "exact"})
         config = run_config(tmp_path, **sections)

@@ -19,7 +19,7 @@ from shared.messages import (
     BatchPending,
     BatchRequest,
     Durable,
-    Failed,
+    Outcome,
     Payload,
     Score,
     Scored,
@@ -114,7 +114,7 @@ class Player:
             ended=time.time(),
         )
 
-    async def say(self, outcome: Scored | Failed) -> None:
+    async def say(self, outcome: Outcome) -> None:
         await self.bus.publish(self.names.scored, outcome)
 
     async def work(self, most: int, kind: str = TRAIN, version: int | None = None) -> list[str]:

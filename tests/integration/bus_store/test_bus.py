@@ -134,6 +134,42 @@ async def test_what_the_server_would_refuse_is_never_sent(bus: Bus, stream: str)
     assert await bus.publish(f"{stream}.a", Durable(steps=1)) == 2
 
 
+async def test_many_are_confirmed_at_once_and_a_repeat_counts_once(bus: Bus, stream: str) -> None:
+    lot = {f"id.{steps}": Durable(steps=steps) for steps in range(300)}
+    for _ in range(2):
+        await bus.publish_all(f"{stream}.a", lot)
+        assert await count(bus, stream) == 300
+    assert [Durable.decode((await bus.js.get_msg(stream, number)).data or b"").steps for number in (1, 150, 300)] == [0, 149, 299]
+    await bus.publish_all(f"{stream}.a", {})
+    assert await count(bus, stream) == 300
+
+
+async def test_of_many_those_that_find_no_room_wait_for_it(bus: Bus, run_name: str) -> None:
+    await bus.js.add_stream(StreamConfig(name=run_name, subjects=[f"{run_name}.>"], max_msgs=3, discard=DiscardPolicy.NEW))
+    lot = {f"id.{steps}": Durable(steps=steps) for steps in range(5)}
+    with pytest.raises(DeadlineExceeded, match=f"confirmation of {run_name}.a"):
+        await bus.publish_all(f"{run_name}.a", lot, deadline=0.5)
+    waiting = asyncio.create_task(bus.publish_all(f"{run_name}.a", lot))
+    for number in (1, 2):
+        await bus.js.delete_msg(run_name, number)
+    await waiting
+    stored = [Durable.decode((await bus.js.get_msg(run_name, number)).data or b"").steps for number in (3, 4, 5)]
+    assert stored[0] == 2
+    assert sorted(stored) == [2, 3, 4]
+
+
+async def test_one_of_many_too_large_and_none_is_sent(bus: Bus, stream: str) -> None:
+    lot = {"small": Durable(steps=1), "large": Refused(reason="x" * bus.connection.max_payload)}
+    with pytest.raises(MessageTooLarge):
+        await bus.publish_all(f"{stream}.a", lot)
+    assert await count(bus, stream) == 0
+
+
+async def test_nobody_stores_the_subject_of_many(bus: Bus) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"confirmation of nowhere\.at\.all"):
+        await bus.publish_all("nowhere.at.all", {"a": Durable(steps=1), "b": Durable(steps=2)}, deadline=0.5)
+
+
 # --- request and reply
 
 

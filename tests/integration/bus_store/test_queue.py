@@ -14,7 +14,7 @@ from shared.bus import Bus
 from shared.config import RunConfig
 from shared.embedded import EmbeddedNats
 from shared.messages import Failed, Outcome
-from shared.queue import Lease, WorkQueue
+from shared.queue import FETCH_BYTES, Lease, WorkQueue
 from shared.streams import Consumer, scored_consumer, task_consumer
 from shared.subjects import EVAL, TRAIN, Subjects
 from tests.support.run_config import run_config
@@ -69,6 +69,20 @@ async def test_work_is_leased_once_and_gone_when_done(bus: Bus, consumer: Consum
 
     await until(empty, "an empty queue")
     assert await queue.fetch(1, seconds=0.2) == []
+
+
+async def test_a_fetch_is_bound_by_bytes(bus: Bus, consumer: Consumer, queue: WorkQueue[Outcome]) -> None:
+    large = FETCH_BYTES // 5
+    for number in range(12):
+        await bus.publish(consumer.subject, Failed(group=f"g{number}", attempt=0, reason="x" * large, by="r"))
+    groups: list[str] = []
+    while len(groups) < 12:
+        lot = await take(queue, 12)
+        assert len(lot) < 6
+        for lease in lot:
+            groups.append(lease.message.group)
+            await lease.ack()
+    assert groups == [f"g{number}" for number in range(12)]
 
 
 async def test_two_workers_share_the_work(bus: Bus, nats: EmbeddedNats, consumer: Consumer, queue: WorkQueue[Outcome]) -> None:

@@ -112,6 +112,16 @@ def test_a_data_source_that_is_not_there(myxo: Myxo, config_file: ConfigFile) ->
     assert "data.data_source" in refused(myxo, "up", config_file(), "--data-source", "no_such_package.prompts")
 
 
+def test_functions_that_are_not_there(myxo: Myxo, config_file: ConfigFile) -> None:
+    good = ("--custom-generate-function-path", "tests.support.generate_hooks:two_turns", "--dynamic-sampling-filter-path", "nonzero_std")
+    line = refused(myxo, "up", config_file(), *good, "--custom-rm-path", "tests.support.reward_hooks:absent")
+    assert "reward.custom_rm_path = 'tests.support.reward_hooks:absent': cannot be imported" in line
+    assert "put its directory on PYTHONPATH" in line
+    assert "reward.custom_rm_path = 'tests.support.reward_hooks'" in refused(
+        myxo, "up", config_file(), "--custom-rm-path", "tests.support.reward_hooks"
+    )
+
+
 def test_an_unknown_key(myxo: Myxo, config_file: ConfigFile) -> None:
     line = refused(myxo, "up", config_file(rollout={"rollout_batchsize": 4}))
     assert "rollout.rollout_batchsize = 4: unknown key; did you mean rollout_batch_size?" in line

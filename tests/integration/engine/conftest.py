@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,15 @@ from transformers import Qwen3ForCausalLM
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.command import FlagValue, engine_command
 from services.rollout.engine.process import EngineProcess
-from shared.embedded import free_port
+from services.rollout.service import Rollout
+from shared import runs
+from shared.bus import Bus
+from shared.cancel import cancelled
+from shared.embedded import EmbeddedNats, EmbeddedValkey, free_port
+from shared.service import Service
+from shared.store import Store
+from tests.integration.engine.bench import Bench, NewBench
+from tests.support.run_config import run_config
 from tests.support.tiny_model import TinyModelShape, write_tiny_model
 
 START_SECONDS = 280.0
@@ -105,3 +114,29 @@ async def overlapping_client(overlapping_engine: EngineProcess, checkpoint: Chec
     """A client of ``overlapping_engine``, which serves ``checkpoint(0)``."""
     async with fresh_client(overlapping_engine, checkpoint(0)) as client:
         yield client
+
+
+@pytest.fixture
+async def new_bench(
+    client: EngineClient, checkpoint: Checkpoints, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path
+) -> AsyncIterator[NewBench]:
+    """Makes the test's run, with config sections laid over the smallest config, and its rollout service, which serves version 0."""
+    bus, store = await Bus.connect(nats.url, "test"), Store(valkey.url)
+    made: list[Bench] = []
+
+    async def make(**sections: dict[str, Any]) -> Bench:
+        config = run_config(tmp_path, run={"name": run_name}, model={"hf_checkpoint": str(checkpoint(0).path)}, **sections)
+        await runs.create(bus, config, valkey.url)
+        service = Service("rollout", "rollout-1", run_name, bus, config, valkey.url)
+        rollout = Rollout(service)
+        rollout._replica.client = client
+        await rollout._replica.open_gate(0)
+        made.append(Bench(service, rollout, client))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await cancelled(one.working)
+        await one.service.store.close()
+    await store.close()
+    await bus.close()

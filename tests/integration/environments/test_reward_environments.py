@@ -72,6 +72,32 @@ async def test_an_http_environment_scores_with_its_parts(bench: NewBench, tmp_pa
     assert "hush" not in process.words()
 
 
+async def test_a_named_reward_may_count(bench: NewBench, tmp_path: Path) -> None:
+    port = free_port()
+    reward = {"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}", "reward_timeout": PATIENT}
+    desk = await bench(reward={**reward, "reward_key": "worked"})
+    with python_example(port, tmp_path / "example.log"):
+        await desk.launch()
+        await desk.generated("g00000007", *CARRIES)
+        outcome = (await desk.outcomes(1))["g00000007"]
+        assert isinstance(outcome, Scored), outcome
+        assert [(score.reward, score.parts) for score in outcome.scores] == [
+            (1.0, {"reward": 1.0, "worked": 1.0}),
+            (0.0, {"reward": 0.0, "worked": 0.0}),
+            (0.0, {"reward": 1.0, "worked": 0.0}),
+        ]
+
+
+async def test_a_named_reward_that_is_not_given_fails_the_group(bench: NewBench, tmp_path: Path) -> None:
+    port = free_port()
+    reward = {"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}", "reward_timeout": PATIENT}
+    desk = await bench(reward={**reward, "reward_key": "speed"})
+    with python_example(port, tmp_path / "example.log"):
+        await desk.launch()
+        await desk.generated("g00000007", *CARRIES)
+        assert "no reward is named speed; there are reward, worked" in await desk.failure("g00000007")
+
+
 async def test_every_environment_of_a_run_is_served(bench: NewBench, nats: EmbeddedNats, tmp_path: Path) -> None:
     port = free_port()
     table = {"node": f"http://127.0.0.1:{port}", "on-the-bus": "nats:judge"}

@@ -228,7 +228,9 @@ class World:
         """The strict bound, token by token: on what the trainer would train of this batch."""
         bound = batch.version - self.limits.max_staleness
         for group in batch.groups:
-            trained = [sample for index, sample in enumerate(group.samples) if index not in group.removed]
+            scored = self.state.groups[group.group].scored
+            assert scored is not None
+            trained = [sample for index, sample in enumerate(scored.samples) if index not in group.removed]
             oldest = [max(sample.oldest, batch.mask_below) for sample in trained if sample.newest >= batch.mask_below]
             assert oldest, "a group of which nothing is trained"
             assert min(oldest) >= bound

@@ -150,6 +150,10 @@ def test_a_missing_section_is_named(tmp_path: Path) -> None:
         ("reward", "environments", {"": "http://judge:8080"}),
         ("reward", "environments", {"math": "http://judge:8080"}),
         ("reward", "environments", {"remote_rm": "http://judge:8080"}),
+        ("reward", "environments", {"custom_rm": "http://judge:8080"}),
+        ("reward", "custom_rm_path", "my.rewards.score"),
+        ("reward", "group_rm", True),
+        ("rollout", "dynamic_sampling_filter_path", "nonzero"),
         ("reward", "environment_concurrency", 0),
         ("reward", "reward_timeout", -1),
         ("reward", "reward_workers", 0),
@@ -212,6 +216,10 @@ def test_environments_are_named_by_type_url_and_table(tmp_path: Path) -> None:
     table = {"judge": "http://judge:8080", "unit_tests": "nats:tests"}
     many = run_config(tmp_path, reward={"rm_type": "judge", "environments": table}).reward
     assert (many.environment_names(), many.external) == (["exact", "judge", "math", "unit_tests"], table)
+    assert (many.environment_of(None), many.environment_of("math")) == ("judge", "math")
+    own = run_config(tmp_path, reward={"rm_type": "deepscaler", "environments": table, "custom_rm_path": "my.rewards:score"}).reward
+    assert (own.environment_names(), own.external) == (["custom_rm"], {})
+    assert (own.environment_of(None), own.environment_of("math")) == ("custom_rm", "custom_rm")
 
 
 @pytest.mark.parametrize(

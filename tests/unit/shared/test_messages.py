@@ -60,7 +60,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "Interrupted": {"group": "g00000000", "attempt": 0, "stale": False, "replica": "r", "payload": PAYLOAD},
     "Failed": {"group": "g00000000", "attempt": 0, "reason": "the verifier hung", "by": "reward-1", "payload": PAYLOAD},
     "BatchRequest": {"step": 0, "version": 0},
-    "Batch": {"step": 0, "version": 0, "groups": [{"group": "g00000000", "payload": PAYLOAD, "samples": [SAMPLE], "rewards": [1.0]}]},
+    "Batch": {"step": 0, "version": 0, "groups": [{"group": "g00000000", "payload": PAYLOAD, "rewards": [1.0]}]},
     "BatchPending": {"step": 0, "have": 1, "need": 2, "waiting_for": "one group"},
     "RunDone": {},
     "Trained": {"step": 0, "version": 1, "started": 1.0, "ended": 2.0, "metrics": {"loss": 0.5}},

@@ -105,6 +105,15 @@ def test_a_prompt_may_name_its_environment(tmp_path: Path, tokenizer: Tokenizer)
     assert [file[row].environment for row in range(4)] == ["math", "exact", "judge", "math"]
 
 
+def test_a_function_of_the_users_own_scores_every_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [{"prompt": "a", "label": None, "metadata": metadata} for metadata in ({}, {"rm_type": "exact"}, {"rm_type": "deepscaler"})]
+    path = write_jsonl(tmp_path / "prompts.jsonl", rows)
+    reward = RewardSection(custom_rm_path="my.rewards:score")
+    file = PromptFile(JsonLines(path, "data.prompt_data"), DataSection(prompt_data=path), tokenizer, None, reward)
+    assert [file[row].environment for row in range(3)] == ["custom_rm"] * 3
+    assert file[2].metadata == {"rm_type": "deepscaler"}, "for the function to see"
+
+
 @pytest.mark.parametrize(("name", "words"), [("jugde", "did you mean judge?"), (3, "valid are"), (["judge"], "judge")])
 @pytest.mark.parametrize("of", ["data.prompt_data", "eval.eval_prompt_data"])
 def test_an_environment_that_the_run_does_not_have_is_refused(

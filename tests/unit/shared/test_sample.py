@@ -41,6 +41,7 @@ def samples(draw: st.DrawFn) -> Sample:
     length = sum(cuts)
     return make(
         index=draw(st.integers(0, 7)),
+        rollout=draw(st.integers(-1, 7)),
         length=length,
         mask=np.array(draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)), np.uint8),
         segments=list(zip([0, *ends[:-1]], ends, versions, strict=False)),
@@ -53,7 +54,7 @@ def same(left: Sample, right: Sample) -> bool:
     for name in ("prompt", "response", "log_probs", "mask"):
         np.testing.assert_array_equal(getattr(left, name), getattr(right, name))
         assert getattr(left, name).dtype == getattr(right, name).dtype
-    rest = ("group", "index", "segments", "finish", "text", "prompt_text", "label", "metadata")
+    rest = ("group", "index", "rollout", "segments", "finish", "text", "prompt_text", "label", "metadata")
     return all(getattr(left, name) == getattr(right, name) for name in rest)
 
 
@@ -131,6 +132,21 @@ def test_what_is_not_trained_may_lack_a_log_prob() -> None:
     assert np.isnan(back.log_probs[1])
 
 
+def test_a_sample_is_a_rollout_of_its_own_unless_it_says_so() -> None:
+    assert make(3).rollout == 3
+    assert sample.rollouts([make(0), make(1), make(2)]) == []
+    fanned = [make(0, rollout=0), make(1, rollout=0), make(2, rollout=1)]
+    assert sample.rollouts(fanned) == [0, 0, 1]
+    assert sample.rollouts(sample.decode(sample.encode(fanned, 1))) == [0, 0, 1]
+
+
+def test_a_payload_from_before_rollouts_is_read() -> None:
+    entry = codec.unpack(sample.encode([make(2)], 1000)[0])["samples"][0]
+    del entry["rollout"]
+    [back] = sample.decode([codec.pack({"schema": sample.SCHEMA, "samples": [entry]})])
+    assert back.rollout == 2
+
+
 def blob(**changes: Any) -> bytes:
     entry = codec.unpack(sample.encode([make()], 1000)[0])["samples"][0]
     return codec.pack({"schema": sample.SCHEMA, "samples": [{**entry, **changes}]})
@@ -155,6 +171,9 @@ def blob(**changes: Any) -> bytes:
         blob(log_probs=None),
         blob(response=[0, 1, 2, 3]),
         blob(mask=np.ones(3, np.uint8)),
+        blob(rollout="1"),
+        blob(rollout=1.5),
+        blob(rollout=None),
     ],
 )
 def test_a_payload_from_elsewhere_is_read_or_refused(data: bytes) -> None:

@@ -1,0 +1,1 @@
+"""The sample path measured whole: see ``python -m benchmarks.sample_path --help``."""

@@ -1,0 +1,8 @@
+"""``python -m services.buffer.simulation``: see `services.buffer.simulation.command`."""
+
+import sys
+
+from services.buffer.simulation.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Requests and answers between the service and its worker processes: MessagePack behind its length in four bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from typing import Any
+
+from shared import codec
+from shared.errors import BadMessage
+
+LONGEST = 1 << 28
+"""Bytes of a frame. Less than any four characters of text say when they are read as a length."""
+
+_HEAD = 4
+
+
+def frame(value: object) -> bytes:
+    """The bytes of one request or answer. Raises TypeError for what MessagePack does not carry, BadMessage for what is too long."""
+    body = codec.pack(value)
+    return _checked(len(body)).to_bytes(_HEAD, "big") + body
+
+
+async def read(stream: asyncio.StreamReader) -> Any:
+    """The next frame. Raises EOFError where there is none, BadMessage for anything else."""
+    try:
+        head = await stream.readexactly(_HEAD)
+        size = int.from_bytes(head, "big")
+        if size > LONGEST:
+            raise BadMessage(f"{head!r}")
+        return codec.unpack(await stream.readexactly(size))
+    except asyncio.IncompleteReadError:
+        raise EOFError from None
+
+
+class Channel:
+    """A worker's end. From here on its standard input is empty and its standard output is its standard error, so that nothing that a
+    library prints or reads can get in between."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+        self._requests = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, sys.stdin.fileno())
+        os.close(nothing)
+
+    def receive(self) -> Any:
+        """The next request. Raises EOFError once the service is gone."""
+        head = self._requests.read(_HEAD)
+        if len(head) < _HEAD:
+            raise EOFError
+        return codec.unpack(self._requests.read(int.from_bytes(head, "big")))
+
+    def send(self, answer: object) -> None:
+        """Sends one answer. Raises as `frame` does."""
+        self._answers.write(frame(answer))
+        self._answers.flush()
+
+
+def _checked(size: int) -> int:
+    if size > LONGEST:
+        raise BadMessage(f"{size} bytes; a request or an answer has at most {LONGEST}")
+    return size

@@ -1,0 +1,53 @@
+"""The processes that run the user's own functions."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from pydantic import TypeAdapter, ValidationError
+
+from services.reward.functions import SCORE, Verdict
+from services.reward.pool import WorkerFailed, WorkerPool
+from shared import sample
+from shared.config import RunConfig
+from shared.hooks import paths
+from shared.messages import Score
+from shared.sample import Sample
+
+_SCORE = TypeAdapter(Score)
+
+class HooksPool(WorkerPool):
+    """``reward_workers`` processes with all functions of the config that the reward service calls. Its calls raise as `ask` does."""
+
+    def __init__(self, config: RunConfig, module: str = "services.reward.hooks_worker") -> None:
+        self._config, found = config, paths(config, "reward")
+        self._scoring = f"{SCORE} = {found.get(SCORE)}"
+        self._selecting = ", ".join(f"{field} = {path}" for field, path in found.items() if field != SCORE)
+        whom = f"the functions {', '.join(found.values())}"
+        super().__init__(whom, config.reward.reward_workers, module, [], {"config": config.model_dump_json()})
+
+    async def score(self, samples: list[Sample]) -> list[Score]:
+        """One score a sample, by ``custom_rm_path``."""
+        request = {"verb": "score", "samples": self._blobs(samples)}
+        answer = await self.ask(request, f"{len(samples)} rewards", self._scoring, self._config.reward.reward_timeout)
+        return self._scores(answer, len(samples))
+
+    async def select(self, samples: list[Sample], scores: list[Score]) -> Verdict:
+        """What the filters make of a scored group."""
+        request = {"verb": "select", "samples": self._blobs(samples), "scores": [asdict(score) for score in scores]}
+        answer = await self.ask(request, "a verdict", self._selecting, self._config.reward.reward_timeout)
+        filtered = answer.get("filtered")
+        return Verdict(None if filtered is None else str(filtered), self._scores(answer, len(samples)))
+
+    def _blobs(self, samples: list[Sample]) -> list[bytes]:
+        return sample.encode(samples, self._config.store.blob_bytes)
+
+    def _scores(self, answer: dict[str, object], count: int) -> list[Score]:
+        """The scores of an answer, checked: functions share a process with what answers for them."""
+        scores = answer.get("scores")
+        if not isinstance(scores, list) or len(scores) != count:
+            raise WorkerFailed(f"{self._whom} gave {str(scores)[:80]} for {count} samples")
+        try:
+            return [_SCORE.validate_python(score) for score in scores]
+        except ValidationError as error:
+            raise WorkerFailed(f"{self._whom} gave no scores: {error.errors()[0]['msg']}") from None

@@ -1,0 +1,78 @@
+"""What the engine is generating for training, and why it may be stopped: nothing will be trained of it, or the replica leaves.
+
+A group whose oldest token is older than live − max_staleness is over the bound of every batch that is still to be formed: no batch trains
+on a version before the live one. Where the run's policy ends such groups (``drop``, ``requeue``), generating them on is lost time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.generation import GenerationRequest
+from services.rollout.partial import Partial
+from shared.config import RunConfig
+from shared.errors import MyxoError
+
+STOPS_STALE = ("drop", "requeue")
+"""Policies under which a group over the bound is not trained as it is."""
+
+LEAVE_SECONDS = 3.0
+"""How long a replica that is to stop waits for the engine to hand back what it has."""
+
+LEAVE_PAUSE = 0.1
+
+
+class Stopped(MyxoError):
+    """A group's generation was stopped: for its age (``stale``), else because the replica leaves."""
+
+    def __init__(self, group: str, stale: bool) -> None:
+        self.stale = stale
+        super().__init__(f"{group} was stopped {'for its age' if stale else 'because this replica leaves'}")
+
+
+class InFlight:
+    """The requests that the engine holds, by group."""
+
+    def __init__(self, config: RunConfig) -> None:
+        rollout = config.rollout
+        self._max_staleness = rollout.max_staleness if rollout.staleness_policy in STOPS_STALE else None
+        self._requests: dict[str, tuple[list[str], int]] = {}  # group → ids, version that its oldest token may be of
+        self._leaving = False
+
+    @contextlib.contextmanager
+    def asked(self, group: str, partials: Sequence[Partial], requests: Sequence[GenerationRequest], version: int) -> Iterator[None]:
+        """While the engine, which serves ``version``, holds these requests of a group that has ``partials``.
+
+        Raises Stopped where they are not to be made at all.
+        """
+        oldest = min((partial.segments[0][2] for partial in partials if partial.segments), default=version)
+        if self._is_stale(oldest, version):
+            raise Stopped(group, stale=True)
+        if self._leaving:
+            raise Stopped(group, stale=False)
+        self._requests[group] = ([request.rid for request in requests], oldest)
+        try:
+            yield
+        finally:
+            del self._requests[group]
+
+    async def stop_stale(self, client: EngineClient, version: int) -> None:
+        """Has the engine end what weights of ``version`` going live have made stale. Raises as `EngineClient.abort`."""
+        stale = [rids for rids, oldest in self._requests.values() if self._is_stale(oldest, version)]
+        if stale:
+            await client.abort([rid for rids in stale for rid in rids])
+
+    async def leave(self, client: EngineClient | None) -> None:
+        """Has the engine end everything; returns once it has, or after `LEAVE_SECONDS`."""
+        self._leaving = True
+        with contextlib.suppress(TimeoutError, MyxoError):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                while self._requests and client is not None:
+                    await client.abort_all()
+                    await asyncio.sleep(LEAVE_PAUSE)  # a request may have been on its way
+
+    def _is_stale(self, oldest: int, version: int) -> bool:
+        return self._max_staleness is not None and oldest < version - self._max_staleness

@@ -1,0 +1,30 @@
+"""``python -m shared.hooks``: imports every function of the run config on standard input (JSON), as its services do.
+
+Exits 0, or 2 with ``[field, value, expected]`` as the last line of standard output. In a process apart: importing runs the user's code, may
+take memory that the launcher would keep, and sees what is importable from a service.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from shared.config import RunConfig
+from shared.errors import ConfigError
+from shared.hooks.loading import load, paths
+
+
+def main() -> int:
+    """The command line. Returns the exit code."""
+    config = RunConfig.model_validate_json(sys.stdin.read())
+    try:
+        for field, path in paths(config).items():
+            load(field, path)
+    except ConfigError as error:
+        print(json.dumps([error.field, error.value, error.expected]))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""From ``package.module:function`` to the function, and which service imports which."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from shared.config import RunConfig
+from shared.errors import ConfigError, MyxoError
+
+RUN_BY = {
+    "rollout.custom_generate_function_path": "rollout",
+    "reward.custom_rm_path": "reward",
+    "rollout.dynamic_sampling_filter_path": "reward",
+    "rollout.rollout_sample_filter_path": "reward",
+    "rollout.rollout_all_samples_process_path": "reward",
+    "rollout.buffer_filter_path": "buffer",
+    "data.data_source": "buffer",
+}
+"""The service that calls the function of each field."""
+
+
+class HookFailed(MyxoError):
+    """A function of the user's own raised, or gave what cannot be used.
+
+    Args:
+        field, path: which one. reason: what happened, on one line.
+    """
+
+    def __init__(self, field: str, path: str, reason: str) -> None:
+        self.field, self.path, self.reason = field, path, reason
+        super().__init__(f"{field} = {path}: {reason}")
+
+
+def paths(config: RunConfig, service: str | None = None) -> dict[str, str]:
+    """The functions that a run names, by field; those that ``service`` calls, where one is given. Built-in filters are none of them."""
+    found = {}
+    for field, runs_in in RUN_BY.items():
+        section, _, name = field.partition(".")
+        path = getattr(getattr(config, section), name)
+        if path is not None and ":" in path and service in (None, runs_in):
+            found[field] = path
+    return found
+
+
+def load(field: str, path: str) -> Callable[..., Any]:
+    """The function at ``path``. Raises ConfigError for ``field``: what is wrong with it and what to do."""
+    module, _, name = path.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (Exception, SystemExit) as error:  # importing runs the module: it can raise anything
+        kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
+        words = " ".join(str(error).split())
+        expected = f"cannot be imported: {kind}{words}; install the package or put its directory on PYTHONPATH"
+        raise ConfigError(field, path, expected) from None
+    if not callable(function):
+        raise ConfigError(field, path, f"expected a function, found a {type(function).__name__}")
+    return function

@@ -1,0 +1,72 @@
+"""The rollout service at work on a real engine, without a trainer: tasks in, groups out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from services.rollout.engine.client import EngineClient
+from services.rollout.service import Rollout
+from shared import sample
+from shared.messages import Failed, Generated, Outcome, Sampling, Task
+from shared.queue import WorkQueue
+from shared.sample import Sample
+from shared.service import Service
+from shared.streams import generated_consumer, scored_consumer
+from shared.subjects import EVAL, TRAIN
+from tests.integration.engine.load import prompts
+from tests.support.waiting import until
+
+PROMPT = prompts(1)[0]
+
+
+class Bench:
+    """A rollout service that serves version 0, and hands to give it tasks and take what comes."""
+
+    def __init__(self, service: Service, rollout: Rollout, client: EngineClient) -> None:
+        self.service, self.rollout, self.client, self.replica = service, rollout, client, rollout._replica
+        run, bus = service.run, service.config.bus
+        self._generated = WorkQueue(service.bus, generated_consumer(run, bus, "math"), Generated)
+        self._scored = WorkQueue(service.bus, scored_consumer(run, bus), Outcome)
+        self.working = [asyncio.create_task(rollout._take(task_class)) for task_class in (TRAIN, EVAL)]
+        self.working.append(asyncio.create_task(rollout._stop_stale()))
+
+    async def task(self, group: str = "g00000007", n: int = 2, **changes: Any) -> None:
+        task = Task(
+            group=group,
+            n=n,
+            prompt="40+2=",
+            prompt_tokens=PROMPT,
+            label="42",
+            metadata={"level": 3},
+            environment="math",
+            **{"sampling": Sampling(temperature=1.0, max_new_tokens=20), "min_version": 0, **changes},
+        )
+        await self.service.bus.publish(self.service.subjects.task(EVAL if group.startswith("eval.") else TRAIN), task)
+
+    async def generated(self) -> tuple[Generated, list[Sample]]:
+        """The next group that went on to be scored, with its samples."""
+        [lease] = await until(lambda: self._generated.fetch(1), "a generated group", 240)
+        await lease.ack()
+        return lease.message, sample.decode(await self.service.store.read(lease.message.payload.keys))
+
+    async def outcome(self) -> Outcome:
+        """What the service tells the buffer next."""
+        [lease] = await until(lambda: self._scored.fetch(1), "an outcome", 240)
+        await lease.ack()
+        return lease.message
+
+    async def failure(self) -> str:
+        """The reason why the next group failed."""
+        outcome = await self.outcome()
+        assert isinstance(outcome, Failed)
+        return outcome.reason
+
+    async def serve(self, version: int) -> None:
+        """As after a push."""
+        await self.client.set_weight_version(version)
+        await self.replica.open_gate(version)
+
+
+NewBench = Callable[..., Awaitable[Bench]]

@@ -1,0 +1,125 @@
+"""Groups that are stopped in the middle: for their age, and because their replica leaves; and those that go on where another ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared import sample
+from shared.messages import Interrupted, Payload, Sampling
+from shared.sample import Sample
+from tests.integration.engine.bench import PROMPT, Bench, NewBench
+from tests.integration.engine.conftest import Checkpoints
+from tests.integration.engine.load import LONG
+from tests.integration.engine.reference import log_probs
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(600)
+
+EXACT = 1e-4
+
+
+SAMPLES = 8
+"""Of a group: about one token in a hundred ends a sample, so a group of fewer might be over too soon."""
+
+
+LONG_TASK: dict[str, Any] = {"n": SAMPLES, "sampling": Sampling(temperature=1.0, max_new_tokens=LONG, stop_token_ids=[])}
+
+
+async def decoding(desk: Bench) -> None:
+    """Waits until the engine has drawn some tokens."""
+
+    async def some_tokens() -> bool:
+        return (await desk.client.load()).used_tokens > len(PROMPT) + 4 * SAMPLES
+
+    await until(some_tokens, "samples in decode", 240)
+
+
+def stored(payload: Payload | None) -> Payload:
+    assert payload is not None
+    return payload
+
+
+@pytest.mark.parametrize(("policy", "stopped"), [("drop", True), ("requeue", True), ("continue", False), ("mask", False)])
+async def test_a_generation_over_the_bound_is_stopped_where_nothing_of_it_would_be_trained(
+    new_bench: NewBench, policy: str, stopped: bool
+) -> None:
+    desk = await new_bench(rollout={"max_staleness": 0, "staleness_policy": policy})
+    await desk.task(**LONG_TASK)
+    await desk.task(group="eval.heldout.0.0", **LONG_TASK)
+    await decoding(desk)
+    await desk.serve(1)
+    if stopped:
+        outcome = await desk.outcome()
+        assert outcome == Interrupted(group="g00000007", attempt=0, stale=True, replica="rollout-1")
+    groups = {}
+    for _ in range(1 if stopped else 2):  # an evaluation goes on either way
+        group, samples = await desk.generated()
+        groups[group.group] = samples
+    assert set(groups) == {"eval.heldout.0.0"} if stopped else {"eval.heldout.0.0", "g00000007"}
+    for samples in groups.values():
+        assert {version for one in samples for _, _, version in one.segments} <= {0, 1}
+
+
+async def test_what_is_within_the_bound_goes_on(new_bench: NewBench) -> None:
+    desk = await new_bench(rollout={"max_staleness": 1})
+    await desk.task(**LONG_TASK)
+    await decoding(desk)
+    await desk.serve(1)
+    _, samples = await desk.generated()
+    assert all(one.finish in ("stop", "length") for one in samples)
+    assert any([version for _, _, version in one.segments] == [0, 1] for one in samples)
+
+
+async def test_another_replica_goes_on_from_the_tokens_of_one_that_left(new_bench: NewBench, checkpoint: Checkpoints) -> None:
+    desk = await new_bench()
+    await desk.task(**LONG_TASK)
+    await decoding(desk)
+    await desk.rollout._in_flight.leave(desk.client)
+    left = await desk.outcome()
+    assert isinstance(left, Interrupted) and not left.stale
+    parts = sample.decode(await desk.service.store.read(stored(left.payload).keys))
+    assert any(one.finish == "abort" and 0 < len(one.response) < LONG for one in parts), "the engine was not stopped in the middle"
+
+    desk.rollout._in_flight._leaving = False  # as in the next replica
+    await desk.task(attempt=1, partial=left.payload, **LONG_TASK)
+    group, samples = await desk.generated()
+    assert group.attempt == 1
+    for part, one in zip(parts, samples, strict=True):
+        assert one.finish in ("stop", "length") and (one.finish == part.finish or part.finish == "abort")
+        assert one.response[: len(part.response)].tolist() == part.response.tolist()
+        assert np.array_equal(one.log_probs[: len(part.response)], part.log_probs)
+        assert np.abs(log_probs(checkpoint(0).model, PROMPT, one.response) - one.log_probs).max() < EXACT
+
+
+async def test_only_samples_that_nothing_is_left_to_train_of_begin_anew(new_bench: NewBench) -> None:
+    desk = await new_bench(rollout={"staleness_policy": "continue"})
+    await desk.task(n=3)
+    _, samples = await desk.generated()
+    samples[0].segments = [(0, len(samples[0].response), 2)]
+    old = [one.response.tolist() for one in samples]
+    samples[2].finish = "abort"
+    samples[2] = shortened(samples[2], 5)
+    await desk.service.store.write({"earlier": sample.encode(samples, 1 << 20)[0]})
+    await desk.serve(3)
+    await desk.task(n=3, attempt=1, partial=Payload(keys=["earlier"], bytes=1), renew_below=2)
+    _, again = await desk.generated()
+    assert (again[0].response.tolist(), again[0].segments) == (old[0], samples[0].segments)  # within the bound: as it was
+    assert {version for _, _, version in again[1].segments} == {3}  # ended, and too old: anew
+    assert again[2].response[:5].tolist() == old[2][:5]  # had not ended: goes on
+    assert [version for _, _, version in again[2].segments] == [0, 3]
+
+
+async def test_a_group_whose_earlier_samples_are_lost_begins_anew(new_bench: NewBench) -> None:
+    desk = await new_bench()
+    await desk.task(attempt=1, partial=Payload(keys=["nowhere"], bytes=1))
+    group, samples = await desk.generated()
+    assert group.attempt == 1 and len(samples) == 2
+
+
+def shortened(one: Sample, length: int) -> Sample:
+    one.response, one.log_probs, one.mask = one.response[:length], one.log_probs[:length], one.mask[:length]
+    one.segments = [(0, length, 0)]
+    return one

@@ -1,0 +1,120 @@
+"""Functions for the hooks that the reward service calls: good ones, and ones that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shared.hooks import Arguments, DynamicFilterOutput, Sample
+
+
+async def length(args: Arguments, sample: Sample, **_: Any) -> float:
+    """The reward is the length of the text; some texts misbehave."""
+    await asyncio.sleep(0)
+    match sample.response:
+        case "sleep":
+            await asyncio.sleep(3600)
+        case "spin":
+            while True:
+                time.sleep(0.01)
+        case "raise":
+            raise RuntimeError("cannot read this")
+        case "exit":
+            raise SystemExit(3)
+        case "die":
+            os._exit(3)
+        case "nan":
+            return float("nan")
+        case "text":
+            return "much"  # type: ignore[return-value]
+        case "none":
+            return None  # type: ignore[return-value]
+        case "chatter":
+            print("words", flush=True)
+            os.write(1, b"words from C\n")
+            assert sys.stdin.read() == ""
+            assert "NATS_URL" not in os.environ and "MYXO_RUN" in os.environ
+    return float(len(sample.response))
+
+
+def leaves_a_child(args: Arguments, sample: Sample, **_: Any) -> float:
+    """Hangs in a process that it started, whose id it writes to the label's path."""
+    assert sample.label is not None
+    child = subprocess.Popen(["sleep", "3600"])
+    Path(sample.label).write_text(str(child.pid))
+    child.wait()
+    raise AssertionError
+
+
+def seen(args: Arguments, sample: Sample, **_: Any) -> dict[str, Any]:
+    """Named rewards, of what the function saw; a plain function."""
+    assert args.reward_key == "match" and args.n_samples_per_prompt == 2
+    assert (sample.prompt, sample.metadata, sample.status) == ("40+2=", {"level": 3}, Sample.Status.COMPLETED)
+    assert (sample.tokens, sample.response_length, sample.loss_mask, sample.weight_versions) == ([1, 0, 1], 2, [1, 1], [3, 3])
+    assert sample.rollout_log_probs == [0.0, 0.0]
+    return {"match": sample.response == sample.label, "length": np.float32(len(sample.response)), "pred": sample.response}
+
+
+async def ranks(args: Arguments, samples: list[Sample]) -> list[float]:
+    """Rewards of a whole group: each sample's rank by length."""
+    order = sorted(len(sample.response) for sample in samples)
+    return [float(order.index(len(sample.response))) for sample in samples]
+
+
+def one_too_few(args: Arguments, samples: list[Sample]) -> list[float]:
+    return [1.0] * (len(samples) - 1)
+
+
+def sample_or_rollout(args: Arguments, given: Sample | list[Sample]) -> float | list[float]:
+    """As slime calls a function of a run that fans out: a list for a rollout that gave several samples."""
+    return [float(len(given))] * len(given) if isinstance(given, list) else 1.0
+
+
+def keep_long(args: Arguments, group: list[Sample], **_: Any) -> DynamicFilterOutput:
+    """Keeps groups whose rewards are long on average."""
+    mean = sum(sample.get_reward_value(args) for sample in group) / len(group)
+    return DynamicFilterOutput(mean >= 2, None if mean >= 2 else "short")
+
+
+def keep_by_numpy(args: Arguments, group: list[Sample]) -> Any:
+    return np.std([sample.get_reward_value(args) for sample in group]) > 0
+
+
+def keep_forgotten(args: Arguments, group: list[Sample]) -> None:
+    return None
+
+
+def remove_shortest(args: Arguments, groups: list[list[Sample]]) -> None:
+    for group in groups:
+        min(group, key=lambda sample: len(sample.response)).remove_sample = True
+
+
+def double(args: Arguments, groups: list[list[Sample]]) -> None:
+    """Changes rewards, which counts, and texts, which does not."""
+    for group in groups:
+        for sample in group:
+            sample.reward = 2 * sample.get_reward_value(args)
+            sample.response = ""
+
+
+def hang_on_sleep(args: Arguments, groups: list[list[Sample]]) -> None:
+    if any(sample.response == "sleep" for group in groups for sample in group):
+        time.sleep(3600)
+
+
+def write_down(args: Arguments, all_groups: list[list[Sample]], data_source: object) -> None:
+    """Appends what it sees to a file in the run's directory."""
+    assert data_source is None
+    args.dir.mkdir(parents=True, exist_ok=True)
+    with (args.dir / "seen.jsonl").open("a") as file:
+        for group in all_groups:
+            samples = [[sample.response, sample.get_reward_value(args), sample.remove_sample] for sample in group]
+            file.write(json.dumps({"group": group[0].group_index, "samples": samples}) + "\n")

@@ -1,0 +1,149 @@
+"""The user's own functions: found or refused by field, and what they are given."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.config import field_sections
+from shared.errors import ConfigError
+from shared.hooks import Arguments, DynamicFilterOutput, Sample, load, nonzero_std, paths
+from shared.hooks.loading import RUN_BY
+from tests.support.run_config import run_config
+from tests.support.service_process import ROOT
+
+MODULES = {
+    "fine": "def f(args):\n    return 3\nnumber = 3\nclass Called:\n    def __call__(self):\n        return 4\ncalled = Called()\n",
+    "broken": "def f(:\n",
+    "raising": "raise RuntimeError('no\\n  GPU here')\n",
+    "leaving": "import sys\nsys.exit('bye')\n",
+    "lacking": "import a_package_that_is_not_there\n",
+}
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, text in MODULES.items():
+        (tmp_path / f"some_{name}_hooks.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name in MODULES:
+        sys.modules.pop(f"some_{name}_hooks", None)
+
+
+@pytest.mark.usefixtures("modules")
+def test_functions_are_found() -> None:
+    assert load("a.b", "some_fine_hooks:f")(None) == 3
+    assert load("a.b", "some_fine_hooks:called")() == 4
+
+
+@pytest.mark.usefixtures("modules")
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("some_fine_hooks:absent", "cannot be imported: module 'some_fine_hooks' has no attribute 'absent'; install the package"),
+        ("some_fine_hooks:number", "expected a function, found a int"),
+        ("no_such_hooks:f", "cannot be imported: No module named 'no_such_hooks'; install the package or put its directory on PYTHONPATH"),
+        ("some_broken_hooks:f", "cannot be imported: SyntaxError: "),
+        ("some_raising_hooks:f", "cannot be imported: RuntimeError: no GPU here; "),
+        ("some_leaving_hooks:f", "cannot be imported: SystemExit: bye; "),
+        ("some_lacking_hooks:f", "cannot be imported: No module named 'a_package_that_is_not_there'; "),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_field(path: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("reward.custom_rm_path", path)
+    assert (caught.value.field, caught.value.value) == ("reward.custom_rm_path", path)
+    assert caught.value.expected.startswith(words)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_field_of_a_function_has_a_service_that_runs_it(tmp_path: Path) -> None:
+    owners = field_sections()
+    hooks = {f"{owners[field]}.{field}" for field in owners if field.endswith("_path")}
+    assert hooks | {"data.data_source"} == set(RUN_BY)
+    sections: dict[str, dict[str, Any]] = {}
+    for field in RUN_BY:
+        section, _, name = field.partition(".")
+        sections.setdefault(section, {})[name] = "my.hooks:f"
+    config = run_config(tmp_path, **sections)
+    assert paths(config) == dict.fromkeys(RUN_BY, "my.hooks:f")
+    assert set(paths(config, "rollout")) == {"rollout.custom_generate_function_path"}
+    assert set(paths(config, "buffer")) == {"rollout.buffer_filter_path", "data.data_source"}
+    assert set(paths(config, "reward")) | set(paths(config, "rollout")) | set(paths(config, "buffer")) == set(RUN_BY)
+
+
+def test_what_comes_with_myxo_is_no_function_of_the_users(tmp_path: Path) -> None:
+    assert paths(run_config(tmp_path)) == {}
+    assert paths(run_config(tmp_path, rollout={"dynamic_sampling_filter_path": "nonzero_std"})) == {}
+
+
+def test_a_process_apart_says_what_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "some_talking_hooks.py").write_text("print('hello')\ndef f(args): ...\n")
+    for name, code, last in (("f", 0, "hello"), ("g", 2, '["reward.custom_rm_path", "some_talking_hooks:g", "cannot be imported: ')):
+        config = run_config(tmp_path, reward={"custom_rm_path": f"some_talking_hooks:{name}"})
+        done = subprocess.run(
+            [sys.executable, "-m", "shared.hooks"],
+            input=config.model_dump_json(),
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,  # found there, as by a service that is started there
+            env={"PYTHONPATH": str(ROOT)},
+        )
+        assert done.returncode == code, done.stderr
+        assert done.stdout.splitlines()[-1].startswith(last)
+
+
+def test_arguments_are_the_whole_config_under_the_flags_names(tmp_path: Path) -> None:
+    config = run_config(tmp_path, rollout={"sglang": {"mem-fraction-static": 0.8}}, reward={"reward_key": "match"})
+    args = Arguments(config, sglang_router_ip="127.0.0.1", sglang_router_port=30000)
+    for field, section in field_sections().items():
+        assert getattr(args, field) == getattr(getattr(config, section), field)
+    assert (args.rollout_batch_size, args.n_samples_per_prompt, args.hf_checkpoint, args.reward_key) == (2, 2, tmp_path / "model", "match")
+    assert (args.sglang_mem_fraction_static, args.sglang_router_ip, args.sglang_router_port) == (0.8, "127.0.0.1", 30000)
+    assert vars(args)["lr"] == config.trainer.lr
+    assert copy.deepcopy(args).lr == config.trainer.lr
+
+
+def test_arguments_name_the_nearest_and_cannot_be_set(tmp_path: Path) -> None:
+    args = Arguments(run_config(tmp_path))
+    with pytest.raises(AttributeError, match=r"args has no rollout_batchsize; did you mean rollout_batch_size\?"):
+        _ = args.rollout_batchsize
+    assert getattr(args, "partial_rollouts", None) is None and not hasattr(args, "sglang_router_ip")
+    with pytest.raises(AttributeError, match="args.lr cannot be set"):
+        args.lr = 3
+    with pytest.raises(AttributeError, match="args.lr cannot be deleted"):
+        del args.lr
+
+
+@pytest.mark.parametrize(
+    ("rewards", "verdict"),
+    [
+        ([1.0, 0.0], DynamicFilterOutput(True)),
+        ([1.0, 1.0], DynamicFilterOutput(False, "zero_std_1")),
+        ([0.0], DynamicFilterOutput(False, "zero_std_0")),
+        ([0.25, 0.25], DynamicFilterOutput(False, "zero_std_0.2")),
+        ([-1.0, -1.0], DynamicFilterOutput(False, "zero_std_-1")),
+        ([{"match": 1.0, "length": 2.0}, {"match": 1.0, "length": 3.0}], DynamicFilterOutput(False, "zero_std_1")),
+    ],
+)
+def test_groups_of_equal_rewards_teach_nothing(tmp_path: Path, rewards: list[Any], verdict: DynamicFilterOutput) -> None:
+    args = Arguments(run_config(tmp_path, reward={"reward_key": "match"}))
+    assert nonzero_std(args, [Sample(reward=reward) for reward in rewards]) == verdict
+
+
+def test_the_reward_that_counts(tmp_path: Path) -> None:
+    by_key, plain = Arguments(run_config(tmp_path, reward={"reward_key": "match"})), Arguments(run_config(tmp_path))
+    assert Sample(reward=0.5).get_reward_value(by_key) == Sample(reward=0.5).get_reward_value(plain) == 0.5
+    named = Sample(reward={"match": 1.0, "reward": 0.0})
+    assert (named.get_reward_value(by_key), named.get_reward_value(plain)) == (1.0, 0.0)
+    with pytest.raises(ValueError, match="no reward is named match; there are length"):
+        Sample(reward={"length": 1.0}).get_reward_value(by_key)
+    with pytest.raises(ValueError, match="no reward yet"):
+        Sample().get_reward_value(plain)
