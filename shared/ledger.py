@@ -42,9 +42,9 @@ class ScoredGroup(Part):
     payload: Payload
     samples: list[SampleMeta]
     rewards: list[float]
-    parts: list[dict[str, float]] = []
-    rollouts: list[int] = []
-    removed: list[int] = []
+    parts: tuple[dict[str, float], ...] = ()
+    rollouts: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
     replica: str
     started: float
     ended: float

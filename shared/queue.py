@@ -139,6 +139,7 @@ class Pull:
         self._connection, self._inbox, self.request_subject = connection, inbox, request_subject
         self._requests = 0
         self._turn = asyncio.Lock()
+        self._more_there = True  # as far as the last fetch could tell: else asking without waiting is a round trip for nothing
         self._came: deque[Msg] = deque()
         self._coming: asyncio.Future[None] | None = None
 
@@ -152,13 +153,15 @@ class Pull:
     async def fetch(self, most: int, seconds: float) -> list[Msg]:
         """Up to ``most`` messages, of `FETCH_BYTES` in all: those that are there, else the first that comes within ``seconds``."""
         async with self._turn:
-            there = await self._request(most, None, ATTEMPT_SECONDS)
-            if there or seconds <= 0:
-                return there
-            first = await self._request(1, seconds, seconds + RETRY_PAUSE)
-            if first and most > 1:
-                first += await self._request(most - 1, None, ATTEMPT_SECONDS)
-            return first
+            got: list[Msg] = []
+            if self._more_there or seconds <= 0:
+                got = await self._request(most, None, ATTEMPT_SECONDS)
+            if not got and seconds > 0:
+                got = await self._request(1, seconds, seconds + RETRY_PAUSE)
+                if got and most > 1:
+                    got += await self._request(most - 1, None, ATTEMPT_SECONDS)
+            self._more_there = len(got) == most
+            return got
 
     async def _request(self, batch: int, expires: float | None, patience: float) -> list[Msg]:
         self._requests += 1

@@ -92,10 +92,10 @@ class Sample:
         return SampleMeta(tokens=len(self.response), oldest=min(every, default=0), newest=max(every, default=0), finish=self.finish)
 
 
-def rollouts(samples: Iterable[Sample]) -> list[int]:
+def rollouts(samples: Iterable[Sample]) -> tuple[int, ...]:
     """Of each sample of a group, which rollout it comes from; empty where each rollout gave one."""
-    numbers = [one.rollout for one in samples]
-    return numbers if len(set(numbers)) < len(numbers) else []
+    numbers = tuple(one.rollout for one in samples)
+    return numbers if len(set(numbers)) < len(numbers) else ()
 
 
 def encode(samples: Iterable[Sample], blob_bytes: int) -> list[bytes]:

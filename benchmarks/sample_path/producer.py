@@ -23,10 +23,10 @@ from shared.store import Store
 from shared.streams import task_consumer
 from shared.subjects import TRAIN, Subjects
 
-LOT_BYTES = 2 << 20
+LOT_BYTES = 4 << 20
 """Of arrays, about: what is written together."""
 
-LOTS = 3
+LOTS = 2
 """In hand at a time: one is encoded while others are on their way."""
 
 

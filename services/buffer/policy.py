@@ -124,16 +124,16 @@ def scored(state: BufferState, limits: Limits, messages: list[Scored], now: floa
 def _kept(message: Scored) -> ScoredGroup:
     """What the ledger keeps of it."""
     scores = message.scores
-    marked = any([score.parts or score.removed for score in scores])  # seldom
+    marked = any([score.parts or score.removed for score in scores])  # seldom: a list is faster than a generator here
     return ScoredGroup(
         group=message.group,
         attempt=message.attempt,
         payload=message.payload,
         samples=message.samples,
         rewards=[score.reward for score in scores],
-        parts=[score.parts for score in scores] if marked else [],
+        parts=tuple(score.parts for score in scores) if marked else (),
         rollouts=message.rollouts,
-        removed=[index for index, score in enumerate(scores) if score.removed] if marked else [],
+        removed=tuple(index for index, score in enumerate(scores) if score.removed) if marked else (),
         replica=message.replica,
         started=message.started,
         ended=message.ended,
@@ -203,7 +203,8 @@ def form_batch(
     records: list[LedgerRecord] = [_drop([group.id for group in ready["drop"]], now)] if ready["drop"] else []
     for group in ready["requeue"]:
         kept = _result(group).payload if limits.staleness == "continue" else None
-        records.append(_requeue(group, STALE, now, partial=kept, renew_below=bound if kept else 0))
+        # kept are samples that nothing newer can be made than: others would be over the bound before the new ones are back
+        records.append(_requeue(group, STALE, now, partial=kept, renew_below=version if kept else 0))
     if chosen is None:
         taken = order.choose(limits.order, limits.window or 2 * limits.groups, limits.groups, state.groups.values(), ready["fits"])
         chosen = [group.id for group in taken]
@@ -229,7 +230,7 @@ def batch(state: BufferState, step: int) -> Batch | None:
                 group=group.id,
                 payload=scored.payload,
                 rewards=scored.rewards.tolist(),
-                removed=list(scored.removed),
+                removed=scored.removed,
             )
         )
     return Batch(step=step, version=record.version, mask_below=record.mask_below, groups=groups)
@@ -269,7 +270,8 @@ def live(state: BufferState, limits: Limits, version: int, now: float) -> list[L
 def close(state: BufferState, limits: Limits, now: float) -> list[LedgerRecord]:
     """Ends evaluations that are complete, and the run once all of it is done."""
     records: list[LedgerRecord] = []
-    records += [evaluation.ended(current, now) for current in state.evaluations.values() if current.complete]
+    if state.evaluations:
+        records += [evaluation.ended(current, now) for current in state.evaluations.values() if current.complete]
     evaluating = bool(state.evaluations) or (
         bool(limits.eval_prompts) and limits.last_version not in state.evaluated and evaluation.is_due(limits, limits.last_version)
     )

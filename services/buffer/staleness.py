@@ -12,7 +12,7 @@ from services.buffer.state import Result
 
 Policy = Literal["drop", "requeue", "continue", "mask"]
 """``drop``: end the group; a new prompt takes its place. ``requeue``: generate it anew. ``continue``: keep the samples that hold tokens
-within the bound, generate the others anew. ``mask``: train it without its stale tokens."""
+of the version that is trained, generate the others anew. ``mask``: train it without its stale tokens."""
 
 Verdict = Literal["fits", "drop", "requeue"]
 

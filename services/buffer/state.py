@@ -55,7 +55,7 @@ class Result:
 
     @classmethod
     def of(cls, scored: ScoredGroup) -> Result:
-        payload, samples, removed = scored.payload, scored.samples, tuple(scored.removed)
+        payload, samples, removed = scored.payload, scored.samples, scored.removed
         trained = _without(samples, removed) if removed else samples
         oldest = min([sample.oldest for sample in trained], default=NOTHING_TRAINED)
         return cls(scored.attempt, tuple(payload.keys), payload.bytes, oldest, samples, array("d", scored.rewards), removed)
@@ -79,15 +79,12 @@ class Group:
     """
 
     number: int
+    id: str
     attempt: int = 0
     scored: Result | None = None
     step: int | None = None
     partial: Payload | None = None
     renew_below: int = 0
-
-    @property
-    def id(self) -> str:
-        return group_id(self.number)
 
 
 @dataclass(slots=True)
@@ -165,7 +162,8 @@ class BufferState:
         match record:
             case GroupsAdmitted(first=first, count=count):
                 for number in range(first, first + count):
-                    self.groups[group_id(number)] = Group(number)
+                    name = group_id(number)
+                    self.groups[name] = Group(number, name)
                 self.admitted += count
             case GroupsScored(groups=scored_groups):
                 for scored in scored_groups:

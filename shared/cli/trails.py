@@ -73,7 +73,7 @@ class Facts:
     def came_back(self, scored: ScoredGroup) -> None:
         """Takes what an attempt came back with."""
         self.attempt, self.status, self.reason = scored.attempt, READY, ""
-        self.rewards, self.parts, self.removed = tuple(scored.rewards), tuple(scored.parts), tuple(scored.removed)
+        self.rewards, self.parts, self.removed = tuple(scored.rewards), scored.parts, scored.removed
         self.tokens = tuple(sample.tokens for sample in scored.samples)
         self.oldest = tuple(sample.oldest for sample in scored.samples)
         self.newest = tuple(sample.newest for sample in scored.samples)

@@ -24,7 +24,7 @@ class BatchGroup(Part):
     group: str
     payload: Payload
     rewards: list[float]
-    removed: list[int] = []
+    removed: tuple[int, ...] = ()
 
 
 class BatchAnswer(Message):

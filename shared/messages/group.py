@@ -87,7 +87,7 @@ class Generated(Message):
     attempt: int
     payload: Payload
     samples: list[SampleMeta]
-    rollouts: list[int] = []
+    rollouts: tuple[int, ...] = ()
     replica: str
     started: float
     ended: float
@@ -109,7 +109,7 @@ class Scored(Outcome):
     payload: Payload
     samples: list[SampleMeta]
     scores: list[Score]
-    rollouts: list[int] = []
+    rollouts: tuple[int, ...] = ()
     filtered: str | None = None
     replica: str
     environment: str

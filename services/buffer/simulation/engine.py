@@ -97,8 +97,10 @@ class Engine:
         self._fill()
 
     def drawn(self, response: Response) -> float:
-        """Tokens that a response has by now."""
-        return 0.0 if response.oldest < 0 else min(response.length, self.work - response.began)
+        """Tokens that a response has by now, if it was not stopped."""
+        if response.status == "running":
+            return min(response.length, self.work - response.began)
+        return response.length if response.status == "ended" else 0.0
 
     def _fill(self) -> None:
         while self.running < self._room and self._waiting:

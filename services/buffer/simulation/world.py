@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy
 from numpy.random import Generator
@@ -19,7 +18,7 @@ from services.buffer.limits import Limits
 from services.buffer.simulation.engine import Engine, Response
 from services.buffer.simulation.model import Model
 from services.buffer.simulation.tally import Tally
-from services.buffer.state import BufferState
+from services.buffer.state import BufferState, Group
 from shared.audit import Audit, AuditReport
 from shared.errors import MyxoError
 from shared.ledger import (
@@ -167,10 +166,13 @@ class World:
         state, limits, formed = self._state, self._limits, self._state.formed_steps
         self._decide(policy.form_batch(state, limits, formed, state.live_version, self._now))
         if state.formed_steps == formed:
-            choose = partial(order.choose, limits.order, limits.window, limits.groups, state.groups.values())
-            self._missing = limits.groups - len(choose(policy.candidates(state, limits, formed, state.live_version)))
+            self._missing = limits.groups - len(self._chosen(policy.candidates(state, limits, formed, state.live_version)))
             # of all that wait, the newest that a batch could take
-            self._horizon = choose([group for group in reversed(state.groups.values()) if group.step is None])[0].number
+            self._horizon = self._chosen([group for group in reversed(state.groups.values()) if group.step is None])[0].number
+
+    def _chosen(self, groups: list[Group]) -> list[Group]:
+        limits = self._limits
+        return order.choose(limits.order, limits.window, limits.groups, self._state.groups.values(), groups)
 
     # --- rollout
 
@@ -200,7 +202,7 @@ class World:
 
     def _stop(self, responses: list[Response]) -> None:
         for response in responses:
-            self._tally.discarded(response.length, self._engine.drawn(response) if response.status == "running" else response.length)
+            self._tally.discarded(response.length, self._engine.drawn(response))
         self._engine.stop(responses)
 
     def _scored(self, job: Job) -> Scored:

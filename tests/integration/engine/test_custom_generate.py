@@ -51,7 +51,7 @@ async def test_turns_and_a_tool_between_them(bench: NewBench, checkpoint: Checkp
     desk = await bench("two_turns")
     await desk.task()
     group, samples = await desk.generated()
-    assert (group.group, group.rollouts, group.replica) == ("g00000007", [], "rollout-1")
+    assert (group.group, group.rollouts, group.replica) == ("g00000007", (), "rollout-1")
     length = FIRST_TURN + len(TOOL) + SECOND_TURN
     assert [meta.tokens for meta in group.samples] == [length] * 2
     for number, one in enumerate(samples):
@@ -98,7 +98,7 @@ async def test_one_rollout_may_give_several_samples(bench: NewBench) -> None:
     desk = await bench("fanned_out")
     await desk.task()
     group, samples = await desk.generated()
-    assert group.rollouts == [0, 0, 1, 1]
+    assert group.rollouts == (0, 0, 1, 1)
     assert [(one.index, one.rollout) for one in samples] == [(0, 0), (1, 0), (2, 1), (3, 1)]
     assert [one.metadata for one in samples] == [{"turn": FIRST_TURN}, {"turn": SECOND_TURN}] * 2
     assert [one.prompt.tolist()[-1] for one in samples] == [FIRST_TURN, SECOND_TURN] * 2

@@ -104,10 +104,10 @@ async def test_a_function_that_gives_a_reward_too_few(bench: NewBench) -> None:
 
 async def test_samples_of_one_rollout_are_scored_together(bench: NewBench) -> None:
     desk = await launched(bench, {"custom_rm_path": "sample_or_rollout"})
-    await desk.generated("g0", "a", "b", "c", "d", rollouts=[0, 0, 1, 2])
+    await desk.generated("g0", "a", "b", "c", "d", rollouts=(0, 0, 1, 2))
     outcome = scored((await desk.outcomes(1))["g0"])
     assert rewards(outcome) == [2.0, 2.0, 1.0, 1.0]
-    assert outcome.rollouts == [0, 0, 1, 2]
+    assert outcome.rollouts == (0, 0, 1, 2)
 
 
 async def test_groups_of_equal_rewards_are_not_kept(bench: NewBench) -> None:

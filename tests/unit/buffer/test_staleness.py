@@ -86,7 +86,7 @@ def test_what_becomes_of_a_group_over_the_bound(name: Policy, ages: Ages, fate: 
     assert dropped == ([[group_id(0)]] if fate == "dropped" else [])
     assert requeued == {
         "anew": [(group_id(0), 1, None, 0)],
-        "goes on": [(group_id(0), 1, Payload(keys=["0:0"], bytes=1), 2)],
+        "goes on": [(group_id(0), 1, Payload(keys=["0:0"], bytes=1), 3)],
     }.get(fate, [])
     assert in_batch(records) == ([0, 1] if fate == "batch" else [])
     if fate == "batch":
@@ -203,7 +203,7 @@ def test_removed_samples_do_not_age_and_reach_the_trainer_as_removed() -> None:
     state = at_step(run, 3, old_and_gone, scored(1, FRESH))
     assert in_batch(formed(state, run, 3)) == [0, 1]
     batch = policy.batch(state, 3)
-    assert batch is not None and [group.removed for group in batch.groups] == [[0], []]
+    assert batch is not None and [group.removed for group in batch.groups] == [(0,), ()]
 
 
 @pytest.mark.parametrize(

@@ -134,10 +134,10 @@ def test_what_is_not_trained_may_lack_a_log_prob() -> None:
 
 def test_a_sample_is_a_rollout_of_its_own_unless_it_says_so() -> None:
     assert make(3).rollout == 3
-    assert sample.rollouts([make(0), make(1), make(2)]) == []
+    assert sample.rollouts([make(0), make(1), make(2)]) == ()
     fanned = [make(0, rollout=0), make(1, rollout=0), make(2, rollout=1)]
-    assert sample.rollouts(fanned) == [0, 0, 1]
-    assert sample.rollouts(sample.decode(sample.encode(fanned, 1))) == [0, 0, 1]
+    assert sample.rollouts(fanned) == (0, 0, 1)
+    assert sample.rollouts(sample.decode(sample.encode(fanned, 1))) == (0, 0, 1)
 
 
 def test_a_payload_from_before_rollouts_is_read() -> None:
