@@ -67,7 +67,8 @@ class Sample:
         if len(self.mask) != length:
             raise BadMessage(f"{where}: mask has {len(self.mask)} entries for {length} response tokens")
         # all of them at once first: what is masked out need not be finite, but nearly always is
-        if not np.logical_and.reduce(np.isfinite(self.log_probs)) and not np.isfinite(self.log_probs[self.mask.astype(bool)]).all():
+        finite = np.isfinite(self.log_probs)
+        if np.count_nonzero(finite) < length and not finite[self.mask.astype(bool)].all():
             raise BadMessage(f"{where}: log_probs holds values that are not finite")
         at = 0
         for start, end, version in self.segments:

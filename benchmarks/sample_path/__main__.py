@@ -151,23 +151,20 @@ def _ours(length: int, seconds: float, repetitions: int, tell: Tell, done: Calla
 
 def table(figures: dict[str, Any]) -> Table:
     """The figures for people."""
-    shown = Table(title="The sample path")
-    for column in ("", "samples/s", "MB/s", "CPU s per 1,000", "goal", "part of the limit"):
-        shown.add_column(column, justify="left" if not column else "right")
+    shown = Table(title=f"The sample path, Valkey's log on {figures['aof']}")
+    for column in ("L", "", "samples/s", "MB/s", "CPU s per 1,000", "goal", "of the limit"):
+        shown.add_column(column, justify="right" if column else "left")
     rays, ray_costs = figures["ray_samples_per_s"] or {}, figures["ray_cpu_s_per_1000"] or {}
     goals, busy = figures["goal_samples_per_s"], figures["cores_busy"]
     for length, pace in figures["samples_per_s"].items():
-        size, limit = figures["bytes_per_sample"][length], figures["raw_samples_per_s"][length]
-
-        def row(name: str, pace: float, cost: float | None = None, goal: int | None = None, of: float | None = None) -> None:
-            part = "" if of is None else f"{pace / of:.0%}"
-            wanted, spent = "" if goal is None else f"{goal:,}", "" if cost is None else f"{cost:.3f}"
-            shown.add_row(name, f"{pace:,.0f}", f"{pace * size / 1e6:,.0f}", spent, wanted, part)  # noqa: B023 - called in this turn only
-
-        row(f"L = {length}: Myxo, AOF {figures['aof']}", pace, figures["cpu_s_per_1000"][length], goals.get(length), limit)
-        row("limit: SET and GET of the same bytes", limit)
+        limit, cost = figures["raw_samples_per_s"][length], figures["cpu_s_per_1000"][length]
+        rows: list[tuple[str, float, float | None, int | None]] = [("Myxo", pace, cost, goals.get(length)), ("limit", limit, None, None)]
         if length in rays:
-            row("Ray as slime uses it", rays[length], ray_costs[length], None, limit)
+            rows.append(("Ray, lists", rays[length], ray_costs[length], None))
+        for name, samples, spent, goal in rows:
+            megabytes = samples * figures["bytes_per_sample"][length] / 1e6
+            told = ["" if spent is None else f"{spent:.3f}", "" if goal is None else f"{goal:,}", f"{samples / limit:.0%}"]
+            shown.add_row(length, name, f"{samples:,.0f}", f"{megabytes:,.0f}", *told)
         shown.add_section()
     parts = [
         f"L = {length}: " + ", ".join(f"{name} {cost:.3f}" for name, cost in costs.items()) + f"; {busy[length]} cores busy"

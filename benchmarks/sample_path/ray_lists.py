@@ -7,6 +7,7 @@ beyond the reference.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from typing import Any
@@ -71,7 +72,7 @@ def pace(length: int, groups: int, seconds: float, repetitions: int) -> tuple[fl
         import ray
     except ImportError:
         raise RayMissing(f"Ray is not installed: {INSTALL}, or leave its row out with --no-ray") from None
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False, object_store_memory=1 << 30)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, object_store_memory=1 << 30)
     try:
         producer, consumer = ray.remote(_Producer).remote(length, groups), ray.remote(_Consumer).remote(length)
         figures = []

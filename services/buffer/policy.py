@@ -172,6 +172,18 @@ def interrupted(state: BufferState, limits: Limits, message: Interrupted, now: f
     return [_requeue(group, f"{message.replica} did not end it", now, partial=has, renew_below=group.renew_below)]
 
 
+def unwanted(state: BufferState, message: Scored | Failed | Interrupted) -> list[str]:
+    """Payload keys of an outcome that nobody will ask for, once it has been decided on: of a group that has ended, or an attempt that was
+    given up. A second replica may have written them long after they were freed."""
+    if message.payload is None:
+        return []
+    group = state.groups.get(message.group)
+    if group is None:
+        return message.payload.keys
+    kept = group.partial.keys if group.partial is not None else ()
+    return [key for key in message.payload.keys if key not in kept] if message.attempt < group.attempt else []
+
+
 def lost_payload(state: BufferState, name: str, now: float) -> list[LedgerRecord]:
     """The store lost a ready group's samples: it is generated anew."""
     group = state.ready.get(name)

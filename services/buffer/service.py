@@ -249,6 +249,8 @@ class Buffer:
                     await self._decide(partial(policy.failed, self._state, lease.message, time.time()))
                 elif isinstance(lease.message, Interrupted):
                     await self._decide(partial(policy.interrupted, self._state, self._limits, lease.message, time.time()))
+                if isinstance(lease.message, Scored | Failed | Interrupted) and (keys := policy.unwanted(self._state, lease.message)):
+                    self._to_free.put_nowait(keys)
                 await lease.ack()
 
     async def _watch_versions(self) -> None:

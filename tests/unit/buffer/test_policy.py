@@ -94,6 +94,24 @@ def test_payloads_that_nobody_will_read_are_let_go() -> None:
     assert state.released == [f"{group_id(0)}:0"]
 
 
+def test_what_a_late_attempt_wrote_is_let_go_and_nothing_that_is_in_use() -> None:
+    state = started()
+    first = came_back(group_id(0))
+    assert policy.unwanted(state, came_back("eval.heldout.0.0", samples=1)) == ["eval.heldout.0.0:0"]  # no such evaluation
+    fold(state, policy.scored(state, LIMITS, [first], 0.0))
+    assert policy.unwanted(state, first) == []  # delivered twice, in use
+    fold(state, policy.lost_payload(state, group_id(0), 0.0))
+    assert policy.unwanted(state, first) == [f"{group_id(0)}:0"]
+    score(state, 0, 1)
+    fold(state, policy.form_batch(state, LIMITS, 0, 0, 0.0))
+    second = came_back(group_id(0), attempt=1)
+    assert policy.unwanted(state, second) == []
+    fold(state, policy.trained(state, 0, 1, 0.0, 1.0, 0.0))
+    assert policy.unwanted(state, second) == []  # a trainer that comes back will read it
+    fold(state, policy.durable(state, 1, 0.0))
+    assert policy.unwanted(state, second) == [f"{group_id(0)}:1"]
+
+
 def test_nothing_is_admitted_before_the_first_evaluation_is_in() -> None:
     limits = Limits(steps=4, groups=2, samples=2, max_staleness=1, interval=1, eval_prompts=1)
     state = started(limits)

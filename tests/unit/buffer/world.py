@@ -136,11 +136,19 @@ class World:
             assert group.scored is not None and group.step is None
             assert group.scored.attempt == group.attempt  # the payload of an older attempt is gone
             assert group.partial is None
-        needed = {key for group in state.groups.values() if group.scored for key in group.scored.keys}
-        needed |= {key for group in state.groups.values() if group.partial for key in group.partial.keys}
-        assert not needed & self.freed  # nothing is freed that a batch, or a task, still needs
+        assert not self._needed() & self.freed  # nothing is freed that a batch, or a task, still needs
         if limits.eval_prompts and limits.eval_first and 0 not in state.evaluated:
             assert not state.admitted  # the first evaluation has the engines to itself
+
+    def _needed(self) -> set[str]:
+        """Payload keys that a batch, or a task, refers to."""
+        groups = self.state.groups.values()
+        scored = {key for group in groups if group.scored for key in group.scored.keys}
+        return scored | {key for group in groups if group.partial for key in group.partial.keys}
+
+    def _tidy(self, message: Scored | Failed | Interrupted) -> None:
+        """The service frees what an outcome leaves behind."""
+        assert not set(policy.unwanted(self.state, message)) & self._needed()
 
     def check_replay(self) -> None:
         assert replay(self.records) == self.state
@@ -191,6 +199,7 @@ class World:
         message = Interrupted(group=job.group, attempt=job.attempt, stale=stale, replica="r", payload=payload)
         for _ in range(self.dice.randint(1, 2)):
             self.decide(policy.interrupted(self.state, self.limits, message, 0.0))
+            self._tidy(message)
 
     def fail(self) -> None:
         """A replica or verifier gives a group up, or says so again."""
@@ -315,6 +324,8 @@ class World:
                 for scored in record.groups:
                     assert len(scored.samples) == len(scored.rewards) == self.limits.samples
         self.decide(records)
+        for message in lot:
+            self._tidy(message)
 
     # --- everything comes back
 

@@ -200,6 +200,15 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
         ),
         ({"trainer": {"num_steps_per_rollout": 3}}, "trainer.num_steps_per_rollout", "4 samples do not divide"),
         ({"rollout": {"n_samples_per_prompt": 1}}, "rollout.n_samples_per_prompt", "grpo compares the samples of a group"),
+        (
+            {"rollout": {"rollout_batch_size": 6}, "trainer": {"global_batch_size": 8, "num_steps_per_rollout": 2}},
+            "trainer.global_batch_size",
+            "6 x 2 = 12 samples are not global_batch_size x num_steps_per_rollout = 8 x 2 = 16",
+        ),
+        ({"rollout": {"over_sampling_batch_size": 1}}, "rollout.over_sampling_batch_size", "1 groups do not fill a batch"),
+        ({"rollout": {"rollout_window": 4}}, "rollout.rollout_window", "belongs to rollout_order = windowed_fifo, not to completion"),
+        ({"rollout": {"rollout_order": "windowed_fifo", "rollout_window": 1}}, "rollout.rollout_window", "1 groups do not fill a batch"),
+        ({"reward": {"group_rm": True}}, "reward.group_rm", "needs custom_rm_path"),
     ],
 )
 def test_fields_that_do_not_fit_together_are_refused(tmp_path: Path, sections: dict[str, Any], field: str, words: str) -> None:
