@@ -258,6 +258,8 @@ class Link:
             self._moved = time.monotonic()
             self._answers.filled(count)
             for answer in self._answers:
+                if not self._asked:
+                    raise RedisConnectionError("an answer that nobody asked for")
                 wanted, answers, answered = self._asked[0]
                 answers.append(answer)
                 if len(answers) == wanted:

@@ -171,15 +171,18 @@ class BlockingStore:
         """The blobs in order, one by one, the next few on their way meanwhile. ``deadline``: seconds for each. Raises as `read` does."""
         done, end = 0, time.monotonic() + deadline
         while done < len(keys):
+            reader, self._reader = self._reader, None  # two streams at a time never share a connection
             try:
-                if self._reader is None:
-                    self._reader = Reader(self._url, SOCKET_SECONDS, self._options)
-                for answer in self._reader.get(keys[done:]):
+                if reader is None:
+                    reader = Reader(self._url, SOCKET_SECONDS, self._options)
+                for answer in reader.get(keys[done:]):
                     if isinstance(answer, Exception):
                         raise answer
                     key, done = keys[done], done + 1
                     yield _present(key, answer)
                     end = time.monotonic() + deadline
+                self.close()
+                self._reader = reader
                 return
             except _REFUSED as error:
                 raise _refusal(f"blob {keys[done]}", error) from error
@@ -188,8 +191,8 @@ class BlockingStore:
                 if time.monotonic() + RETRY_PAUSE > end:
                     raise DeadlineExceeded(f"blob {keys[done]}", "the store", deadline, f"given up ({error})") from error
             finally:
-                if done < len(keys):  # answers to what was asked for are still to come on it
-                    self.close()
+                if reader is not None and reader is not self._reader:  # answers to what was asked for are still to come on it
+                    reader.close()
             time.sleep(RETRY_PAUSE)
 
     def close(self) -> None:

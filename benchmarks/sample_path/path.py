@@ -133,6 +133,7 @@ class Ends:
                     [sys.executable, "-m", *command],
                     cwd=ROOT,
                     env=environment,
+                    bufsize=0,  # `select` knows nothing of a line that lies in a buffer here
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE if name == "consumer" else log,
                     stderr=log,

@@ -249,9 +249,16 @@ class Buffer:
                     await self._decide(partial(policy.failed, self._state, lease.message, time.time()))
                 elif isinstance(lease.message, Interrupted):
                     await self._decide(partial(policy.interrupted, self._state, self._limits, lease.message, time.time()))
-                if isinstance(lease.message, Scored | Failed | Interrupted) and (keys := policy.unwanted(self._state, lease.message)):
-                    self._to_free.put_nowait(keys)
+                self._tidy(lease.message)
                 await lease.ack()
+
+    def _tidy(self, message: Outcome) -> None:
+        """Frees what a late attempt has written; only keys of its own, whatever the message says."""
+        assert isinstance(message, Scored | Failed | Interrupted)  # the kinds of outcomes that there are
+        keys = policy.unwanted(self._state, message)
+        own = {self._service.subjects.payload_key(message.group, message.attempt, part) for part in range(len(keys))}
+        if late := [key for key in keys if key in own]:
+            self._to_free.put_nowait(late)
 
     async def _watch_versions(self) -> None:
         """Learns the live version from its event at once, and from KV where an event was missed."""

@@ -103,6 +103,8 @@ async def test_a_group_goes_on_from_what_its_replica_had(launched: Launched) -> 
         return not set(has.keys) & set(await player.blobs())
 
     await until(let_go, "the end of the earlier attempt's payload")
+    await player.say(await player.generate(lease.message))  # another replica ends the first attempt after all
+    await until(let_go, "the end of what the late attempt has written")
     await to_the_end(player, 0)
 
 

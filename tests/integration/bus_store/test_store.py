@@ -77,6 +77,16 @@ def test_a_stream_that_was_left_half_way_does_not_spoil_the_next(valkey: Embedde
     reader.close()
 
 
+def test_two_streams_at_a_time_do_not_mix(valkey: EmbeddedValkey, client: redis.Redis, run_name: str) -> None:
+    reader = BlockingStore(valkey.url)
+    blobs = {f"{run_name}:{number}": bytes([number]) * 50_000 for number in range(20)}
+    client.mset(blobs)
+    keys = list(blobs)
+    both = zip(reader.stream(keys), reader.stream(keys[::-1]), strict=True)
+    assert list(both) == [(blobs[left], blobs[right]) for left, right in zip(keys, keys[::-1], strict=True)]
+    reader.close()
+
+
 async def test_blobs_written_and_read_at_once_do_not_mix(store: Store, client: redis.Redis, run_name: str) -> None:
     groups = [{f"{run_name}:{group}:{part}": os.urandom(group * 40_000 + part) for part in range(3)} for group in range(12)]
     await asyncio.gather(*map(store.write, groups))
