@@ -19,6 +19,7 @@ from shared.bus import Bus
 from shared.config import RunConfig
 from shared.messages import Message, Payload, Score, Scored, Task, WeightsLive
 from shared.queue import Lease, WorkQueue
+from shared.service import settle
 from shared.store import Store
 from shared.streams import task_consumer
 from shared.subjects import TRAIN, Subjects
@@ -101,6 +102,7 @@ class Producer:
 async def main(run: str, length: int) -> None:
     bus = await Bus.connect(os.environ["NATS_URL"], "producer")
     store = Store(os.environ["REDIS_URL"])
+    settle()  # as every service does
     await Producer(bus, store, await runs.load(bus, run), length).run()
 
 

@@ -8,7 +8,7 @@ what is over the bound is settled when the batch is formed. Order: `services.buf
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 
 from services.buffer import evaluation, order, staleness
 from services.buffer.limits import Limits
@@ -45,6 +45,10 @@ NOTHING_LEFT = "no sample is left to train"
 
 FILTERED = "filtered"
 """What the reason of groups dropped by a filter begins with."""
+
+
+RECORD_SAMPLES = 2048
+"""Samples of one `GroupsScored`: about 70 bytes each, a few hundred with named rewards, and the bus takes messages of 1 MiB."""
 
 
 class BadChoice(MyxoError):
@@ -115,10 +119,23 @@ def scored(state: BufferState, limits: Limits, messages: list[Scored], now: floa
             filtered.setdefault(message.filtered, []).append(message.group)
         elif len(group_scored.removed) == len(scores):
             filtered.setdefault(NOTHING_LEFT, []).append(message.group)
-    if fresh:
-        records.append(GroupsScored(groups=list(fresh.values()), at=now))
+    records += [GroupsScored(groups=lot, at=now) for lot in _lots(list(fresh.values()))]
     records += [GroupsDropped(groups=names, reason=f"{FILTERED}: {why}", at=now) for why, names in filtered.items()]
     return records
+
+
+def _lots(groups: list[ScoredGroup]) -> Iterator[list[ScoredGroup]]:
+    """The groups in lots of at most `RECORD_SAMPLES` samples, or of one group."""
+    lot: list[ScoredGroup] = []
+    samples = 0
+    for group in groups:
+        if lot and samples + len(group.samples) > RECORD_SAMPLES:
+            yield lot
+            lot, samples = [], 0
+        lot.append(group)
+        samples += len(group.samples)
+    if lot:
+        yield lot
 
 
 def _kept(message: Scored) -> ScoredGroup:

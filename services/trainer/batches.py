@@ -54,8 +54,9 @@ def read(batch: Batch, store: BlockingStore, objective: ObjectiveConfig, optimiz
     raw: list[sample.Sample] = []
     removed: list[bool] = []
     rewards: list[float] = []
+    blobs = store.stream([key for group in batch.groups for key in group.payload.keys])
     for group in batch.groups:
-        samples = sample.decode(store.read(group.payload.keys))
+        samples = sample.decode(itertools.islice(blobs, len(group.payload.keys)))
         if len(samples) != len(group.rewards):
             raise BadMessage(f"group {group.group} of step {batch.step}: {len(samples)} samples in the store, {len(group.rewards)} rewards")
         raw += samples

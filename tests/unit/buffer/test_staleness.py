@@ -197,6 +197,16 @@ def test_a_filtered_group_is_recorded_with_its_rewards_and_dropped() -> None:
     assert isinstance(room, GroupsAdmitted)
 
 
+def test_rewards_of_many_samples_are_recorded_in_several_messages() -> None:
+    run = limits(samples=1500)
+    state = at_step(run, 0)
+    lot = [scored(number, ((0, 0),) * 1500, scores=[Score(reward=1.0, parts={"format": 0.5})] * 1500) for number in range(2)]
+    records = policy.scored(state, run, lot, 0.0)
+    lots = [[group.group for group in record.groups] for record in records if isinstance(record, GroupsScored)]
+    assert lots == [[group_id(0)], [group_id(1)]]
+    assert all(len(record.encode()) < 1 << 19 for record in records)
+
+
 def test_removed_samples_do_not_age_and_reach_the_trainer_as_removed() -> None:
     run = limits()
     old_and_gone = scored(0, ((0, 0), (3, 3)), scores=[Score(reward=1.0, removed=True), Score(reward=0.0)])
