@@ -34,8 +34,10 @@ SERVICES_TTL = 10.0
 DUPLICATE_WINDOW = 600.0
 """Seconds in which a repeated `Nats-Msg-Id` counts once; receivers are idempotent beyond it."""
 
-EVENTS_KEPT = 1_000_000
-EVENTS_BYTES = 1 << 30
+EVENTS_KEPT = 100_000
+EVENTS_BYTES = 1 << 26
+"""What a run keeps of its events, the latest. The server sets the bytes aside when the run is made: a gigabyte each, and a server on a
+small disk is full after a few runs."""
 
 
 @dataclass(frozen=True)

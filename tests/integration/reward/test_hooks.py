@@ -44,7 +44,7 @@ async def test_a_function_scores_each_sample_and_what_it_does_is_its_groups_fate
     await desk.generated("g0", "four", "", "chatter", label=None)
     outcome = (await desk.outcomes(1))["g0"]
     assert rewards(outcome) == [4.0, 0.0, 7.0]
-    assert (scored(outcome).environment, scored(outcome).filtered, scored(outcome).rollouts) == ("custom_rm", None, [])
+    assert (scored(outcome).environment, scored(outcome).filtered, scored(outcome).rollouts) == ("custom_rm", None, ())
     where = f"reward.custom_rm_path = {HOOKS}:length"
     for text, words in {
         "sleep": f"2 rewards did not come from {where} within 2 s; its process was killed, the group is given up",
