@@ -91,6 +91,12 @@ class Replica:
         await self._service.announce()
         await self._service.tell("fenced", reason)
 
+    async def kill_engine(self, reason: str) -> None:
+        """For an engine that will not answer any more; `keep_engine` starts it anew."""
+        if self._process is not None:
+            self._service.log.warning("engine_killed", reason=reason)
+            await self._process.stop(0)
+
     def _reincarnate(self) -> None:
         """What the trainer was told of this replica's weights does not hold any longer."""
         self.incarnation += 1

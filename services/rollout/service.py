@@ -29,6 +29,9 @@ from shared.tokenizer import Tokenizer
 LOOK_SECONDS = 0.05
 """How often a replica looks whether it has weights, or room, or new weights."""
 
+PUSH_SECONDS = 4.0
+"""How long a replica that is to stop stays for a push that it has agreed to take part in."""
+
 HAND_ON_SECONDS = 1.5
 """How long a replica that is to stop waits for what it was stopped at to be stored and handed on."""
 
@@ -63,7 +66,7 @@ class Rollout:
             try:
                 await service.stopping.wait()
             finally:
-                await self._in_flight.leave(self._replica.client)
+                await asyncio.gather(self._in_flight.leave(self._replica.client), self._weights.settled(PUSH_SECONDS))
                 if self._running:
                     await asyncio.wait(self._running, timeout=HAND_ON_SECONDS)
                 await cancelled(self._running)

@@ -8,11 +8,13 @@ included, fences the replica, unless no bucket had come yet: then it goes on ser
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Awaitable, Callable
 
 from services.rollout.engine.client import EngineClient
 from services.rollout.replica import NO_WEIGHTS, Replica
-from shared.errors import MyxoError
+from shared.errors import DeadlineExceeded, MyxoError
 from shared.messages import (
     Accepted,
     Message,
@@ -28,6 +30,11 @@ from shared.service import Service
 
 EXPIRY_MARGIN = 5.0
 """Seconds beyond a push's deadline after which a silent trainer counts as gone."""
+
+AGREED_SECONDS = 1.0
+"""How soon a push's next request follows an answer of this replica's, where it follows at all."""
+
+LOOK_SECONDS = 0.05
 
 
 class PushRefused(MyxoError):
@@ -46,6 +53,7 @@ class WeightsReceiver:
         self._touched = False  # a bucket of the present push has reached the engine
         self._expiry: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
+        self._agreed_until = 0.0
 
     async def listen(self) -> None:
         """Subscribes to this replica's subjects."""
@@ -60,8 +68,11 @@ class WeightsReceiver:
     async def _offer(self, offer: WeightsOffer) -> Message:
         """Says at once whether a push may begin, whatever an earlier one is still waiting for."""
         self._client()
+        if self._service.stopping.is_set():
+            raise PushRefused("this replica is about to stop")
         if self._turn.locked():
             raise PushRefused("a step of an earlier push is still going on")
+        self._agree()
         return WeightsReady(replica=self._service.instance, version=self._replica.version)
 
     async def _prepare(self, offer: WeightsPrepare) -> Message:
@@ -74,17 +85,37 @@ class WeightsReceiver:
                 raise PushRefused(f"version {offer.version} was offered, this replica serves {self._replica.version}")
             if self._group != offer.group or self._group_incarnation != self._replica.incarnation:
                 await self._leave_group(client)
-                await client.init_weights_group(
-                    offer.group,
-                    backend=offer.backend,
-                    master_address=offer.master_address,
-                    master_port=offer.master_port,
-                    rank_offset=offer.rank,
-                    world_size=offer.world_size,
-                    deadline=offer.deadline,
-                )
-                self._group, self._group_incarnation = offer.group, self._replica.incarnation
+                await self._join(client, offer)
+            self._agree()
             return WeightsReady(replica=self._service.instance, version=self._replica.version)
+
+    async def _join(self, client: EngineClient, offer: WeightsPrepare) -> None:
+        """Has the engine join the process group."""
+        try:
+            await client.init_weights_group(
+                offer.group,
+                backend=offer.backend,
+                master_address=offer.master_address,
+                master_port=offer.master_port,
+                rank_offset=offer.rank,
+                world_size=offer.world_size,
+                deadline=offer.deadline,
+            )
+        except DeadlineExceeded as error:  # a member is missing: the engine would wait on for it, and answer nobody meanwhile
+            await self._replica.kill_engine(str(error))
+            raise
+        self._group, self._group_incarnation = offer.group, self._replica.incarnation
+
+    async def settled(self, seconds: float) -> None:
+        """Returns once no push counts on this replica any more, or after ``seconds``: the others in its group would wait for it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._turn.locked() or self._pushing is not None or time.monotonic() < self._agreed_until:
+                    await asyncio.sleep(LOOK_SECONDS)
+
+    def _agree(self) -> None:
+        """The trainer was told that this replica takes part: its next request comes soon, or never."""
+        self._agreed_until = time.monotonic() + AGREED_SECONDS
 
     async def _pause(self, request: WeightsPause) -> Message:
         async with self._turn:
@@ -123,6 +154,7 @@ class WeightsReceiver:
 
     async def _abort(self, request: WeightsAbort) -> Message:
         async with self._turn:
+            self._agreed_until = 0.0
             if self._pushing == request.version:
                 await self._break_off(request.reason)
             elif self._replica.client is not None:
@@ -152,7 +184,7 @@ class WeightsReceiver:
             await self._replica.open_gate(self._replica.version)
 
     def _end(self) -> None:
-        self._pushing = None
+        self._pushing, self._agreed_until = None, 0.0
         if self._expiry is not None and self._expiry is not asyncio.current_task():
             self._expiry.cancel()
         self._expiry = None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
 
+from services.rollout.weights import PushRefused
 from shared import sample
-from shared.messages import Interrupted, Payload, Sampling
+from shared.messages import Interrupted, Payload, Sampling, WeightsCommit, WeightsOffer, WeightsPause, WeightsReady
 from shared.sample import Sample
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
@@ -126,6 +128,24 @@ async def test_a_group_whose_earlier_samples_are_lost_begins_anew(new_bench: New
     await desk.task(attempt=1, partial=Payload(keys=["nowhere"], bytes=1))
     group, samples = await desk.generated()
     assert group.attempt == 1 and len(samples) == 2
+
+
+async def test_a_replica_that_stops_keeps_its_word_and_gives_no_other(new_bench: NewBench) -> None:
+    desk = await new_bench()
+    weights = desk.rollout._weights
+    assert await weights._offer(WeightsOffer(version=1)) == WeightsReady(replica="rollout-1", version=0)
+    staying = asyncio.create_task(weights.settled(60))  # for what may follow the answer
+    desk.service.stopping.set()
+    await asyncio.sleep(0)
+    assert not staying.done()
+    with pytest.raises(PushRefused, match="about to stop"):
+        await weights._offer(WeightsOffer(version=1))
+    await weights._pause(WeightsPause(version=1, deadline=30))
+    assert not staying.done()
+    await weights._commit(WeightsCommit(version=1, deadline=30))
+    await asyncio.wait_for(staying, 30)
+    assert desk.replica.version == 1
+    await weights.settled(0)  # nothing to wait for
 
 
 def shortened(one: Sample, length: int) -> Sample:
