@@ -11,6 +11,8 @@ from pydantic import Field
 
 from shared.messages import Message, Part, Payload, SampleMeta
 
+_EVAL_GROUP = re.compile(r"eval\.([^.]+)\.([0-9]+)\.([0-9]+)\Z")
+
 
 class LedgerRecord(Message):
     """Base of all ledger records. ``at``: seconds since the epoch when it was decided."""
@@ -163,3 +165,19 @@ def group_id(number: int) -> str:
 def group_number(group: str) -> int:
     """The admission number of a training group's id."""
     return int(group[1:])
+
+
+def is_evaluation(group: str) -> bool:
+    """Whether a group's id is that of a held-out prompt."""
+    return group.startswith("eval.")
+
+
+def eval_group_id(dataset: str, version: int, row: int) -> str:
+    """The id of a held-out prompt in the evaluation of ``version``."""
+    return f"eval.{dataset}.{version}.{row}"
+
+
+def eval_group_parts(group: str) -> tuple[str, int, int] | None:
+    """(dataset, version, row) of an evaluation group's id; None for a training group's."""
+    match = _EVAL_GROUP.match(group)
+    return (match[1], int(match[2]), int(match[3])) if match else None

@@ -1,4 +1,4 @@
-"""Weight versions and steps: one rule for trainer and buffer.
+"""Weight versions and steps: one rule for trainer, buffer and rollout.
 
 Version v is the policy after v·u training steps, u = ``update_weights_interval``; the policy after the last step is a version too.
 Versions are counted from the run's beginning, so a trainer that resumes from a checkpoint makes the same numbers again for the same
@@ -25,3 +25,12 @@ def admissible_steps(live: int, max_staleness: int, interval: int, total: int) -
     Step k trains on version ⌊k/u⌋, so groups begun now stay within the bound for every k with ⌊k/u⌋ ≤ live + max_staleness.
     """
     return min(total, (live + max_staleness + 1) * interval)
+
+
+def is_lost(oldest: int, live: int, max_staleness: int, policy: str) -> bool:
+    """Whether nothing will be trained of a group whose oldest token is of version ``oldest``, however soon it ends.
+
+    No batch that is still to be formed trains on a version before the live one; ``drop`` and ``requeue`` train no group that is over a
+    batch's bound, the other policies mask its stale tokens.
+    """
+    return policy in ("drop", "requeue") and oldest < live - max_staleness

@@ -11,15 +11,14 @@ import asyncio
 from services.buffer.state import Group
 from shared.config import RunConfig
 from shared.errors import DeadlineExceeded
-from shared.hooks import Arguments, HookFailed, Sample, Status, load
+from shared.hooks import Arguments, HookFailed, Sample, load
+from shared.hooks.sample import FINISHED
 from shared.ledger import group_id
 
 FIELD = "rollout.buffer_filter_path"
 
 CHOICE_SECONDS = 60.0
 """How long the function may take; it runs beside the buffer's loop, and the trainer waits for it."""
-
-_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 
 class BufferFilter:
@@ -53,7 +52,7 @@ def _samples(group: Group) -> list[Sample]:
             reward=reward,
             weight_versions=[meta.oldest, meta.newest],
             remove_sample=index in scored.removed,
-            status=_STATUS[meta.finish],
+            status=FINISHED[meta.finish],
         )
         for index, (meta, reward) in enumerate(zip(scored.samples, scored.rewards, strict=True))
     ]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from services.buffer.limits import Limits
-from services.buffer.state import BufferState, Evaluation, eval_group_id, eval_group_parts
-from shared.ledger import EvalEnded, EvalScored, LedgerRecord
+from services.buffer.state import BufferState, Evaluation
+from shared.ledger import EvalEnded, EvalScored, LedgerRecord, eval_group_id, eval_group_parts
 from shared.messages import Failed, Outcome, Scored
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Set
 from services.buffer import evaluation, order, staleness
 from services.buffer.limits import Limits
 from services.buffer.staleness import Verdict
-from services.buffer.state import BufferState, Group, Result, eval_group_parts
+from services.buffer.state import BufferState, Group, Result
 from shared.errors import MyxoError
 from shared.ledger import (
     BatchFormed,
@@ -29,6 +29,7 @@ from shared.ledger import (
     RunFinished,
     ScoredGroup,
     VersionLive,
+    eval_group_parts,
     group_number,
 )
 from shared.messages import Batch, BatchGroup, Failed, Interrupted, Payload, Scored
@@ -45,7 +46,6 @@ NOTHING_LEFT = "no sample is left to train"
 
 FILTERED = "filtered"
 """What the reason of groups dropped by a filter begins with."""
-
 
 RECORD_SAMPLES = 2048
 """Samples of one `GroupsScored`: about 70 bytes each, a few hundred with named rewards, and the bus takes messages of 1 MiB."""
@@ -108,16 +108,14 @@ def scored(state: BufferState, limits: Limits, messages: list[Scored], now: floa
         if group is None or group.scored is not None or group.attempt != message.attempt:
             continue
         seen.add(message.group)
-        scores = message.scores
-        if message.rollouts or not len(message.samples) == len(scores) == limits.samples:
-            found = _misshapen(message, limits.samples)
-            if found:
-                records.append(GroupDead(group=message.group, reason=found, payload=message.payload, at=now))
-                continue
+        found = _misshapen(message, limits.samples)
+        if found is not None:
+            records.append(GroupDead(group=message.group, reason=found, payload=message.payload, at=now))
+            continue
         fresh[message.group] = group_scored = _kept(message)
         if message.filtered is not None:
             filtered.setdefault(message.filtered, []).append(message.group)
-        elif len(group_scored.removed) == len(scores):
+        elif len(group_scored.removed) == len(message.scores):
             filtered.setdefault(NOTHING_LEFT, []).append(message.group)
     records += [GroupsScored(groups=lot, at=now) for lot in _lots(list(fresh.values()))]
     records += [GroupsDropped(groups=names, reason=f"{FILTERED}: {why}", at=now) for why, names in filtered.items()]
@@ -305,7 +303,7 @@ def close(state: BufferState, limits: Limits, now: float) -> list[LedgerRecord]:
         bool(limits.eval_prompts) and limits.last_version not in state.evaluated and evaluation.is_due(limits, limits.last_version)
     )
     if state.durable_steps >= limits.steps > state.finished_steps and not evaluating:
-        # a run that was resumed with fewer steps than it had admitted groups for
+        # over-sampled, or of a run that was resumed with fewer steps than it had admitted groups for
         surplus = [name for name, group in state.groups.items() if group.step is None]
         if surplus:
             records.append(GroupsDropped(groups=surplus, reason=SURPLUS, at=now))

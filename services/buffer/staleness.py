@@ -35,8 +35,3 @@ def verdict(policy: Policy, result: Result, bound: int) -> Verdict:
 def mask_below(policy: Policy, bound: int) -> int:
     """The version below which a batch's tokens leave the loss; 0 where no batch holds any."""
     return max(0, bound) if policy in ("continue", "mask") else 0
-
-
-def interrupts(policy: Policy) -> bool:
-    """Whether replicas stop a generation whose first token has fallen behind the bound: nothing will be trained of it."""
-    return policy in ("drop", "requeue")

@@ -7,7 +7,6 @@ end (trained and durable, dropped, or dead), so memory follows what is in flight
 
 from __future__ import annotations
 
-import re
 from array import array
 from dataclasses import dataclass, field
 
@@ -27,14 +26,14 @@ from shared.ledger import (
     RunFinished,
     ScoredGroup,
     VersionLive,
+    eval_group_id,
+    eval_group_parts,
     group_id,
 )
 from shared.messages import Payload, SampleMeta
 
 NOTHING_TRAINED = 1 << 30
 """Stands for the version of a token that does not exist: newer than any."""
-
-_EVAL_GROUP = re.compile(r"eval\.([^.]+)\.([0-9]+)\.([0-9]+)\Z")
 
 
 @dataclass(slots=True)
@@ -234,14 +233,3 @@ class BufferState:
 
 def _without(samples: list[SampleMeta], removed: tuple[int, ...]) -> list[SampleMeta]:
     return [sample for index, sample in enumerate(samples) if index not in removed]
-
-
-def eval_group_id(dataset: str, version: int, row: int) -> str:
-    """The id of a held-out prompt in the evaluation of ``version``."""
-    return f"eval.{dataset}.{version}.{row}"
-
-
-def eval_group_parts(group: str) -> tuple[str, int, int] | None:
-    """(dataset, version, row) of an evaluation group's id; None for a training group's."""
-    match = _EVAL_GROUP.match(group)
-    return (match[1], int(match[2]), int(match[3])) if match else None

@@ -6,8 +6,8 @@ from services.reward.functions import SCORE, Verdict
 from services.reward.hooks_pool import HooksPool
 from shared import hooks
 from shared.config import RunConfig
-from shared.hooks.conversion import is_evaluation
 from shared.hooks.filters import BUILT_IN
+from shared.ledger import is_evaluation
 from shared.messages import Score
 from shared.sample import Sample
 

@@ -23,7 +23,8 @@ from shared import hooks
 from shared.cancel import cancelled
 from shared.errors import BadMessage, DeadlineExceeded
 from shared.hooks import Arguments, HookFailed, Status
-from shared.hooks.conversion import Bounds, Served, group_index, is_evaluation, to_stored
+from shared.hooks.conversion import Bounds, Served, group_index, to_stored
+from shared.ledger import is_evaluation
 from shared.messages import Sampling, Task
 from shared.sample import Sample
 from shared.service import Service

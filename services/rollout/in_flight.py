@@ -1,7 +1,6 @@
 """What the engine is generating for training, and why it may be stopped: nothing will be trained of it, or the replica leaves.
 
-A group whose oldest token is older than live − max_staleness is over the bound of every batch that is still to be formed: no batch trains
-on a version before the live one. Where the run's policy ends such groups (``drop``, ``requeue``), generating them on is lost time.
+A group that is lost to its age (`shared.versions.is_lost`) is not generated to its end: that would be lost time.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ from services.rollout.engine.generation import GenerationRequest
 from services.rollout.partial import Partial
 from shared.config import RunConfig
 from shared.errors import MyxoError
-
-STOPS_STALE = ("drop", "requeue")
-"""Policies under which a group over the bound is not trained as it is."""
+from shared.versions import is_lost
 
 LEAVE_SECONDS = 3.0
 """How long a replica that is to stop waits for the engine to hand back what it has."""
@@ -37,8 +34,7 @@ class InFlight:
     """The requests that the engine holds, by group."""
 
     def __init__(self, config: RunConfig) -> None:
-        rollout = config.rollout
-        self._max_staleness = rollout.max_staleness if rollout.staleness_policy in STOPS_STALE else None
+        self._max_staleness, self._policy = config.rollout.max_staleness, config.rollout.staleness_policy
         self._requests: dict[str, tuple[list[str], int]] = {}  # group → ids, version that its oldest token may be of
         self._leaving = False
 
@@ -49,7 +45,7 @@ class InFlight:
         Raises Stopped where they are not to be made at all.
         """
         oldest = min((partial.segments[0][2] for partial in partials if partial.segments), default=version)
-        if self._is_stale(oldest, version):
+        if self._is_lost(oldest, version):
             raise Stopped(group, stale=True)
         if self._leaving:
             raise Stopped(group, stale=False)
@@ -61,7 +57,7 @@ class InFlight:
 
     async def stop_stale(self, client: EngineClient, version: int) -> None:
         """Has the engine end what weights of ``version`` going live have made stale. Raises as `EngineClient.abort`."""
-        stale = [rids for rids, oldest in self._requests.values() if self._is_stale(oldest, version)]
+        stale = [rids for rids, oldest in self._requests.values() if self._is_lost(oldest, version)]
         if stale:
             await client.abort([rid for rids in stale for rid in rids])
 
@@ -74,5 +70,5 @@ class InFlight:
                     await client.abort_all()
                     await asyncio.sleep(LEAVE_PAUSE)  # a request may have been on its way
 
-    def _is_stale(self, oldest: int, version: int) -> bool:
-        return self._max_staleness is not None and oldest < version - self._max_staleness
+    def _is_lost(self, oldest: int, version: int) -> bool:
+        return is_lost(oldest, version, self._max_staleness, self._policy)

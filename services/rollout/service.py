@@ -17,7 +17,7 @@ from shared import sample
 from shared.cancel import cancelled
 from shared.errors import BadMessage, DeadlineExceeded, MyxoError, PayloadMissing
 from shared.hooks import HookFailed
-from shared.hooks.conversion import is_evaluation
+from shared.ledger import is_evaluation
 from shared.messages import Failed, Generated, Interrupted, Message, Payload, Task
 from shared.queue import Lease, WorkQueue
 from shared.sample import Sample

@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 
 from shared import codec
 from shared.errors import BadMessage
-from shared.hooks.sample import Sample, Status
+from shared.hooks.sample import FINISHED, Sample, Status
+from shared.ledger import is_evaluation
 from shared.messages import Score
 from shared.sample import Sample as StoredSample
 
 _FINISH: dict[Status, Literal["stop", "length"]] = {Status.COMPLETED: "stop", Status.TRUNCATED: "length"}
-_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 _UNKNOWN = -1
 
@@ -53,11 +53,6 @@ class Bounds:
 
     vocabulary: int
     longest: int | None = None
-
-
-def is_evaluation(group: str) -> bool:
-    """Whether a group's id is that of a held-out prompt."""
-    return group.startswith("eval.")
 
 
 def group_index(group: str) -> int:
@@ -86,7 +81,7 @@ def from_stored(one: StoredSample, score: Score | None = None, reward_key: str |
         rollout_log_probs=one.log_probs.tolist(),
         weight_versions=one.versions().tolist(),
         remove_sample=False if score is None else score.removed,
-        status=_STATUS[one.finish],
+        status=FINISHED[one.finish],
         metadata=one.metadata,
     )
 

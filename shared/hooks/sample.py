@@ -97,12 +97,12 @@ class Sample:
         self.response += text
         self.response_length = before + count
         if meta_info is not None:
-            self.status = _FINISHED[meta_info["finish_reason"]["type"]]
+            self.status = FINISHED[meta_info["finish_reason"]["type"]]
 
 
 Status = Sample.Status
 
-_FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 """By the engine's ``finish_reason``."""
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy
 from numpy.random import Generator
 
-from services.buffer import order, policy, staleness
+from services.buffer import order, policy
 from services.buffer.limits import Limits
 from services.buffer.simulation.engine import Engine, Response
 from services.buffer.simulation.model import Model
@@ -31,6 +31,7 @@ from shared.ledger import (
     group_number,
 )
 from shared.messages import Interrupted, Payload, SampleMeta, Score, Scored
+from shared.versions import is_lost
 
 ENDLESS = 1 << 40
 """Steps of a simulated run: it is left while it is under way, so that the idle time at a run's end is no part of it."""
@@ -85,7 +86,7 @@ class World:
         self._model, self._rng, self._tally, self._see = model, rng, tally, record
         self._admission = limits
         self._limits = limits if enforced else replace(limits, max_staleness=NO_BOUND)
-        self._interrupting = interrupting and enforced and staleness.interrupts(limits.staleness)
+        self._interrupting = interrupting and enforced
         self._state = BufferState()
         self._scores = [Score(reward=0.0) for _ in range(limits.samples)]
         self._audit = Audit(self._limits.max_staleness, limits.groups)
@@ -242,7 +243,7 @@ class World:
         self._decide(policy.live(self._state, self._limits, version, self._now))
         self._missing = 0
         for job in self._begun.pop(version - self._limits.max_staleness - 1, []):
-            if job.left:
+            if job.left and is_lost(job.oldest, version, self._limits.max_staleness, self._limits.staleness):
                 stale = Interrupted(group=job.group, attempt=job.attempt, stale=True, replica="rollout-0")
                 self._decide(policy.interrupted(self._state, self._limits, stale, self._now))
         self._ask()

@@ -9,7 +9,7 @@ import pytest
 from services.buffer import policy
 from services.buffer.limits import Limits
 from services.buffer.policy import WrongStep
-from services.buffer.state import BufferState, eval_group_id, eval_group_parts
+from services.buffer.state import BufferState
 from shared.ledger import (
     BatchFormed,
     EvalEnded,
@@ -22,6 +22,8 @@ from shared.ledger import (
     LedgerRecord,
     RunFinished,
     VersionLive,
+    eval_group_id,
+    eval_group_parts,
     group_id,
 )
 from shared.messages import Failed, Payload, SampleMeta, Score, Scored

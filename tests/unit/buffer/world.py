@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from services.buffer import evaluation, policy
 from services.buffer.limits import Limits
-from services.buffer.staleness import interrupts
 from services.buffer.state import BufferState, Group
 from shared.audit import Audit
 from shared.ledger import (
@@ -29,7 +28,7 @@ from shared.ledger import (
     group_id,
 )
 from shared.messages import Batch, Failed, Interrupted, Payload, SampleMeta, Score, Scored
-from shared.versions import admissible_steps, is_pushed, version_after
+from shared.versions import admissible_steps, is_lost, is_pushed, version_after
 
 
 def replay(records: Sequence[LedgerRecord]) -> BufferState:
@@ -190,7 +189,7 @@ class World:
         job = self.dice.choice(begun)
         self.jobs.remove(job)
         assert job.oldest is not None
-        stale = interrupts(self.limits.staleness) and job.oldest < self.state.live_version - self.limits.max_staleness
+        stale = is_lost(job.oldest, self.state.live_version, self.limits.max_staleness, self.limits.staleness)
         payload = None
         if not stale and self.dice.random() < 0.7:
             key = f"{job.group}:{job.attempt}"

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from shared import sample as stored_sample
 from shared.errors import BadMessage
-from shared.hooks.conversion import Bounds, Served, from_stored, group_index, is_evaluation, to_stored
+from shared.hooks.conversion import Bounds, Served, from_stored, group_index, to_stored
 from shared.hooks.sample import Sample, Status
+from shared.ledger import is_evaluation
 from shared.messages import Score
 from shared.sample import Sample as StoredSample
 from tests.unit.shared.test_sample import samples
