@@ -56,7 +56,7 @@ class InFlight:
             del self._requests[group]
 
     async def stop_stale(self, client: EngineClient, version: int) -> None:
-        """Has the engine end what weights of ``version`` going live have made stale. Raises as `EngineClient.abort`."""
+        """Has the engine end what serving ``version`` makes stale. Raises as `EngineClient.abort`."""
         stale = [rids for rids, oldest in self._requests.values() if self._is_lost(oldest, version)]
         if stale:
             await client.abort([rid for rids in stale for rid in rids])

@@ -27,13 +27,16 @@ from shared.subjects import EVAL, TRAIN
 from shared.tokenizer import Tokenizer
 
 LOOK_SECONDS = 0.05
-"""How often a replica looks whether it has weights, or room, or new weights."""
+"""How often a replica looks whether it has weights, or room, or stale generations."""
 
 PUSH_SECONDS = 4.0
 """How long a replica that is to stop stays for a push that it has agreed to take part in."""
 
 HAND_ON_SECONDS = 1.5
 """How long a replica that is to stop waits for what it was stopped at to be stored and handed on."""
+
+RETRY_SECONDS = 1.0
+"""Pause after an engine could not be asked to end what is stale."""
 
 RATE_SECONDS = 2.0
 """Period over which tokens per second are measured."""
@@ -169,18 +172,20 @@ class Rollout:
         return Payload(keys=keys, bytes=sum(len(blob) for blob in blobs))
 
     async def _stop_stale(self) -> None:
-        """Ends, whenever new weights are served, the generations that these have made too old to be trained."""
-        version = self._replica.version
+        """Ends, while new weights are served, the generations that these have made too old to be trained.
+
+        Asks again until they have ended: the engine knows nothing of an id whose request is still on its way to it.
+        """
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            client = self._replica.client
-            if client is None or self._replica.version == version:
+            client, version = self._replica.client, self._replica.version
+            if client is None:
                 continue
-            version = self._replica.version
             try:
                 await self._in_flight.stop_stale(client, version)
             except MyxoError as error:
                 self._service.log.warning("stale_not_stopped", version=version, error=str(error))
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def _give_up(self, task: Task, reason: str) -> None:
         failed = Failed(group=task.group, attempt=task.attempt, reason=reason, by=self._service.instance)

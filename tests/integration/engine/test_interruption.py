@@ -31,10 +31,10 @@ LONG_TASK: dict[str, Any] = {"n": SAMPLES, "sampling": Sampling(temperature=1.0,
 
 
 async def decoding(desk: Bench) -> None:
-    """Waits until the engine has drawn some tokens."""
+    """Waits until a training group is with the engine, and the engine has drawn some tokens."""
 
     async def some_tokens() -> bool:
-        return (await desk.client.load()).used_tokens > len(PROMPT) + 2 * SAMPLES
+        return bool(desk.rollout._in_flight._requests) and (await desk.client.load()).used_tokens > len(PROMPT) + 2 * SAMPLES
 
     await until(some_tokens, "samples in decode", 240)
 
