@@ -258,6 +258,7 @@ def batch(state: BufferState, step: int) -> Batch | None:
                 payload=scored.payload,
                 rewards=scored.rewards.tolist(),
                 removed=scored.removed,
+                stale=scored.stale(record.mask_below),
             )
         )
     return Batch(step=step, version=record.version, mask_below=record.mask_below, groups=groups)

@@ -41,7 +41,7 @@ class Result:
     """What the state keeps of a scored group: what its batch is made of, as little as holds it.
 
     keys: of its payload, ``size`` bytes in all. oldest: version of the oldest trained token of all. rewards: float64 [m] of its m samples.
-    removed: positions of samples that leave the loss.
+    removed: positions of samples that a filter took out of the loss. tokens: of each sample, as in `Payload`.
     """
 
     attempt: int
@@ -50,6 +50,7 @@ class Result:
     oldest: int
     samples: list[SampleMeta]
     rewards: array[float]
+    tokens: array[int]
     removed: tuple[int, ...] = ()
 
     @classmethod
@@ -57,7 +58,8 @@ class Result:
         payload, samples, removed = scored.payload, scored.samples, scored.removed
         trained = _without(samples, removed) if removed else samples
         oldest = min([sample.oldest for sample in trained], default=NOTHING_TRAINED)
-        return cls(scored.attempt, tuple(payload.keys), payload.bytes, oldest, samples, array("d", scored.rewards), removed)
+        rewards, tokens = array("d", scored.rewards), array("I", payload.tokens)
+        return cls(scored.attempt, tuple(payload.keys), payload.bytes, oldest, samples, rewards, tokens, removed)
 
     @property
     def newest(self) -> list[int]:
@@ -67,7 +69,11 @@ class Result:
     @property
     def payload(self) -> Payload:
         """Where the samples lie."""
-        return Payload(keys=list(self.keys), bytes=self.size)
+        return Payload(keys=list(self.keys), bytes=self.size, tokens=tuple(self.tokens))
+
+    def stale(self, mask_below: int) -> tuple[int, ...]:
+        """Positions of samples that hold nothing of version ``mask_below`` or newer."""
+        return tuple(index for index, sample in enumerate(self.samples) if sample.newest < mask_below) if mask_below else ()
 
 
 @dataclass(slots=True)

@@ -169,7 +169,8 @@ class Rollout:
         blobs = sample.encode(samples, self._config.store.blob_bytes)
         keys = [self._service.subjects.payload_key(task.group, task.attempt, part) for part in range(len(blobs))]
         await self._service.store.write(dict(zip(keys, blobs, strict=True)))
-        return Payload(keys=keys, bytes=sum(len(blob) for blob in blobs))
+        tokens = tuple(len(one.prompt) + len(one.response) for one in samples)
+        return Payload(keys=keys, bytes=sum(len(blob) for blob in blobs), tokens=tokens)
 
     async def _stop_stale(self) -> None:
         """Ends, while new weights are served, the generations that these have made too old to be trained.

@@ -5,18 +5,23 @@ Invariants, all of them properties that the tests draw at random:
 - every sample of the batch is in exactly one micro-batch of exactly one rank;
 - every rank runs the same number of micro-batches (pipeline and expert parallel ranks meet in each of them);
 - no micro-batch exceeds the token budget; a sample that alone exceeds it is refused, never cut;
-- a micro-batch is empty only where there are fewer samples than micro-batches (``packing.pack`` then makes a filler, so
-  that the rank still meets the others);
+- a micro-batch is empty only where there are not samples enough, of the batch or of the units dealt to a rank
+  (``packing.pack`` then makes a filler, so that the rank still meets the others);
+- samples of one unit (a group: they lie together in the store) are on one rank, unless that would leave the ranks with
+  unlike work; then each sample goes where it fits best;
 - the same samples in the same order give the same placement, on every rank and in every run.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TypeAlias
 
 from shared.errors import MyxoError
+
+APART = 0.05
+"""How far the dearest rank may be above the mean before units are taken apart."""
 
 _Members: TypeAlias = "int | tuple[_Members, _Members]"
 _Filled: TypeAlias = tuple[float, int, _Members]
@@ -47,16 +52,20 @@ def balance(
     max_tokens_per_rank: int,
     *,
     costs: Sequence[float] | None = None,
+    units: Sequence[Hashable] | None = None,
 ) -> list[list[list[int]]]:
     """Deal samples to ranks and micro-batches: ``placement[rank][micro_batch]`` is an ascending list of indexes.
 
-    The number of micro-batches a rank is the smallest, from the lower bound up, at which differencing keeps every bin
-    in the budget. The bins, dearest first, are dealt back and forth over the ranks: what runs at the same time is
-    alike, and the totals of any two ranks differ by at most the difference of the dearest and the cheapest bin.
+    With units, whole units are dealt to ranks by differencing, and each rank's samples to micro-batches; as many a rank
+    as the one that needs most. Where that leaves a rank more than `APART` above the mean, and without units: the number
+    of micro-batches a rank is the smallest, from the lower bound up, at which differencing keeps every bin in the
+    budget. The bins, dearest first, are dealt back and forth over the ranks: what runs at the same time is alike, and
+    the totals of any two ranks differ by at most the difference of the dearest and the cheapest bin.
 
     Args:
         lengths: tokens of each sample, >= 1. max_tokens_per_rank: tokens a micro-batch may hold.
         costs: what to even out, > 0 each (for example FLOPs); tokens if not given. The budget is in tokens always.
+        units: of each sample, what it should stay together with.
 
     Source: Karmarkar and Karp 1982, "The differencing method of set partitioning" (``differencing``).
 
@@ -64,9 +73,22 @@ def balance(
         SampleTooLong: a length over the budget (the sample is named by its index). BadBatch: an empty batch, a length
             or a cost that is not positive, no ranks.
     """
+    costs = [float(cost) for cost in (lengths if costs is None else costs)]
+    _check(lengths, costs, dp_size, max_tokens_per_rank)
+    if units is not None and (together := _whole_units(lengths, costs, units, dp_size, max_tokens_per_rank)) is not None:
+        return together
+    count = max(1, -(-_fewest_bins(lengths, max_tokens_per_rank) // dp_size))
+    # Ends at the latest with as many bins as samples: differencing then leaves every sample alone.
+    while (placed := _within_budget(lengths, costs, dp_size * count, max_tokens_per_rank)) is None:
+        count += 1
+    rows = _rows(placed, costs, dp_size)
+    dealt = [row if number % 2 == 0 else row[::-1] for number, row in enumerate(rows)]
+    return [[row[rank] for row in dealt] for rank in range(dp_size)]
+
+
+def _check(lengths: Sequence[int], costs: Sequence[float], dp_size: int, max_tokens_per_rank: int) -> None:
     if not lengths or dp_size < 1:
         raise BadBatch(f"cannot place {len(lengths)} samples on {dp_size} data-parallel ranks")
-    costs = [float(cost) for cost in (lengths if costs is None else costs)]
     if len(costs) != len(lengths):
         raise BadBatch(f"{len(costs)} costs for {len(lengths)} samples")
     for index, (length, cost) in enumerate(zip(lengths, costs, strict=True)):
@@ -74,14 +96,35 @@ def balance(
             raise SampleTooLong(f"number {index} of the batch", length, max_tokens_per_rank)
         if length < 1 or not 0 < cost < float("inf"):
             raise BadBatch(f"sample number {index} has length {length} and cost {cost}, expected both > 0 and finite")
-    count = max(1, -(-_fewest_bins(lengths, max_tokens_per_rank) // dp_size))
-    # Ends at the latest with as many bins as samples: differencing then leaves every sample alone.
-    while (placed := _within_budget(lengths, costs, dp_size * count, max_tokens_per_rank)) is None:
+
+
+def _whole_units(
+    lengths: Sequence[int], costs: Sequence[float], units: Sequence[Hashable], dp_size: int, budget: int
+) -> list[list[list[int]]] | None:
+    """The placement that takes no unit apart; None where it would leave the ranks with unlike work."""
+    members: dict[Hashable, list[int]] = {}
+    for index, unit in enumerate(units):
+        members.setdefault(unit, []).append(index)
+    together = list(members.values())
+    unit_costs = [sum(costs[i] for i in indexes) for indexes in together]
+    ranks = [sorted(i for unit in dealt for i in together[unit]) for dealt in differencing(unit_costs, dp_size)]
+    if max(sum(costs[i] for i in rank) for rank in ranks) > (1 + APART) * sum(costs) / dp_size:
+        return None
+    count = max(_fewest_bins([lengths[i] for i in rank], budget) for rank in ranks)
+    while True:
+        placed = [_within_budget([lengths[i] for i in rank], [costs[i] for i in rank], count, budget) for rank in ranks]
+        whole = [bins for bins in placed if bins is not None]
+        if len(whole) == dp_size:
+            break
         count += 1
-    placed.sort(key=lambda members: (-sum(costs[i] for i in members), members))
-    rows = [placed[row * dp_size : (row + 1) * dp_size] for row in range(count)]
-    dealt = [row if number % 2 == 0 else row[::-1] for number, row in enumerate(rows)]
-    return [[row[rank] for row in dealt] for rank in range(dp_size)]
+    named = [[[rank[i] for i in members] for members in bins] for rank, bins in zip(ranks, whole, strict=True)]
+    return [[members for (members,) in _rows(bins, costs, 1)] for bins in named]
+
+
+def _rows(bins: list[list[int]], costs: Sequence[float], width: int) -> list[list[list[int]]]:
+    """The bins, dearest first, ``width`` a row."""
+    ordered = sorted(bins, key=lambda members: (-sum(costs[i] for i in members), members))
+    return [ordered[start : start + width] for start in range(0, len(ordered), width)]
 
 
 def _fewest_bins(lengths: Sequence[int], budget: int) -> int:

@@ -19,12 +19,17 @@ class BatchRequest(Message):
 
 
 class BatchGroup(Part):
-    """One group of a batch, with the rewards of its samples in payload order. ``removed``: positions of samples that leave the loss."""
+    """One group of a batch, with the rewards of its samples in payload order.
+
+    ``removed``: positions of samples that a filter took out of the loss. ``stale``: of samples that leave it because all their tokens are
+    older than the batch's ``mask_below``.
+    """
 
     group: str
     payload: Payload
     rewards: list[float]
     removed: tuple[int, ...] = ()
+    stale: tuple[int, ...] = ()
 
 
 class BatchAnswer(Message):

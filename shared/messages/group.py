@@ -22,10 +22,14 @@ class Sampling(Part):
 
 
 class Payload(Part):
-    """Where a group's samples lie in the store: one or more blobs, ``bytes`` is their total size."""
+    """Where a group's samples lie in the store: one or more blobs, ``bytes`` is their total size.
+
+    ``tokens``: of each sample, prompt and response together, so that a batch can be dealt out to ranks before anybody reads it.
+    """
 
     keys: list[str] = Field(min_length=1)
     bytes: int = Field(ge=0)
+    tokens: tuple[int, ...] = ()
 
 
 # neither of the next two is a `Part`: there is one for every sample; in slots they take a tenth of the memory, and less time

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.placement import BadBatch, SampleTooLong, balance, differencing
+from services.trainer.placement import APART, BadBatch, SampleTooLong, balance, differencing
 
 many = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 lengths_and_budget = st.integers(1, 60).flatmap(
@@ -35,6 +35,33 @@ def test_invariants(batch, dp_size, data):
     assert max(of_ranks) - min(of_ranks) <= (max(of_bins) - min(of_bins)) * (1 + 1e-9) + 1e-6
     for at_once, next_at_once in itertools.pairwise(zip(*placement, strict=True)):  # dearest first
         assert min(sum(costs[i] for i in m) for m in at_once) >= max(sum(costs[i] for i in m) for m in next_at_once) - 1e-6
+
+
+@many
+@given(batch=lengths_and_budget, dp_size=st.integers(1, 5), data=st.data())
+def test_units_stay_whole_or_are_placed_as_if_there_were_none(batch, dp_size, data):
+    lengths, budget = batch
+    units = data.draw(st.lists(st.integers(0, 12), min_size=len(lengths), max_size=len(lengths)), label="units")
+    placement = balance(lengths, dp_size, budget, units=units)
+    assert len({len(rank) for rank in placement}) == 1
+    assert sorted(i for rank in placement for bin in rank for i in bin) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in bin) <= budget for rank in placement for bin in rank)
+    ranks_of = {unit: {rank for rank in range(dp_size) for bin in placement[rank] for i in bin if units[i] == unit} for unit in units}
+    if any(len(ranks) > 1 for ranks in ranks_of.values()):
+        assert placement == balance(lengths, dp_size, budget)
+    else:
+        work = [sum(lengths[i] for bin in rank for i in bin) for rank in placement]
+        assert max(work) <= (1 + APART) * sum(lengths) / dp_size or placement == balance(lengths, dp_size, budget)
+
+
+def test_units_stay_whole_where_that_costs_nothing():
+    placement = balance([10, 20, 30, 10, 20, 10], 2, 30, units="abbaca")  # 30, 50 and 20
+    assert [sorted(i for bin in rank for i in bin) for rank in placement] == [[0, 3, 4, 5], [1, 2]]
+
+
+def test_a_unit_that_outweighs_the_others_is_taken_apart():
+    placement = balance([10] * 6, 2, 40, units="aaaaab")
+    assert [sum(len(bin) for bin in rank) for rank in placement] == [3, 3]
 
 
 @many
