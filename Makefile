@@ -53,6 +53,8 @@ lint: $(READY)
 docs: $(READY)
 	@$(BIN)/python -m docs.catalogue
 	@$(BIN)/python -m docs.accounts
+	@$(BIN)/python -m services.trainer.megatron.flags --write
+	@$(BIN)/python -m docs.flags
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

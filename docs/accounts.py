@@ -47,7 +47,8 @@ def _role(role: Rights) -> list[str]:
     if role.store is None:
         return [*lines, "", "Redis: no account."]
     commands = ", ".join(f"`{command.replace('|', ' ')}`" for command in role.store.commands)
-    return [*lines, "", f"Redis: {commands}; keys `{role.store.keys}` ({_ACCESS[role.store.access]})."]
+    own = f", `{role.store.own}` (read, write, remove)" if role.store.own else ""
+    return [*lines, "", f"Redis: {commands}; keys `{role.store.keys}` ({_ACCESS[role.store.access]}){own}."]
 
 
 def _subjects(role: Rights, subjects: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*
 
 _BLOCK = re.compile(r"```(?:bash|sh|console)\n(.*?)```", re.DOTALL)
 _INLINE = re.compile(r"`((?:make|myxo|python -m|\.venv/bin/\w+)[^`]*)`")
-_PATH = re.compile(r"(?<![\w/.-])((?:examples|docs|tests|services|shared|deploy|benchmarks)/[\w./-]+)")
+_PATH = re.compile(r"(?<![\w/.-])((?:examples|docs|tests|services|shared|deploy|benchmarks|configs)/[\w./-]+)")
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 

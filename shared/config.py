@@ -1,4 +1,4 @@
-"""The run's config: one TOML file, pydantic sections, unknown keys refused with the nearest valid name.
+"""The run's config: a TOML file over its bases (`shared.config_files`), pydantic sections, unknown keys refused with the nearest one.
 
 Field names are the flags' names (slime's, and Megatron's where the trainer has them) with underscores; each is unique over all
 sections, so that every field is also a flag (`shared.flags`). The resolved config is frozen in the bus when the run is created;
@@ -7,21 +7,22 @@ services read it from there.
 
 from __future__ import annotations
 
+import math
 import re
-import tomllib
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
-from shared import data_files
+from shared import config_files, data_files, megatron_flags
+from shared.algorithm import AlgorithmSection
 from shared.errors import ConfigError, nearest
 from shared.sections import (
-    AlgorithmSection,
     BusSection,
     DataSection,
     EvalSection,
     ModelSection,
+    MonitoringSection,
     RewardSection,
     RolloutSection,
     RunSection,
@@ -46,14 +47,21 @@ class RunConfig(Section):
     sft: SftSection = SftSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     weights: WeightsSection = WeightsSection()
+    monitoring: MonitoringSection = MonitoringSection()
     bus: BusSection = BusSection()
     store: StoreSection = StoreSection()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        ranks, tp = self.trainer.actor_num_gpus_per_node, self.trainer.tensor_model_parallel_size
-        if ranks % tp:
-            raise ValueError(f"trainer.tensor_model_parallel_size: {tp} does not divide the {ranks} trainer ranks")
+        ranks, trainer = self.trainer.actor_num_gpus_per_node, self.trainer
+        sizes = trainer.tensor_model_parallel_size, trainer.pipeline_model_parallel_size, trainer.context_parallel_size
+        replica = math.prod(sizes)
+        if ranks % replica:
+            field, product = "trainer.tensor_model_parallel_size", str(replica)
+            if replica != sizes[0]:
+                field += " x pipeline_model_parallel_size x context_parallel_size"
+                product = " x ".join(map(str, sizes)) + f" = {replica}"
+            raise ValueError(f"{field}: {product} does not divide the {ranks} trainer ranks")
         groups, n, steps = self.rollout.rollout_batch_size, self.rollout.n_samples_per_prompt, self.trainer.num_steps_per_rollout
         samples, size = groups * n, self.trainer.global_batch_size
         if size is not None and samples != size * steps:
@@ -61,10 +69,10 @@ class RunConfig(Section):
                 f"trainer.global_batch_size: rollout_batch_size x n_samples_per_prompt = {groups} x {n} = {samples} samples are not "
                 f"global_batch_size x num_steps_per_rollout = {size} x {steps} = {size * steps}"
             )
-        if samples % (steps * (ranks // tp)):
+        if samples % (steps * (ranks // replica)):
             raise ValueError(
                 f"trainer.num_steps_per_rollout: rollout_batch_size x n_samples_per_prompt = {samples} samples do not divide "
-                f"into {steps} optimizer steps over {ranks // tp} data-parallel ranks"
+                f"into {steps} optimizer steps over {ranks // replica} data-parallel ranks"
             )
         if self.algorithm.advantage_estimator in ("grpo", "gspo", "cispo") and self.rollout.n_samples_per_prompt < 2:
             raise ValueError(
@@ -103,7 +111,7 @@ class RunConfig(Section):
 
 def parse(values: dict[str, Any]) -> RunConfig:
     """Builds the config from nested plain values. Raises ConfigError: field, value, and what would be right."""
-    _refuse_unknown(values)
+    values = _checked(values)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -111,26 +119,29 @@ def parse(values: dict[str, Any]) -> RunConfig:
 
 
 def load(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> RunConfig:
-    """Reads a TOML file, lays ``overrides`` (section → field → value) over it, makes paths absolute from here.
+    """Reads a TOML file over its bases, lays ``overrides`` (section → field → value) over it, makes paths absolute from here.
 
     Raises ConfigError.
     """
-    try:
-        values = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError("CONFIG", str(path), "no such file; give a TOML run config") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError("CONFIG", str(path), f"not a readable TOML file: {error}") from None
+    layers = config_files.read(path, _checked)
+    values = layers.values
     for section, fields in (overrides or {}).items():
         existing = values.setdefault(section, {})
         if not isinstance(existing, dict):
             continue  # `parse` refuses it
         for field, value in fields.items():
+            layers.origins.pop(f"{section}.{field}", None)
             if isinstance(value, dict) and isinstance(existing.get(field), dict):
                 existing[field].update(value)
             else:
                 existing[field] = value
-    return parse(values).absolute(Path.cwd())
+    try:
+        return parse(values).absolute(Path.cwd())
+    except ConfigError as error:
+        origin = layers.origins.get(".".join(error.field.split(".")[:2]), path)
+        if origin == path:
+            raise
+        raise ConfigError(error.field, error.value, f"{error.expected} (in {origin})") from None
 
 
 def field_sections() -> dict[str, str]:
@@ -170,6 +181,15 @@ def _without_secrets(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_secrets(item) for key, item in value.items()}
     return re.sub(r"://.*@", "://", value) if isinstance(value, str) else value
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    """The same, Megatron's flags under their names. Raises ConfigError for sections, keys and flags that there are not."""
+    _refuse_unknown(values)
+    trainer = values.get("trainer", {})
+    if not isinstance(trainer.get("megatron"), dict):
+        return values
+    return {**values, "trainer": {**trainer, "megatron": megatron_flags.canonical(trainer["megatron"], field_sections())}}
 
 
 def _refuse_unknown(values: dict[str, Any]) -> None:

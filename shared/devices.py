@@ -21,14 +21,16 @@ def gpus() -> int:
 
 
 def share_out(config: RunConfig) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES by instance for a run that is all on this machine: the trainer's ranks first, then each engine's.
+    """CUDA_VISIBLE_DEVICES by instance for a run that is all on this machine: the trainer's ranks first, then its critic's, then each engine's.
 
     Instances on a CPU have no entry. Raises ConfigError where there are too few GPUs.
     """
     trainer, rollout = config.trainer, config.rollout
     wanted: list[tuple[str, int]] = []
     if resolve(trainer.train_device) == "cuda":
-        wanted.append(("trainer-0", trainer.actor_num_gpus_per_node))
+        wanted.append(("trainer-0", trainer.ranks("actor")))
+        if config.algorithm.has_critic:
+            wanted.append(("critic-0", trainer.ranks("critic")))
     if resolve(rollout.rollout_device) == "cuda":
         wanted += [(f"rollout-{number}", rollout.rollout_num_gpus_per_engine) for number in range(rollout.rollout_replicas)]
     needed, there = sum(count for _, count in wanted), gpus()

@@ -1,6 +1,7 @@
 """Flags for every config field, under slime's and Megatron's names: ``--rollout-batch-size 32``; ``--sglang-…`` goes to the engine.
 
-Unknown flags are refused with the nearest valid one.
+Megatron's own flags are taken as they are, where no field of the config has their name; see `shared.megatron_flags`. Unknown flags are
+refused with the nearest valid one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from shared import megatron_flags
 from shared.config import RunConfig, field_sections, section_model
 from shared.errors import ConfigError, nearest
 
@@ -41,11 +43,14 @@ def parse(arguments: list[str]) -> dict[str, dict[str, Any]]:
         negated = name.startswith("no_") and name.removeprefix("no_") in owners
         name = name.removeprefix("no_") if negated else name
         if name not in owners:
-            raise ConfigError(flag, inline or "", f"unknown flag; {nearest(flag, flags())}")
+            given, value = _megatron(flag, flag.removeprefix("--").replace("-", "_"), equals, inline, rest)
+            overrides.setdefault("trainer", {}).setdefault("megatron", {})[given] = value
+            continue
         info = section_model(owners[name]).model_fields[name]
         if negated and bool not in _kinds(info.annotation):
             raise ConfigError(flag, inline or "", f"unknown flag; {nearest(flag.replace('--no-', '--', 1), flags())}")
-        overrides.setdefault(owners[name], {})[name] = _value(flag, info, equals, inline, negated, rest)
+        section, value = overrides.setdefault(owners[name], {}), _value(flag, info, equals, inline, negated, rest)
+        section[name] = {**section[name], **value} if isinstance(value, dict) and isinstance(section.get(name), dict) else value
     return overrides
 
 
@@ -65,7 +70,33 @@ def help_lines() -> list[str]:
             default = "required" if info.is_required() else f"default {value!r}"
             lines.append(f"  --{field.replace('_', '-'):34} {info.description} ({default})")
     lines.append("  --sglang-…                           any flag of SGLang's server, verbatim")
+    lines.append("  and Megatron's own flags as they are, such as --moe-router-dtype fp32; `myxo flags [PATTERN]` lists them")
     return lines
+
+
+def _megatron(flag: str, name: str, equals: str, inline: str, rest: list[str]) -> tuple[str, Any]:
+    """One of Megatron's flags: its name and its value."""
+    known = megatron_flags.find(name)
+    if known is None and not megatron_flags.own_parser():
+        hint = nearest(flag, [*flags(), *(f"--{other.replace('_', '-')}" for other in megatron_flags.names())])
+        hint = hint if hint.startswith("did you mean") else nearest(flag, flags())
+        raise ConfigError(flag, inline, f"unknown flag; {hint}")
+    words = [inline] if equals else []
+    if known is None:  # Megatron's own parser looks at it when the trainer starts
+        words += [] if equals else _following(rest)
+        return name, True if not words else words[0] if len(words) == 1 else words
+    found, bare = known
+    if not equals and (bare is None or (rest and rest[0].lower() in ("true", "false"))):
+        words = _following(rest) if found.takes_several else _following(rest, 1)
+    return found.name, megatron_flags.from_words(flag, found, bare, words)
+
+
+def _following(rest: list[str], most: int | None = None) -> list[str]:
+    """Takes the words up to the next flag off ``rest``."""
+    words: list[str] = []
+    while rest and not (rest[0].startswith("--") and len(rest[0]) > 2) and (most is None or len(words) < most):
+        words.append(rest.pop(0))
+    return words
 
 
 def _value(flag: str, info: FieldInfo, equals: str, inline: str, negated: bool, rest: list[str]) -> Any:
@@ -73,9 +104,11 @@ def _value(flag: str, info: FieldInfo, equals: str, inline: str, negated: bool, 
     if bool in kinds:
         if negated:
             return False
-        if equals:
-            return inline
-        return rest.pop(0) if rest and rest[0].lower() in ("true", "false") else True
+        known = {"true", "false"} | ({"none"} if type(None) in kinds else set())
+        if not equals and not (rest and rest[0].lower() in known):
+            return True
+        text = inline if equals else rest.pop(0)
+        return None if text.lower() == "none" and type(None) in kinds else text
     if list in kinds:
         words = [inline] if equals else []
         while rest and not rest[0].startswith("--"):

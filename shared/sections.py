@@ -242,10 +242,25 @@ class TrainerSection(Section):
     """Megatron-Core: layout, batches, optimizer, checkpoints."""
 
     actor_num_gpus_per_node: int = Field(default=1, ge=1, le=8, description="trainer ranks on this node (processes on a CPU)")
+    critic_num_gpus_per_node: int | None = Field(default=None, ge=1, le=8, description="the critic's ranks (ppo); default: the actor's")
+    critic_lr: float | None = Field(default=None, gt=0, description="the critic's learning rate; default: lr")
+    critic_load: Path | None = Field(default=None, description="HF checkpoint that the critic starts from; default: hf_checkpoint")
     tensor_model_parallel_size: int = Field(default=1, ge=1, description="tensor parallel size")
+    pipeline_model_parallel_size: int = Field(default=1, ge=1, description="pipeline stages")
+    virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1, description="model chunks of each pipeline stage")
+    context_parallel_size: int = Field(default=1, ge=1, description="ranks that share each sequence")
+    expert_model_parallel_size: int = Field(default=1, ge=1, description="ranks that share the experts of a layer")
+    expert_tensor_parallel_size: int | None = Field(
+        default=None, ge=1, description="ranks that share each expert's matrices; default: 1 with expert parallelism, else the tensor's"
+    )
     sequence_parallel: bool = Field(default=False, description="sequence parallelism inside the tensor-parallel group")
     use_distributed_optimizer: bool = Field(default=True, description="shard the optimizer over data-parallel ranks")
-    recompute: bool = Field(default=False, description="recompute activations in the backward pass")
+    recompute: bool = Field(default=False, description="recompute every layer in the backward pass; short for full, uniform, 1")
+    recompute_granularity: Literal["full", "selective"] | None = Field(default=None, description="recompute whole layers, or modules")
+    recompute_method: Literal["uniform", "block"] | None = Field(default=None, description="full: every layer, or a stage's first ones")
+    recompute_num_layers: int | None = Field(default=None, gt=0, description="full: layers of a unit (uniform), of a stage (block)")
+    recompute_modules: list[str] = Field(default=[], description="selective: core_attn, mlp, moe, shared_experts, mla_up_proj, ...")
+    deterministic: bool = Field(default=False, description="the same bits in every run, at a price on GPUs")
     train_dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="parameter type in training")
     max_tokens_per_gpu: int = Field(default=8192, gt=0, description="tokens of a packed micro-batch")
     num_steps_per_rollout: int = Field(default=1, gt=0, description="optimizer steps over one rollout batch")
@@ -269,6 +284,13 @@ class TrainerSection(Section):
     collective_timeout: float = Field(default=600, gt=0, description="seconds for a collective among trainer ranks", **MUTABLE)
     train_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the trainer runs")
     torch_threads: int | None = Field(default=None, gt=0, description="CPU threads of a trainer rank", **MUTABLE)
+    megatron: dict[str, Any] = Field(
+        default={}, description="Megatron's own flags, as moe_router_dtype = 'fp32'; `myxo flags` lists them, see docs/megatron-flags.md"
+    )
+
+    def ranks(self, role: str) -> int:
+        """Processes of a role of the trainer: actor or critic."""
+        return self.actor_num_gpus_per_node if role == "actor" else self.critic_num_gpus_per_node or self.actor_num_gpus_per_node
 
 
 class SftSection(Section):
@@ -277,32 +299,14 @@ class SftSection(Section):
     sft_data: Path | None = Field(default=None, description="JSONL file of demonstrations; none = no warm start")
     sft_prompt_key: str = Field(default="prompt", description="key of the prompt, as in [data]")
     sft_response_key: str = Field(default="response", description="key of the demonstrated response (text)")
+    sft_messages_key: str = Field(
+        default="messages", description="key of a chat, in place of prompt and response: the assistant's turns are trained"
+    )
     sft_steps: int = Field(default=100, gt=0, description="optimizer steps")
     sft_batch_size: int = Field(default=64, gt=0, description="demonstrations a step")
     sft_lr: float = Field(default=1e-5, gt=0, description="peak learning rate")
     sft_warmup_iters: int = Field(default=0, ge=0, description="steps of linear warm-up")
     sft_lr_decay_style: Literal["constant", "linear", "cosine"] = Field(default="constant", description="decay over sft_steps")
-
-
-class AlgorithmSection(Section):
-    """The objective."""
-
-    advantage_estimator: Literal["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"] = Field(
-        default="grpo", description="advantage and loss"
-    )
-    disable_grpo_std_normalization: bool = Field(default=False, description="do not divide by the group's standard deviation (Dr.GRPO)")
-    normalize_advantages: bool = Field(default=False, description="whiten advantages over the batch")
-    eps_clip: float = Field(default=0.2, gt=0, description="PPO clip, lower side")
-    eps_clip_high: float | None = Field(default=None, gt=0, description="PPO clip, upper side; default: eps_clip")
-    eps_clip_c: float | None = Field(default=None, gt=1, description="dual clip")
-    off_policy: Literal["decoupled", "rollout", "none"] = Field(
-        default="decoupled", description="correction for stale samples: decoupled PPO, PPO against the rollout's log-probs, or none"
-    )
-    tis_clip: float = Field(default=2.0, gt=0, description="upper clamp of the importance weight")
-    tis_clip_low: float = Field(default=0.0, ge=0, description="lower clamp of the importance weight")
-    kl_loss_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the reference policy in the loss")
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field(default="k3", description="KL estimator")
-    entropy_coef: float = Field(default=0.0, description="weight of the entropy bonus")
 
 
 class WeightsSection(Section):
@@ -311,6 +315,31 @@ class WeightsSection(Section):
     update_weights_interval: int = Field(default=1, gt=0, description="training steps between pushes")
     update_weight_buffer_size: int = Field(default=536870912, gt=0, description="bytes of a bucket")
     push_timeout: float = Field(default=120, gt=0, description="seconds for one push to all replicas", **MUTABLE)
+
+
+class MonitoringSection(Section):
+    """What is measured, and where it goes besides TensorBoard and Prometheus."""
+
+    log_passrate: bool = Field(default=False, description="passrate/pass@k of each batch, for k = 1, 2, 4, ...", **MUTABLE)
+    passrate_threshold: float = Field(default=1.0, description="a sample passes with a reward of at least this", **MUTABLE)
+    use_wandb: bool = Field(default=False, description="write to W&B, too; needs the extra wandb", **MUTABLE)
+    wandb_project: str = Field(default="myxo", min_length=1, description="W&B project", **MUTABLE)
+    wandb_group: str | None = Field(default=None, description="W&B group; default: the run's name", **MUTABLE)
+    wandb_team: str | None = Field(default=None, description="W&B team; default: your own", **MUTABLE)
+    wandb_mode: Literal["online", "offline"] = Field(
+        default="online", description="send at once, by WANDB_API_KEY in the trainer's environment, or write files to sync", **MUTABLE
+    )
+    wandb_dir: Path | None = Field(default=None, description="where W&B's files lie; default: the run's directory", **MUTABLE)
+    wandb_host: str | None = Field(default=None, description="URL of a W&B server of your own", **MUTABLE)
+    logprob_alarm: float = Field(
+        default=0.1, gt=0, description="mean difference of engine's and trainer's log-probs at equal versions that is warned of", **MUTABLE
+    )
+    save_debug_rollout_data: str | None = Field(
+        default=None, description="path with {rollout_id}: each batch as `myxo replay` trains it again", **MUTABLE
+    )
+    save_debug_train_data: str | None = Field(
+        default=None, description="path with {rollout_id} and {rank}: every tensor that a rank's steps read, as safetensors", **MUTABLE
+    )
 
 
 class BusSection(Section):

@@ -151,10 +151,10 @@ def default_instance(service: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", given)
 
 
-async def connect(name: str) -> Service:
-    """Connects to bus and store and reads the run's config. ``name``: the service, and its account's role."""
+async def connect(name: str, role: str | None = None) -> Service:
+    """Connects to bus and store and reads the run's config. ``name``: the service. ``role``: its account's, where that is not its name."""
     url, run = environment()
-    bus = await Bus.connect(url, name=f"{run}/{name}", inbox=Subjects(run).inbox(name))
+    bus = await Bus.connect(url, name=f"{run}/{name}", inbox=Subjects(run).inbox(role or name))
     config = await runs.load(bus, run)
     redis_url = addresses.redis_url() or await runs.store_url(bus, run)
     if not redis_url:

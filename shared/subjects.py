@@ -106,3 +106,7 @@ class Subjects:
     # payload keys in the store
     def payload_key(self, group: str, attempt: int, part: int) -> str:
         return f"{self.run}:group:{group}:{attempt}:{part}"
+
+    def exchange_key(self, kind: str, what: str) -> str:
+        """Of what the trainer's roles tell each other."""
+        return f"{self.run}:exchange:{kind}:{what}"

@@ -281,7 +281,7 @@ class Buffer:
     # --- the trainer's requests
 
     async def _on_batch(self, request: BatchRequest) -> BatchAnswer:
-        end = time.monotonic() + ANSWER_SECONDS
+        end = time.monotonic() + (ANSWER_SECONDS if request.hold else 0.0)
         while True:
             answer = await self._batch(request)
             remaining = end - time.monotonic()
@@ -300,7 +300,8 @@ class Buffer:
             return known
         if step >= limits.steps:
             if state.finished_steps >= limits.steps:
-                return RunDone()
+                last = state.last_evaluation
+                return RunDone() if last is None else RunDone(version=last.version, rewards={last.dataset: last.mean_reward})
             return BatchPending(step=step, have=0, need=0, waiting_for=self._whom())
         if len(state.ready) >= limits.groups:
             await self._lose_missing()

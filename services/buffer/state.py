@@ -147,6 +147,7 @@ class BufferState:
     batches: dict[int, BatchRecord] = field(default_factory=dict)
     formed_steps: int = 0
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # under way, by version
+    last_evaluation: EvalEnded | None = None
     evaluated: set[int] = field(default_factory=set)  # versions whose evaluation ended
     finished_steps: int = 0  # steps of the run when it last finished; more may have been asked for since
     released: list[str] = field(default_factory=list)  # payload keys let go by the latest record: free them
@@ -220,6 +221,7 @@ class BufferState:
                     evaluation.failed.add(name)
             case EvalEnded(version=version):
                 del self.evaluations[version]
+                self.last_evaluation = record
                 self.evaluated.add(version)
             case RunFinished(steps=steps):
                 self.finished_steps = steps

@@ -1,18 +1,28 @@
-"""``python -m services.trainer``: the trainer of the run named by MYXO_RUN, one process a rank."""
+"""``python -m services.trainer [critic]``: the trainer of the run named by MYXO_RUN, or its critic, one process a rank."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from services.trainer.rank import read_run
+from services.trainer.rank import SERVICES, read_run
+from shared.config import RunConfig
 from shared.embedded import die_with_parent
 from shared.service import exit_code
 
 
-def launch() -> None:
-    """Becomes the only rank, or starts all ranks under torchrun and waits for them."""
+def launch(role: str) -> None:
+    """Becomes the only rank, or starts all ranks under torchrun and waits for them. ``role``: actor or critic."""
     config, _ = read_run()
+    prepare_environment(config)
+    ranks = config.trainer.ranks(role)
+    if ranks == 1:
+        os.execv(sys.executable, [sys.executable, "-m", "services.trainer.rank", role])
+    run_ranks(ranks, "services.trainer.rank", role)
+
+
+def prepare_environment(config: RunConfig) -> None:
+    """What every rank's libraries read when they are imported."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.trainer.torch_threads or 1))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads must not spin on cores that an engine may want
     if config.trainer.train_device == "cpu":
@@ -20,20 +30,20 @@ def launch() -> None:
     # both ends of a weight push must agree on these; SGLang sets them for itself
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    ranks = config.trainer.actor_num_gpus_per_node
-    if ranks == 1:
-        os.execv(sys.executable, [sys.executable, "-m", "services.trainer.rank"])
-    run_ranks(ranks)
 
 
-def run_ranks(ranks: int) -> None:
-    """torchrun with its own rendezvous on a free port; the first rank's exit code becomes this process's."""
+def run_ranks(ranks: int, *module: str) -> None:
+    """torchrun with its own rendezvous on a free port; the first failed rank's exit code becomes this process's.
+
+    Args:
+        module: what each rank runs, and its arguments.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
     arguments = get_args_parser().parse_args(
-        ["--standalone", "--nnodes", "1", "--nproc-per-node", str(ranks), "--max-restarts", "0", "-m", "services.trainer.rank"]
+        ["--standalone", "--nnodes", "1", "--nproc-per-node", str(ranks), "--max-restarts", "0", "-m", *module]
     )
     try:
         run(arguments)
@@ -46,4 +56,7 @@ def run_ranks(ranks: int) -> None:
 
 if __name__ == "__main__":
     die_with_parent()
-    sys.exit(exit_code("trainer", launch))
+    role = sys.argv[1] if len(sys.argv) > 1 else "actor"
+    if role not in SERVICES or len(sys.argv) > 2:
+        sys.exit("usage: python -m services.trainer [actor | critic]")
+    sys.exit(exit_code(SERVICES[role], lambda: launch(role)))

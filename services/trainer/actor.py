@@ -1,8 +1,8 @@
 """The trainer's actor: a language model on Megatron-Core that scores tokens, trains on a loss and hands out its weights.
 
 Every method is a collective: all ranks of the job call it, in the same order. Micro-batches are those of the caller's
-data-parallel rank; ranks that share a model (tensor and pipeline parallelism) pass the same ones, and every data-parallel
-rank the same number of them.
+data-parallel rank; ranks that share a model or a sequence (tensor, pipeline and context parallelism) pass the same ones,
+and every data-parallel rank the same number of them.
 """
 
 from __future__ import annotations
@@ -14,108 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from services.trainer.actor_config import DTYPES, ActorConfig, check_temperature
 from services.trainer.megatron import checkpoint, export, passes, runtime
 from services.trainer.megatron.checkpoint import latest_step
 from services.trainer.megatron.export import Bucket, Exporter
 from services.trainer.megatron.families import Architecture, read_architecture
 from services.trainer.megatron.model import Model, build_chunks, check_divisible, transformer_config, wrap_chunks
-from services.trainer.megatron.optimizer import Optimizer, OptimizerSettings
+from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.passes import LossFunction
-from services.trainer.megatron.runtime import ParallelLayout, deadline, together
-from services.trainer.megatron.schedule import DecayStyle, LearningRateSchedule
+from services.trainer.megatron.runtime import deadline, together
+from services.trainer.megatron.saving import Save, SaveFailed
+from services.trainer.megatron.schedule import DecayStyle
 from services.trainer.megatron.weights import load_hf
 from services.trainer.packing import PackedBatch
 from shared.errors import ConfigError
 
-__all__ = ["Actor", "ActorConfig", "StepResult", "latest_step"]
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class ActorConfig:
-    """How the model is shared among the ranks, and how it is trained. Names are Megatron's.
-
-    Args:
-        use_distributed_optimizer: split the float32 weights and Adam's moments over the data-parallel ranks.
-        dtype: of weights and activations, ``float32`` or ``bfloat16``; gradients and main weights are float32 always.
-        lr, min_lr, lr_warmup_steps, lr_decay_steps, lr_decay_style: see :class:`LearningRateSchedule`.
-        clip_grad: largest L2 norm of the gradient; 0 for no clipping.
-        recompute: run every layer's forward pass again in the backward pass instead of keeping its activations.
-        timeout_seconds: how long a rank waits for the others in any collective.
-        temperature: logits are divided by it before log-probabilities are taken.
-
-    Raises:
-        ConfigError: a field has no meaning by itself. What depends on the model or the world is checked by ``create``.
-    """
-
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    context_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
-    sequence_parallel: bool = False
-    use_distributed_optimizer: bool = True
-    dtype: str = "float32"
-    lr: float = 1e-6
-    min_lr: float = 0.0
-    lr_warmup_steps: int = 0
-    lr_decay_steps: int = 0
-    lr_decay_style: DecayStyle = "constant"
-    weight_decay: float = 0.01
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_eps: float = 1e-8
-    clip_grad: float = 1.0
-    seed: int = 1234
-    recompute: bool = False
-    timeout_seconds: float = 600.0
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError("trainer.dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        check_temperature(self.temperature)
-        for field in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, field) < 1:
-                raise ConfigError(f"trainer.{field}", getattr(self, field), "at least 0 and below 1")
-        for field in ("weight_decay", "clip_grad"):
-            if not 0 <= getattr(self, field) < math.inf:
-                raise ConfigError(f"trainer.{field}", getattr(self, field), "a finite number, at least 0")
-        for field in ("adam_eps", "timeout_seconds"):
-            if not 0 < getattr(self, field) < math.inf:
-                raise ConfigError(f"trainer.{field}", getattr(self, field), "a finite number above 0")
-        self.layout, self.schedule  # noqa: B018 - they check their fields
-
-    @property
-    def layout(self) -> ParallelLayout:
-        return ParallelLayout(
-            tensor=self.tensor_model_parallel_size,
-            pipeline=self.pipeline_model_parallel_size,
-            context=self.context_parallel_size,
-            expert=self.expert_model_parallel_size,
-            sequence_parallel=self.sequence_parallel,
-        )
-
-    @property
-    def schedule(self) -> LearningRateSchedule:
-        return LearningRateSchedule(
-            self.lr, self.min_lr, self.lr_warmup_steps, self.lr_decay_steps, self.lr_decay_style
-        )
-
-    @property
-    def optimizer(self) -> OptimizerSettings:
-        return OptimizerSettings(
-            schedule=self.schedule,
-            weight_decay=self.weight_decay,
-            adam_beta1=self.adam_beta1,
-            adam_beta2=self.adam_beta2,
-            adam_eps=self.adam_eps,
-            clip_grad=self.clip_grad,
-            use_distributed_optimizer=self.use_distributed_optimizer,
-        )
+__all__ = ["Actor", "ActorConfig", "SaveFailed", "StepResult", "latest_step"]
 
 
 @dataclass(frozen=True)
@@ -142,15 +58,17 @@ class Actor:
         self.config, self.hf_dir = config, hf_dir
         self.model, self.optimizer = model, optimizer
         self._exporter: Exporter | None = None
+        self._saving: Save | None = None
 
     @classmethod
-    def create(cls, config: ActorConfig, hf_dir: str | Path) -> Actor:
+    def create(cls, config: ActorConfig, hf_dir: str | Path, *, random: bool = False) -> Actor:
         """Join the other ranks, build this rank's part of the model and load it.
 
         The ranks' addresses come from torchrun's environment variables (see :mod:`.megatron.runtime`).
 
         Args:
             hf_dir: a Hugging Face checkpoint: ``config.json``, ``*.safetensors``, tokenizer.
+            random: keep Megatron's random weights; ``config.json`` is then enough.
 
         Raises:
             ConfigError: the checkpoint is missing, of an unknown family, or not what its config says; or the layout divides
@@ -159,14 +77,19 @@ class Actor:
         """
         hf_dir = Path(hf_dir)
         architecture = read_architecture(hf_dir)
-        check_divisible(architecture, config.layout)
+        overrides = {**config.recomputation, **config.megatron.get("transformer", {})}
+        if config.deterministic:
+            overrides["deterministic_mode"] = True
+            runtime.make_deterministic()
+        check_divisible(architecture, config.layout, overrides)
         runtime.start(config.layout, config.seed, config.timeout_seconds)
-        megatron = transformer_config(architecture, config.layout, DTYPES[config.dtype], config.recompute)
-        chunks = build_chunks(architecture, megatron, config.layout)
-        with together(f"loading {hf_dir}"):
-            load_hf(chunks, megatron, architecture, hf_dir)
-        wrapped = wrap_chunks(chunks, megatron, config.use_distributed_optimizer)
-        model = Model(architecture, megatron, config.layout, wrapped)
+        megatron = transformer_config(architecture, config.layout, DTYPES[config.dtype], overrides)
+        chunks = build_chunks(architecture, megatron, config.layout, config.value_head)
+        if not random:
+            with together(f"loading {hf_dir}"):
+                load_hf(chunks, megatron, architecture, hf_dir)
+        wrapped = wrap_chunks(chunks, megatron, config.use_distributed_optimizer, config.megatron.get("ddp", {}))
+        model = Model(architecture, megatron, config.layout, wrapped, config.value_head)
         with deadline("the making of the optimizer"):
             optimizer = Optimizer(model, config.optimizer)
         return cls(config, hf_dir, model, optimizer)
@@ -194,7 +117,21 @@ class Actor:
             has no meaning.
         """
         with deadline("the computation of log-probs"):
-            return passes.log_probs(self.model, self._checked(batches), self._temperature(temperature))
+            return passes.log_probs(self._policy("log_probs"), self._checked(batches), self._temperature(temperature))
+
+    def values(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """A critic's values under the current weights, without gradients.
+
+        Returns:
+            float32 [T] for each micro-batch, on the model's device: at position t the value before label t is generated.
+
+        Raises:
+            ConfigError: the actor has no value head.
+        """
+        if not self.config.value_head:
+            raise ConfigError("trainer.value_head", False, "true; only a critic has values")
+        with deadline("the computation of values"):
+            return passes.values(self.model, self._checked(batches))
 
     def train_step(
         self,
@@ -278,14 +215,46 @@ class Actor:
         export.save_hf(self._export(), self.hf_dir, Path(directory))
 
     def save_checkpoint(
-        self, root: str | Path, step: int, extra: dict[str, Any] | None = None, keep: int | None = None
+        self, root: str | Path, step: int, extra: dict[str, Any] | None = None, keep: int | None = None, *, wait: bool = True
     ) -> Path:
-        """Write everything that an exact resume needs; see :func:`.megatron.checkpoint.save_checkpoint`."""
-        return checkpoint.save_checkpoint(self.model, self.optimizer, Path(root), step, extra or {}, keep)
+        """Write everything that an exact resume needs; see :func:`.megatron.checkpoint.start_saving`.
 
-    def load_checkpoint(self, root: str | Path, step: int | None = None) -> dict[str, Any]:
-        """Go back to a checkpoint, the newest if ``step`` is None, and return its ``extra``."""
-        return checkpoint.load_checkpoint(self.model, self.optimizer, Path(root), step)
+        Args:
+            wait: until the checkpoint is published. Otherwise the state of this moment is copied to host memory and written
+                while training goes on; it appears under the returned name when all ranks have written, or never. An error
+                is raised by :meth:`finish_save` or the next save.
+
+        Raises:
+            SaveFailed: this checkpoint, or the one before it, could not be written.
+        """
+        self.finish_save()
+        self._saving = checkpoint.start_saving(
+            self.model, self.optimizer, Path(root), step, extra or {}, keep, copied=not wait
+        )
+        target = self._saving.target
+        if wait:
+            self.finish_save()
+        return target
+
+    def finish_save(self) -> Path | None:
+        """Wait for a checkpoint that is still being written; its directory, or None if there was none.
+
+        Raises:
+            SaveFailed: it could not be written. DeadlineExceeded, PeerLost: another rank did not keep up.
+        """
+        saving, self._saving = self._saving, None
+        return None if saving is None else saving.finish()
+
+    def load_checkpoint(
+        self, root: str | Path, step: int | None = None, *, reset_optimizer_states: bool = False
+    ) -> dict[str, Any]:
+        """Go back to a checkpoint, the newest if ``step`` is None, and return its ``extra``.
+
+        Args:
+            reset_optimizer_states: load the weights only, and start the optimizer and its schedule anew.
+        """
+        self.finish_save()
+        return checkpoint.load_checkpoint(self.model, self.optimizer, Path(root), step, reset_optimizer_states)
 
     def close(self) -> None:
         """Leave the process group. The actor is of no use afterwards."""
@@ -293,8 +262,13 @@ class Actor:
 
     def _export(self) -> Exporter:
         if self._exporter is None:
-            self._exporter = Exporter(self.model)
+            self._exporter = Exporter(self._policy("export"))
         return self._exporter
+
+    def _policy(self, what: str) -> Model:
+        if self.config.value_head:
+            raise ConfigError("trainer.value_head", True, f"false; a critic has no vocabulary to {what} with")
+        return self.model
 
     def _temperature(self, override: float | None) -> float:
         if override is None:
@@ -306,9 +280,3 @@ class Actor:
         if not batches:
             raise ConfigError("batches", [], "at least one micro-batch on every rank")
         return batches
-
-
-def check_temperature(temperature: float) -> None:
-    """Raises ConfigError for a temperature by which logits cannot be divided."""
-    if not 0 < temperature < math.inf:
-        raise ConfigError("trainer.temperature", temperature, "a finite number above 0")

@@ -1,4 +1,8 @@
-"""Rank 0's decisions: push where replicas are behind, else train the next batch, else wait; leave when done or told to."""
+"""Rank 0's decisions: what all ranks do next, and for whom they wait.
+
+The actor pushes where replicas are behind, else trains the next batch; with a critic it waits for the values of the batch first. The critic
+gives each batch its values, and trains it; where the reward is charged with a KL, it waits for the actor's first.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,85 @@ from typing import Any
 
 import structlog
 
+from services.trainer.exchange import Exchange
 from services.trainer.link import Link
-from services.trainer.orders import Leave, Order, Push, Train, Wait
+from services.trainer.orders import Leave, Order, Push, Train, Value, Wait
 from services.trainer.push import Pusher, Target
 from shared.errors import DeadlineExceeded
 from shared.messages import Batch, BatchPending, RunDone
+from shared.versions import version_after
 
 TOLD_SECONDS = 30.0
 """How often a long wait is logged with whom it waits for."""
 
+LOOK_SECONDS = 0.02
+HOLD_SECONDS = 2.0
+"""How long a wait for the other role is held before the ranks are told to come back: they wait for each other's orders meanwhile."""
 
-class Conductor:
-    """Gives the next order for the step that is due.
+
+class Patience:
+    """One wait at a time, from its first question to its deadline.
 
     Args:
-        batch_timeout: seconds to wait for one batch before giving up with an error that names whom it waited for.
+        seconds: to wait for one batch, or for the other role, before giving up with an error that names whom it waited for.
     """
 
-    def __init__(self, link: Link, pusher: Pusher, batch_timeout: float) -> None:
-        self._link, self._pusher, self._batch_timeout = link, pusher, batch_timeout
-        self._waiting_since: float | None = None
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since: float | None = None
         self._told = 0.0
-        self.targets: list[Target] = []
         self._log: Any = structlog.get_logger()
+
+    def end(self) -> None:
+        """What was waited for is there."""
+        self._since = None
+
+    def keep(self, what: str, whom: str, **known: int) -> None:
+        """Goes on waiting. Raises DeadlineExceeded."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = self._told = now
+        waited = now - self._since
+        if waited > self._seconds:
+            raise DeadlineExceeded(what, whom, waited, "the trainer stops")
+        if now - self._told > TOLD_SECONDS:
+            self._told = now
+            self._log.info("waiting", what=what, whom=whom, seconds=round(waited), **known)
+
+
+class Batches:
+    """The next batch, asked of the buffer."""
+
+    def __init__(self, link: Link, patience: Patience) -> None:
+        self._link, self._patience = link, patience
+
+    def next(self, step: int, version: int) -> Batch | Order:
+        """The batch of ``step``, or what to do without it."""
+        answer = self._link.batch(step, version)
+        if isinstance(answer, Batch):
+            self._patience.end()
+            return answer
+        if isinstance(answer, RunDone):
+            return Leave(done=True)
+        assert isinstance(answer, BatchPending)  # the third and last kind of answer
+        self._patience.keep(f"the batch of step {answer.step}", answer.waiting_for, have=answer.have, need=answer.need)
+        return Wait()
+
+
+class Conductor:
+    """Gives the actor's next order for the step that is due.
+
+    Args:
+        batch_timeout: see `Patience`. steps: of the run. interval: steps between pushes. exchange: with a critic, None without one.
+    """
+
+    def __init__(
+        self, link: Link, pusher: Pusher, batch_timeout: float, *, steps: int, interval: int, exchange: Exchange | None = None
+    ) -> None:
+        self._link, self._pusher, self._exchange = link, pusher, exchange
+        self._steps, self._interval = steps, interval
+        self._batches, self._for_critic = Batches(link, Patience(batch_timeout)), Patience(batch_timeout)
+        self.targets: list[Target] = []
 
     def next(self, step: int, version: int) -> Order:
         """Args: step: the next to train. version: the weights that the trainer holds. Raises DeadlineExceeded."""
@@ -38,30 +98,57 @@ class Conductor:
         self.targets = self._pusher.behind(version)
         if self.targets:
             return Push(version)
-        answer = self._link.batch(step, version)
-        if isinstance(answer, Batch):
-            self._waiting_since = None
-            return Train(answer)
-        if isinstance(answer, RunDone):
-            return Leave(done=True)
-        assert isinstance(answer, BatchPending)  # the third and last kind of answer
-        self._keep_waiting(answer)
-        return Wait()
+        batch = self._batches.next(step, version)
+        if not isinstance(batch, Batch):
+            return batch
+        if self._exchange is not None and not _held(self._link, self._exchange, "values", step):
+            self._for_critic.keep(f"the values of step {step}", "the critic")
+            return Wait()
+        self._for_critic.end()
+        return Train(batch, self._ahead(step + 1))
 
-    def _keep_waiting(self, pending: BatchPending) -> None:
-        now = time.monotonic()
-        if self._waiting_since is None:
-            self._waiting_since = self._told = now
-        waited = now - self._waiting_since
-        if waited > self._batch_timeout:
-            raise DeadlineExceeded(f"the batch of step {pending.step}", pending.waiting_for, waited, "the trainer stops")
-        if now - self._told > TOLD_SECONDS:
-            self._told = now
-            self._log.info(
-                "waiting_for_batch",
-                step=pending.step,
-                have=pending.have,
-                need=pending.need,
-                whom=pending.waiting_for,
-                seconds=round(waited),
-            )
+    def _ahead(self, step: int) -> Batch | None:
+        """The batch after this one, where it is there already, or can be formed at once."""
+        if step >= self._steps:
+            return None
+        answer = self._link.batch(step, version_after(step, self._interval, self._steps), hold=False)
+        return answer if isinstance(answer, Batch) else None
+
+
+class CriticConductor:
+    """Gives the critic's next order.
+
+    Args:
+        batch_timeout: see `Patience`. exchange: with the actor. charged: whether the actor's KL is needed to train a batch.
+    """
+
+    def __init__(self, link: Link, batch_timeout: float, exchange: Exchange, *, charged: bool) -> None:
+        self._link, self._exchange, self._charged = link, exchange, charged
+        self._batches, self._for_actor = Batches(link, Patience(batch_timeout)), Patience(batch_timeout)
+        self._valued: Batch | None = None
+
+    def next(self, step: int, version: int) -> Order:
+        """Args: step: the next to train. version: of the actor's weights that it is trained on. Raises DeadlineExceeded."""
+        if self._link.stopping:
+            return Leave(done=False)
+        if self._valued is None or self._valued.step != step:
+            batch = self._batches.next(step, version)
+            if not isinstance(batch, Batch):
+                return batch
+            self._valued = batch
+            return Value(batch)
+        if self._charged and not _held(self._link, self._exchange, "kl", step):
+            self._for_actor.keep(f"the KL of step {step}", "the actor")
+            return Wait()
+        self._for_actor.end()
+        return Train(self._valued)
+
+
+def _held(link: Link, exchange: Exchange, kind: Any, step: int) -> bool:
+    """Whether the other role's numbers of a step are there, or come soon."""
+    end = time.monotonic() + HOLD_SECONDS
+    while not exchange.complete(kind, step):
+        if time.monotonic() > end or link.stopping:
+            return False
+        time.sleep(LOOK_SECONDS)
+    return True

@@ -10,7 +10,7 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from shared.messages import (
     BatchAnswer,
     BatchRequest,
     Durable,
+    RunDone,
     ServiceCard,
     Trained,
     TrainerStep,
@@ -42,15 +43,17 @@ CALL_MARGIN = 10.0
 
 
 class Link:
-    """Use as a context manager around the training loop."""
+    """Use as a context manager around the training loop. ``service``: trainer, or critic."""
 
-    def __init__(self) -> None:
+    def __init__(self, service: str = "trainer") -> None:
+        self._name = service
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="bus-link", daemon=True)
         self._started: Future[Service] = Future()
         self._ended: asyncio.Event | None = None
         self._stop_asked = threading.Event()
         self._replicas: list[ServiceCard] = []
+        self._evaluations: dict[str, tuple[int, float]] = {}
 
     def __enter__(self) -> Link:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -80,9 +83,14 @@ class Link:
 
     # --- the buffer
 
-    def batch(self, step: int, version: int) -> BatchAnswer:
-        """The batch of ``step``, or that it is not ready yet (within seconds), or that the run is done."""
-        return self.call(self._ask(self.service.subjects.batch, BatchRequest(step=step, version=version), BatchAnswer), REQUEST_SECONDS)
+    def batch(self, step: int, version: int, hold: bool = True) -> BatchAnswer:
+        """The batch of ``step``, or that it is not ready yet (within seconds; at once without ``hold``), or that the run is done."""
+        request = BatchRequest(step=step, version=version, hold=hold)
+        answer = self.call(self._ask(self.service.subjects.batch, request, BatchAnswer), REQUEST_SECONDS)
+        if isinstance(answer, RunDone):  # the buffer's card may not have said it yet, and nobody will look again
+            for name, reward in answer.rewards.items():
+                self._evaluations = {**self._evaluations, name: (answer.version, reward)}
+        return answer
 
     def trained(self, report: Trained) -> None:
         """Returns once the buffer has recorded the step."""
@@ -98,6 +106,10 @@ class Link:
         """Publishes the step's measurements, without waiting."""
         self._spawn(self.service.event("trainer", "step", step))
 
+    def tell(self, what: str, detail: str) -> None:
+        """Publishes an event about this service, without waiting."""
+        self._spawn(self.service.tell(what, detail))
+
     def set_state(self, state: str) -> None:
         self.service.state = state
 
@@ -105,6 +117,16 @@ class Link:
         """Sets live figures for the registry and Prometheus."""
         for name, value in values.items():
             self.service.metrics.set(name, value)
+
+    def metrics(self, values: Mapping[str, float]) -> None:
+        """Sets live figures for Prometheus alone: the registry's cards stay small."""
+        for name, value in values.items():
+            self.service.metrics.set(name, value, carded=False)
+
+    @property
+    def evaluations(self) -> dict[str, tuple[int, float]]:
+        """Dataset → the version that was evaluated last, and its mean reward; as the buffer last told."""
+        return self._evaluations
 
     def weights_live(self, live: WeightsLive) -> None:
         """Makes ``live.version`` the run's live version, where it is not behind one that was live before."""
@@ -149,7 +171,7 @@ class Link:
             self._loop.close()
 
     async def _live(self) -> None:
-        service = await connect("trainer")
+        service = await connect(self._name, role="trainer")
         self._ended = asyncio.Event()
         try:
             async with attended(service), service.background(self._look(service)):
@@ -159,11 +181,19 @@ class Link:
             await service.store.close()
             await service.bus.close()
 
+    def _see_evaluation(self, card: ServiceCard) -> None:
+        name = self.config.eval.eval_name
+        version, reward = card.gauges.get(f"eval_{name}_version"), card.gauges.get(f"eval_{name}")
+        if version is not None and reward is not None and version > self._evaluations.get(name, (-1, 0.0))[0]:
+            self._evaluations = {**self._evaluations, name: (int(version), reward)}
+
     async def _look(self, service: Service) -> None:
         while True:
             try:
                 cards = await service.registry.alive("rollout")
                 self._replicas = [card for card in cards if card.state not in ("starting", "stopping")]
+                for card in await service.registry.alive("buffer"):
+                    self._see_evaluation(card)
             except (MyxoError, *TRANSIENT) as error:
                 service.log.warning("registry_unread", error=str(error))
             await asyncio.sleep(LOOK_SECONDS)

@@ -1,4 +1,4 @@
-"""The training loop, as every rank runs it.
+"""The actor's training loop, as every rank runs it.
 
 Warm start, then: take an order; push the weights, or train a batch, report it, save now and then. What a step means is in
 `services.trainer.objective`; which batch comes next is the buffer's; what to do next is `services.trainer.conductor`'s.
@@ -7,170 +7,224 @@ Warm start, then: take an order; push the weights, or train a batch, report it, 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-import structlog
-
-from services.trainer import batches, settings
-from services.trainer.actor import Actor, StepResult, latest_step
+from services.trainer import batches, dumps
+from services.trainer.actor import StepResult
 from services.trainer.batches import TrainBatch
 from services.trainer.conductor import Conductor
+from services.trainer.exchange import Exchange
+from services.trainer.figures import TokenSums
+from services.trainer.job import Job
 from services.trainer.link import Link
-from services.trainer.megatron import DEVICE_TYPE
+from services.trainer.megatron import DEVICE_TYPE, runtime
 from services.trainer.megatron.reference import FrozenWeights
-from services.trainer.objective import PolicyLoss, SftLoss
-from services.trainer.orders import Leave, OrderChannel, Push, Train, Wait
-from services.trainer.packing import PackedBatch
-from services.trainer.progress import Places, Progress
+from services.trainer.megatron.runtime import together
+from services.trainer.objective import SftLoss, needs
+from services.trainer.objective.kl import kl_estimate
+from services.trainer.orders import Leave, Push, Train, Wait
 from services.trainer.push import Pusher
 from services.trainer.record import Record
+from services.trainer.reference import Reference
 from services.trainer.sft import Demonstrations
+from services.trainer.shaping import Shaping, teacher_gap
 from shared.config import RunConfig
-from shared.errors import MyxoError
-from shared.messages import Trained
+from shared.messages import Batch, Trained
 from shared.store import BlockingStore
 from shared.tokenizer import Tokenizer
-from shared.versions import version_after
 
-SKIPPED_IN_A_ROW = 10
-"""Optimizer steps without a finite gradient after which training has failed."""
+TOKEN_MEANS = {
+    "advantages": "advantages",
+    "log_probs": "proximal_log_probs",
+    "rollout_log_probs": "rollout_log_probs",
+    "ref_log_probs": "ref_log_probs",
+    "kl": "kl",
+    "values": "values",
+    "returns": "returns",
+}
+"""Metrics of a batch → the field that they are the mean of over trained tokens, where the batch has it."""
 
 
-class TrainingDiverged(MyxoError):
-    """Loss or gradient stayed non-finite."""
-
-
-class Trainer:
-    """One rank of the trainer.
+class Trainer(Job):
+    """One rank of the actor.
 
     Args:
-        link: rank 0's link to the bus; None on the other ranks.
+        store, link, exchange: as `Job` takes them.
     """
 
-    def __init__(self, config: RunConfig, redis_url: str, link: Link | None) -> None:
-        self._config, self._link, self._log = config, link, structlog.get_logger()
-        self._places = Places(config.run.root)
-        self._objective = settings.objective_config(config)
-        self._store = BlockingStore(redis_url)
-        self._state("loading the model")
-        self._actor = Actor.create(settings.actor_config(config), config.model.hf_checkpoint)
-        self._channel = OrderChannel(config.trainer.collective_timeout)
-        self._progress = Progress()
-        self._reference: FrozenWeights | None = None
-        self._skipped = 0
+    def __init__(self, config: RunConfig, store: BlockingStore, link: Link | None, exchange: Exchange | None = None) -> None:
+        super().__init__(config, store, link, "actor", exchange)
+        self._shaping = Shaping(config, self._objective, self._store)
+        self._teacher: FrozenWeights | None = None
+        trainer, interval = config.trainer, config.algorithm.ref_update_interval
+        self._reference: Reference | None = None
+        if needs(self._objective).reference:
+            keep = trainer.keep_checkpoints * trainer.save_interval
+            self._reference = Reference(self._actor, self._places.reference, interval, keep)
+        self._durable = 0
         self._record: Record | None = None
         self._pusher: Pusher | None = None
-        self._conductor: Conductor | None = None
         if link is not None:
-            self._record = Record(link, self._places.tensorboard)
+            self._record = Record(link, self._places.tensorboard, config, self._actor)
             backend = "nccl" if DEVICE_TYPE == "cuda" else "gloo"
             self._pusher = Pusher(link, backend, config.weights.push_timeout)
-            self._conductor = Conductor(link, self._pusher, config.trainer.batch_timeout)
+            self._conductor = Conductor(
+                link,
+                self._pusher,
+                config.trainer.batch_timeout,
+                steps=config.rollout.num_rollout,
+                interval=config.weights.update_weights_interval,
+                exchange=self._exchange,
+            )
 
     def run(self) -> None:
         """Trains until the run is done or a stop is asked for; everything it needs to go on is then on disk."""
         self._resume()
+        self._tell_durable()
         if not self._progress.sft_done:
             self._warm_start()
-        if self._objective.kl_loss_coef:
-            self._load_reference()
+        if self._reference is not None:
+            self._state("loading the reference")
+            self._reference.load(self._progress.steps)
+        if self._config.algorithm.opd_teacher_load is not None:
+            self._state("loading the teacher")
+            self._teacher = FrozenWeights.from_hf(self._actor.model, self._config.algorithm.opd_teacher_load)
         self._state("ready")
-        saved = self._progress.steps
         while True:
             match self._order():
                 case Push(version=version):
                     self._push(version)
-                case Train(batch=batch):
-                    self._train(batches.read(batch, self._store, self._objective, self._config.trainer.num_steps_per_rollout))
+                case Train(batch=batch, ahead=ahead):
+                    self._train(batch, ahead)
                     if self._is_save_due():
-                        saved = self._save()
-                case Wait():
-                    pass
+                        self._save()
                 case Leave(done=done):
-                    if not done and saved < self._progress.steps:
+                    if not done and self._saved < self._progress.steps:
                         self._save()
                     break
+                case Wait():
+                    pass
+            self._tell_durable()
 
     def close(self) -> None:
-        """Lets go of groups, files and connections."""
         if self._record is not None:
             self._record.close()
         if self._pusher is not None:
             self._pusher.close()
-        self._store.close()
-        self._actor.close()
+        super().close()
 
     # --- one order at a time
 
-    def _order(self) -> Train | Push | Wait | Leave:
-        if self._conductor is None:
-            return self._channel.receive()
-        return self._channel.send(self._conductor.next(self._progress.steps, self._version))
-
     def _push(self, version: int) -> None:
         buckets = self._actor.export(self._config.weights.update_weight_buffer_size)
-        if self._pusher is None or self._conductor is None or self._record is None:
+        if self._pusher is None or self._record is None:
             for _ in buckets:
                 pass
             return
+        assert isinstance(self._conductor, Conductor)  # of rank 0, which has the pusher
         result = self._pusher.push(version, self._conductor.targets, buckets)
         if result is not None:
             self._log.info("weights_pushed", **asdict(result))
             self._record.push(result)
 
-    def _train(self, batch: TrainBatch) -> None:
+    def _train(self, batch: Batch, ahead: Batch | None) -> None:
         started = time.time()
-        loss = PolicyLoss(self._objective).at_version(batch.version)
-        results = []
-        for micro_batches in self._prepared(batch):
-            result = self._actor.train_step(micro_batches, loss, need_entropy=self._objective.entropy_coef != 0.0)
-            self._watch_divergence(result)
-            results.append(result)
-        ended = time.time()
+        if self._first and (template := self._config.monitoring.save_debug_rollout_data) is not None:
+            dumps.write_batch(template, batch, self._store)
+        prepared = self._prepared(batch, ahead)
+        token_means = self._token_means(prepared)
+        optimizing = time.monotonic()
+        results = self._optimized(prepared)
+        optimized, ended = time.monotonic() - optimizing, time.time()
+        self._inspect(prepared, results)
         self._progress.steps = batch.step + 1
-        if self._record is not None:
-            self._record.step(batch, results, started, ended)
+        if self._reference is not None:
+            self._reference.renew(self._progress.steps)
+        if self._record is not None and results:
+            self._record.step(prepared, results, started, ended, optimized=optimized, token_means=token_means)
         if self._link is not None:
             self._link.trained(Trained(step=batch.step, version=batch.version, started=started, ended=ended))
 
-    def _prepared(self, batch: TrainBatch) -> list[list[PackedBatch]]:
-        """Micro-batches of each optimizer step, with proximal and reference log-probs where the objective needs them."""
-        actor, trainer = self._actor, self._config.trainer
-        steps = [
-            batches.micro_batches(
-                samples,
-                self._objective,
-                dp_rank=actor.data_parallel_rank,
-                dp_size=actor.data_parallel_size,
-                max_tokens=trainer.max_tokens_per_gpu,
-                vocab_size=actor.architecture.vocab_size,
-            )
-            for samples in batch.optimizer_steps
-        ]
-        if len(steps) > 1:  # with a single step the policy itself is the proximal one
-            steps = [self._with_log_probs(micro_batches, "proximal_log_probs") for micro_batches in steps]
+    def _prepared(self, batch: Batch, ahead: Batch | None) -> TrainBatch:
+        """The batch with everything that its loss reads: log-probs of the present and the reference policy, values, advantages."""
+        objective, prepared = self._objective, self._assembled(batch, ahead)
+        wanted = needs(objective, len(prepared.steps))
+        if wanted.proximal:  # with a single step the policy itself is the proximal one
+            prepared = self._with_log_probs(prepared, "proximal_log_probs")
         if self._reference is not None:
-            with self._reference.in_place_of(actor.model):
-                steps = [self._with_log_probs(micro_batches, "ref_log_probs") for micro_batches in steps]
-        return steps
+            with self._reference.in_place_of_the_policy():
+                prepared = self._with_log_probs(prepared, "ref_log_probs")
+        if self._teacher is not None:
+            with self._teacher.in_place_of(self._actor.model):
+                prepared = self._with_log_probs(prepared, "teacher_log_probs")
+        if wanted.kl:
+            prepared = self._charged(prepared)
+        kl = prepared.per_sample("kl") if wanted.kl else None
+        values = self._values(prepared) if wanted.values else None
+        gap = teacher_gap(prepared, objective) if wanted.teacher_gap else None
+        rewards, custom = self._shaping.rewards(prepared.deal), self._shaping.advantages(prepared)
+        return batches.with_advantages(
+            prepared, objective, self._merged, kl=kl, values=values, teacher_gap=gap, rewards=rewards, custom=custom
+        )
 
-    def _with_log_probs(self, micro_batches: list[PackedBatch], field: str) -> list[PackedBatch]:
-        log_probs = self._actor.log_probs(micro_batches)
-        return [batch.with_fields(**{field: values.cpu()}) for batch, values in zip(micro_batches, log_probs, strict=True)]
+    def _optimized(self, batch: TrainBatch) -> list[StepResult]:
+        """One optimizer step after another; none while only the critic is to learn."""
+        results: list[StepResult] = []
+        if batch.step < self._config.algorithm.num_critic_only_steps:
+            return results
+        for number, step in enumerate(batch.steps):
+            loss, micro_batches = self._shaping.loss(batch, number), [one.packed for one in step]
+            result = self._actor.train_step(micro_batches, loss, need_entropy=self._objective.entropy_coef != 0.0)
+            self._watch_divergence(result)
+            results.append(result)
+        return results
 
-    def _watch_divergence(self, result: StepResult) -> None:
-        if result.skipped is None:
-            self._skipped = 0
-            return
-        self._skipped += 1
-        self._log.warning("optimizer_step_skipped", step=self._progress.steps, reason=result.skipped, in_a_row=self._skipped)
-        if self._skipped >= SKIPPED_IN_A_ROW:
-            raise TrainingDiverged(f"{self._skipped} optimizer steps in a row were skipped, the last because {result.skipped}")
+    def _token_means(self, batch: TrainBatch) -> dict[str, float]:
+        """Means of what trained tokens bring along, over all ranks. A collective."""
+        fields = batch.steps[0][0].packed.fields
+        numbers = {name: batch.per_sample(field) for name, field in TOKEN_MEANS.items() if field in fields}
+        own = TokenSums.of(batch.masks(), numbers)
+        return replace(own, sums=runtime.sum_over_data_parallel(own.sums)).means()
 
-    # --- the warm start and the reference
+    def _inspect(self, batch: TrainBatch, results: list[StepResult]) -> None:
+        """Writes what the step was made of, where that is asked for; warns where engine and trainer differ under equal weights."""
+        monitoring = self._config.monitoring
+        if monitoring.save_debug_train_data is not None:
+            dumps.write_tensors(monitoring.save_debug_train_data, batch, results, runtime.rank())
+        tokens = sum(result.metrics.get("agreement_tokens", 0.0) for result in results)
+        difference = sum(result.metrics.get("agreement_abs_diff", 0.0) for result in results) / max(tokens, 1.0)
+        if self._link is not None and difference > monitoring.logprob_alarm:
+            self._log.warning("logprobs_differ", step=batch.step, mean_abs_diff=difference, tokens=int(tokens))
+            detail = f"engine and trainer differ by {difference:.3g} on {int(tokens)} tokens of step {batch.step}"
+            self._link.tell("logprobs_differ", detail)
+
+    # --- with a critic
+
+    def _charged(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with the KL that its rewards are charged with; the critic gets it, too."""
+        old = "rollout_log_probs" if self._objective.off_policy == "rollout" else "proximal_log_probs"
+        kind = self._objective.kl_loss_type or "k1"
+        batch = batches.with_field(
+            batch, "kl", lambda one: kl_estimate(one.packed.fields[old], one.packed.fields["ref_log_probs"], kind) * one.packed.loss_mask
+        )
+        if self._exchange is not None:
+            with together(f"writing the KL of step {batch.step}"):
+                self._exchange.write("kl", batch.step, batch.named(batch.per_sample("kl")))
+            if self._first:
+                self._exchange.finish("kl", batch.step)
+        return batch
+
+    def _values(self, batch: TrainBatch) -> batches.PerSample:
+        """The critic's values of this rank's samples; the order to train came when all were there."""
+        assert self._exchange is not None  # of an objective with a critic
+        with together(f"reading the values of step {batch.step}"):
+            names = [batch.deal.name(number) for number in batch.numbers]
+            return dict(zip(batch.numbers, self._exchange.read("values", batch.step, names), strict=True))
+
+    # --- the warm start
 
     def _warm_start(self) -> None:
-        sft, trainer, actor = self._config.sft, self._config.trainer, self._actor
+        sft, actor = self._config.sft, self._actor
         if sft.sft_data is not None:
             self._state("warm start")
             demonstrations = Demonstrations(self._config, Tokenizer(self._config.model.hf_checkpoint))
@@ -184,7 +238,7 @@ class Trainer:
                     self._objective,
                     dp_rank=actor.data_parallel_rank,
                     dp_size=actor.data_parallel_size,
-                    max_tokens=trainer.max_tokens_per_gpu,
+                    max_tokens=self._max_tokens,
                     vocab_size=actor.architecture.vocab_size,
                 )
                 result = actor.train_step(micro_batches, SftLoss(), temperature=1.0)
@@ -192,47 +246,27 @@ class Trainer:
                 if self._record is not None:
                     self._record.sft(step + 1, sft.sft_steps, result)
             actor.reset_optimizer()
-        if self._objective.kl_loss_coef:
+        if needs(self._objective).reference:
             actor.save_hf(self._places.reference)
         self._progress.sft_done = True
         self._save()
 
-    def _load_reference(self) -> None:
-        self._reference = FrozenWeights.from_hf(self._actor.model, self._places.reference)
-
     # --- checkpoints
 
-    def _resume(self) -> None:
-        step = latest_step(self._places.checkpoints)
-        if step is None:
-            return
-        self._state("loading the checkpoint")
-        self._progress = Progress.from_extra(self._actor.load_checkpoint(self._places.checkpoints, step))
-        self._log.info("resumed", steps=self._progress.steps, version=self._version)
-        if self._link is not None and self._progress.steps:
-            self._link.durable(self._progress.steps)
-
-    def _is_save_due(self) -> bool:
-        steps = self._progress.steps
-        return steps % self._config.trainer.save_interval == 0 or steps == self._config.rollout.num_rollout
-
-    def _save(self) -> int:
-        """Writes a checkpoint and tells the buffer. The final one comes with HF weights."""
-        started, steps = time.monotonic(), self._progress.steps
-        self._actor.save_checkpoint(self._places.checkpoints, steps, self._progress.as_extra(), keep=self._config.trainer.keep_checkpoints)
-        if steps == self._config.rollout.num_rollout and self._config.trainer.save_hf:
+    def _save(self) -> None:
+        """The final checkpoint comes with HF weights."""
+        super()._save()
+        if self._saved == self._config.rollout.num_rollout and self._config.trainer.save_hf:
             self._actor.save_hf(self._places.hf)
-        self._log.info("checkpoint_saved", steps=steps, seconds=round(time.monotonic() - started, 2))
-        if self._link is not None and steps and not self._link.stopping:  # the buffer may be gone by then; a resume tells it
+
+    def _tell_durable(self) -> None:
+        """Tells the buffer of steps that a checkpoint holds, with a critic both roles' checkpoints: their payloads may go."""
+        if self._link is None or self._saved <= self._durable or self._link.stopping:  # the buffer may be gone by then; a resume tells it
+            return
+        steps = self._saved
+        if self._exchange is not None:
+            self._exchange.forget("values", steps)
+            steps = min(steps, self._exchange.saved("critic"))
+        if steps > self._durable:
             self._link.durable(steps)
-        return steps
-
-    # --- small things
-
-    @property
-    def _version(self) -> int:
-        return version_after(self._progress.steps, self._config.weights.update_weights_interval, self._config.rollout.num_rollout)
-
-    def _state(self, state: str) -> None:
-        if self._link is not None:
-            self._link.set_state(state)
+            self._durable = steps

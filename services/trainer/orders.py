@@ -16,7 +16,15 @@ from shared.messages import Batch
 
 @dataclass(frozen=True)
 class Train:
-    """Train this batch."""
+    """Train this batch. ``ahead``: the one after it, where it is there already: its samples can be read meanwhile."""
+
+    batch: Batch
+    ahead: Batch | None = None
+
+
+@dataclass(frozen=True)
+class Value:
+    """Give this batch's tokens their values: what a critic does before it trains it."""
 
     batch: Batch
 
@@ -40,9 +48,9 @@ class Leave:
     done: bool
 
 
-Order = Train | Push | Wait | Leave
+Order = Train | Value | Push | Wait | Leave
 
-_WAIT, _TRAIN, _PUSH, _LEAVE = range(4)
+_WAIT, _TRAIN, _PUSH, _LEAVE, _VALUE = range(5)
 
 
 class OrderChannel:
@@ -61,30 +69,43 @@ class OrderChannel:
         if self._alone:
             return order
         match order:
-            case Train(batch=batch):
-                payload = torch.frombuffer(bytearray(batch.encode()), dtype=torch.uint8)
-                self._broadcast(torch.tensor([_TRAIN, len(payload)]))
-                self._broadcast(payload)
+            case Train(batch=batch, ahead=ahead):
+                self._send(_TRAIN, *(one.encode() for one in (batch, ahead) if one is not None))
+            case Value(batch=batch):
+                self._send(_VALUE, batch.encode())
             case Push(version=version):
-                self._broadcast(torch.tensor([_PUSH, version]))
+                self._send(_PUSH, value=version)
             case Leave(done=done):
-                self._broadcast(torch.tensor([_LEAVE, int(done)]))
+                self._send(_LEAVE, value=int(done))
             case Wait():
-                self._broadcast(torch.tensor([_WAIT, 0]))
+                self._send(_WAIT)
         return order
 
     def receive(self) -> Order:
         """The other ranks' side."""
-        head = torch.zeros(2, dtype=torch.int64)
+        head = torch.zeros(4, dtype=torch.int64)
         self._broadcast(head)
-        kind, value = int(head[0]), int(head[1])
+        kind, value, *sizes = head.tolist()
+        batches = [Batch.decode(self._payload(size)) for size in sizes if size]
         if kind == _TRAIN:
-            payload = torch.empty(value, dtype=torch.uint8)
-            self._broadcast(payload)
-            return Train(Batch.decode(payload.numpy().tobytes()))
+            return Train(*batches)
+        if kind == _VALUE:
+            return Value(*batches)
         if kind == _PUSH:
             return Push(value)
         return Leave(bool(value)) if kind == _LEAVE else Wait()
+
+    def _send(self, kind: int, *payloads: bytes, value: int = 0) -> None:
+        """A head of four integers (kind, value, sizes of up to two payloads), then the payloads."""
+        sizes = [len(payload) for payload in payloads] + [0] * (2 - len(payloads))
+        self._broadcast(torch.tensor([kind, value, *sizes]))
+        for payload in payloads:
+            self._broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+
+    def _payload(self, size: int) -> bytes:
+        payload = torch.empty(size, dtype=torch.uint8)
+        self._broadcast(payload)
+        return payload.numpy().tobytes()
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, src=0, group=self._group)

@@ -131,6 +131,10 @@ class TrainSample:
         """Tokens of prompt and response."""
         return int(np.size(self.prompt_tokens) + np.size(self.response_tokens))
 
+    def predicting(self, start: int) -> slice:
+        """The positions that predict the response's tokens, in a pack in which the sample begins at ``start``."""
+        return slice(start + self.prompt_tokens.size - 1, start + self.length - 1)
+
     @property
     def trained_tokens(self) -> int:
         """Tokens with mask 1."""
@@ -253,7 +257,7 @@ def pack(
         end = start + sample.length
         tokens[start:end] = np.concatenate([sample.prompt_tokens, sample.response_tokens])
         labels[start : end - 1] = tokens[start + 1 : end]
-        predicts = slice(start + sample.prompt_tokens.size - 1, end - 1)
+        predicts = sample.predicting(start)
         trained = np.asarray(sample.loss_mask) != 0
         mask[predicts] = trained
         fields["advantages"][predicts] = np.where(trained, sample.advantage, 0.0)
@@ -271,6 +275,38 @@ def pack(
         max_seqlen=max(lengths),
         fields={name: torch.from_numpy(array) for name, array in fields.items()},
     )
+
+
+def spread(samples: Sequence[TrainSample], values: Sequence[npt.NDArray[np.floating]]) -> Tensor:
+    """Numbers of response tokens where their micro-batch has them: float32 [T], 0 wherever the mask is 0.
+
+    Args:
+        samples: those that ``pack`` laid out. values: [R] for each.
+
+    Raises:
+        BadSample: not R numbers, or one of a trained token is not finite.
+    """
+    laid_out = np.zeros(sum(sample.length for sample in samples) or _FILLER_TOKENS, np.float32)
+    start = 0
+    for sample, numbers in zip(samples, values, strict=True):
+        trained = np.asarray(sample.loss_mask) != 0
+        if np.shape(numbers) != trained.shape:
+            raise BadSample(sample.name, "values", f"shape {np.shape(numbers)} for {trained.size} response tokens")
+        bad = np.flatnonzero(trained & ~np.isfinite(numbers))
+        if bad.size:
+            raise BadSample(sample.name, "values", f"{numbers[bad[0]]} at trained position {bad[0]}, expected finite numbers")
+        laid_out[sample.predicting(start)] = np.where(trained, numbers, 0.0)
+        start += sample.length
+    return torch.from_numpy(laid_out)
+
+
+def collect(samples: Sequence[TrainSample], packed: Tensor) -> list[npt.NDArray[np.float32]]:
+    """The response tokens' numbers out of a micro-batch's [T]: float32 [R] for each of the samples that ``pack`` laid out."""
+    numbers, found, start = packed.detach().float().cpu().numpy(), [], 0
+    for sample in samples:
+        found.append(numbers[sample.predicting(start)].copy())
+        start += sample.length
+    return found
 
 
 def rank_micro_batches(

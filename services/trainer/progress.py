@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from shared.config import RunConfig
 from shared.versions import version_after
@@ -35,9 +36,8 @@ class Places:
 
     root: Path
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
+    def checkpoints_of(self, role: Literal["actor", "critic"]) -> Path:
+        return self.root / ("checkpoints" if role == "actor" else "critic-checkpoints")
 
     @property
     def reference(self) -> Path:
@@ -52,3 +52,7 @@ class Places:
     @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
+
+    @property
+    def tensorboard_of_critic(self) -> Path:
+        return self.tensorboard / "critic"

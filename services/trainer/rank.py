@@ -1,4 +1,4 @@
-"""One rank of the trainer: ``python -m services.trainer.rank`` under torchrun, or alone as a world of one."""
+"""One rank of the trainer: ``python -m services.trainer.rank ROLE`` under torchrun, or alone as a world of one."""
 
 from __future__ import annotations
 
@@ -9,18 +9,28 @@ import sys
 
 from shared.embedded import die_with_parent
 
+SERVICES = {"actor": "trainer", "critic": "critic"}
+"""What each role is called in the registry and the logs."""
 
-def main() -> None:
-    """Rank 0 holds the link to the bus and reads the config from it; the others read it by a short connection of their own."""
+
+def main(role: str) -> None:
+    """Rank 0 holds the link to the bus and reads the config from it; the others read it by a short connection of their own.
+
+    Args:
+        role: actor or critic.
+    """
     import torch
 
+    from services.trainer.critic import Critic
+    from services.trainer.exchange import Exchange
     from services.trainer.link import Link
     from services.trainer.loop import Trainer
+    from shared.store import BlockingStore
 
     rank = int(os.environ.get("RANK", "0"))
     with contextlib.ExitStack() as stack:
         if rank == 0:
-            link = stack.enter_context(Link())
+            link = stack.enter_context(Link(SERVICES[role]))
             config, redis_url = link.config, link.service.redis_url
         else:
             link = None
@@ -29,7 +39,8 @@ def main() -> None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if config.trainer.torch_threads is not None:
             torch.set_num_threads(config.trainer.torch_threads)
-        trainer = Trainer(config, redis_url, link)
+        exchange = Exchange(redis_url, config.run.name) if config.algorithm.has_critic else None
+        trainer = (Trainer if role == "actor" else Critic)(config, BlockingStore(redis_url), link, exchange)
         stack.callback(trainer.close)
         trainer.run()
 
@@ -55,4 +66,4 @@ if __name__ == "__main__":
     die_with_parent()
     from shared.service import exit_code
 
-    sys.exit(exit_code("trainer", main))
+    sys.exit(exit_code(SERVICES[sys.argv[1]], lambda: main(sys.argv[1])))

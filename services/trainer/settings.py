@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
+
 from services.trainer.actor import ActorConfig
+from services.trainer.exchange import Role
+from services.trainer.megatron import architecture_flags
+from services.trainer.megatron.families import read_architecture
+from services.trainer.megatron.flags import resolve
 from services.trainer.objective import ObjectiveConfig
 from shared.config import RunConfig
 
 
-def actor_config(config: RunConfig) -> ActorConfig:
-    """The actor's view: layout, precision, optimizer of the RL phase."""
+def model_directory(config: RunConfig, role: Role) -> Path:
+    """The HF checkpoint that a role starts from."""
+    return config.model.hf_checkpoint if role == "actor" else config.trainer.critic_load or config.model.hf_checkpoint
+
+
+def check_architecture(config: RunConfig, role: Role = "actor") -> None:
+    """Compares Megatron's flags that describe a model with the one that a role starts from. Raises ConfigError where they differ."""
+    if given := resolve(config.trainer.megatron).architecture:
+        architecture_flags.check(given, read_architecture(model_directory(config, role)))
+
+
+def actor_config(config: RunConfig, role: Role = "actor") -> ActorConfig:
+    """The view of a role's model: layout, precision, optimizer of the RL phase."""
     trainer = config.trainer
     return ActorConfig(
         tensor_model_parallel_size=trainer.tensor_model_parallel_size,
+        pipeline_model_parallel_size=trainer.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=trainer.virtual_pipeline_model_parallel_size,
+        context_parallel_size=trainer.context_parallel_size,
+        expert_model_parallel_size=trainer.expert_model_parallel_size,
+        expert_tensor_parallel_size=trainer.expert_tensor_parallel_size,
         sequence_parallel=trainer.sequence_parallel,
         use_distributed_optimizer=trainer.use_distributed_optimizer,
         dtype=trainer.train_dtype,
-        lr=trainer.lr,
+        lr=trainer.lr if role == "actor" else trainer.critic_lr or trainer.lr,
         min_lr=trainer.min_lr,
         lr_warmup_steps=trainer.lr_warmup_iters,
         lr_decay_steps=config.rollout.num_rollout * trainer.num_steps_per_rollout if trainer.lr_decay_style != "constant" else 0,
@@ -27,25 +50,29 @@ def actor_config(config: RunConfig) -> ActorConfig:
         clip_grad=trainer.clip_grad,
         seed=trainer.seed,
         recompute=trainer.recompute,
+        recompute_granularity=trainer.recompute_granularity,
+        recompute_method=trainer.recompute_method,
+        recompute_num_layers=trainer.recompute_num_layers,
+        recompute_modules=tuple(trainer.recompute_modules),
+        deterministic=trainer.deterministic,
         timeout_seconds=trainer.collective_timeout,
         temperature=config.rollout.rollout_temperature or 1.0,
+        value_head=role == "critic",
+        megatron=resolve(trainer.megatron).fields(),
     )
 
 
 def objective_config(config: RunConfig) -> ObjectiveConfig:
     """The objective's view of [algorithm]."""
     algorithm = config.algorithm
+    same = {field.name: getattr(algorithm, field.name) for field in fields(ObjectiveConfig) if field.name in type(algorithm).model_fields}
     return ObjectiveConfig(
-        advantage_estimator=algorithm.advantage_estimator,
-        normalize_std=not algorithm.disable_grpo_std_normalization,
-        normalize_advantages=algorithm.normalize_advantages,
-        eps_clip=algorithm.eps_clip,
-        eps_clip_high=algorithm.eps_clip_high,
-        eps_clip_c=algorithm.eps_clip_c,
-        kl_loss_type=algorithm.kl_loss_type,
-        kl_loss_coef=algorithm.kl_loss_coef,
-        entropy_coef=algorithm.entropy_coef,
-        off_policy=algorithm.off_policy,
-        tis_clip=algorithm.tis_clip,
-        tis_clip_low=algorithm.tis_clip_low,
+        **{
+            **same,
+            "normalize_rewards": not (algorithm.disable_rewards_normalization or algorithm.custom_reward_post_process_path),
+            "normalize_std": not algorithm.disable_grpo_std_normalization,
+            "off_policy": algorithm.correction,
+            "reducer": "token_mean" if algorithm.calculate_per_token_loss else "fixed_length" if algorithm.loss_divisor else "rollout_mean",
+            "fixed_length": algorithm.loss_divisor,
+        }
     )

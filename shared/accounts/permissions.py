@@ -45,11 +45,15 @@ class BusRights:
 
 @dataclass(frozen=True)
 class StoreRights:
-    """Commands of Redis, and the pattern of the keys that they may read, write or both (``access``: R, W or RW)."""
+    """Commands of Redis, and the pattern of the keys that they may read, write or both (``access``: R, W or RW).
+
+    ``own``: pattern of more keys, that may be read and written.
+    """
 
     commands: tuple[str, ...]
     access: str
     keys: str
+    own: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def rights(run: str) -> tuple[Rights, ...]:
         BUFFER: StoreRights((*_CONNECTION, "exists", "unlink"), "W", f"{run}:*"),
         ROLLOUT: StoreRights((*_CONNECTION, "get", "set"), "RW", f"{run}:*"),
         REWARD: StoreRights((*_CONNECTION, "get"), "R", f"{run}:*"),
-        TRAINER: StoreRights((*_CONNECTION, "get"), "R", f"{run}:*"),
+        TRAINER: StoreRights((*_CONNECTION, "get", "hexists", "hmget", "hset", "set", "unlink"), "R", f"{run}:*", f"{run}:exchange:*"),
         OPERATOR: StoreRights((*_CONNECTION, "exists", "get", "scan", "unlink"), "RW", f"{run}:*"),
     }
     return tuple(Rights(role, user_name(role, run), bus[role](Subjects(run)), store.get(role)) for role in ROLES)
@@ -183,6 +187,7 @@ def _reward(names: Subjects) -> BusRights:
 def _trainer(names: Subjects) -> BusRights:
     publish = (
         *_service(names, TRAINER),
+        f"$KV.{names.services_bucket}.critic.{ANY}",  # the other role of the same account
         names.batch,
         names.trained,
         names.durable,

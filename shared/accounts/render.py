@@ -117,6 +117,7 @@ def redis_conf(rights: Iterable[Rights], passwords: Mapping[str, str], place: Re
 
 def _user(name: str, password: str, store: StoreRights) -> str:
     keys = f"{_ACCESS[store.access]}{store.keys}" if store.access else "resetkeys"
+    keys += f" ~{store.own}" if store.own else ""
     commands = " ".join(f"+{command}" for command in store.commands)
     return f"user {name} on #{hashlib.sha256(password.encode()).hexdigest()} sanitize-payload resetchannels {keys} -@all {commands}"
 

@@ -34,10 +34,11 @@ async def erase_from_bus(bus: Bus, run: str) -> None:
 
 
 async def erase_from_store(url: str, run: str) -> None:
-    """Deletes the run's payloads."""
+    """Deletes the run's payloads, and what its trainers told each other."""
     client = redis.asyncio.Redis.from_url(url, **options(url))
     try:
-        async for key in client.scan_iter(match=f"{run}:group:*", count=SCAN):
-            await client.unlink(key)
+        for kind in ("group", "exchange"):
+            async for key in client.scan_iter(match=f"{run}:{kind}:*", count=SCAN):
+                await client.unlink(key)
     finally:
         await client.aclose()

@@ -21,7 +21,7 @@ from shared.cancel import cancelled
 from shared.cli import erase, exits, report
 from shared.cli.access import told_when_lost
 from shared.cli.child import ServiceSpec
-from shared.cli.plan import plan
+from shared.cli.plan import TRAINERS, plan
 from shared.cli.preflight import GivenServers
 from shared.cli.progress import Display, display
 from shared.cli.rundir import RunDirectory
@@ -139,7 +139,7 @@ class Launch:
         try:
             verdict = await self._until_end(bus, supervisor, watch, shown)
             if self._finished and not self._signals:
-                await self._wait(lambda: not supervisor.running("trainer"), LEAVE_SECONDS)
+                await self._wait(lambda: not any(map(supervisor.running, TRAINERS)), LEAVE_SECONDS)
         finally:
             shown.close()
             await self._stop(supervisor)
@@ -223,7 +223,7 @@ class Launch:
 
         async def others() -> list[ServiceCard]:
             cards = [card for card in await registry.alive() if card.service != ENVIRONMENT]
-            return [card for card in cards if instances is None or card.instance in instances or card.service == "trainer"]
+            return [card for card in cards if instances is None or card.instance in instances or card.service in TRAINERS]
 
         end = time.monotonic() + GONE_SECONDS
         while found := await others():
@@ -237,8 +237,9 @@ class Launch:
     async def _stop(self, supervisor: Supervisor) -> None:
         """Stops every service: asked first, the trainer before those it needs, killed when time is up or at another signal."""
         signals = len(self._signals)
-        supervisor.terminate("trainer")
-        await self._wait(lambda: not supervisor.running("trainer"), TRAINER_STOP_SECONDS)
+        for service in TRAINERS:
+            supervisor.terminate(service)
+        await self._wait(lambda: not any(map(supervisor.running, TRAINERS)), TRAINER_STOP_SECONDS)
         if len(self._signals) == signals:
             supervisor.terminate()
             await self._wait(lambda: not supervisor.running(), STOP_SECONDS)

@@ -15,7 +15,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from shared import __version__, flags, telemetry
-from shared.cli import exits
+from shared.cli import exits, tools
 from shared.errors import ConfigError, MyxoError
 
 LONGEST_ERROR = 1000
@@ -96,7 +96,10 @@ def parser() -> argparse.ArgumentParser:
     _with_run(commands, "watch", "the progress of a run whose services were started elsewhere, to its end, then its summary")
     _with_environment(commands)
     _with_accounts(commands)
-    _with_simulation(commands)
+    _with_tools(commands)
+    short = "the flags of Megatron's that a run takes, and what became of the others"
+    listed = commands.add_parser("flags", help=short, description=short[0].upper() + short[1:] + ".", allow_abbrev=False)
+    listed.add_argument("pattern", metavar="PATTERN", nargs="?", help="part of a flag's name: look among the config's own flags, too")
     _with_run(commands, "summary", "what a run came to: summary.json, a picture, a table")
     return top
 
@@ -164,11 +167,11 @@ def _with_accounts(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
 
-def _with_simulation(commands: argparse._SubParsersAction[_Parser]) -> None:
-    short = "throughput and staleness of every policy, simulated"
-    # no word is an option here, --help neither: all of them are for the simulation, which belongs to the buffer
-    command = commands.add_parser("simulate", help=short, add_help=False, prefix_chars="\0")
-    command.add_argument("options", nargs=argparse.REMAINDER)
+def _with_tools(commands: argparse._SubParsersAction[_Parser]) -> None:
+    # no word is an option here, --help neither: all of them are for the tool
+    for name, (_, short) in tools.TOOLS.items():
+        command = commands.add_parser(name, help=short, add_help=False, prefix_chars="\0")
+        command.add_argument("options", nargs=argparse.REMAINDER)
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
@@ -212,10 +215,12 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
             )
         case "samples":
             return _samples(parsed, console)
-        case "simulate":
-            from shared.cli.simulate import simulate
+        case command if command in tools.TOOLS:
+            return tools.run_tool(command, parsed.options)
+        case "flags":
+            from shared.cli.flag_list import flag_list
 
-            return simulate(parsed.options)
+            return flag_list(parsed.pattern, console)
         case "watch":
             from shared.cli.watch import watch
 

@@ -11,11 +11,19 @@ from shared.config import RunConfig
 SERVICE_MODULES = {service: f"services.{service}" for service in ("buffer", "reward", "rollout", "trainer")}
 """The module that `python -m` runs for each service."""
 
+TRAINERS = ("trainer", "critic")
+"""The services that hold what training has made: asked to stop before those that they need."""
+
+CRITIC = ("services.trainer", "critic")
+"""What it runs for the critic, the trainer's second role."""
+
 
 def plan(config: RunConfig, nats_url: str) -> list[ServiceSpec]:
-    """One trainer, and as many buffers, reward and rollout services as the config asks for."""
+    """One trainer, its critic where the objective has one, and as many buffers, reward and rollout services as the config asks for."""
     rewards, rollouts = config.reward.reward_replicas, config.rollout.rollout_replicas
     counts = {"buffer": config.run.buffer_replicas, "reward": rewards, "rollout": rollouts, "trainer": 1}
+    if config.algorithm.has_critic:
+        counts["critic"] = 1
     shares = devices.share_out(config)
     specs = []
     for service, count in counts.items():
@@ -24,5 +32,6 @@ def plan(config: RunConfig, nats_url: str) -> list[ServiceSpec]:
             environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": instance, "PYTHONUNBUFFERED": "1"}
             if instance in shares:
                 environment["CUDA_VISIBLE_DEVICES"] = shares[instance]
-            specs.append(ServiceSpec(service, instance, (sys.executable, "-m", SERVICE_MODULES[service]), environment))
+            module = CRITIC if service == "critic" else (SERVICE_MODULES[service],)
+            specs.append(ServiceSpec(service, instance, (sys.executable, "-m", *module), environment))
     return specs

@@ -16,8 +16,8 @@ from redis.exceptions import RedisError
 from shared import addresses, flags, hooks
 from shared.bus import Bus, BusUnreachable, redacted
 from shared.config import RunConfig, load
+from shared.demonstrations import DemonstrationFile
 from shared.errors import ConfigError
-from shared.jsonl import JsonLines
 from shared.prompts import PromptFile, TrainingPrompts, eval_prompts, training_prompts
 from shared.store import Store, StoreUnreachable
 from shared.subjects import Subjects
@@ -48,7 +48,7 @@ def checked_config(path: Path, arguments: list[str]) -> RunConfig:
     if heldout is not None:
         _check_prompts(heldout, "eval.eval_prompt_data")
     if config.sft.sft_data is not None:
-        _check_demonstrations(JsonLines(config.sft.sft_data, "sft.sft_data"), config)
+        _check_demonstrations(DemonstrationFile(config, tokenizer))
     return config
 
 
@@ -79,10 +79,9 @@ def _check_prompts(prompts: TrainingPrompts | PromptFile, field: str) -> None:
         print(f"myxo: {line if len(line) <= LONGEST_LINE else line[:LONGEST_LINE] + ' …'}", file=sys.stderr)
 
 
-def _check_demonstrations(lines: JsonLines, config: RunConfig) -> None:
-    for row in range(len(lines)):
-        lines.text(row, config.sft.sft_prompt_key)
-        lines.text(row, config.sft.sft_response_key)
+def _check_demonstrations(demonstrations: DemonstrationFile) -> None:
+    for row in range(len(demonstrations)):
+        demonstrations.check(row)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shared import addresses, runs, telemetry
+from shared import addresses, extras, runs, telemetry
 from shared.bus import redacted
 from shared.cli import exits, preflight, toml
 from shared.cli.access import told_when_lost
@@ -29,6 +29,7 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
     Raises ConfigError for bad input, MyxoError for what keeps the run from starting.
     """
     config = preflight.checked_config(path, arguments)
+    extras.check(config)
     if dry_run:
         console.file.write(toml.dump(config))
         return exits.DONE

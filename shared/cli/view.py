@@ -116,11 +116,12 @@ def waiting_for(config: RunConfig, cards: Sequence[ServiceCard], statuses: Seque
         oldest = max(absent, key=lambda status: status.lived)
         return f"{', '.join(status.instance for status in absent)} to start ({oldest.lived:.0f} s so far)"
     kinds = {card.service for card in cards if card.state != STANDBY}
-    missing = [service for service in ("buffer", "reward", "rollout", "trainer") if service not in kinds]
+    needed = ("buffer", "reward", "rollout", "trainer", *(("critic",) if config.algorithm.has_critic else ()))
+    missing = [service for service in needed if service not in kinds]
     if missing:
         return f"a {missing[0]} service"
     parts = [f"engine of {', '.join(card.instance for card in engines)} starting"] if engines else []
-    trainers = [card for card in cards if card.service == "trainer" and card.state != "ready"]
+    trainers = [card for card in cards if card.service in ("trainer", "critic") and card.state != "ready"]
     parts += [warm_up] if warm_up else [f"{card.instance} {card.state}" for card in trainers]
     if parts:
         return "; ".join(parts)

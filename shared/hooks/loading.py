@@ -17,6 +17,11 @@ RUN_BY = {
     "rollout.rollout_all_samples_process_path": "reward",
     "rollout.buffer_filter_path": "buffer",
     "data.data_source": "buffer",
+    "algorithm.custom_loss_function_path": "trainer",
+    "algorithm.custom_advantage_function_path": "trainer",
+    "algorithm.custom_tis_function_path": "trainer",
+    "algorithm.custom_pg_loss_reducer_function_path": "trainer",
+    "algorithm.custom_reward_post_process_path": "trainer",
 }
 """The service that calls the function of each field."""
 

@@ -11,11 +11,13 @@ from shared.messages.group import Payload
 class BatchRequest(Message):
     """Trainer asks for the batch of ``step``, to be trained on weights of ``version``. Subject ``<run>.buffer.batch``.
 
-    Idempotent: a step that was batched before is answered with the very same groups.
+    Idempotent: a step that was batched before is answered with the very same groups. ``hold``: wait a moment for a batch that is not there
+    yet; without it the answer comes at once.
     """
 
     step: int = Field(ge=0)
     version: int = Field(ge=0)
+    hold: bool = True
 
 
 class BatchGroup(Part):
@@ -58,7 +60,13 @@ class BatchPending(BatchAnswer):
 
 
 class RunDone(BatchAnswer):
-    """Every step is trained and durable and the last evaluation is in: the trainer may leave."""
+    """Every step is trained and durable and the last evaluation is in: the trainer may leave.
+
+    ``rewards``: mean reward of each held-out dataset under ``version``, the newest that was evaluated; empty where none was.
+    """
+
+    version: int = -1
+    rewards: dict[str, float] = {}
 
 
 class Trained(Message):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from shared import replay
 from shared.bus import Bus
 from shared.embedded import EmbeddedNats
 from shared.ledger import BatchFormed, GroupsScored, LedgerRecord
 from shared.subjects import Subjects
-from tests.e2e.launched import LaunchedRun
+from tests.e2e.launched import ROOT, LaunchedRun
 
 RUN_SECONDS = 900
 
@@ -28,7 +32,7 @@ def test_without_staleness_a_run_is_synchronous_and_repeatable(small_run: Callab
     for name in ("sync-a", "sync-b"):
         config = small_run(name, steps=2, staleness=0, temperature=0.0)
         root = tmp_path / "runs" / name
-        with LaunchedRun(config, root, name) as run:
+        with LaunchedRun(config, root, name, dumping(root)) as run:
             assert run.wait(RUN_SECONDS) == 0, run.said()
             summary = run.summary()
         assert summary["audit"] == "ok"
@@ -36,6 +40,31 @@ def test_without_staleness_a_run_is_synchronous_and_repeatable(small_run: Callab
         assert summary["steps"] == 2
         first_batches.append(asyncio.run(first_batch(root, name)))
     assert first_batches[0] == first_batches[1]
+    assert_replayed(config, root)
+
+
+def dumping(root: Path) -> list[str]:
+    """Flags for a run that dumps what it trains."""
+    return [
+        *("--save-debug-rollout-data", str(root / "dumps" / "batch_{rollout_id}.msgpack")),
+        *("--save-debug-train-data", str(root / "dumps" / "tensors_{rollout_id}_{rank}.safetensors")),
+    ]
+
+
+def assert_replayed(config: Path, root: Path) -> None:
+    """`myxo replay` makes the very weights out of the dumped batches that the run ended with, and reports the same losses."""
+    command = [sys.executable, "-m", "shared.cli.main", "replay", str(config), str(root / "dumps" / "batch_{rollout_id}.msgpack")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [step["step"] for step in steps] == [0, 1]
+    again = root.with_name(f"{root.name}-replay")
+    assert (again / "hf" / "model.safetensors").read_bytes() == (root / "hf" / "model.safetensors").read_bytes()
+    for step in steps:
+        with safe_open(root / "dumps" / f"tensors_{step['step']}_0.safetensors", framework="np") as tensors:
+            told = json.loads(tensors.metadata()["myxo"])
+            assert told["results"][0]["loss"] == step["loss"]
+            assert tensors.get_tensor("0.0.rollout_log_probs").shape == tensors.get_tensor("0.0.tokens").shape
 
 
 async def first_batch(root: Path, name: str) -> list[tuple[str, list[float], list[int]]]:

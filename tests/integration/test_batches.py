@@ -7,13 +7,21 @@ import asyncio
 import numpy as np
 import pytest
 
-from services.trainer import batches
-from services.trainer.objective import ObjectiveConfig
+from services.trainer import batches, facts, shares
+from services.trainer.batches import TrainBatch
+from services.trainer.facts import Facts
+from services.trainer.objective import Moments, ObjectiveConfig
+from services.trainer.packing import BadBatch, TrainSample
+from services.trainer.placement import SampleTooLong
+from services.trainer.reading import ShareReader
 from shared import sample
 from shared.embedded import EmbeddedValkey
 from shared.errors import BadMessage, PayloadMissing
 from shared.messages import Batch, BatchGroup, Payload
 from shared.store import BlockingStore, Store
+
+
+OBJECTIVE = ObjectiveConfig()
 
 
 def made(group: str, index: int, length: int, version: int) -> sample.Sample:
@@ -31,6 +39,30 @@ def made(group: str, index: int, length: int, version: int) -> sample.Sample:
     )
 
 
+def lengths(samples: list[sample.Sample]) -> list[int]:
+    return [len(one.prompt) + len(one.response) for one in samples]
+
+
+def read(batch: Batch, url: str, steps: int = 1, ranks: int = 1, objective: ObjectiveConfig = OBJECTIVE) -> list[TrainBatch]:
+    """What each of ``ranks`` data-parallel ranks makes of a batch: they differ in what they read, and add up what they found."""
+    dealt = shares.deal(batch, steps, ranks, 100)
+    found = [ShareReader(BlockingStore(url), rank).take(dealt) for rank in range(ranks)]
+    masks = [batches.masks_of(share) for share in found]
+    rows = [facts.table(len(dealt.items), share.samples, mask, dealt.removed()) for share, mask in zip(found, masks, strict=True)]
+    known = Facts(np.sum(rows, axis=0))
+    read = [
+        batches.assemble(share, mask, known, objective, rank=rank, max_tokens=100, vocab_size=100)
+        for rank, (share, mask) in enumerate(zip(found, masks, strict=True))
+    ]
+    return [batches.with_advantages(one, objective, lambda own: own) for one in read]
+
+
+def trained(batch: TrainBatch) -> dict[str, TrainSample]:
+    """A rank's samples by name."""
+    named = ((number, one) for step in batch.steps for micro in step for number, one in zip(micro.numbers, micro.samples, strict=True))
+    return {batch.deal.name(number): one for number, one in sorted(named, key=lambda pair: pair[0])}
+
+
 async def stored(url: str, run: str, rewards: list[list[float]]) -> Batch:
     """A batch at version 3 whose groups' samples are 1, 2, … tokens long and of version 1, 2, …"""
     store, groups = Store(url), []
@@ -40,7 +72,7 @@ async def stored(url: str, run: str, rewards: list[list[float]]) -> Batch:
         blobs = sample.encode(samples, 200)
         keys = [f"{run}:{name}:{part}" for part in range(len(blobs))]
         await store.write(dict(zip(keys, blobs, strict=True)))
-        payload = Payload(keys=keys, bytes=sum(map(len, blobs)))
+        payload = Payload(keys=keys, bytes=sum(map(len, blobs)), tokens=tuple(lengths(samples)))
         groups.append(BatchGroup(group=name, payload=payload, rewards=values))
     await store.close()
     return Batch(step=7, version=3, groups=groups)
@@ -48,34 +80,82 @@ async def stored(url: str, run: str, rewards: list[list[float]]) -> Batch:
 
 def test_a_batch_is_read_and_packed(valkey: EmbeddedValkey, run_name: str) -> None:
     batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0], [1.0, 1.0]]))
-    read = batches.read(batch, BlockingStore(valkey.url), ObjectiveConfig(), 1)
-    (samples,) = read.optimizer_steps
-    assert [one.advantage for one in samples[2:]] == [0.0, 0.0], "equal rewards teach nothing"
-    assert samples[0].advantage == pytest.approx(-samples[1].advantage)
-    figures = read.figures
+    (read_,) = read(batch, valkey.url)
+    advantages = read_.per_sample("advantages")
+    assert [advantages[number].tolist() for number in (2, 3)] == [[0.0], [0.0, 0.0]], "equal rewards teach nothing"
+    assert advantages[0][0] == pytest.approx(-advantages[1][0]) and advantages[1][0] == advantages[1][1] != 0
+    figures = read_.figures
     assert (figures.reward, figures.response_tokens, figures.tokens) == (0.75, 6, 14)
     assert (figures.staleness_mean, figures.staleness_max, figures.zero_std_groups) == (1.5, 2, 0.5)
-    (packed,) = batches.micro_batches(samples, ObjectiveConfig(), dp_rank=0, dp_size=1, max_tokens=100, vocab_size=100)
-    assert packed.loss_mask.sum() == 6
-    assert packed.fields["weights"].sum() == pytest.approx(1.0), "the mean over samples of the means over their tokens"
+    ((micro_batch,),) = read_.steps
+    assert micro_batch.packed.loss_mask.sum() == 6
+    assert micro_batch.packed.fields["weights"].sum() == pytest.approx(1.0), "the mean over samples of the means over their tokens"
+
+
+def test_ranks_read_their_own_groups_and_know_the_same(valkey: EmbeddedValkey, run_name: str) -> None:
+    rewards = [[1.0, 0.0, 0.5], [0.0, 1.0], [1.0, 1.0, 0.0], [0.0, 0.0]]
+    batch = asyncio.run(stored(valkey.url, run_name, rewards))
+    (alone,) = read(batch, valkey.url)
+    ranks = read(batch, valkey.url, ranks=2)
+    assert [len(rank.steps[0]) for rank in ranks] == [1, 1]
+    together = {number: values for rank in ranks for number, values in rank.per_sample("advantages").items()}
+    expected = alone.per_sample("advantages")
+    assert together.keys() == expected.keys()
+    assert all(np.array_equal(together[number], expected[number]) for number in expected)
+    assert all(rank.figures == alone.figures for rank in ranks)
+    weights = sum(float(micro.packed.fields["weights"].sum()) for rank in ranks for step in rank.steps for micro in step)
+    assert weights == pytest.approx(1.0)
+    read_groups = [rank.deal.groups(index) for index, rank in enumerate(ranks)]
+    assert sorted(read_groups[0] + read_groups[1]) == [0, 1, 2, 3], "no group is read twice"
+
+
+def test_a_share_that_was_read_ahead_is_the_share(valkey: EmbeddedValkey, run_name: str) -> None:
+    batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0], [0.0, 1.0]]))
+    dealt, other = shares.deal(batch, 1, 1, 100), shares.deal(batch.model_copy(update={"step": 8}), 1, 1, 100)
+    reader = ShareReader(BlockingStore(valkey.url), 0)
+    reader.ahead(other)
+    reader.ahead(other)
+    ahead = reader.take(other)
+    assert ahead.deal is other and sorted(ahead.samples) == [0, 1, 2, 3]
+    reader.ahead(other)
+    assert reader.take(dealt).deal is dealt, "what was read ahead is of another step"
+    reader.close()
+
+
+def test_whitening_is_over_the_whole_batch(valkey: EmbeddedValkey, run_name: str) -> None:
+    batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0, 0.2], [0.0, 1.0, 0.7]]))
+    objective = ObjectiveConfig(normalize_advantages=True)
+    (read_,) = read(batch, valkey.url, objective=objective)
+    masks, advantages = read_.masks(), read_.per_sample("advantages")
+    moments = Moments.of([advantages[number] for number in read_.numbers], [masks[number] for number in read_.numbers])
+    assert (moments.mean, moments.variance) == (pytest.approx(0, abs=1e-7), pytest.approx(1, abs=1e-6))
 
 
 def test_optimizer_steps_get_every_sample_once(valkey: EmbeddedValkey, run_name: str) -> None:
     batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0, 1.0], [0.0, 1.0]]))
-    read = batches.read(batch, BlockingStore(valkey.url), ObjectiveConfig(), 2)
-    names = [[one.name for one in part] for part in read.optimizer_steps]
-    assert sorted(name for part in names for name in part) == ["g00000000/0", "g00000000/1", "g00000000/2", "g00000001/0", "g00000001/1"]
-    assert [len(part) for part in names] == [2, 3]
+    (read_,) = read(batch, valkey.url, steps=2)
+    numbers = [sorted(number for micro in step for number in micro.numbers) for step in read_.steps]
+    assert numbers == [[0, 1], [2, 3, 4]]
 
 
-def test_a_lost_payload_and_one_that_does_not_fit_are_named(valkey: EmbeddedValkey, run_name: str) -> None:
+def test_what_does_not_fit_its_reference_is_named(valkey: EmbeddedValkey, run_name: str) -> None:
     batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0]]))
-    batch.groups[0].rewards.append(1.0)
-    with pytest.raises(BadMessage, match="group g00000000 of step 7: 2 samples in the store, 3 rewards"):
-        batches.read(batch, BlockingStore(valkey.url), ObjectiveConfig(), 1)
-    batch.groups[0].payload.keys[0] = "nowhere"
+    group = batch.groups[0]
+    for lengths, rewards, problem in (
+        ((3, 4, 5), [1.0, 0.0, 1.0], r"group g00000000 of step 7: 2 samples of \[3, 4\] tokens in the store, \[3, 4, 5\] by its reference"),
+        ((3, 4), [1.0], r"group g00000000 of step 7: its reference has 2 lengths for 1 rewards"),
+        ((), [1.0, 0.0], r"group g00000000 of step 7: its reference has 0 lengths for 2 rewards"),
+    ):
+        group.payload = group.payload.model_copy(update={"tokens": lengths})
+        group.rewards = rewards
+        with pytest.raises(BadMessage, match=problem):
+            read(batch, valkey.url)
+    group.payload, group.rewards = group.payload.model_copy(update={"tokens": (3, 4), "keys": ["nowhere"]}), [1.0, 0.0]
     with pytest.raises(PayloadMissing, match="no blob nowhere"):
-        batches.read(batch, BlockingStore(valkey.url), ObjectiveConfig(), 1)
+        read(batch, valkey.url)
+    group.payload = group.payload.model_copy(update={"tokens": (3, 101)})
+    with pytest.raises(SampleTooLong, match="sample g00000000/1 has 101 tokens, a micro-batch holds at most 100"):
+        read(batch, valkey.url)
 
 
 def two_versions(group: str, index: int) -> sample.Sample:
@@ -93,8 +173,8 @@ async def mixed(url: str, run: str, mask_below: int, removed: list[int], groups:
         samples = [two_versions(name, 0), made(name, 1, 3, 0), made(name, 2, 4, 2)]
         (blob,) = sample.encode(samples, 10_000)
         await store.write({f"{run}:{name}": blob})
-        payload = Payload(keys=[f"{run}:{name}"], bytes=len(blob))
-        refs.append(BatchGroup(group=name, payload=payload, rewards=[1.0, 0.0, 0.0], removed=removed))
+        payload = Payload(keys=[f"{run}:{name}"], bytes=len(blob), tokens=tuple(lengths(samples)))
+        refs.append(BatchGroup(group=name, payload=payload, rewards=[1.0, 0.0, 0.0], removed=tuple(removed)))
     await store.close()
     return Batch(step=0, version=2, mask_below=mask_below, groups=refs)
 
@@ -111,18 +191,27 @@ def test_stale_tokens_and_removed_samples_leave_the_loss(
     valkey: EmbeddedValkey, run_name: str, mask_below: int, removed: list[int], masks: list[str], figures: tuple[int, int, int]
 ) -> None:
     batch = asyncio.run(mixed(valkey.url, run_name, mask_below, removed))
-    read = batches.read(batch, BlockingStore(valkey.url), ObjectiveConfig(), 1)
-    (samples,) = read.optimizer_steps
+    (read_,) = read(batch, valkey.url)
+    samples = list(trained(read_).values())
     assert ["".join(map(str, one.loss_mask)) for one in samples] == masks
-    assert (read.figures.staleness_max, read.figures.masked_tokens, read.figures.removed_samples) == figures
-    assert samples[0].advantage == pytest.approx(-2 * samples[1].advantage), "every reward counts in the group"
-    (packed,) = batches.micro_batches(samples, ObjectiveConfig(), dp_rank=0, dp_size=1, max_tokens=100, vocab_size=100)
-    assert int(packed.loss_mask.sum()) == sum(mask.count("1") for mask in masks)
+    assert (read_.figures.staleness_max, read_.figures.masked_tokens, read_.figures.removed_samples) == figures
+    advantages = read_.per_sample("advantages")
+    assert advantages[0].max() == pytest.approx(2 / 3 / np.std([1, 0, 0], ddof=1), rel=1e-4), "every reward counts in the group"
+    ((micro_batch,),) = read_.steps
+    assert int(micro_batch.packed.loss_mask.sum()) == sum(mask.count("1") for mask in masks)
 
 
 def test_every_optimizer_step_trains_something(valkey: EmbeddedValkey, run_name: str) -> None:
     batch = asyncio.run(mixed(valkey.url, run_name, 2, [2], groups=3))  # of nine samples three are trained: 0, 3 and 6
+    for group in batch.groups:
+        group.stale = (1,)
     for parts, sizes in ((1, [9]), (2, [1, 8]), (3, [1, 3, 5]), (5, [1, 3, 5])):
-        steps = batches.read(batch, BlockingStore(valkey.url), ObjectiveConfig(), parts).optimizer_steps
-        assert [len(step) for step in steps] == sizes
-        assert all(any(one.trained_tokens for one in step) for step in steps)
+        (read_,) = read(batch, valkey.url, steps=parts)
+        assert [sum(len(micro.numbers) for micro in step) for step in read_.steps] == sizes
+        assert all(any(one.trained_tokens for micro in step for one in micro.samples) for step in read_.steps)
+
+
+def test_a_batch_of_which_nothing_is_trained_is_refused(valkey: EmbeddedValkey, run_name: str) -> None:
+    batch = asyncio.run(mixed(valkey.url, run_name, 3, []))
+    with pytest.raises(BadBatch, match=r"the loss mask is 0 on every token of step 0 \(3 samples\)"):
+        read(batch, valkey.url)

@@ -26,14 +26,17 @@ import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import multiprocessing
 import os
 import sys
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # read while sglang is imported
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # some routers are compiled functions: there is no compiler for them here
 
 import torch
 
@@ -138,6 +141,21 @@ def stand_in_for_triton() -> None:
     sys.meta_path.append(InertFinder("triton", attributes))
 
 
+def absorb_latent_attention(model_path: str) -> None:
+    """Let models with latent attention (DeepSeek-V3) prefill as they decode, in the low rank.
+
+    Torch's native attention takes keys and values from the cache, which holds low-rank vectors; SGLang would have a prompt's
+    projected first, for backends that take them as they come, and knows none but these and its GPU kernels.
+    """
+    config = Path(model_path, "config.json")
+    if not config.is_file() or "kv_lora_rank" not in json.loads(config.read_text()):
+        return  # the import costs a second
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+
+
 def fork_children() -> None:
     """Let ``multiprocessing.set_start_method`` choose fork, whatever is asked; keep the parent's objects shared."""
     choose = multiprocessing.set_start_method
@@ -158,7 +176,9 @@ if __name__ == "__main__":
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    arguments = prepare_server_args(sys.argv[1:])
+    absorb_latent_attention(arguments.model_path)
     try:
-        run_server(prepare_server_args(sys.argv[1:]))
+        run_server(arguments)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

@@ -18,6 +18,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from services.trainer.megatron import DEVICE_TYPE
+from services.trainer.megatron.context import gather_keys_and_values
+from services.trainer.megatron.long import attend_long, fits
 from services.trainer.megatron.packed import PackedSequences
 from shared.errors import MyxoError
 
@@ -53,6 +55,8 @@ class PackedCausalAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
@@ -68,14 +72,19 @@ class PackedCausalAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """``query``: [T, heads, head_dim]; ``key``, ``value``: [T, key/value heads, head_dim]. Returns [T, heads * head_dim].
+        """``query``: [T, heads, head_dim]; ``key``: [T, key/value heads, head_dim]; ``value``: [T, key/value heads, width],
+        where the width is another under latent attention. Returns [T, heads * width].
 
         Raises:
             MyxoError: the input is not packed, or wants a bias; neither occurs in this trainer.
         """
         if packed_seq_params is None or attention_bias is not None:
             raise MyxoError("PackedCausalAttention takes packed sequences without an attention bias, and nothing else")
-        attend = self._dense if self.dense else self._varlen
+        if packed_seq_params.context is not None:
+            key, value = gather_keys_and_values(key, value, packed_seq_params.context)
+            attend = self._dense_chunks if self.dense else self._varlen
+        else:
+            attend = self._dense if self.dense else self._by_length
         return attend(query, key, value, packed_seq_params).reshape(query.size(0), -1)
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
@@ -95,7 +104,50 @@ class PackedCausalAttention(MegatronModule):
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined if sequences.restore is None else joined.index_select(0, sequences.restore)
 
+    def _dense_chunks(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
+        """Under context parallelism: chunk by chunk, each with the keys up to its own last."""
+        assert sequences.context is not None
+        queries, keys = zip(*sequences.context.spans, strict=True)
+        outputs = []
+        for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
+            seen = torch.ones(q.size(0), k.size(0), dtype=torch.bool, device=q.device).tril(k.size(0) - q.size(0))
+            q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
+            )
+            outputs.append(attended[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+    def _by_length(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
+        """Long sequences one by one, the others together."""
+        found = sequences.long
+        if found is None or not fits(query, value):
+            return self._varlen(query, key, value, sequences)
+        parts = [tensor.split([stop - start for start, stop, _ in found.runs]) for tensor in (query, key, value)]
+        runs = list(zip(*parts, strict=True))
+        short = [run for run, (_, _, is_long) in zip(runs, found.runs, strict=True) if not is_long]
+        others: list[Tensor] = []
+        if found.cu_short is not None:
+            q, k, v = (torch.cat(tensors) for tensors in zip(*short, strict=True))
+            lengths = (found.cu_short, found.cu_short, found.longest_short, found.longest_short)
+            others = list(self._kernel(q, k, v, lengths).split([len(run[0]) for run in short]))
+        outputs = [
+            attend_long(q, k, v, self.scale) if is_long else others.pop(0)
+            for (q, k, v), (_, _, is_long) in zip(runs, found.runs, strict=True)
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
+        context = sequences.context
+        if context is None:
+            lengths = (sequences.cu_seqlens_q, sequences.cu_seqlens_kv, sequences.max_seqlen_q, sequences.max_seqlen_kv)
+        else:  # fewer queries than keys: the kernel's causal mask lets the last query see the last key
+            most_queries, most_keys = (max(span[side] for span in context.spans) for side in (0, 1))
+            lengths = (context.cu_queries, context.cu_keys, most_queries, most_keys)
+        return self._kernel(query, key, value, lengths)
+
+    def _kernel(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, Any, int, int]) -> Tensor:
+        """PyTorch's variable-length kernel. ``lengths``: where sequences begin, for queries and keys, and the longest of both."""
         varlen_attn, shares_heads = _varlen_kernel()
         more: dict[str, Any] = {}
         if query.size(1) != key.size(1):
@@ -104,17 +156,17 @@ class PackedCausalAttention(MegatronModule):
             else:
                 repeat = query.size(1) // key.size(1)
                 key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        width, missing = value.size(2), query.size(2) - value.size(2)
+        if missing:  # the kernel wants one width: the columns of zeros come out as zeros
+            value = F.pad(value, (0, missing))
         attended = varlen_attn(
             query.contiguous(),
             key.contiguous(),
             value.contiguous(),
-            sequences.cu_seqlens_q,
-            sequences.cu_seqlens_kv,
-            sequences.max_seqlen_q,
-            sequences.max_seqlen_kv,
+            *lengths,
             scale=self.scale,
             window_size=(-1, 0),  # nothing ahead: causal
             **more,
         )
         assert isinstance(attended, Tensor)
-        return attended
+        return attended[..., :width] if missing else attended

@@ -23,26 +23,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint import save as write_shards
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 
 from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.directory import fsync_tree, publish, replaced_by, scratch, settle
 from services.trainer.megatron.model import Model
 from services.trainer.megatron.optimizer import Optimizer
-from services.trainer.megatron.runtime import deadline, together
+from services.trainer.megatron.runtime import deadline, timeout_seconds, together
+from services.trainer.megatron.saving import Save, StagedShards
 from services.trainer.megatron.schedule import LearningRateSchedule
 from shared.errors import ConfigError, MyxoError
 
-FORMAT = 1
-_MARKER = "checkpoint.json"
+FORMAT = 2
+MARKER = "checkpoint.json"
 _NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -50,36 +44,15 @@ class CheckpointMissing(MyxoError):
     """There is no complete checkpoint where one was asked for."""
 
 
-class InProcessSave(TorchDistSaveShardedStrategy):
-    """Writes torch_dist shards from the calling process, one file a rank.
-
-    Megatron's own strategy starts a process to write and another that re-imports ``__main__`` for the queue between them,
-    which a service with threads and connections cannot afford.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        write_shards(
-            mcore_to_pyt_state_dict(flat, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, single_file_per_rank=True, thread_count=1, sync_files=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-
-
-def save_checkpoint(
-    model: Model, optimizer: Optimizer, root: Path, step: int, extra: dict[str, Any], keep: int | None = None
-) -> Path:
-    """Write and publish a checkpoint. A collective of all ranks; ``root`` must be the same directory for all.
+def start_saving(
+    model: Model, optimizer: Optimizer, root: Path, step: int, extra: dict[str, Any], keep: int | None = None, copied: bool = True
+) -> Save:
+    """Begin to write a checkpoint. A collective of all ranks; ``root`` must be the same directory for all.
 
     Args:
         step: names the checkpoint; an older one of the same step is replaced. extra: JSON data handed back by the load.
         keep: how many of the newest checkpoints stay, this one included; None for all.
-
-    Returns:
-        The checkpoint's directory.
+        copied: whether training may go on before :meth:`Save.finish`. One save at a time: finish it before the next.
 
     Raises:
         ConfigError: ``keep`` or ``step`` has no meaning, or ``extra`` is no JSON.
@@ -91,29 +64,33 @@ def save_checkpoint(
         raise ConfigError("step", step, "at least 0")
     marker = _describe(model, optimizer, step, extra)
     target = root / f"step_{step:08d}"
-    first = dist.get_rank() == 0
     partial = target.with_name(f".{target.name}.partial")
     with together(f"the preparation of checkpoint {target}"):
-        if first:
+        if dist.get_rank() == 0:
             partial = scratch(target)
-    with deadline(f"writing checkpoint {target}"):
-        dist_checkpointing.save(_sharded_state(model, optimizer, loading=False), str(partial), InProcessSave())
-    with together(f"publishing checkpoint {target}"):
-        if first:
-            (partial / _MARKER).write_text(marker)
-            fsync_tree(partial)
-            publish(partial, target)
-            _remove_old(root, keep)
-    return target
+    shards = StagedShards(copied)
+    with deadline(f"staging checkpoint {target}"):
+        dist_checkpointing.save(_sharded_state(model, optimizer, loading=False), str(partial), shards)
+
+    def appear() -> None:
+        (partial / MARKER).write_text(marker)
+        fsync_tree(partial)
+        publish(partial, target)
+        _remove_old(root, keep)
+
+    return Save(target, partial, shards, appear, timeout_seconds())
 
 
-def load_checkpoint(model: Model, optimizer: Optimizer, root: Path, step: int | None = None) -> dict[str, Any]:
+def load_checkpoint(
+    model: Model, optimizer: Optimizer, root: Path, step: int | None = None, reset_optimizer: bool = False
+) -> dict[str, Any]:
     """Bring model, optimizer, schedule and random state to where a checkpoint left them. A collective of all ranks.
 
     The layout may differ from the one that saved; the random states are restored only where it is the same.
 
     Args:
         step: which checkpoint; None for the newest.
+        reset_optimizer: load weights only; moments are zero then, and the configured schedule is at its beginning.
 
     Returns:
         The ``extra`` that was saved with it.
@@ -121,26 +98,58 @@ def load_checkpoint(model: Model, optimizer: Optimizer, root: Path, step: int | 
     Raises:
         CheckpointMissing: there is none (of this step). ConfigError: it is of another model, dtype or optimizer.
     """
-    found = checkpoints(root)
-    wanted = step if step is not None else max(found, default=None)
-    if wanted is None or wanted not in found:
-        which = "checkpoint" if step is None else f"checkpoint of step {step}"
-        raise CheckpointMissing(f"{root} holds no complete {which}; complete steps: {sorted(found) or 'none'}")
-    path = found[wanted]
-    marker = json.loads((path / _MARKER).read_text())
+    path, marker = find_checkpoint(root, step)
+    if reset_optimizer or marker.get("weights_only"):  # a converted checkpoint has nothing else
+        _check(path, marker, model)
+        _load_modules(path, model)
+        optimizer.megatron.reload_model_params()
+        optimizer.reset(optimizer.settings.schedule)
+        return dict(marker["extra"])
     _check(path, marker, model, optimizer)
     same_layout = marker["layout"] == _layout(model)
-    state = _sharded_state(model, optimizer, loading=True, with_random=same_layout)
+    state = _sharded_state(model, optimizer, loading=True, with_random=same_layout, updates=marker["updates"])
     with deadline(f"reading checkpoint {path}"):
         loaded = dist_checkpointing.load(state, str(path), strict="raise_all" if same_layout else "assume_ok_unexpected")
     for index, module in enumerate(model.modules):
         module.load_state_dict(loaded[f"model{index}"])
-    optimizer.megatron.load_state_dict(loaded["optimizer"])
+    for role, part in optimizer.parts().items():
+        part.load_state_dict(loaded["optimizer"][role])
     optimizer.resume(LearningRateSchedule(**marker["schedule"]), marker["updates"])
     if same_layout:
         _set_random_state(loaded["random"])
     extra: dict[str, Any] = marker["extra"]
     return extra
+
+
+def load_weights(model: Model, root: Path, step: int | None = None) -> None:
+    """The weights of a checkpoint, whatever its layout and optimizer; nothing else of it. A collective of all ranks.
+
+    An optimizer's float32 copies of the weights stay as they are.
+
+    Raises:
+        CheckpointMissing: there is none (of this step). ConfigError: it is of another model or dtype.
+    """
+    path, marker = find_checkpoint(root, step)
+    _check(path, marker, model)
+    _load_modules(path, model)
+
+
+def _load_modules(path: Path, model: Model) -> None:
+    with deadline(f"reading the weights of checkpoint {path}"):
+        loaded = dist_checkpointing.load(sharded_modules(model), str(path), strict="assume_ok_unexpected")
+    for index, module in enumerate(model.modules):
+        module.load_state_dict(loaded[f"model{index}"])
+
+
+def find_checkpoint(root: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint's directory and marker; the newest if ``step`` is None. Raises CheckpointMissing."""
+    found = checkpoints(root)
+    wanted = step if step is not None else max(found, default=None)
+    if wanted is None or wanted not in found:
+        which = "checkpoint" if step is None else f"checkpoint of step {step}"
+        raise CheckpointMissing(f"{root} holds no complete {which}; complete steps: {sorted(found) or 'none'}")
+    marker: dict[str, Any] = json.loads((found[wanted] / MARKER).read_text())
+    return found[wanted], marker
 
 
 def latest_step(root: Path) -> int | None:
@@ -156,7 +165,7 @@ def checkpoints(root: Path) -> dict[int, Path]:
     for path in sorted(root.iterdir(), reverse=True):  # a directory proper comes before one put aside
         target = replaced_by(path) or path
         named = _NAME.fullmatch(target.name)
-        if named and (path / _MARKER).is_file():
+        if named and (path / MARKER).is_file():
             found.setdefault(int(named[1]), path)
     return found
 
@@ -165,8 +174,7 @@ def _describe(model: Model, optimizer: Optimizer, step: int, extra: dict[str, An
     marker = {
         "format": FORMAT,
         "step": step,
-        "architecture": model.architecture.as_json(),
-        "dtype": str(model.config.params_dtype).removeprefix("torch."),
+        **model_entries(model),
         "use_distributed_optimizer": optimizer.settings.use_distributed_optimizer,
         "layout": _layout(model),
         "schedule": asdict(optimizer.settings.schedule),
@@ -179,41 +187,85 @@ def _describe(model: Model, optimizer: Optimizer, step: int, extra: dict[str, An
         raise ConfigError("extra", type(extra).__name__, f"JSON data without NaN or infinities ({error})") from error
 
 
+def model_entries(model: Model) -> dict[str, Any]:
+    return {
+        "architecture": model.architecture.as_json(),
+        "value_head": model.value_head,
+        "dtype": str(model.config.params_dtype).removeprefix("torch."),
+    }
+
+
 def _layout(model: Model) -> dict[str, Any]:
     return {**asdict(model.layout), "world_size": dist.get_world_size(), "device": DEVICE_TYPE}
 
 
-def _check(path: Path, marker: dict[str, Any], model: Model, optimizer: Optimizer) -> None:
-    """Raises ConfigError naming the first entry in which the checkpoint is not one of this model and optimizer."""
+def _check(path: Path, marker: dict[str, Any], model: Model, optimizer: Optimizer | None = None) -> None:
+    """Raises ConfigError naming the first entry in which the checkpoint is not one of this model (and optimizer)."""
     if marker.get("format") != FORMAT:
         raise ConfigError(f"{path}:format", marker.get("format"), f"{FORMAT}; written by another version of Myxo")
-    own = json.loads(_describe(model, optimizer, 0, {}))
+    own = json.loads(json.dumps(model_entries(model)))
     mine, saved = own["architecture"], marker["architecture"]
     for key in sorted(mine.keys() | saved.keys()):
         if mine.get(key) != saved.get(key):
             raise ConfigError(f"{path}:{key}", saved.get(key), f"{mine.get(key)!r}, as in the model that would be resumed")
-    for key in ("dtype", "use_distributed_optimizer"):
-        if own[key] != marker[key]:
-            raise ConfigError(f"{path}:{key}", marker[key], f"{own[key]!r}, as configured for this run")
+    if optimizer is not None:
+        own["use_distributed_optimizer"] = optimizer.settings.use_distributed_optimizer
+    for key in ("value_head", "dtype", "use_distributed_optimizer"):
+        if key in own and own[key] != marker.get(key, False):
+            raise ConfigError(f"{path}:{key}", marker.get(key, False), f"{own[key]!r}, as configured for this run")
 
 
-def _sharded_state(model: Model, optimizer: Optimizer, loading: bool, with_random: bool = True) -> dict[str, Any]:
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    modules: dict[str, Any] = {
-        f"model{index}": module.sharded_state_dict(metadata=metadata) for index, module in enumerate(model.modules)
-    }
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+}
+
+
+def sharded_modules(model: Model) -> dict[str, Any]:
+    metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    return {f"model{index}": module.sharded_state_dict(metadata=metadata) for index, module in enumerate(model.modules)}
+
+
+def _sharded_state(
+    model: Model, optimizer: Optimizer, loading: bool, with_random: bool = True, updates: int = 0
+) -> dict[str, Any]:
+    """``updates``: how many the checkpoint that is loaded has seen."""
+    metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    modules = sharded_modules(model)
     state = dict(modules)
     source = modules["model0"] if len(modules) == 1 else modules
-    state["optimizer"] = optimizer.megatron.sharded_state_dict(source, is_loading=loading, metadata=metadata)
+    state["optimizer"] = {
+        role: _sharded_part(part.sharded_state_dict(source, is_loading=loading, metadata=metadata), updates)
+        for role, part in optimizer.parts().items()
+    }
     if with_random:
         rank, world = dist.get_rank(), dist.get_world_size()
         state["random"] = ShardedObject("random", _random_state(), (world,), (rank,), replica_id=0)
     return state
+
+
+def _sharded_part(state: dict[str, Any], updates: int) -> dict[str, Any]:
+    """One optimizer's state, of which only the tensors are saved: they have the same names however many optimizers a rank
+    has. What stands beside them differs from layout to layout and rank to rank, where Megatron saves rank 0's; all of it
+    but the count of updates is configuration, so each rank loads its own."""
+    for group in state.get("optimizer", state)["param_groups"]:
+        group.pop("step", None)
+        if updates:
+            group["step"] = updates
+        if isinstance(group.get("params"), LocalNonpersistentObject):
+            group["params"] = group["params"].unwrap()
+    return {key: _mark_local(value) for key, value in state.items()}
+
+
+def _mark_local(state: Any) -> Any:
+    """``state`` with everything marked as not to be saved that holds no tensor to be saved."""
+    if isinstance(state, ShardedBase):
+        return state
+    if isinstance(state, dict | list) and any(isinstance(value, ShardedBase) for value in nested_values(state)):
+        if isinstance(state, dict):
+            return {key: _mark_local(value) for key, value in state.items()}
+        return [_mark_local(value) for value in state]
+    return LocalNonpersistentObject(state)
 
 
 def _random_state() -> dict[str, Any]:

@@ -10,6 +10,7 @@ in the source                                 becomes
 ``"cuda"``                                    ``"cpu"``
 ``"torch.cuda.FloatTensor"`` and its kin      ``"torch.FloatTensor"`` (optimizers compare ``Tensor.type()`` with it)
 ``x.cuda(...)``                               ``x.cpu()``
+``pin_memory=True``                           nothing: only memory that a device copies from can be pinned
 ============================================  ==================================================================
 
 torch itself and every other package stay as they are, and nothing rewritten is cached on disk. Where CUDA is there,
@@ -137,7 +138,12 @@ class CudaToCpu(ast.NodeTransformer):
         if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
             moved = ast.copy_location(ast.Attribute(node.func.value, "cpu", ast.Load()), node)
             return ast.copy_location(ast.Call(moved, [], []), node)
+        node.keywords = [keyword for keyword in node.keywords if not _pins(keyword)]
         return node
+
+
+def _pins(keyword: ast.keyword) -> bool:
+    return keyword.arg == "pin_memory" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
 
 
 def _without_compiler(module: types.ModuleType) -> None:
@@ -164,9 +170,39 @@ def _with_numpy_splits(module: types.ModuleType) -> None:
     module.__dict__["maybe_move_tensor_to_cpu"] = move
 
 
+def _with_even_gathers(module: types.ModuleType) -> None:
+    """Experts that are both distributed and split gather and scatter parts of different sizes, which gloo has not: here the
+    parts are padded to the longest."""
+    gather, scatter = module.__dict__["_gather_along_first_dim"], module.__dict__["_reduce_scatter_along_first_dim"]
+
+    def padded(part: torch.Tensor, rows: int) -> torch.Tensor:
+        return torch.cat([part, part.new_zeros(rows - part.size(0), *part.shape[1:])])
+
+    def gather_any(part: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return gather(part, group, None, use_global_buffer)
+        longest = max(int(size) for size in sizes)
+        if not longest:
+            return part
+        parts = gather(padded(part, longest), group).split(longest)
+        return torch.cat([each[: int(size)] for each, size in zip(parts, sizes, strict=True)])
+
+    def scatter_any(whole: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return scatter(whole, group, None, use_global_buffer)
+        sizes = [int(size) for size in sizes]
+        if not max(sizes):
+            return whole
+        mine = scatter(torch.cat([padded(part, max(sizes)) for part in whole.split(sizes)]), group)
+        return mine[: sizes[group.rank()]]
+
+    module.__dict__.update(_gather_along_first_dim=gather_any, _reduce_scatter_along_first_dim=scatter_any)
+
+
 _AFTER_IMPORT: dict[str, Callable[[types.ModuleType], None]] = {
     f"{PACKAGE}.jit": _without_compiler,
     f"{PACKAGE}.tensor_parallel.random": _with_cpu_generator,
+    f"{PACKAGE}.tensor_parallel.mappings": _with_even_gathers,
     f"{PACKAGE}.transformer.moe.moe_utils": _with_numpy_splits,
 }
 

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from services.trainer.megatron.architecture import Architecture
 from services.trainer.megatron.directory import fsync_tree, publish, scratch
-from services.trainer.megatron.families import Architecture, hf_tensors
 from services.trainer.megatron.model import Model
+from services.trainer.megatron.names import hf_tensors
 from services.trainer.megatron.runtime import deadline, device, gather_json, together
-from services.trainer.megatron.weights import LocalParameter, parameters, recipe
+from services.trainer.megatron.weights import LocalParameter, Recipe, parameters, recipe
 
 Bucket = list[tuple[str, Tensor | None]]
 
@@ -36,12 +37,16 @@ class Shipment:
 
     Args:
         name: the parameter's global name. owner: global rank that gathers it: the lowest that holds a part.
-        tensors: Hugging Face names and shapes that it becomes.
+        tensors: Hugging Face names and shapes that it becomes. float32: kept so whatever the model's dtype.
     """
 
     name: str
     owner: int
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    float32: bool = False
+
+    def dtype(self, model: torch.dtype) -> torch.dtype:
+        return torch.float32 if self.float32 else model
 
 
 class Exporter:
@@ -59,7 +64,7 @@ class Exporter:
         self._shipments = plan(model.architecture, held)
 
     def buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """The whole model in the model's dtype, in the order of its layers; tied embeddings come once.
+        """The whole model in the model's dtype (routers' biases in float32), in the order of its layers; tied embeddings come once.
 
         A collective: every rank iterates to the end. All get the same names; rank 0 gets full tensors on its device, the
         others None. A tensor may be a view of the live parameter: read it before the next optimizer step.
@@ -69,8 +74,8 @@ class Exporter:
         """
         bucket: Bucket = []
         size = 0
-        item = self.model.config.params_dtype.itemsize
         for shipment in self._shipments:
+            item = shipment.dtype(self.model.config.params_dtype).itemsize
             shipped = sum(prod(shape) for _, shape in shipment.tensors) * item
             if bucket and size + shipped > bucket_bytes:
                 yield bucket
@@ -96,7 +101,7 @@ class Exporter:
                 dist.send(tensor.contiguous(), dst=0)
         if shipment.owner != 0 and rank == 0:
             for _, shape in shipment.tensors:
-                full.append(torch.empty(shape, dtype=self.model.config.params_dtype, device=device()))
+                full.append(torch.empty(shape, dtype=shipment.dtype(self.model.config.params_dtype), device=device()))
                 dist.recv(full[-1], src=shipment.owner)
         return full if rank == 0 else [None] * len(shipment.tensors)
 
@@ -110,15 +115,16 @@ def plan(architecture: Architecture, held: list[list[str]]) -> list[Shipment]:
     shapes = hf_tensors(architecture)
     position = {name: index for index, name in enumerate(shapes)}
     owners: dict[str, int] = {}
-    shipped: dict[tuple[str, ...], str] = {}
+    shipped: dict[Recipe, str] = {}
     for rank, names in enumerate(held):
         for name in names:
-            # the last pipeline stage's copy of a tied embedding becomes the same tensors as the first stage's
-            shipped.setdefault(recipe(name, architecture).hf_names, name)
-            owners.setdefault(name, rank)
+            if name not in owners:
+                # the last pipeline stage's copy of a tied embedding becomes the same tensors as the first stage's
+                shipped.setdefault(recipe(name, architecture), name)
+                owners[name] = rank
     return [
-        Shipment(name, owners[name], tuple((hf_name, shapes[hf_name]) for hf_name in hf_names))
-        for hf_names, name in sorted(shipped.items(), key=lambda item: position[item[0][0]])
+        Shipment(name, owners[name], tuple((hf_name, shapes[hf_name]) for hf_name in made.hf_names), made.float32)
+        for made, name in sorted(shipped.items(), key=lambda item: position[item[0].hf_names[0]])
     ]
 
 
@@ -141,7 +147,7 @@ def save_hf(exporter: Exporter, source: Path, target: Path) -> None:
     Args:
         source: the checkpoint the model was loaded from; its config, tokenizer and whatever else is not weights are copied.
     """
-    writer = _HfWriter(source, target) if dist.get_rank() == 0 else None
+    writer = HfWriter(source, target) if dist.get_rank() == 0 else None
     with together(f"the preparation of {target}"):
         if writer is not None:
             writer.begin()
@@ -154,7 +160,15 @@ def save_hf(exporter: Exporter, source: Path, target: Path) -> None:
             writer.finish(exporter.model.config.params_dtype)
 
 
-class _HfWriter:
+def copy_beside_weights(source: Path, target: Path) -> None:
+    """Copy what a Hugging Face checkpoint holds beside its weights: config, tokenizer, license."""
+    for path in source.iterdir():
+        copied = path.suffix not in _NOT_COPIED and not path.name.endswith(".index.json")
+        if path.is_file() and copied and not path.name.startswith("."):
+            shutil.copyfile(path, target / path.name)
+
+
+class HfWriter:
     """Rank 0's side of :func:`save_hf`."""
 
     def __init__(self, source: Path, target: Path) -> None:
@@ -181,20 +195,19 @@ class _HfWriter:
         if total > 1:
             index = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
             (self.scratch / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        for path in self.source.iterdir():
-            copied = path.suffix not in _NOT_COPIED and not path.name.endswith(".index.json")
-            if path.is_file() and copied and not path.name.startswith("."):
-                shutil.copyfile(path, self.scratch / path.name)
-        self._write_dtype(str(dtype).removeprefix("torch."))
+        copy_beside_weights(self.source, self.scratch)
+        self._write_config(str(dtype).removeprefix("torch."))
         fsync_tree(self.scratch)
         publish(self.scratch, self.target)
 
     def _numbered(self, number: int) -> Path:
         return self.scratch / f"shard-{number}.safetensors"
 
-    def _write_dtype(self, dtype: str) -> None:
-        """The weights may have another dtype than the ones that the config came with."""
+    def _write_config(self, dtype: str) -> None:
+        """The weights may have another dtype than the ones that the config came with, and draft layers are not exported."""
         path = self.scratch / "config.json"
         config = json.loads(path.read_text())
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+        if config.get("num_nextn_predict_layers"):
+            config["num_nextn_predict_layers"] = 0
         path.write_text(json.dumps(config, indent=2) + "\n")

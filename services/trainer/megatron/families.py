@@ -1,131 +1,69 @@
 """What a Hugging Face ``config.json`` says about a model, for the families that the trainer knows.
 
 :func:`read_architecture` refuses whatever it cannot reproduce exactly (another activation, biases, a rope scaling it does
-not know) instead of training a model that is almost the right one. :func:`hf_tensors` is the list of tensors that such a
-model's safetensors hold: loading checks a checkpoint against it, export follows its order.
+not know) instead of training a model that is almost the right one.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
-
+from services.trainer.megatron.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Rope, YarnScaling
+from services.trainer.megatron.names import hf_tensors
 from shared.errors import ConfigError
+
+__all__ = ["FAMILIES", "Architecture", "Experts", "Family", "LatentAttention", "Rope", "hf_tensors", "read_architecture"]
+
+Trait = bool | tuple[str, bool]
+"""Whether the family has something, or the entry of ``config.json`` that says so, with its default."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What distinguishes one ``model_type`` from another.
+    """What distinguishes one ``model_type`` from another; the fields are those of :class:`.architecture.Architecture`.
 
     Args:
-        qk_norm: RMS norm over each query and key head. qkv_bias: biases on the q, k and v projections.
-        moe: mixture-of-experts MLPs with a softmax router.
+        experts: how the router scores them; None for a family without. ``softmax`` and ``sigmoid`` also tell two dialects of
+            ``config.json`` apart. latent: multi-head latent attention.
+        rotary_fraction: default of ``partial_rotary_factor``; None where the family has no such entry.
     """
 
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    moe: bool = False
+    qk_norm: Trait = False
+    qkv_bias: Trait = False
+    post_norms: bool = False
+    fused_gate_up: bool = False
+    interleaved_rope: bool = False
+    rotary_fraction: float | None = None
+    experts: Literal["softmax", "sigmoid"] | None = None
+    latent: bool = False
 
+
+_DEEPSEEK = Family(latent=True, experts="sigmoid")
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
-    "qwen3_moe": Family(qk_norm=True, moe=True),
+    "qwen3_moe": Family(qk_norm=True, experts="softmax"),
+    "glm4": Family(
+        qkv_bias=("attention_bias", True), post_norms=True, fused_gate_up=True, interleaved_rope=True, rotary_fraction=0.5
+    ),
+    "glm4_moe": Family(
+        qk_norm=("use_qk_norm", False), qkv_bias=("attention_bias", False), rotary_fraction=0.5, experts="sigmoid"
+    ),
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
 }
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding.
-
-    Args:
-        theta: base of the frequencies. factor: 1 for the plain kind, else Llama 3.1's stretching of low frequencies with
-            ``low_freq_factor``, ``high_freq_factor`` and ``original_max_positions`` (tokens).
-    """
-
-    theta: float
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_positions: int = 0
-
-    def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
-        """Float32 [head_dim / 2], in the order of operations of the Hugging Face implementation."""
-        frequencies = 1.0 / (self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
-        if self.factor == 1.0:
-            return frequencies
-        wavelengths = 2 * math.pi / frequencies
-        longest = self.original_max_positions / self.low_freq_factor
-        shortest = self.original_max_positions / self.high_freq_factor
-        smooth = (self.original_max_positions / wavelengths - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
-        between = (1 - smooth) * frequencies / self.factor + smooth * frequencies
-        stretched = torch.where(wavelengths > longest, frequencies / self.factor, frequencies)
-        return torch.where((wavelengths >= shortest) & (wavelengths <= longest), between, stretched)
-
-
-@dataclass(frozen=True)
-class Experts:
-    """Mixture of experts.
-
-    Args:
-        count: experts per layer. per_token: experts chosen for each token. ffn_hidden_size: width of one expert.
-        normalize: whether the chosen experts' probabilities are rescaled to sum to one.
-        dense_layers: indices of the layers that keep a plain MLP.
-    """
-
-    count: int
-    per_token: int
-    ffn_hidden_size: int
-    normalize: bool
-    dense_layers: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A model's shape, as its ``config.json`` gives it."""
-
-    model_type: str
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
-    norm_eps: float
-    tied_embeddings: bool
-    rope: Rope
-    experts: Experts | None = None
-
-    @property
-    def family(self) -> Family:
-        return FAMILIES[self.model_type]
-
-    def is_moe_layer(self, layer: int) -> bool:
-        return self.experts is not None and layer not in self.experts.dense_layers
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values, flat (``rope.theta``), equal after a trip through JSON: what a checkpoint remembers."""
-        flat: dict[str, Any] = {}
-        for key, value in asdict(self).items():
-            if isinstance(value, dict):
-                flat.update({f"{key}.{inner}": list(v) if isinstance(v, tuple) else v for inner, v in value.items()})
-            else:
-                flat[key] = value
-        return flat
-
-
-def read_architecture(hf_dir: Path) -> Architecture:
+def read_architecture(hf_dir: Path, quantized: bool = False) -> Architecture:
     """The architecture of a Hugging Face checkpoint directory.
+
+    Args:
+        quantized: whether its weights may be.
 
     Raises:
         ConfigError: the directory or its ``config.json`` is missing, the model type is unknown, a required entry is missing
@@ -140,6 +78,8 @@ def read_architecture(hf_dir: Path) -> Architecture:
         raw = json.loads(path.read_text())
     except ValueError as error:
         raise ConfigError("trainer.hf_checkpoint", str(path), f"a JSON file ({error})") from error
+    if quantized:
+        raw.pop("quantization_config", None)
     return _Entries(path, raw).architecture()
 
 
@@ -152,18 +92,25 @@ class _Entries:
     def error(self, key: str, expected: str) -> ConfigError:
         return ConfigError(f"{self.path}:{key}", self.raw.get(key), expected)
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self.raw.get(key)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(key, "a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.error(key, "a positive integer" if least == 1 else f"an integer, at least {least}")
         return value
 
-    def number(self, key: str) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
         value = self.raw.get(key)
+        value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
             raise self.error(key, "a positive number")
         return float(value)
+
+    def trait(self, trait: Trait) -> bool:
+        if isinstance(trait, bool):
+            return trait
+        key, default = trait
+        return bool(self.raw.get(key, default))
 
     def require(self, key: str, wanted: object, reason: str) -> None:
         """Refuse any value but ``wanted``; a missing entry counts as ``wanted``."""
@@ -178,47 +125,71 @@ class _Entries:
         self.require("hidden_act", "silu", "other activations are not implemented")
         self.require("mlp_bias", False, "biases in the MLP are not implemented")
         self.require("use_sliding_window", False, "sliding windows are not implemented")
-        if not family.qkv_bias:
+        if "quantization_config" in self.raw:
+            raise self.error("quantization_config", "no such entry; `myxo convert` makes bfloat16 weights of 8-bit ones")
+        if family.qkv_bias is False:
             self.require("attention_bias", False, f"{model_type} with attention biases is not implemented")
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
         layers = self.integer("num_hidden_layers")
+        latent = self.latent() if family.latent else None
+        head_dim = latent.nope_head_dim + latent.rope_head_dim if latent else self.integer("head_dim", default=hidden // heads)
         return Architecture(
             model_type=model_type,
             num_layers=layers,
             hidden_size=hidden,
             ffn_hidden_size=self.integer("intermediate_size"),
             num_attention_heads=heads,
-            num_key_value_heads=self.integer("num_key_value_heads", default=heads),
-            head_dim=self.integer("head_dim", default=hidden // heads),
+            num_key_value_heads=heads if latent else self.integer("num_key_value_heads", default=heads),
+            head_dim=head_dim,
             vocab_size=self.integer("vocab_size"),
             max_positions=self.integer("max_position_embeddings"),
             norm_eps=self.number("rms_norm_eps"),
             tied_embeddings=bool(self.raw.get("tie_word_embeddings", False)),
-            rope=self.rope(),
-            experts=self.experts(layers) if family.moe else None,
+            rope=self.rope(family),
+            experts=self.experts(family, layers),
+            latent=latent,
+            qk_norm=self.trait(family.qk_norm),
+            qkv_bias=self.trait(family.qkv_bias),
+            post_norms=family.post_norms,
+            fused_gate_up=family.fused_gate_up,
+            draft_layers=self.integer("num_nextn_predict_layers", default=0, least=0) if family.experts else 0,
         )
 
-    def rope(self) -> Rope:
+    def latent(self) -> LatentAttention:
+        self.require("rope_interleave", True, "latent attention is implemented with interleaved rotary dimensions")
+        return LatentAttention(
+            query_rank=None if self.raw.get("q_lora_rank") is None else self.integer("q_lora_rank"),
+            key_value_rank=self.integer("kv_lora_rank"),
+            nope_head_dim=self.integer("qk_nope_head_dim"),
+            rope_head_dim=self.integer("qk_rope_head_dim"),
+            value_head_dim=self.integer("v_head_dim"),
+        )
+
+    def rope(self, family: Family) -> Rope:
         """transformers 5 writes ``rope_parameters`` with theta inside, older ones ``rope_theta`` and ``rope_scaling``."""
         nested = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
-        theta = nested.get("rope_theta", self.raw.get("rope_theta", 10000.0))
+        theta = float(nested.get("rope_theta", self.raw.get("rope_theta", 10000.0)))
+        fraction = 1.0
+        if family.rotary_fraction is not None:
+            outside = self.raw.get("partial_rotary_factor", family.rotary_fraction)
+            fraction = float(nested.get("partial_rotary_factor", outside))
         kind = nested.get("rope_type", nested.get("type", "default"))
-        if kind == "default":
-            return Rope(theta=float(theta))
-        if kind != "llama3":
-            raise ConfigError(f"{self.path}:rope_type", kind, "'default' or 'llama3'; other rope scalings are not implemented")
+        known = "yarn" if family.latent else "llama3"
+        if kind not in ("default", known):
+            expected = f"'default' or '{known}'; other rope scalings are not implemented for this family"
+            raise ConfigError(f"{self.path}:rope_type", kind, expected)
         try:
-            return Rope(
-                theta=float(theta),
-                factor=float(nested["factor"]),
-                low_freq_factor=float(nested["low_freq_factor"]),
-                high_freq_factor=float(nested["high_freq_factor"]),
-                original_max_positions=int(nested["original_max_position_embeddings"]),
-            )
-        except KeyError as error:
-            raise ConfigError(f"{self.path}:rope_scaling", nested, f"an entry {error} for rope type 'llama3'") from error
+            scaling = {"default": lambda _: None, "llama3": _llama3, "yarn": _yarn}[kind](nested)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{self.path}:rope_scaling", nested, f"valid entries for rope type {kind!r}: {error}") from error
+        return Rope(theta=theta, fraction=fraction, interleaved=family.interleaved_rope, scaling=scaling)
 
-    def experts(self, layers: int) -> Experts:
+    def experts(self, family: Family, layers: int) -> Experts | None:
+        readers = {None: lambda _: None, "softmax": self.softmax_experts, "sigmoid": self.sigmoid_experts}
+        found: Experts | None = readers[family.experts](layers)
+        return found
+
+    def softmax_experts(self, layers: int) -> Experts:
         step = self.integer("decoder_sparse_step", default=1)
         plain = self.raw.get("mlp_only_layers") or []
         dense = tuple(layer for layer in range(layers) if layer in plain or (layer + 1) % step)
@@ -230,39 +201,53 @@ class _Entries:
             dense_layers=dense,
         )
 
-
-def hf_tensors(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors in the model's safetensors, in the order of the model."""
-    a = architecture
-    queries, keys = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
-    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
-    for layer in range(a.num_layers):
-        prefix = f"model.layers.{layer}"
-        tensors[f"{prefix}.input_layernorm.weight"] = (a.hidden_size,)
-        for name, width in (("q", queries), ("k", keys), ("v", keys)):
-            tensors[f"{prefix}.self_attn.{name}_proj.weight"] = (width, a.hidden_size)
-            if a.family.qkv_bias:
-                tensors[f"{prefix}.self_attn.{name}_proj.bias"] = (width,)
-        if a.family.qk_norm:
-            tensors[f"{prefix}.self_attn.q_norm.weight"] = (a.head_dim,)
-            tensors[f"{prefix}.self_attn.k_norm.weight"] = (a.head_dim,)
-        tensors[f"{prefix}.self_attn.o_proj.weight"] = (a.hidden_size, queries)
-        tensors[f"{prefix}.post_attention_layernorm.weight"] = (a.hidden_size,)
-        if a.experts is not None and a.is_moe_layer(layer):
-            tensors[f"{prefix}.mlp.gate.weight"] = (a.experts.count, a.hidden_size)
-            for expert in range(a.experts.count):
-                tensors.update(_mlp(f"{prefix}.mlp.experts.{expert}", a.hidden_size, a.experts.ffn_hidden_size))
-        else:
-            tensors.update(_mlp(f"{prefix}.mlp", a.hidden_size, a.ffn_hidden_size))
-    tensors["model.norm.weight"] = (a.hidden_size,)
-    if not a.tied_embeddings:
-        tensors["lm_head.weight"] = (a.vocab_size, a.hidden_size)
-    return tensors
+    def sigmoid_experts(self, layers: int) -> Experts:
+        self.require("norm_topk_prob", True, "a sigmoid router is implemented with rescaled probabilities")
+        self.require("scoring_func", "sigmoid", "this family's router is implemented with sigmoid scores")
+        self.require("topk_method", "noaux_tc", "this family's experts are chosen by corrected scores")
+        self.require("moe_layer_freq", 1, "every layer behind the first dense ones is a mixture of experts")
+        width = self.integer("moe_intermediate_size")
+        found = Experts(
+            count=self.integer("num_local_experts" if "num_local_experts" in self.raw else "n_routed_experts"),
+            per_token=self.integer("num_experts_per_tok"),
+            ffn_hidden_size=width,
+            normalize=True,
+            dense_layers=tuple(range(min(layers, self.integer("first_k_dense_replace", default=0, least=0)))),
+            score="sigmoid",
+            shared_ffn_hidden_size=width * self.integer("n_shared_experts", default=0, least=0),
+            groups=self.integer("n_group", default=1),
+            groups_per_token=self.integer("topk_group", default=1),
+            scaling=self.number("routed_scaling_factor", default=1.0),
+        )
+        if found.per_token < 2:
+            raise self.error("num_experts_per_tok", "at least 2; a single expert's sigmoid score is not rescaled")
+        if found.count % found.groups:
+            raise self.error("n_group", f"a divisor of the {found.count} experts")
+        if found.groups > 1 and found.per_token != 2 * found.groups_per_token:
+            raise self.error("topk_group", f"{found.per_token / 2:g}: Megatron ranks groups by num_experts_per_tok / topk_group "
+                             "experts, and the model by two")  # fmt: skip
+        return found
 
 
-def _mlp(prefix: str, hidden_size: int, width: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{prefix}.gate_proj.weight": (width, hidden_size),
-        f"{prefix}.up_proj.weight": (width, hidden_size),
-        f"{prefix}.down_proj.weight": (hidden_size, width),
-    }
+def _llama3(entries: dict[str, Any]) -> Llama3Scaling:
+    return Llama3Scaling(
+        factor=float(entries["factor"]),
+        low_freq_factor=float(entries["low_freq_factor"]),
+        high_freq_factor=float(entries["high_freq_factor"]),
+        original_max_positions=int(entries["original_max_position_embeddings"]),
+    )
+
+
+def _yarn(entries: dict[str, Any]) -> YarnScaling:
+    """Where only one of the two mscales is given, the frequencies' growth follows the factor alone."""
+    mscale, all_dim = entries.get("mscale") or 0.0, entries.get("mscale_all_dim") or 0.0
+    if entries.get("attention_factor") is not None or entries.get("truncate", True) is not True or (all_dim and not mscale):
+        raise ValueError("attention_factor, truncate and an mscale_all_dim without mscale are not implemented")
+    return YarnScaling(
+        factor=float(entries["factor"]),
+        original_max_positions=int(entries["original_max_position_embeddings"]),
+        beta_fast=float(entries.get("beta_fast") or 32.0),
+        beta_slow=float(entries.get("beta_slow") or 1.0),
+        mscale=float(mscale) if all_dim else 1.0,
+        mscale_all_dim=float(all_dim),
+    )

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.families import Architecture
+from services.trainer.megatron.architecture import Architecture
+from services.trainer.megatron.architecture_options import architecture_options, config_class
 from services.trainer.megatron.runtime import ParallelLayout, device, round_up
 from services.trainer.megatron.spec import decoder_spec
+from services.trainer.megatron.value import ValueHead
 from shared.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -25,12 +31,14 @@ class Model:
     Args:
         architecture: the whole model's. config: Megatron's. layout: how ranks share it.
         chunks: the rank's stages, wrapped for data parallelism; one, but for interleaved pipelines.
+        value_head: whether a critic's head stands in the place of the output layer.
     """
 
     architecture: Architecture
     config: TransformerConfig
     layout: ParallelLayout
     chunks: list[DistributedDataParallel]
+    value_head: bool = False
 
     @property
     def modules(self) -> list[GPTModel]:
@@ -45,8 +53,22 @@ class Model:
             chunk.zero_grad_buffer()
 
 
-def check_divisible(architecture: Architecture, layout: ParallelLayout) -> None:
-    """Raises ConfigError, with the numbers, where the layout cannot divide the architecture."""
+UNEVEN = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+"""Megatron's settings of pipelines whose stages differ in size; with one of them, Megatron itself checks the division."""
+
+
+def check_divisible(architecture: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any] | None = None) -> None:
+    """Raises ConfigError, with the numbers, where the layout cannot divide the architecture.
+
+    Args:
+        overrides: fields of Megatron's TransformerConfig as given; those of an uneven pipeline count.
+    """
     a, tensor = architecture, layout.tensor
     field = "trainer.tensor_model_parallel_size"
     divided = {
@@ -54,19 +76,54 @@ def check_divisible(architecture: Architecture, layout: ParallelLayout) -> None:
         "key/value heads": a.num_key_value_heads,
         "MLP channels": a.ffn_hidden_size,
     }
-    if a.experts is not None and layout.expert_tensor > 1:
-        divided["MLP channels of an expert"] = a.experts.ffn_hidden_size
     for what, size in divided.items():
         if size % tensor:
             raise ConfigError(field, tensor, f"a divisor of the model's {size} {what}")
-    if a.num_layers % layout.pipeline:
-        raise ConfigError("trainer.pipeline_model_parallel_size", layout.pipeline, f"a divisor of its {a.num_layers} layers")
-    if layout.expert > 1 and a.experts is None:
-        raise ConfigError("trainer.expert_model_parallel_size", layout.expert, f"1; {a.model_type} has no experts")
-    if a.experts is not None and a.experts.count % layout.expert:
+    _check_pipeline(a, layout, overrides or {})
+    if a.latent is not None and tensor > 1 and not layout.sequence_parallel:
+        wanted = "true; the projections to low ranks are whole on every tensor-parallel rank, and trained right only so"
+        raise ConfigError("trainer.sequence_parallel", False, wanted)
+    if a.experts is None:
+        if layout.expert > 1:
+            raise ConfigError("trainer.expert_model_parallel_size", layout.expert, f"1; {a.model_type} has no experts")
+        if layout.expert_tensor is not None and layout.expert_tensor != layout.tensor:
+            raise ConfigError("trainer.expert_tensor_parallel_size", layout.expert_tensor, f"none; {a.model_type} has no experts")
+        return
+    if a.experts.shared_ffn_hidden_size % tensor:
+        raise ConfigError(field, tensor, f"a divisor of the shared experts' {a.experts.shared_ffn_hidden_size} MLP channels")
+    if a.experts.count % layout.expert:
         raise ConfigError("trainer.expert_model_parallel_size", layout.expert, f"a divisor of its {a.experts.count} experts")
-    if a.experts is not None and tensor > 1 and not layout.sequence_parallel:
+    if a.experts.ffn_hidden_size % layout.expert_tensor_size:
+        wanted = f"a divisor of the {a.experts.ffn_hidden_size} MLP channels of an expert"
+        raise ConfigError("trainer.expert_tensor_parallel_size", layout.expert_tensor_size, wanted)
+    if tensor > 1 and not layout.sequence_parallel:
         raise ConfigError("trainer.sequence_parallel", False, "true; Megatron trains experts with tensor parallelism only so")
+
+
+def _check_pipeline(a: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any]) -> None:
+    field = "trainer.pipeline_model_parallel_size"
+    uneven = {name: overrides[name] for name in UNEVEN if overrides.get(name)}
+    sized = {name: value for name, value in uneven.items() if name.startswith("num_layers_in_")}
+    if uneven and layout.pipeline == 1:
+        name = next(iter(uneven))
+        raise ConfigError(f"trainer.megatron.{name}", uneven[name], "not given; pipeline_model_parallel_size is 1")
+    if not uneven:
+        if a.num_layers % layout.pipeline:
+            raise ConfigError(field, layout.pipeline, f"a divisor of its {a.num_layers} layers")
+        if a.num_layers % (layout.pipeline * layout.chunks):
+            name = "trainer.virtual_pipeline_model_parallel_size"
+            wanted = f"a divisor of {a.num_layers // layout.pipeline}, the layers of each of the {layout.pipeline} stages"
+            raise ConfigError(name, layout.chunks, wanted)
+    elif len(sized) == len(uneven):
+        left, stages = a.num_layers - sum(sized.values()), layout.pipeline - len(sized)
+        if left < 0 or (left > 0 if stages == 0 else left % stages or not left):
+            named = ", ".join(f"{name} = {value}" for name, value in sized.items())
+            raise ConfigError(f"trainer.megatron.{next(iter(sized))}", sized[next(iter(sized))],
+                              f"so that {left} of {a.num_layers} layers divide over {stages} more stages ({named})")  # fmt: skip
+        for name, size in {**sized, "the other stages": left // stages if stages else layout.chunks}.items():
+            if size % layout.chunks or not size:
+                wanted = f"a divisor of {size}, the layers of {name}"
+                raise ConfigError("trainer.virtual_pipeline_model_parallel_size", layout.chunks, wanted)
 
 
 def padded_vocab_size(architecture: Architecture, layout: ParallelLayout) -> int:
@@ -75,41 +132,21 @@ def padded_vocab_size(architecture: Architecture, layout: ParallelLayout) -> int
 
 
 def transformer_config(
-    architecture: Architecture, layout: ParallelLayout, dtype: torch.dtype, recompute: bool
+    architecture: Architecture, layout: ParallelLayout, dtype: torch.dtype, overrides: Mapping[str, Any]
 ) -> TransformerConfig:
-    """Megatron's configuration. ``recompute``: keep only each layer's input and run the layer again in the backward pass."""
-    a = architecture
-    options: dict[str, object] = {}
-    if a.experts is not None:
-        options.update(
-            num_moe_experts=a.experts.count,
-            moe_router_topk=a.experts.per_token,
-            moe_ffn_hidden_size=a.experts.ffn_hidden_size,
-            moe_layer_freq=[int(a.is_moe_layer(layer)) for layer in range(a.num_layers)],
-            # softmax over the chosen experts' logits is softmax over all, rescaled; without rescaling it comes first
-            moe_router_pre_softmax=not a.experts.normalize,
-            moe_router_load_balancing_type="none",
-            moe_aux_loss_coeff=0.0,
-            moe_router_dtype="fp32",
-            moe_grouped_gemm=False,
-            moe_permute_fusion=False,
-        )
-    if recompute:
-        options.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    return TransformerConfig(
-        num_layers=a.num_layers,
-        hidden_size=a.hidden_size,
-        ffn_hidden_size=a.ffn_hidden_size,
-        num_attention_heads=a.num_attention_heads,
-        num_query_groups=a.num_key_value_heads,
-        kv_channels=a.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=a.norm_eps,
-        qk_layernorm=a.family.qk_norm,
-        add_qkv_bias=a.family.qkv_bias,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
+    """Megatron's configuration.
+
+    Args:
+        overrides: fields of it that are laid over those set here: recomputation, and what the user gave.
+
+    Raises:
+        ConfigError: Megatron refuses them.
+    """
+    options = architecture_options(architecture)
+    if layout.chunks > 1:
+        # Otherwise the interleaved schedule pairs a stage's two messages of one moment with the wrong receives.
+        options.update(virtual_pipeline_model_parallel_size=layout.chunks, overlap_p2p_comm=True, batch_p2p_comm=False)
+    fields: dict[str, Any] = dict(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -123,50 +160,100 @@ def transformer_config(
         pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
+        expert_tensor_parallel_size=layout.expert_tensor_size,
         sequence_parallel=layout.sequence_parallel,
         use_cpu_initialization=DEVICE_TYPE == "cpu",
         deallocate_pipeline_outputs=True,
         # these need Apex, Transformer Engine or a compiler
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=DEVICE_TYPE == "cuda",  # SwiGLU in one kernel, which keeps its input only
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **options,
     )
+    return laid_over(config_class(architecture), {**fields, **options}, overrides, "transformer")
 
 
-def build_chunks(architecture: Architecture, config: TransformerConfig, layout: ParallelLayout) -> list[GPTModel]:
-    """This rank's part of the model, on its device, with weights that are yet to be loaded."""
-    a = architecture
+def laid_over(kind: type[T], fields: Mapping[str, Any], overrides: Mapping[str, Any], part: str) -> T:
+    """One of Megatron's configurations. Raises ConfigError with Megatron's reason where it takes the overrides not."""
+    unknown = sorted(overrides.keys() - {field.name for field in dataclasses.fields(kind)})  # type: ignore[arg-type]
+    if unknown:
+        raise ConfigError(f"trainer.megatron.{unknown[0]}", overrides[unknown[0]], f"a field of Megatron's {kind.__name__}")
+    try:
+        return kind(**{**fields, **overrides})
+    except (AssertionError, ValueError, TypeError) as error:
+        if not overrides:
+            raise
+        given = ", ".join(f"{name} = {value!r}" for name, value in overrides.items())
+        raise ConfigError(f"trainer.megatron ({part})", given, f"what Megatron accepts ({error})") from error
+
+
+def build_chunks(
+    architecture: Architecture, config: TransformerConfig, layout: ParallelLayout, value_head: bool = False
+) -> list[GPTModel]:
+    """This rank's parts of the model, on its device, with weights that are yet to be loaded; a value head's are zero."""
+    stages = range(layout.chunks) if layout.chunks > 1 else [None]
+    return [_build_chunk(architecture, config, layout, value_head, stage) for stage in stages]
+
+
+def _build_chunk(
+    a: Architecture, config: TransformerConfig, layout: ParallelLayout, value_head: bool, stage: int | None
+) -> GPTModel:
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=decoder_spec(a, config),
+        transformer_layer_spec=decoder_spec(a, config, stage),
         vocab_size=padded_vocab_size(a, layout),
         max_sequence_length=a.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+        post_process=last,
         parallel_output=True,
-        share_embeddings_and_output_weights=a.tied_embeddings,
+        share_embeddings_and_output_weights=a.tied_embeddings and not value_head,
         position_embedding_type="rope",
+        rotary_percent=a.rope.fraction,
         rotary_base=a.rope.theta,
+        vp_stage=stage,
     )
+    if value_head and last:
+        model.output_layer = ValueHead(config)
+    _mark_experts(model)
     model.to(device())
-    # Megatron knows Llama 3's scaling with fixed constants only
-    model.rotary_pos_emb.inv_freq = a.rope.inverse_frequencies(a.head_dim).to(device())
-    return [model]
+    if a.latent is None:  # latent attention has its embedding inside
+        # Megatron knows Llama 3's scaling with fixed constants only
+        model.rotary_pos_emb.inv_freq = a.rope.inverse_frequencies(a.head_dim).to(device())
+    return model
+
+
+def _mark_experts(model: GPTModel) -> None:
+    """Experts have data-parallel ranks, gradient buffers and an optimizer of their own. Without expert parallelism Megatron
+    takes them for parameters like any other, and sums their gradients over the data-parallel ranks only: wrong, silently,
+    where they are not split as the other matrices are and the tensor-parallel ranks have seen different tokens."""
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
 
 
 def wrap_chunks(
-    chunks: list[GPTModel], config: TransformerConfig, use_distributed_optimizer: bool
+    chunks: list[GPTModel], config: TransformerConfig, use_distributed_optimizer: bool, overrides: Mapping[str, Any]
 ) -> list[DistributedDataParallel]:
-    """Give each chunk its float32 gradient buffers, reduced over the data-parallel ranks after the last micro-batch."""
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=use_distributed_optimizer,
-        overlap_grad_reduce=False,
-        check_for_nan_in_grad=False,  # the optimizer step looks at the norm, and skips instead of aborting
+    """Give each chunk its float32 gradient buffers, reduced over the data-parallel ranks after the last micro-batch.
+
+    Args:
+        overrides: fields of Megatron's DistributedDataParallelConfig that are laid over those set here.
+    """
+    ddp = laid_over(
+        DistributedDataParallelConfig,
+        {
+            "grad_reduce_in_fp32": True,
+            "use_distributed_optimizer": use_distributed_optimizer,
+            "overlap_grad_reduce": False,
+            "check_for_nan_in_grad": False,  # the optimizer step looks at the norm, and skips instead of aborting
+        },
+        overrides,
+        "ddp",
     )
-    return [DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+    wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+    if ddp.overlap_grad_reduce:  # the reduction starts in the backward pass of the last micro-batch, not of each
+        config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    return wrapped

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -12,8 +14,10 @@ from services.trainer.megatron.runtime import device
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm over the last dimension (Zhang and Sennrich 2019), with the order of casts of the Hugging Face models:
-    the statistics in float32, the product with the weight in the input's dtype.
+    """RMS norm over the last dimension (Zhang and Sennrich 2019).
+
+    On a CPU with the order of casts of the Hugging Face models: the statistics in float32, the product with the weight in the input's
+    dtype. On a GPU it is one of PyTorch's kernels, which casts once, at the end, as the kernels of engines do.
 
     Megatron's ``WrappedTorchNorm`` refuses sequence parallelism. All that it needs is the mark on the weight: each rank
     sees only its part of the sequence, so the weight's gradient is summed over the tensor-parallel group.
@@ -30,8 +34,35 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``hidden``: [..., hidden_size]; the same shape and dtype come back."""
+        if hidden.is_cuda:
+            return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
         normed: Tensor = _RmsNorm.apply(hidden, self.weight, self.eps)
         return normed
+
+
+class LatentNorm(RMSNorm):
+    """The norm of latent attention's low-rank vectors: its epsilon is a constant of the models, not an entry of their config."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+        super().__init__(config, hidden_size, 1e-6)
+
+
+class NormedResidual(torch.nn.Module):
+    """In the place of Megatron's sum of a block's output with the residual: the output is normed first."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        """The function that Megatron calls with the block's (output, bias), the residual and a dropout probability."""
+
+        def add(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            output, bias = output_and_bias
+            assert bias is None and not dropout
+            return residual + self.norm(output)
+
+        return add
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from services.trainer.megatron.model import Model
+from services.trainer.megatron.model import Model, laid_over
 from services.trainer.megatron.runtime import device
 from services.trainer.megatron.schedule import LearningRateSchedule
 
@@ -140,7 +140,11 @@ def gather_state(
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Adam's and the schedule's settings; the fields are those of the trainer's configuration."""
+    """Adam's and the schedule's settings; the fields are those of the trainer's configuration.
+
+    Args:
+        overrides: fields of Megatron's OptimizerConfig that are laid over those set here.
+    """
 
     schedule: LearningRateSchedule
     weight_decay: float
@@ -149,6 +153,7 @@ class OptimizerSettings:
     adam_eps: float
     clip_grad: float
     use_distributed_optimizer: bool
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -177,18 +182,23 @@ class Optimizer:
         self.settings, self.updates = settings, 0
         bfloat16 = model.config.params_dtype == torch.bfloat16
         self.megatron: ChainedOptimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=settings.schedule.lr,
-                weight_decay=settings.weight_decay,
-                adam_beta1=settings.adam_beta1,
-                adam_beta2=settings.adam_beta2,
-                adam_eps=settings.adam_eps,
-                clip_grad=settings.clip_grad,
-                bf16=bfloat16,
-                params_dtype=model.config.params_dtype,
-                use_distributed_optimizer=settings.use_distributed_optimizer,
-                log_num_zeros_in_grad=False,
+            laid_over(
+                OptimizerConfig,
+                {
+                    "optimizer": "adam",
+                    "lr": settings.schedule.lr,
+                    "weight_decay": settings.weight_decay,
+                    "adam_beta1": settings.adam_beta1,
+                    "adam_beta2": settings.adam_beta2,
+                    "adam_eps": settings.adam_eps,
+                    "clip_grad": settings.clip_grad,
+                    "bf16": bfloat16,
+                    "params_dtype": model.config.params_dtype,
+                    "use_distributed_optimizer": settings.use_distributed_optimizer,
+                    "log_num_zeros_in_grad": False,
+                },
+                settings.overrides,
+                "optimizer",
             ),
             list(model.chunks),
             use_gloo_process_groups=False,
@@ -248,16 +258,19 @@ class Optimizer:
         after an update, and the next backward pass would add each buffer to itself."""
         self.megatron.zero_grad()
 
+    def parts(self) -> dict[str, Any]:
+        """Megatron's optimizers of this rank by what they update: ``dense`` and, where the rank has some, ``experts``."""
+        held = [part for part in self.megatron.chained_optimizers if not part.is_stub_optimizer]
+        return dict(zip(("dense", "experts")[: len(held)], held, strict=True))
+
     def _inner(self) -> Iterator[torch.optim.Optimizer]:
-        for part in self.megatron.chained_optimizers:
-            if not part.is_stub_optimizer:
-                yield part.optimizer
+        for part in self.parts().values():
+            yield part.optimizer
 
     def _initialize_moments(self) -> None:
         """A checkpoint before the first update needs them, and so does loading one."""
-        for part in self.megatron.chained_optimizers:
-            if not part.is_stub_optimizer:
-                part.init_state_fn(part.optimizer, part.config)
+        for part in self.parts().values():
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def _everywhere(condition: bool) -> bool:

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from services.trainer.megatron.runtime import round_up
+from services.trainer.megatron.context import ContextSplit, padded_starts, split
+from services.trainer.megatron.long import LongSequences, long_sequences
+from services.trainer.megatron.runtime import ParallelLayout, round_up
 from services.trainer.packing import PackedBatch
 
 SHORT = 16
@@ -47,10 +51,15 @@ class PackedSequences(PackedSeqParams):
         groups: the dense batches; empty where a kernel takes ``cu_seqlens``.
         restore: int64 [T], for each token of the pack its row in the concatenated outputs of ``groups``; None if there is
             one group and it holds the pack as it is.
+        context: this rank's part under context parallelism; ``cu_seqlens`` are then those of the whole, padded pack, and
+            there are no groups.
+        long: the plan for long sequences on a GPU, where there are some.
     """
 
     groups: list[LengthGroup] = field(default_factory=list)
     restore: Tensor | None = None
+    context: ContextSplit | None = None
+    long: LongSequences | None = None
 
 
 @dataclass
@@ -58,34 +67,67 @@ class ModelInput:
     """What one forward pass takes.
 
     Args:
-        tokens: int64 [1, T]. positions: int64 [1, T], place within the sequence. sequences: where they begin and end.
+        tokens: int64 [1, U], this rank's: the pack's T, and padding. positions: int64 [1, U], place within the sequence.
+        sequences: where they begin and end. labels: int64 [U].
         padding: tokens at the end that were added only to make T divisible; the caller cuts them off again.
     """
 
     tokens: Tensor
     positions: Tensor
     sequences: PackedSequences
+    labels: Tensor
     padding: int
 
+    def whole(self, per_token: Tensor) -> Tensor:
+        """The pack's [T, ...] of this rank's [U, ...]; see :meth:`ContextSplit.whole`."""
+        if self.sequences.context is not None:
+            return self.sequences.context.whole(per_token)
+        return per_token[: per_token.size(0) - self.padding]
 
-def model_input(batch: PackedBatch, multiple: int, dense: bool, device: torch.device) -> ModelInput:
+
+def model_input(
+    batch: PackedBatch, layout: ParallelLayout, dense: bool, device: torch.device, group: dist.ProcessGroup | None = None
+) -> ModelInput:
     """Prepare a micro-batch for the model.
 
     Args:
         batch: on any device; on the host, nothing here waits for a GPU. device: where the result goes.
-        multiple: T is padded to a multiple of it, by one more sequence of zeros (sequence parallelism divides T by the
-            tensor-parallel size). dense: whether to prepare the dense batches.
+        layout: sequence parallelism needs a T that the tensor-parallel ranks divide, context parallelism pads every
+            sequence; other layouts take the pack as it is. dense: whether to prepare the dense batches.
+        group: the context-parallel ranks, where there are several.
     """
     total = batch.tokens.numel()
-    padding = round_up(total, multiple) - total
-    starts = batch.cu_seqlens.tolist() + ([total + padding] if padding else [])
-    tokens = torch.nn.functional.pad(batch.tokens, (0, padding))
+    tensor = layout.tensor if layout.sequence_parallel else 1
+    starts = batch.cu_seqlens.tolist()
+    if group is not None and group.size() > 1:
+        return _context_input(batch, starts, tensor, device, group)
+    padding = round_up(total, tensor) - total
+    starts += [total + padding] if padding else []
+    tokens, labels = (torch.nn.functional.pad(t, (0, padding)).to(device) for t in (batch.tokens, batch.labels))
     bounds = torch.tensor(starts)
     positions = torch.arange(total + padding) - torch.repeat_interleave(bounds[:-1], bounds.diff())
-    cu_seqlens = bounds.int().to(device)
-    longest = max(batch.max_seqlen, padding)
     groups, restore = length_groups(starts, device) if dense else ([], None)
-    sequences = PackedSequences(
+    long = None if dense else long_sequences(starts, device)
+    sequences = _sequences(starts, max(batch.max_seqlen, padding), device, groups=groups, restore=restore, long=long)
+    return ModelInput(tokens[None], positions[None].to(device), sequences, labels, padding)
+
+
+def _context_input(
+    batch: PackedBatch, starts: list[int], tensor: int, device: torch.device, group: dist.ProcessGroup
+) -> ModelInput:
+    padded = padded_starts(starts, group.size(), tensor)
+    part = split(starts, padded, group, group.rank(), device)
+    bounds = torch.tensor(starts)
+    places = torch.arange(starts[-1]) - torch.repeat_interleave(bounds[:-1], bounds.diff())
+    tokens, labels, positions = (part.own(t.to(device)) for t in (batch.tokens, batch.labels, places))
+    longest = max(stop - start for start, stop in pairwise(padded))
+    sequences = _sequences(padded, longest, device, context=part)
+    return ModelInput(tokens[None], positions[None], sequences, labels, 0)
+
+
+def _sequences(starts: list[int], longest: int, device: torch.device, **more: Any) -> PackedSequences:
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32).to(device)
+    return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
@@ -93,10 +135,8 @@ def model_input(batch: PackedBatch, multiple: int, dense: bool, device: torch.de
         cu_seqlens_kv_padded=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        groups=groups,
-        restore=restore,
+        **more,
     )
-    return ModelInput(tokens[None].to(device), positions[None].to(device), sequences, padding)
 
 
 def length_groups(starts: list[int], device: torch.device) -> tuple[list[LengthGroup], Tensor | None]:

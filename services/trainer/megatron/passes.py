@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from services.trainer.megatron.attention import uses_dense_batches
 from services.trainer.megatron.likelihood import VocabularySlice, log_probs_and_entropy
 from services.trainer.megatron.model import Model
 from services.trainer.megatron.packed import ModelInput, model_input
-from services.trainer.megatron.runtime import device
+from services.trainer.megatron.runtime import device, round_up
 from services.trainer.packing import PackedBatch
 from shared.errors import MyxoError
 
@@ -26,7 +27,14 @@ LossFunction = Callable[[Tensor, Tensor | None, PackedBatch], tuple[Tensor, dict
 """``(log_probs [T], entropy [T] or None, batch) -> (loss, metrics)``; both float32, on the model's device, entropy only if
 it was asked for. The loss is a scalar that depends on ``log_probs``, the metrics are scalars, the same names in every
 micro-batch. Losses, metrics and gradients are summed over micro-batches and data-parallel ranks: per-token weights must
-already hold the denominators."""
+already hold the denominators.
+
+A critic's loss function takes ``values [T]`` in place of the log-probs, and no entropy. A function whose attribute
+``takes_logits`` is true is called as ``(logits [T, V / tensor-parallel ranks], batch)``, in the model's dtype and divided by
+the temperature; where the ranks do not divide the vocabulary, the last rows of the last ones are padding.
+
+Whatever the layout, a loss function sees whole sequences in the pack's order. Ranks that share a model or a sequence compute
+the same loss; it counts once."""
 
 
 class BadLoss(MyxoError):
@@ -43,19 +51,12 @@ class Sums:
 
 def log_probs(model: Model, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
     """Log-probability of every label under the model, float32 [T] a micro-batch, on every rank that shares the model."""
-    model.train(False)
+    return _read(model, batches, lambda logits, given: _likelihood(model, logits, given, temperature, need_entropy=False)[0])
 
-    def read(logits: Tensor, given: ModelInput, batch: PackedBatch) -> Tensor:
-        return _likelihood(model, logits, given, batch, temperature, need_entropy=False)[0]
 
-    with torch.no_grad():
-        results: list[Tensor] = _run(model, batches, read, forward_only=True)
-    if model.layout.pipeline == 1:
-        return results
-    results = results or [torch.empty(batch.tokens.numel(), dtype=torch.float32, device=device()) for batch in batches]
-    for result in results:
-        _from_last_stage(result)
-    return results
+def values(model: Model, batches: Sequence[PackedBatch]) -> list[Tensor]:
+    """A critic's values before each label, float32 [T] a micro-batch, on every rank that shares the model."""
+    return _read(model, batches, _values)
 
 
 def forward_backward(
@@ -67,33 +68,60 @@ def forward_backward(
         BadLoss: ``loss_fn`` broke its contract.
     """
     model.train(True)
+    apply: Callable[..., tuple[Tensor, dict[str, Tensor]]] = loss_fn
 
-    def compute(logits: Tensor, given: ModelInput, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        likelihood, entropy = _likelihood(model, logits, given, batch, temperature, need_entropy)
-        loss, metrics = loss_fn(likelihood, entropy, batch)
+    def compute(output: Tensor, given: ModelInput, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        if model.value_head:
+            loss, metrics = apply(_values(output, given), None, batch)
+        elif getattr(loss_fn, "takes_logits", False):
+            loss, metrics = apply(given.whole(output) / temperature, batch)
+        else:
+            loss, metrics = apply(*_likelihood(model, output, given, temperature, need_entropy), batch)
         if loss.dim() or not loss.requires_grad:
             raise BadLoss(f"loss_fn returned a loss of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}; "
-                          "expected a scalar that depends on the log-probs")  # fmt: skip
+                          "expected a scalar that depends on its first argument")  # fmt: skip
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     return _reduce(_run(model, batches, compute, forward_only=False))
 
 
-def _run(
-    model: Model, batches: Sequence[PackedBatch], on_logits: Callable[..., Any], forward_only: bool
-) -> list[Any]:
-    """Results of ``on_logits`` on the last pipeline stage, nothing on the others."""
-    dense = uses_dense_batches(model.config.params_dtype)
-    multiple = model.layout.tensor if model.layout.sequence_parallel else 1
+def _read(model: Model, batches: Sequence[PackedBatch], read: Callable[[Tensor, ModelInput], Tensor]) -> list[Tensor]:
+    """``read`` of the last stage's outputs, float32 [T] a micro-batch, without gradients, on all stages."""
+    model.train(False)
+    with torch.no_grad():
+        results: list[Tensor] = _run(model, batches, lambda output, given, _: read(output, given), forward_only=True)
+    if model.layout.pipeline == 1:
+        return results
+    results = results or [torch.empty(batch.tokens.numel(), dtype=torch.float32, device=device()) for batch in batches]
+    for result in results:
+        _from_last_stage(result)
+    return results
 
-    def step(source: Iterator[PackedBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-        batch = next(source)
-        given = model_input(batch, multiple, dense, device())
-        batch = batch.to(device())
+
+def _run(
+    model: Model, batches: Sequence[PackedBatch], on_output: Callable[..., Any], forward_only: bool
+) -> list[Any]:
+    """Results of ``on_output`` on the last pipeline stage, nothing on the others."""
+    dense = uses_dense_batches(model.config.params_dtype)
+    group = parallel_state.get_context_parallel_group()
+    count = len(batches)
+    if model.layout.chunks > 1:  # the interleaved schedule goes round the stages in whole rounds
+        count = round_up(count, model.config.microbatch_group_size_per_vp_stage)
+
+    @cache  # each of the rank's chunks asks for it
+    def prepared(index: int) -> tuple[ModelInput, PackedBatch]:
+        batch = batches[index] if index < len(batches) else _filler()
+        return model_input(batch, model.layout, dense, device(), group), batch.to(device())
+
+    def step(source: Iterator[int], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        index = next(source)
+        given, batch = prepared(index)
         output = chunk(given.tokens, given.positions, None, packed_seq_params=given.sequences)
 
-        def finish(logits: Tensor, non_loss_data: bool = False) -> Any:
-            result = on_logits(logits.squeeze(0), given, batch)
+        def finish(output: Tensor, non_loss_data: bool = False) -> Any:
+            if index >= len(batches):
+                return None if non_loss_data else (output.sum() * 0, torch.zeros((), dtype=torch.int, device=device()), None)
+            result = on_output(output.squeeze(0), given, batch)
             if non_loss_data:
                 return result
             loss, metrics = result
@@ -106,28 +134,44 @@ def _run(
         finalize_model_grads(chunks, None, **options)
 
     model.config.finalize_model_grads_func = finalize
+    sources = [iter(range(count)) for _ in model.chunks]
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(batches),
+        data_iterator=sources if len(sources) > 1 else sources[0],
         model=list(model.chunks),
-        num_microbatches=len(batches),
+        num_microbatches=count,
         seq_length=max(batch.tokens.numel() for batch in batches),
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
-    return results
+    return results[: len(batches)]
+
+
+def _filler() -> PackedBatch:
+    """A micro-batch whose results nobody reads."""
+    nothing = torch.zeros(2, dtype=torch.int64)
+    return PackedBatch(nothing, nothing, torch.zeros(2), torch.tensor([0, 2], dtype=torch.int32), 2, {})
 
 
 def _likelihood(
-    model: Model, logits: Tensor, given: ModelInput, batch: PackedBatch, temperature: float, need_entropy: bool
+    model: Model, logits: Tensor, given: ModelInput, temperature: float, need_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """``logits``: [T + padding, rows of this rank]."""
+    """``logits``: [U, rows of this rank]. Log-probs and entropy of the whole pack, [T]."""
     if given.padding:
         logits = logits[: -given.padding]
+    labels = given.labels[: logits.size(0)]
     group = parallel_state.get_tensor_model_parallel_group()
     vocabulary = VocabularySlice.of(group, logits.size(1), model.architecture.vocab_size)
-    return log_probs_and_entropy(logits, batch.labels, vocabulary, temperature, need_entropy)
+    likelihood, entropy = log_probs_and_entropy(logits, labels, vocabulary, temperature, need_entropy)
+    if given.sequences.context is None:
+        return likelihood, entropy
+    return given.whole(likelihood), None if entropy is None else given.whole(entropy)
+
+
+def _values(output: Tensor, given: ModelInput) -> Tensor:
+    """``output``: [U, 1]. The whole pack's values, [T]."""
+    return given.whole(output.squeeze(1))
 
 
 def _reduce(reports: list[dict[str, Any]]) -> Sums:
@@ -149,13 +193,13 @@ def _reduce(reports: list[dict[str, Any]]) -> Sums:
     sums = torch.zeros(1 + int(marks[2]), dtype=torch.float32, device=device())
     for report in reports:
         sums += torch.stack([report["loss"].float(), *(report["metrics"][name].float() for name in names)])
-    if reports:
-        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    if reports:  # context-parallel ranks have the same ones
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=False))
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         _from_last_stage(sums)
         names = _names_from_last_stage(names)
-    loss, *values = sums.tolist()
-    return Sums(loss, dict(zip(names, values, strict=True)))
+    loss, *totals = sums.tolist()
+    return Sums(loss, dict(zip(names, totals, strict=True)))
 
 
 def _from_last_stage(tensor: Tensor) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
+from services.trainer.megatron import DEVICE_TYPE
+from services.trainer.megatron.checkpoint import load_weights
 from services.trainer.megatron.model import Model
-from services.trainer.megatron.weights import load_hf
+from services.trainer.megatron.weights import load_hf, weights_of
 
 
 class FrozenWeights:
@@ -25,14 +27,31 @@ class FrozenWeights:
     @classmethod
     def of(cls, model: Model) -> FrozenWeights:
         """The model's weights as they are now."""
-        return cls([parameter.detach().to("cpu", copy=True) for parameter in _parameters(model)])
+        copies = [_on_host(tensor) for tensor in _parameters(model)]
+        if DEVICE_TYPE == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return cls(copies)
 
     @classmethod
     def from_hf(cls, model: Model, directory: Path) -> FrozenWeights:
         """The weights of a Hugging Face checkpoint of the same architecture; the model's own stay as they are."""
+        return cls._loaded(model, lambda: load_hf(model.modules, model.config, model.architecture, directory))
+
+    @classmethod
+    def from_checkpoint(cls, model: Model, root: Path, step: int | None = None) -> FrozenWeights:
+        """The weights of a training checkpoint of the same architecture, whatever its layout; the newest below ``root`` if
+        ``step`` is None. The model's own stay as they are. A collective of all ranks.
+
+        Raises:
+            CheckpointMissing: there is none (of this step). ConfigError: it is of another model or dtype.
+        """
+        return cls._loaded(model, lambda: load_weights(model, root, step))
+
+    @classmethod
+    def _loaded(cls, model: Model, load: Callable[[], None]) -> FrozenWeights:
         own = cls.of(model)
         try:
-            load_hf(model.modules, model.config, model.architecture, directory)
+            load()
             return cls.of(model)
         finally:
             own._copy_into(model)
@@ -49,9 +68,17 @@ class FrozenWeights:
 
     @torch.no_grad()
     def _copy_into(self, model: Model) -> None:
+        # Pinned memory is not handed out again before the copies of this stream are through, so none is waited for.
         for parameter, tensor in zip(_parameters(model), self._tensors, strict=True):
-            parameter.copy_(tensor)
+            parameter.copy_(tensor, non_blocking=True)
 
 
-def _parameters(model: Model) -> list[torch.nn.Parameter]:
-    return [parameter for chunk in model.modules for parameter in chunk.parameters()]
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    if DEVICE_TYPE == "cpu":
+        return tensor.detach().clone()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor.detach(), non_blocking=True)
+
+
+def _parameters(model: Model) -> list[torch.Tensor]:
+    return [tensor for chunk in model.modules for _, tensor in weights_of(chunk)]

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from numpy.typing import NDArray
 
 from services.trainer.megatron import DEVICE_TYPE
 from shared.errors import ConfigError, DeadlineExceeded, MyxoError
@@ -38,8 +40,11 @@ class ParallelLayout:
 
     Args:
         tensor: ranks that share each weight matrix. pipeline: stages of layers. context: ranks that share a sequence.
-        expert: ranks that share the experts of a layer, from among the tensor- and data-parallel ranks.
+        expert: ranks that share the experts of a layer, from among the tensor-, context- and data-parallel ranks.
         sequence_parallel: also split norms and residuals over ``tensor``.
+        virtual_pipeline: model chunks of each pipeline stage (interleaved schedule); None for one.
+        expert_tensor: ranks that share each expert's matrices; None for Myxo's choice: none where ``expert`` distributes
+            whole experts, else ``tensor``. See :attr:`expert_tensor_size`.
 
     Raises:
         ConfigError: a size has no meaning, or two settings contradict one another.
@@ -50,6 +55,8 @@ class ParallelLayout:
     context: int = 1
     expert: int = 1
     sequence_parallel: bool = False
+    virtual_pipeline: int | None = None
+    expert_tensor: int | None = None
 
     def __post_init__(self) -> None:
         sizes = {
@@ -57,23 +64,28 @@ class ParallelLayout:
             "trainer.pipeline_model_parallel_size": self.pipeline,
             "trainer.context_parallel_size": self.context,
             "trainer.expert_model_parallel_size": self.expert,
+            "trainer.virtual_pipeline_model_parallel_size": self.chunks,
+            "trainer.expert_tensor_parallel_size": self.expert_tensor_size,
         }
         for field, value in sizes.items():
             if value < 1:
                 raise ConfigError(field, value, "at least 1")
-        if self.context > 1:
-            raise ConfigError("trainer.context_parallel_size", self.context, "1; context parallelism is not implemented")
+        if self.chunks > 1 and self.pipeline == 1:
+            wanted = "none, or a pipeline_model_parallel_size above 1"
+            raise ConfigError("trainer.virtual_pipeline_model_parallel_size", self.chunks, wanted)
         if self.sequence_parallel and self.tensor == 1:
             raise ConfigError("trainer.sequence_parallel", True, "false, or a tensor_model_parallel_size above 1")
 
     @property
-    def expert_tensor(self) -> int:
-        """Ranks that share each expert's matrices: none where ``expert`` distributes whole experts, else ``tensor``.
+    def chunks(self) -> int:
+        """Model chunks that each rank holds."""
+        return 1 if self.virtual_pipeline is None else self.virtual_pipeline
 
-        Megatron offers both freely, and two of the four combinations are traps: experts both distributed and split need
-        gathers of uneven sizes, which gloo has not; experts neither distributed nor split under tensor parallelism get the
-        gradient of one tensor rank's tokens only, silently (their parameters are not marked as experts').
-        """
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share each expert's matrices."""
+        if self.expert_tensor is not None:
+            return self.expert_tensor
         return 1 if self.expert > 1 else self.tensor
 
     def check(self, world_size: int) -> None:
@@ -88,6 +100,12 @@ class ParallelLayout:
         stage = world_size // self.pipeline
         if stage % self.expert:
             raise ConfigError("trainer.expert_model_parallel_size", self.expert, f"a divisor of {stage}, the ranks of a stage")
+        if stage % (self.expert * self.expert_tensor_size):
+            raise ConfigError(
+                "trainer.expert_tensor_parallel_size",
+                self.expert_tensor_size,
+                f"a divisor of {stage // self.expert}: the {stage} ranks of a stage, by expert_model_parallel_size, {self.expert}",
+            )
 
 
 _timeout_seconds = 0.0
@@ -99,6 +117,11 @@ def device() -> torch.device:
     if DEVICE_TYPE == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def timeout_seconds() -> float:
+    """How long a rank waits for the others."""
+    return _timeout_seconds
 
 
 def start(layout: ParallelLayout, seed: int, timeout_seconds: float) -> None:
@@ -130,15 +153,36 @@ def start(layout: ParallelLayout, seed: int, timeout_seconds: float) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def make_deterministic() -> None:
+    """Have every operation of this process give the same bits in every run, before the first one on a GPU.
+
+    A kernel that has no such form is named in a warning of PyTorch's and runs as it is. On CPUs this changes next to nothing.
+    """
+    for name, value in DETERMINISTIC.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if DEVICE_TYPE == "cuda":
+        torch.backends.cudnn.benchmark = False
+
+
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS adds up in an order of its own choice otherwise
+    "NCCL_ALGO": "Ring",  # which ranks are added first; Megatron refuses its own choice of the algorithm
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}
+"""Environment that deterministic runs need; what the user has set stays."""
+
+
 def _form_groups(layout: ParallelLayout, timeout_seconds: float) -> None:
     _leave_groups()
     with deadline("the forming of the parallel groups"):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.chunks > 1 else None,
             context_parallel_size=layout.context,
             expert_model_parallel_size=layout.expert,
-            expert_tensor_parallel_size=layout.expert_tensor,
+            expert_tensor_parallel_size=layout.expert_tensor_size,
             create_gloo_process_groups=False,
             # declared an integer, but handed to timedelta(minutes=...) as it is
             distributed_timeout_minutes=timeout_seconds / 60,
@@ -175,6 +219,11 @@ def stop() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def rank() -> int:
+    """This process among all of the job's."""
+    return int(dist.get_rank())
 
 
 def data_parallel() -> tuple[int, int]:
@@ -241,8 +290,16 @@ def gather_json(value: Any) -> list[Any]:
     mine[: encoded.numel()] = encoded
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    return [json.loads(bytes(part[:size].tolist())) for part, size in zip(everyone, sizes.tolist(), strict=True)]
+    return [json.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(everyone, sizes.tolist(), strict=True)]
 
 
 def round_up(value: int, multiple: int) -> int:
     return math.ceil(value / multiple) * multiple
+
+
+def sum_over_data_parallel(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The sum of arrays of one shape over the data-parallel ranks, on each of them: float64, exact for integers below 2^53."""
+    total = torch.from_numpy(values.copy()).to(device())
+    with deadline("a sum over the data-parallel ranks"):
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total.cpu().numpy()

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+import structlog
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -24,11 +24,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.trainer.megatron.families import Architecture, hf_tensors
+from services.trainer.megatron.architecture import Architecture
+from services.trainer.megatron.names import Layout, hf_tensors, source
 from services.trainer.megatron.runtime import device
 from shared.errors import ConfigError
-
-Layout = Literal["plain", "vocabulary", "qkv", "glu"]
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,12 @@ class Recipe:
     Args:
         hf_names: the tensors. layout: ``plain`` as it is; ``vocabulary`` with rows of zeros below; ``qkv`` interleaved by
             key/value group; ``glu`` one above the other, and each half split over the ranks for itself.
+        float32: kept so whatever the model's dtype.
     """
 
     hf_names: tuple[str, ...]
     layout: Layout
+    float32: bool = False
 
     def fuse(self, tensors: Sequence[Tensor], architecture: Architecture, rows: int) -> Tensor:
         """The unsplit parameter; ``rows``: its size in dimension 0, with the vocabulary's padding."""
@@ -58,7 +59,7 @@ class Recipe:
     def unfuse(self, parameter: Tensor, architecture: Architecture) -> list[Tensor]:
         """Inverse of :meth:`fuse`: contiguous tensors in the order of ``hf_names``."""
         if self.layout == "glu":
-            return list(parameter.chunk(2))
+            return list(parameter.chunk(len(self.hf_names)))  # one for a family that keeps both halves in one tensor
         if self.layout == "qkv":
             groups, width = architecture.num_key_value_heads, architecture.head_dim
             queries = architecture.num_attention_heads // groups * width
@@ -82,55 +83,13 @@ class Recipe:
         return torch.cat(list(shards), dimension)
 
 
-_TOP: dict[str, Recipe] = {
-    "embedding.word_embeddings.weight": Recipe(("model.embed_tokens.weight",), "vocabulary"),
-    "decoder.final_layernorm.weight": Recipe(("model.norm.weight",), "plain"),
-    "output_layer.weight": Recipe(("lm_head.weight",), "vocabulary"),
-}
-
-_EXPERT_IN = ("mlp.experts.{0}.gate_proj.weight", "mlp.experts.{0}.up_proj.weight")
-_EXPERT_OUT = ("mlp.experts.{0}.down_proj.weight",)
-
-# pattern below "decoder.layers.N." -> names below "model.layers.N."; {0}, {1}: the pattern's groups
-_IN_LAYER: list[tuple[str, tuple[str, ...], Layout]] = [
-    (r"input_layernorm\.weight", ("input_layernorm.weight",), "plain"),
-    (r"self_attention\.linear_qkv\.layer_norm_weight", ("input_layernorm.weight",), "plain"),
-    (
-        r"self_attention\.linear_qkv\.(weight|bias)",
-        ("self_attn.q_proj.{0}", "self_attn.k_proj.{0}", "self_attn.v_proj.{0}"),
-        "qkv",
-    ),
-    (r"self_attention\.([qk])_layernorm\.weight", ("self_attn.{0}_norm.weight",), "plain"),
-    (r"self_attention\.linear_proj\.weight", ("self_attn.o_proj.weight",), "plain"),
-    (r"pre_mlp_layernorm\.weight", ("post_attention_layernorm.weight",), "plain"),
-    (r"mlp\.linear_fc1\.layer_norm_weight", ("post_attention_layernorm.weight",), "plain"),
-    (r"mlp\.linear_fc1\.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "glu"),
-    (r"mlp\.linear_fc2\.weight", ("mlp.down_proj.weight",), "plain"),
-    (r"mlp\.router\.weight", ("mlp.gate.weight",), "plain"),
-    (r"mlp\.experts\.local_experts\.(\d+)\.linear_fc1\.weight", _EXPERT_IN, "glu"),
-    (r"mlp\.experts\.linear_fc1\.weight(\d+)", _EXPERT_IN, "glu"),
-    (r"mlp\.experts\.local_experts\.(\d+)\.linear_fc2\.weight", _EXPERT_OUT, "plain"),
-    (r"mlp\.experts\.linear_fc2\.weight(\d+)", _EXPERT_OUT, "plain"),
-]
-
-
 def recipe(name: str, architecture: Architecture) -> Recipe:
     """The recipe of a parameter by its global name (see :func:`parameters`).
 
     Raises:
-        KeyError: a parameter that no rule covers, which is a gap in the table.
+        KeyError: a parameter that no row of :mod:`.names` covers, which is a gap in the table.
     """
-    if name == "output_layer.weight" and architecture.tied_embeddings:
-        return _TOP["embedding.word_embeddings.weight"]  # the last pipeline stage's copy
-    if name in _TOP:
-        return _TOP[name]
-    layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
-    for pattern, hf_names, layout in _IN_LAYER if layer else ():
-        matched = re.fullmatch(pattern, layer[2]) if layer else None
-        if layer and matched:
-            prefix = f"model.layers.{layer[1]}."
-            return Recipe(tuple(prefix + hf_name.format(*matched.groups()) for hf_name in hf_names), layout)
-    raise KeyError(f"no recipe for Megatron parameter {name!r}")
+    return Recipe(*source(name, architecture))
 
 
 @dataclass(frozen=True)
@@ -160,6 +119,12 @@ class LocalParameter:
         return parallel_state.get_tensor_model_parallel_group()
 
 
+def weights_of(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of all that a checkpoint holds: the parameters, and the routers' biases, which no optimizer updates."""
+    yield from chunk.named_parameters()
+    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
+
+
 def parameters(
     chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture
 ) -> Iterator[LocalParameter]:
@@ -174,10 +139,12 @@ def parameters(
 
     for stage, chunk in enumerate(chunks):
         first_layer = get_transformer_layer_offset(config, vp_stage=stage if len(chunks) > 1 else None)
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in weights_of(chunk):
             layer = re.match(r"decoder\.layers\.(\d+)\.(.+)", name)
             if layer:
                 name = f"decoder.layers.{int(layer[1]) + first_layer}.{layer[2]}"
+            if getattr(parameter, "value_head", False):
+                continue  # a critic's own; no checkpoint but its own has it
             name = re.sub(r"(\.local_experts\.)(\d+)(\.)", global_expert, name)
             name = re.sub(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)($)", global_expert, name)
             yield LocalParameter(name, parameter, recipe(name, architecture))
@@ -217,13 +184,19 @@ class SafetensorsReader:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def check(self, expected: dict[str, tuple[int, ...]]) -> None:
+    def check(self, expected: dict[str, tuple[int, ...]], unread: tuple[str, ...] = ()) -> int:
         """Raises ConfigError unless the files hold exactly the ``expected`` names and shapes.
 
         Buffers that old exports carry along (``rotary_emb.inv_freq``) are passed over, and so is the output layer of a
         model that ties it to the embedding.
+
+        Args:
+            unread: prefixes of tensors that may be there and are not part of the model.
+
+        Returns:
+            How many of the latter there are.
         """
-        held = {name for name in self._files if not name.endswith("rotary_emb.inv_freq")}
+        held = {name for name in self.names() if not name.endswith("rotary_emb.inv_freq") and not name.startswith(unread)}
         missing = [name for name in expected if name not in held]
         if missing:
             raise ConfigError("trainer.hf_checkpoint", str(self.hf_dir), f"all tensors of the model; missing: {_some(missing)}")
@@ -235,6 +208,14 @@ class SafetensorsReader:
             found = tuple(self._files[name].get_slice(name).get_shape())
             if found != shape:
                 raise ConfigError(f"{self.hf_dir}:{name}", found, f"shape {shape}, by the sizes in config.json")
+        return sum(name.startswith(unread) for name in self.names())
+
+    def names(self) -> set[str]:
+        """Tensors that are part of a model."""
+        return set(self._files)
+
+    def holds(self, name: str) -> bool:
+        return name in self._files
 
     def read(self, name: str) -> Tensor:
         return self._files[name].get_tensor(name)
@@ -245,15 +226,26 @@ def _some(names: Sequence[str]) -> str:
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
+def draft_prefixes(architecture: Architecture) -> tuple[str, ...]:
+    """Prefixes of the names of layers that only guess further tokens (multi-token prediction)."""
+    first = architecture.num_layers
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + architecture.draft_layers))
+
+
 @torch.no_grad()
 def load_hf(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, hf_dir: Path) -> None:
     """Fill this rank's parameters from a Hugging Face checkpoint, in the model's dtype.
+
+    The layers of :func:`draft_prefixes` are not read: they are not trained here, and no export has them.
 
     Raises:
         ConfigError: the directory holds other tensors than its ``config.json`` describes.
     """
     with SafetensorsReader(hf_dir) as reader:
-        reader.check(hf_tensors(architecture))
+        passed_over = reader.check(hf_tensors(architecture), draft_prefixes(architecture))
+        if passed_over and dist.get_rank() == 0:
+            layers = architecture.draft_layers
+            structlog.get_logger().warning("draft_layers_not_loaded", layers=layers, tensors=passed_over, checkpoint=str(hf_dir))
         for local in parameters(chunks, config, architecture):
             target, dimension = local.parameter, local.split_dimension
             parts = 1 if dimension is None else local.group.size()

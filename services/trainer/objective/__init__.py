@@ -1,25 +1,60 @@
 """What the trainer optimises: rewards to advantages, log-probs to a loss. Pure functions; no Megatron, no bus.
 
-On the way of a batch: ``reward_advantages`` (per sample), ``sample_weights`` (per sample), packing, then for
-each micro-batch a ``Loss``: ``PolicyLoss`` or ``SftLoss``.
+On the way of a batch: ``passing`` (per sample), ``token_advantages`` (per sample), ``Moments`` and ``whitened`` (per sample, by the whole
+batch), ``sample_weights`` (per sample), packing, ``batch_statistics`` (per optimizer step), then for each micro-batch the ``Loss`` of
+``loss_of``, or a critic's ``ValueLoss``. ``needs`` says what has to be there for it; ``CustomFunctions`` are the user's own.
 """
 
-from services.trainer.objective.advantage import BadReward, group_relative, reward_advantages, whiten, whiten_samples
+from services.trainer.objective.advantage import (
+    Advantages,
+    BadReward,
+    BadTokens,
+    Needs,
+    group_relative,
+    needs,
+    reward_advantages,
+    token_advantages,
+)
 from services.trainer.objective.config import ObjectiveConfig
-from services.trainer.objective.loss import Loss, MissingField, PolicyLoss
-from services.trainer.objective.reduce import sample_weights
+from services.trainer.objective.correction import MissingStatistics
+from services.trainer.objective.custom import CustomFunctions, CustomLoss
+from services.trainer.objective.kl import reward_kl
+from services.trainer.objective.loss import PolicyLoss
+from services.trainer.objective.losses import loss_of, passing
+from services.trainer.objective.reduce import denominator, sample_weights
 from services.trainer.objective.sft import SftLoss
+from services.trainer.objective.statistics import Statistics, batch_statistics
+from services.trainer.objective.tokens import Loss, MissingField
+from services.trainer.objective.value import ValueLoss
+from services.trainer.objective.whitening import Moments, whiten, whiten_samples, whitened
 
 __all__ = [
+    "Advantages",
     "BadReward",
+    "BadTokens",
+    "CustomFunctions",
+    "CustomLoss",
     "Loss",
     "MissingField",
+    "MissingStatistics",
+    "Moments",
+    "Needs",
     "ObjectiveConfig",
     "PolicyLoss",
     "SftLoss",
+    "Statistics",
+    "ValueLoss",
+    "batch_statistics",
+    "denominator",
     "group_relative",
+    "loss_of",
+    "needs",
+    "passing",
     "reward_advantages",
+    "reward_kl",
     "sample_weights",
+    "token_advantages",
     "whiten",
     "whiten_samples",
+    "whitened",
 ]

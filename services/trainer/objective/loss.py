@@ -10,73 +10,20 @@ Invariants, held by tests:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
-from services.trainer.objective import policy
+from services.trainer.objective import correction, policy
 from services.trainer.objective.config import ObjectiveConfig
-from services.trainer.objective.importance import importance_weight, off_policy_sequence_mask
-from services.trainer.objective.kl import kl_estimate
+from services.trainer.objective.correction import MissingStatistics
+from services.trainer.objective.custom import CustomFunctions
+from services.trainer.objective.importance import second_moment_mask, second_moments
+from services.trainer.objective.kl import LOSS_KL, kl_estimate
 from services.trainer.objective.sequence import sequence_sum
+from services.trainer.objective.statistics import Statistics
+from services.trainer.objective.tokens import MaskedTokens, Metrics, MissingField
 from services.trainer.packing import PackedBatch
-from shared.errors import MyxoError
-
-Metrics = dict[str, Tensor]
-
-
-class MissingField(MyxoError):
-    """A loss needs a per-token field that its micro-batch does not carry.
-
-    Args:
-        field: its name. needed_for: what asks for it. present: what the micro-batch has.
-    """
-
-    def __init__(self, field: str, needed_for: str, present: Mapping[str, Tensor]) -> None:
-        self.field = field
-        super().__init__(f"the micro-batch has no {field}, needed for {needed_for}; it has {sorted(present)}")
-
-
-class Loss(Protocol):
-    """What an actor calls on each micro-batch."""
-
-    def __call__(self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Metrics]:
-        """Loss (a scalar with its graph) and metrics (detached scalars), to be summed over micro-batches and ranks."""
-        ...
-
-
-class MaskedTokens:
-    """The trained tokens of a micro-batch: everything read through it is blank where the mask is 0.
-
-    ``torch.where`` and not a product, because 0 times NaN is NaN, forwards and backwards.
-    """
-
-    def __init__(self, log_probs: Tensor, batch: PackedBatch) -> None:
-        if log_probs.shape != batch.tokens.shape:
-            raise ValueError(f"log_probs has shape {tuple(log_probs.shape)}, expected {tuple(batch.tokens.shape)}")
-        self.batch = batch
-        self.mask = batch.loss_mask > 0
-        self.dtype = torch.promote_types(log_probs.dtype, torch.float32)
-        self.log_probs = self.blank(log_probs)
-        self.weights = self.field("weights", "the reducer")
-
-    def blank(self, values: Tensor) -> Tensor:
-        """``values`` [T] in the loss's dtype, 0 where the mask is 0."""
-        values = values.to(self.dtype)
-        return torch.where(self.mask, values, torch.zeros_like(values))
-
-    def field(self, name: str, needed_for: str) -> Tensor:
-        """Field ``name`` [T], blanked. Raises MissingField."""
-        if name not in self.batch.fields:
-            raise MissingField(name, needed_for, self.batch.fields)
-        return self.blank(self.batch.fields[name])
-
-    def mean(self, values: Tensor) -> Tensor:
-        """This micro-batch's part of the batch's mean: ``sum(weights * values)``."""
-        return (self.weights * values).sum()
 
 
 @dataclass(frozen=True)
@@ -89,26 +36,31 @@ class PolicyLoss:
 
     Metrics, named as slime names them: loss, pg_loss, pg_clipfrac, ppo_kl (mean of d), ois (mean ratio); entropy_loss
     with an entropy; kl_loss with reference log-probs; tis and tis_clipfrac (the weight before its bounds, and where
-    they took effect) under ``decoupled``; opsm_clipfrac (tokens dropped) with OPSM; train_rollout_logprob_abs_diff (the
-    trainer's log-probs at batch start against the engine's). With ``batch_version`` also two plain sums over the tokens
-    of sequences that the engine made wholly under that very version: agreement_abs_diff and agreement_tokens. Their
-    quotient is what engine and trainer differ by on equal weights, free of staleness.
+    they took effect) under ``decoupled``; rs_clipfrac and rs_veto_frac (tokens rejected); opsm_clipfrac (tokens dropped)
+    with OPSM; train_rollout_logprob_abs_diff (the trainer's log-probs at batch start against the engine's). With
+    ``batch_version`` also two plain sums over the tokens of sequences that the engine made wholly under that very version:
+    agreement_abs_diff and agreement_tokens. Their quotient is what engine and trainer differ by on equal weights, free of
+    staleness.
 
     Args:
         batch_version: weight version that the trainer holds at batch start, before the step that makes the next.
+        statistics: of the optimizer step, for tis_batch_normalize and use_m2po.
+        custom: functions of the user's own in place of the importance weight and of the reducer.
 
-    T must hold whole sequences for gspo, OPSM and the sequence levels (under context parallelism: gathered ones).
+    T must hold whole sequences for gspo, OPSM, vetoes and the sequence levels (under context parallelism: gathered ones).
     """
 
     config: ObjectiveConfig
     batch_version: int | None = None
+    statistics: Statistics = field(default_factory=Statistics)
+    custom: CustomFunctions = field(default_factory=CustomFunctions)
 
     def at_version(self, batch_version: int) -> PolicyLoss:
         """The same loss for a batch that starts from ``batch_version``."""
         return replace(self, batch_version=batch_version)
 
     def __call__(self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Metrics]:
-        """See ``Loss``. Args: log_probs, entropy: [T], of ``batch.labels``. Raises MissingField; ValueError."""
+        """See ``Loss``. Args: log_probs, entropy: [T], of ``batch.labels``. Raises MissingField; HookFailed; ValueError."""
         config, tokens = self.config, MaskedTokens(log_probs, batch)
         current, advantages = tokens.log_probs, tokens.field("advantages", config.advantage_estimator).detach()
         rollout = None
@@ -123,7 +75,7 @@ class PolicyLoss:
             assert rollout is not None
             old = rollout
         d = old - current
-        gradient, d_clipped = self._policy_gradient(d, tokens, advantages)
+        gradient, d_clipped = self._policy_gradient(d, rollout, tokens, advantages)
         pg, metrics = gradient.loss, {"pg_clipfrac": tokens.mean(gradient.clipped.to(tokens.dtype))}
         metrics["ppo_kl"] = tokens.mean(d_clipped.detach())
         metrics["ois"] = tokens.mean(policy.ratio_of(-d_clipped.detach()))
@@ -131,14 +83,22 @@ class PolicyLoss:
         if rollout is not None:
             pg = self._off_policy(pg, start, rollout, tokens, advantages, metrics)
             metrics |= self._agreement(start, rollout, tokens)
-        pg_loss = tokens.mean(pg)
+        pg_loss = tokens.mean(pg) if self.custom.reducer is None else self.custom.reduced(pg, tokens, config.reducer == "token_mean")
         loss = pg_loss + self._entropy(entropy, tokens, metrics) + self._reference_kl(d, tokens, metrics)
         metrics |= {"pg_loss": pg_loss.detach(), "loss": loss.detach()}
         return loss, metrics
 
-    def _policy_gradient(self, d: Tensor, tokens: MaskedTokens, advantages: Tensor) -> tuple[policy.PolicyGradient, Tensor]:
+    def _policy_gradient(
+        self, d: Tensor, rollout: Tensor | None, tokens: MaskedTokens, advantages: Tensor
+    ) -> tuple[policy.PolicyGradient, Tensor]:
         """The per-token loss, and the d that it was clipped by."""
         config = self.config
+        if config.use_m2po:
+            limit = self.statistics.second_moment_limit
+            if limit is None or rollout is None:
+                raise MissingStatistics("use_m2po")
+            stays = second_moment_mask(second_moments(tokens.log_probs, rollout, advantages, tokens.mask), limit)
+            return policy.masked_surrogate(d, advantages, stays), d
         if config.advantage_estimator == "cispo":
             terms = policy.clipped_weight(d, tokens.log_probs, advantages, config.clip_low, config.clip_high)
             return terms, d
@@ -148,19 +108,15 @@ class PolicyLoss:
         return terms, d
 
     def _off_policy(self, pg: Tensor, start: Tensor, rollout: Tensor, tokens: MaskedTokens, advantages: Tensor, metrics: Metrics) -> Tensor:
-        config, cu_seqlens = self.config, tokens.batch.cu_seqlens
-        if config.off_policy == "decoupled":
-            weighted = importance_weight(
-                start, rollout, tokens.mask, cu_seqlens,
-                rule=config.importance, level=config.importance_level, low=config.tis_clip_low, high=config.tis_clip,
-            )  # fmt: skip
-            pg = pg * weighted.weight
-            metrics["tis"] = tokens.mean(weighted.ratio)
-            metrics["tis_clipfrac"] = tokens.mean(weighted.changed.to(tokens.dtype))
+        config, found = self.config, Metrics()
+        if config.off_policy == "decoupled" and self.custom.tis is not None:
+            pg, found = self.custom.weighted(pg, start, rollout, tokens)
+        elif config.off_policy == "decoupled":
+            pg, found = correction.weighted(config, pg, start, rollout, tokens, self.statistics)
+        metrics |= found
         if config.use_opsm:
-            stays = off_policy_sequence_mask(tokens.log_probs, rollout, advantages, tokens.mask, cu_seqlens, config.opsm_delta)
-            pg = pg * stays.to(pg.dtype)
-            metrics["opsm_clipfrac"] = tokens.mean((~stays).to(tokens.dtype))
+            pg, found = correction.opsm(config, pg, rollout, advantages, tokens)
+            metrics |= found
         return pg
 
     def _agreement(self, start: Tensor, rollout: Tensor, tokens: MaskedTokens) -> Metrics:
@@ -195,10 +151,10 @@ class PolicyLoss:
     def _reference_kl(self, d: Tensor, tokens: MaskedTokens, metrics: Metrics) -> Tensor:
         """Measured whenever there are reference log-probs; in the loss only with a coefficient (0 times inf is NaN)."""
         config = self.config
-        if "ref_log_probs" not in tokens.batch.fields and config.kl_loss_coef == 0.0:
+        if "ref_log_probs" not in tokens.batch.fields and not config.measures_kl:
             return tokens.weights.new_zeros(())
         reference = tokens.field("ref_log_probs", f"kl_loss_coef {config.kl_loss_coef}").detach()
         ratio = policy.ratio_of(-d) if config.use_unbiased_kl else None
-        mean = tokens.mean(kl_estimate(tokens.log_probs, reference, config.kl_loss_type, ratio))
+        mean = tokens.mean(kl_estimate(tokens.log_probs, reference, config.kl_loss_type or LOSS_KL, ratio))
         metrics["kl_loss"] = mean.detach()
         return config.kl_loss_coef * mean if config.kl_loss_coef != 0.0 else tokens.weights.new_zeros(())

@@ -46,6 +46,12 @@ def clipped_surrogate(d: Tensor, advantages: Tensor, clip_low: float, clip_high:
     return PolicyGradient(loss, (bounded > free).detach())
 
 
+def masked_surrogate(d: Tensor, advantages: Tensor, stays: Tensor) -> PolicyGradient:
+    """``-rho A`` where ``stays`` [T] is true, else 0: M2PO's, whose mask takes the place of the clip (``importance.second_moment``)."""
+    loss = -ratio_of(-d) * advantages
+    return PolicyGradient(torch.where(stays, loss, torch.zeros_like(loss)), ~stays)
+
+
 def sequence_log_ratio(d: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """GSPO's d, for ``clipped_surrogate``: the mean of d over a sequence's trained tokens, on every token of it.
 

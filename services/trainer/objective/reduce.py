@@ -52,3 +52,10 @@ def sample_weights(
             raise ValueError(f"reducer fixed_length needs fixed_length > 0, got {fixed_length}")
         return np.full(tokens.size, 1.0 / (len(totals) * fixed_length))
     return np.array([1.0 / (len(totals) * max(totals[rollout], 1)) for rollout in rollout_ids])
+
+
+def denominator(trained_tokens: Sequence[int], rollout_ids: Sequence[Hashable], reducer: Reducer = "rollout_mean") -> float:
+    """What a sum over the samples of one optimizer step is divided by: its rollouts, or with ``token_mean`` ``sum of max(tokens, 1)``."""
+    if reducer == "token_mean":
+        return float(np.maximum(np.asarray(trained_tokens, dtype=np.int64), 1).sum())
+    return float(len(set(rollout_ids)))

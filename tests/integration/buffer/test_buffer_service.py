@@ -300,10 +300,12 @@ async def test_evaluations_come_first_and_last_on_their_own_queue(launched: Laun
     assert isinstance(await player.ask(1), BatchPending)
     await player.work_until(3, EVAL)
 
-    async def over() -> bool:
-        return isinstance(await player.ask(1), RunDone)
+    async def over() -> RunDone | None:
+        answer = await player.ask(1)
+        return answer if isinstance(answer, RunDone) else None
 
-    await until(over, "the end of the run")
+    done = await until(over, "the end of the run")
+    assert (done.version, done.rewards) == (1, {"heldout": 0.5})
     records = await player.records()
     assert [record.version for record in records if isinstance(record, EvalStarted)] == [0, 1]
     ended = [record for record in records if isinstance(record, EvalEnded)]

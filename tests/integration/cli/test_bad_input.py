@@ -208,13 +208,23 @@ def test_an_error_stays_one_line_however_long_the_prompt(myxo: Myxo, config_file
     assert len(refused(myxo, "up", config)) < 1200
 
 
+def test_a_flag_of_megatrons_that_there_is_not(myxo: Myxo, config_file: ConfigFile) -> None:
+    line = refused(myxo, "up", config_file(), "--moe-router-dtyp", "fp32")
+    assert "--moe-router-dtyp = '': unknown flag; did you mean --moe-router-dtype?" in line
+    assert "--train-iters = '9': use num_rollout" in refused(myxo, "up", config_file(), "--train-iters", "9")
+
+
 def test_dry_run_prints_the_config_that_would_run(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
-    words = ("--num-rollout", "10", "--dry-run", "--sglang-mem-fraction-static", "0.5")
-    code, out, err = myxo.run("up", config_file(), *words)
+    words = ("--num-rollout", "10", "--dry-run", "--sglang-mem-fraction-static", "0.5", "--no-rope-fusion", "--num-layers", "28")
+    config_file()
+    over = tmp_path / "over.toml"
+    over.write_text('base = "run.toml"\n[trainer.megatron]\nmoe-router-dtype = "fp64"\nnum-layers = 36\n')
+    code, out, err = myxo.run("up", over, *words)
     assert (code, err) == (0, "")
     shown = tomllib.loads(out)
     assert shown["rollout"]["num_rollout"] == 10
     assert shown["rollout"]["sglang"] == {"mem-fraction-static": "0.5"}
     assert shown["run"]["dir"] == str(tmp_path / "runs")
     assert shown["trainer"]["lr"] == 1e-6
+    assert shown["trainer"]["megatron"] == {"moe_router_dtype": "fp64", "num_layers": 28, "apply_rope_fusion": False}
     assert not (tmp_path / "runs").exists()

@@ -30,18 +30,26 @@ SAMPLES = 32
 LONG_TASK: dict[str, Any] = {"n": SAMPLES, "sampling": Sampling(temperature=1.0, max_new_tokens=LONG, stop_token_ids=[])}
 
 
-async def decoding(desk: Bench) -> None:
-    """Waits until a training group is with the engine, and the engine has drawn some tokens."""
+async def caught(desk: Bench) -> str:
+    """Has a group generated until its engine, paused in place, is in the middle of it. Returns its id."""
 
     async def some_tokens() -> bool:
         return bool(desk.rollout._in_flight._requests) and (await desk.client.load()).used_tokens > len(PROMPT) + 2 * SAMPLES
 
-    await until(some_tokens, "samples in decode", 240)
+    for number in range(7, 12):
+        group = f"g{number:08d}"
+        await desk.task(group=group, **LONG_TASK)
+        await until(some_tokens, "samples in decode", 240)
+        await desk.client.pause("in_place")
+        if (await desk.client.load()).running:
+            return group
+        await desk.client.resume()  # a test process that was kept waiting came too late
+        await desk.generated()
+    raise AssertionError("five groups in a row were over before they were seen in the middle")
 
 
 async def push(desk: Bench, version: int) -> None:
-    """What running generations see of a push."""
-    await desk.client.pause("in_place")
+    """What generations of a paused engine see of a push."""
     await desk.client.set_weight_version(version)
     await desk.client.resume()
     await desk.replica.open_gate(version)
@@ -57,26 +65,24 @@ async def test_a_generation_over_the_bound_is_stopped_where_nothing_of_it_would_
     new_bench: NewBench, policy: str, stopped: bool
 ) -> None:
     desk = await new_bench(rollout={"max_staleness": 0, "staleness_policy": policy})
-    await desk.task(**LONG_TASK)
+    trained = await caught(desk)
     await desk.task(group="eval.heldout.0.0", **LONG_TASK)
-    await decoding(desk)
     await push(desk, 1)
     if stopped:
         outcome = await desk.outcome()
-        assert outcome == Interrupted(group="g00000007", attempt=0, stale=True, replica="rollout-1")
+        assert outcome == Interrupted(group=trained, attempt=0, stale=True, replica="rollout-1")
     groups = {}
     for _ in range(1 if stopped else 2):  # an evaluation goes on either way
         group, samples = await desk.generated()
         groups[group.group] = samples
-    assert set(groups) == {"eval.heldout.0.0"} if stopped else {"eval.heldout.0.0", "g00000007"}
+    assert set(groups) == ({"eval.heldout.0.0"} if stopped else {"eval.heldout.0.0", trained})
     for samples in groups.values():
         assert {version for one in samples for _, _, version in one.segments} <= {0, 1}
 
 
 async def test_what_is_within_the_bound_goes_on(new_bench: NewBench) -> None:
     desk = await new_bench(rollout={"max_staleness": 1})
-    await desk.task(**LONG_TASK)
-    await decoding(desk)
+    await caught(desk)
     await push(desk, 1)
     _, samples = await desk.generated()
     assert all(one.finish in ("stop", "length") for one in samples)
@@ -85,8 +91,8 @@ async def test_what_is_within_the_bound_goes_on(new_bench: NewBench) -> None:
 
 async def test_another_replica_goes_on_from_the_tokens_of_one_that_left(new_bench: NewBench, checkpoint: Checkpoints) -> None:
     desk = await new_bench()
-    await desk.task(**LONG_TASK)
-    await decoding(desk)
+    group = await caught(desk)
+    await desk.client.resume()
     await desk.rollout._in_flight.leave(desk.client)
     left = await desk.outcome()
     assert isinstance(left, Interrupted) and not left.stale
@@ -94,9 +100,9 @@ async def test_another_replica_goes_on_from_the_tokens_of_one_that_left(new_benc
     assert any(one.finish == "abort" and 0 < len(one.response) < LONG for one in parts), "the engine was not stopped in the middle"
 
     desk.rollout._in_flight._leaving = False  # as in the next replica
-    await desk.task(attempt=1, partial=left.payload, **LONG_TASK)
-    group, samples = await desk.generated()
-    assert group.attempt == 1
+    await desk.task(group=group, attempt=1, partial=left.payload, **LONG_TASK)
+    again, samples = await desk.generated()
+    assert again.attempt == 1
     for part, one in zip(parts, samples, strict=True):
         assert one.finish in ("stop", "length") and (one.finish == part.finish or part.finish == "abort")
         assert one.response[: len(part.response)].tolist() == part.response.tolist()

@@ -29,7 +29,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = said(capsys, "--help")
-    for command in ("up", "submit", "status", "logs", "samples", "audit", "env", "simulate", "summary"):
+    for command in ("up", "submit", "status", "logs", "samples", "audit", "env", "simulate", "convert", "summary"):
         assert command in out
 
 

@@ -37,6 +37,18 @@ MUTABLE = {
     "collective_timeout",
     "torch_threads",
     "push_timeout",
+    "log_passrate",
+    "passrate_threshold",
+    "use_wandb",
+    "wandb_project",
+    "wandb_group",
+    "wandb_team",
+    "wandb_mode",
+    "wandb_dir",
+    "wandb_host",
+    "logprob_alarm",
+    "save_debug_rollout_data",
+    "save_debug_train_data",
 }
 
 

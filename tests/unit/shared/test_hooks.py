@@ -72,11 +72,14 @@ def test_every_field_of_a_function_has_a_service_that_runs_it(tmp_path: Path) ->
     for field in RUN_BY:
         section, _, name = field.partition(".")
         sections.setdefault(section, {})[name] = "my.hooks:f"
+    sections["algorithm"]["loss_type"] = "custom_loss"
     config = run_config(tmp_path, **sections)
     assert paths(config) == dict.fromkeys(RUN_BY, "my.hooks:f")
     assert set(paths(config, "rollout")) == {"rollout.custom_generate_function_path"}
     assert set(paths(config, "buffer")) == {"rollout.buffer_filter_path", "data.data_source"}
-    assert set(paths(config, "reward")) | set(paths(config, "rollout")) | set(paths(config, "buffer")) == set(RUN_BY)
+    assert set(paths(config, "trainer")) == {field for field in RUN_BY if field.startswith("algorithm.")}
+    of_services = [set(paths(config, service)) for service in ("buffer", "rollout", "reward", "trainer")]
+    assert set().union(*of_services) == set(RUN_BY)
 
 
 def test_what_comes_with_myxo_is_no_function_of_the_users(tmp_path: Path) -> None:

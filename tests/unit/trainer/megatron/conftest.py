@@ -49,6 +49,13 @@ def two_ranks() -> Iterator[World]:
     world.stop()
 
 
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[World]:
+    world = World(4)
+    yield world
+    world.stop()
+
+
 @pytest.fixture
 def fresh_world() -> Iterator[Callable[[int], World]]:
     """``fresh_world(size)``: a world for a test that breaks it."""

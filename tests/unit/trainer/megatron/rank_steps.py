@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.actor import Actor, ActorConfig, StepResult
+from services.trainer.actor import Actor, ActorConfig, SaveFailed, StepResult
 from services.trainer.megatron import checkpoint, runtime
-from services.trainer.megatron.checkpoint import dist_checkpointing
 from services.trainer.megatron.likelihood import VocabularySlice, log_probs_and_entropy
+from services.trainer.megatron.reference import FrozenWeights
+from services.trainer.megatron.saving import StagedShards
+from services.trainer.objective import ObjectiveConfig, PolicyLoss
+from services.trainer.objective.value import ValueLoss
 from services.trainer.packing import PackedBatch
 from shared.errors import MyxoError
-from tests.unit.trainer.megatron.tiny import pack, sequences
+from tests.unit.trainer.megatron.tiny import VOCAB, pack, sequences
 
 TIMEOUT_SECONDS = 60.0
 MICRO_BATCHES = 4
@@ -36,14 +41,31 @@ def weighted_loss(log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch)
     return loss, {"tokens": batch.loss_mask.sum(), "entropy": (batch.loss_mask * entropy).sum()}
 
 
+def micro_batch(index: int, seed: int = 0) -> PackedBatch:
+    return pack(sequences(5, seed=seed * 100 + index))
+
+
 def share(model: Actor, seed: int) -> list[PackedBatch]:
     """This rank's part of a global batch that is the same in every layout."""
-    micro_batches = [pack(sequences(5, seed=seed * 100 + index)) for index in range(MICRO_BATCHES)]
+    micro_batches = [micro_batch(index, seed) for index in range(MICRO_BATCHES)]
     return micro_batches[model.data_parallel_rank :: model.data_parallel_size]
 
 
 def steps(model: Actor, count: int, first: int = 0) -> list[StepResult]:
     return [model.train_step(share(model, first + i), weighted_loss, need_entropy=True) for i in range(count)]
+
+
+def logits(model: Actor, batch: PackedBatch) -> Tensor:
+    """Float32 [T, V], before the step that asking for them takes."""
+    seen = []
+
+    def look(given: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        seen.append(given.detach().float())
+        return given.sum() * 0, {}
+
+    look.takes_logits = True  # type: ignore[attr-defined]
+    model.train_step([batch], look)
+    return seen[0]
 
 
 def exported(model: Actor, bucket_bytes: int = 4096) -> dict[str, Tensor | None]:
@@ -76,6 +98,143 @@ def resume(hf_dir: Path, config: dict[str, Any], root: Path) -> dict[str, Any]:
         "weights": (weights, exported(again)),
         "extra": extra,
     }
+
+
+def rl_batches(model: Actor, seed: int, per_token: bool) -> list[PackedBatch]:
+    """This rank's part of a batch with all that policy and value losses read; advantages of sequences, or of tokens."""
+    batches = []
+    for batch in share(model, seed):
+        place = torch.arange(batch.tokens.numel(), dtype=torch.float32)
+        of_sequence = torch.repeat_interleave(torch.arange(5.0) - 2, batch.cu_seqlens.diff().long())
+        fields = {
+            "advantages": torch.sin(place) if per_token else of_sequence,
+            "rollout_log_probs": -4 + torch.cos(place),
+            "returns": torch.cos(place * 0.7),
+            "values": torch.sin(place * 0.3) * 0.1,
+            "weights": torch.full_like(place, 1 / 400),
+        }
+        batches.append(batch.with_fields(**{name: tensor * batch.loss_mask for name, tensor in fields.items()}))
+    return batches
+
+
+def reinforce(hf_dir: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """A step of GRPO, one of PPO on given advantages, and a critic's, all from the same checkpoint."""
+    config = {"adam_eps": 1e-3, **config}  # with less, Adam makes whole steps of gradients that are rounding errors
+    policy = actor(hf_dir, **config)
+    grpo = policy.train_step(rl_batches(policy, 0, per_token=False), PolicyLoss(ObjectiveConfig()))
+    ppo_loss = PolicyLoss(ObjectiveConfig(advantage_estimator="ppo", entropy_coef=0.01))
+    ppo = policy.train_step(rl_batches(policy, 1, per_token=True), ppo_loss, need_entropy=True)
+    whole = pack(sequences(6, seed=9))
+    report = {"grpo": grpo, "ppo": ppo, "log_probs": policy.log_probs([whole])[0], "weights": exported(policy)}
+    critic = actor(hf_dir, **{**config, "lr": 0.03, "value_head": True})
+    for step in range(3):  # the first moves the head alone, which is zero
+        report[f"critic {step}"] = critic.train_step(rl_batches(critic, step, per_token=True), ValueLoss(value_clip=0.5))
+    report["values"] = critic.values([whole])[0]
+    return report
+
+
+def logit_loss(hf_dir: Path, config: dict[str, Any], from_logits: bool) -> StepResult:
+    """A step on the log-probs at temperature 0.7, as the actor computes them or as the loss does from the logits."""
+    model = actor(hf_dir, temperature=0.7, **config)
+
+    def from_log_probs(log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        return -(batch.loss_mask * batch.fields["advantages"] * log_probs).sum() / 100, {}
+
+    def of_logits(logits: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs, _ = likelihood_of(logits, batch.labels, VOCAB, 1.0, need_entropy=False)
+        return from_log_probs(log_probs, None, batch)
+
+    of_logits.takes_logits = True  # type: ignore[attr-defined]
+    return model.train_step(share(model, 0), of_logits if from_logits else from_log_probs)
+
+
+def odd_micro_batches(hf_dir: Path, config: dict[str, Any]) -> tuple[StepResult, list[Tensor]]:
+    """Three micro-batches, which no even number of stages divides."""
+    model = actor(hf_dir, **config)
+    batches = share(model, 0)[:3]
+    return model.train_step(batches, weighted_loss, need_entropy=True), model.log_probs(batches)
+
+
+def first_step(hf_dir: Path, config: dict[str, Any]) -> dict[str, float]:
+    """Metrics of a step with the weights that made the reference's log-probs; every trained token weighs 1."""
+    model = actor(hf_dir, **config)
+    batches = [batch.with_fields(weights=batch.loss_mask) for batch in rl_batches(model, 0, per_token=False)]
+    with FrozenWeights.of(model.model).in_place_of(model.model):
+        reference = model.log_probs(batches)
+    batches = [b.with_fields(ref_log_probs=r.cpu()) for b, r in zip(batches, reference, strict=True)]
+    return model.train_step(batches, PolicyLoss(ObjectiveConfig(kl_loss_coef=0.1))).metrics
+
+
+def save_meanwhile(hf_dir: Path, config: dict[str, Any], root: Path) -> dict[str, Any]:
+    """Two steps, a checkpoint in the background, two more; then the same two from the checkpoint, in a model made anew."""
+    model = actor(hf_dir, **config)
+    steps(model, 2)
+    go = threading.Event()
+    write = StagedShards.write
+
+    def held(self: StagedShards) -> list[list[Any]]:
+        if not go.wait(TIMEOUT_SECONDS):
+            raise TimeoutError("the test did not let the writer go")
+        return write(self)
+
+    StagedShards.write = held
+    try:
+        target = model.save_checkpoint(root, 2, {"at": 2}, wait=False)
+        straight = steps(model, 2, first=2)
+        early = target.exists()  # the steps are through before a byte was written
+    finally:
+        go.set()
+        StagedShards.write = write
+    published = model.finish_save()
+    assert published == target and target.is_dir() and model.finish_save() is None
+    again = actor(hf_dir, **config)
+    extra = again.load_checkpoint(root)
+    return {"early": early, "straight": straight, "resumed": steps(again, 2, first=2), "extra": extra}
+
+
+def fail_to_save(hf_dir: Path, root: Path) -> list[tuple[str, str, str]]:
+    """Rank 1's disk refuses in the background, twice; then it is well again."""
+    model = actor(hf_dir)
+    write = StagedShards.write
+
+    def full(self: StagedShards) -> list[list[Any]]:
+        if dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+        return write(self)
+
+    errors = []
+    StagedShards.write = full
+    try:
+        model.save_checkpoint(root, 1, wait=False)
+        for attempt in (model.finish_save, lambda: model.save_checkpoint(root, 2)):
+            try:
+                attempt()
+            except SaveFailed as error:
+                errors.append((type(error).__name__, str(error), type(error.__cause__).__name__))
+        model.save_checkpoint(root, 3, wait=False)
+    finally:
+        StagedShards.write = write
+    try:
+        model.save_checkpoint(root, 4, wait=False)
+    except SaveFailed as error:
+        errors.append((type(error).__name__, str(error), type(error.__cause__).__name__))
+    model.save_checkpoint(root, 5)
+    return errors
+
+
+def frozen_of_checkpoint(hf_dir: Path, before: dict[str, Any], after: dict[str, Any], root: Path) -> list[Tensor]:
+    """Log-probs of: weights after two steps; fresh ones; fresh ones with the checkpoint's in their place; fresh ones again."""
+    trained = actor(hf_dir, **before)
+    steps(trained, 2)
+    trained.save_checkpoint(root, 2)
+    batch = [pack(sequences(6, seed=9))]
+    report = trained.log_probs(batch)
+    model = actor(hf_dir, **after)
+    report += model.log_probs(batch)
+    frozen = FrozenWeights.from_checkpoint(model.model, root)
+    with frozen.in_place_of(model.model):
+        report += model.log_probs(batch)
+    return report + model.log_probs(batch)
 
 
 def load_and_train(hf_dir: Path, config: dict[str, Any], root: Path, count: int) -> list[StepResult]:
@@ -130,8 +289,8 @@ def save_and_die(hf_dir: Path, root: Path, point: str) -> None:
     steps(model, 1)
     die = partial(os.kill, os.getpid(), signal.SIGKILL)
     if point == "shards":
-        write = dist_checkpointing.save
-        dist_checkpointing.save = lambda *args, **kwargs: (write(*args, **kwargs), die())
+        write = StagedShards.write
+        StagedShards.write = lambda self: (write(self), die())
     elif point == "marker":
         checkpoint.publish = lambda *_: die()
     else:

@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.actor import latest_step
+from services.trainer.actor import SaveFailed, latest_step
+from services.trainer.megatron import checkpoint
 from services.trainer.megatron.checkpoint import CheckpointMissing
+from services.trainer.objective.value import ValueLoss
 from shared.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.world import RankFailed
+
+TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
 def assert_exact(outcome):
@@ -47,7 +51,14 @@ def test_one_process_resumes_exactly(kind, config, alone, hf, tmp_path):
         ("qwen3", {"dtype": "bfloat16"}),
         ("qwen3_tied", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
         ("qwen3_tied", {"pipeline_model_parallel_size": 2}),
+        ("deep_moe", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+        ("qwen3", {"context_parallel_size": 2}),
         ("qwen3_moe", {"expert_model_parallel_size": 2}),
+        ("qwen3_moe", {"expert_model_parallel_size": 2, "use_distributed_optimizer": False}),
+        ("qwen3_moe", {**TP2_SP, "expert_tensor_parallel_size": 1}),
+        # one stage has experts, the other none, and their optimizers differ
+        ("qwen3_moe_mixed", {"pipeline_model_parallel_size": 2}),
+        ("qwen3_moe_mixed", {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": False}),
     ],
 )
 def test_two_ranks_resume_exactly(kind, config, hf, two_ranks, tmp_path):
@@ -56,11 +67,89 @@ def test_two_ranks_resume_exactly(kind, config, hf, two_ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("qwen3_tied", {**TP2_SP, "pipeline_model_parallel_size": 2}),
+        ("qwen3_moe", {**TP2_SP, "context_parallel_size": 2, "expert_model_parallel_size": 2}),
+    ],
+)
+def test_four_ranks_resume_exactly(kind, config, hf, four_ranks, tmp_path):
+    for outcome in four_ranks.run(rank_steps.resume, hf(kind), config, tmp_path):
+        assert_exact(outcome)
+
+
+def test_a_checkpoint_written_in_the_background_is_of_the_moment_of_its_save(hf, two_ranks, tmp_path):
+    for outcome in two_ranks.run(rank_steps.save_meanwhile, hf("qwen3_tied"), {}, tmp_path):
+        assert not outcome["early"]
+        assert outcome["resumed"] == outcome["straight"] and outcome["extra"] == {"at": 2}
+
+
+def test_a_failed_background_write_is_raised_on_every_rank_with_its_cause(hf, two_ranks, tmp_path):
+    other, failing = two_ranks.run(rank_steps.fail_to_save, hf("qwen3"), tmp_path)
+    for errors in (other, failing):
+        assert len(errors) == 3  # at finish_save, at a save that waits, at the save after one that did not
+        assert all("rank 1" in text and "No space left" in text for _, text, _ in errors)
+    assert {cause for _, _, cause in failing} == {"OSError"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000005"]
+
+
+def test_a_checkpoint_that_cannot_be_published_is_raised_with_its_cause(make_actor, tmp_path, monkeypatch):
+    actor = make_actor("qwen3")
+    actor.save_checkpoint(tmp_path, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "publish", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        actor.save_checkpoint(tmp_path, 2, keep=1, wait=False)
+        with pytest.raises(SaveFailed, match=r"step_00000002 could not be published.*Input/output error") as error:
+            actor.finish_save()
+    assert isinstance(error.value.__cause__, OSError)
+    assert latest_step(tmp_path) == 1
+    actor.save_checkpoint(tmp_path, 3, keep=1, wait=False)
+    assert actor.finish_save() == tmp_path / "step_00000003"
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
+
+
+@pytest.mark.parametrize("after", [{}, {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": False}])
+def test_a_checkpoints_weights_stand_in_for_the_models_own(after, hf, two_ranks, tmp_path):
+    for trained, own, frozen, restored in two_ranks.run(rank_steps.frozen_of_checkpoint, hf("qwen3_tied"), TP2_SP, after, tmp_path):
+        assert (frozen - trained).abs().max() < 1e-5 < (own - trained).abs().max()
+        assert torch.equal(restored, own)
+
+
+def test_resetting_the_optimizer_loads_the_weights_only(make_actor, tmp_path):
+    actor = make_actor("qwen3", lr_warmup_steps=4)
+    rank_steps.steps(actor, 2)
+    actor.save_checkpoint(tmp_path, 2, {"at": 2})
+    weights = rank_steps.exported(actor)
+    again = make_actor("qwen3", lr_warmup_steps=4, use_distributed_optimizer=False)
+    rank_steps.steps(again, 1)
+    assert again.load_checkpoint(tmp_path, reset_optimizer_states=True) == {"at": 2}
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in rank_steps.exported(again).items())
+    assert rank_steps.steps(again, 1)[0].lr == pytest.approx(3e-3 / 4)
+
+
+def test_a_critics_checkpoint_holds_its_head_and_is_no_policys(make_actor, tmp_path):
+    critic = make_actor("qwen3_tied", value_head=True)
+    critic.train_step(rank_steps.rl_batches(critic, 0, per_token=True), ValueLoss())
+    critic.save_checkpoint(tmp_path, 1)
+    straight = critic.train_step(rank_steps.rl_batches(critic, 1, per_token=True), ValueLoss())
+    again = make_actor("qwen3_tied", value_head=True)
+    again.load_checkpoint(tmp_path)
+    assert again.train_step(rank_steps.rl_batches(again, 1, per_token=True), ValueLoss()) == straight
+    with pytest.raises(ConfigError, match="value_head"):
+        make_actor("qwen3_tied").load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("kind", "before", "after"),
     [
         ("qwen3_tied", {"tensor_model_parallel_size": 2}, {}),
         ("qwen3_tied", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2}),
         ("qwen3", {}, {"tensor_model_parallel_size": 2}),
+        ("qwen3", {"context_parallel_size": 2}, TP2_SP),
+        ("qwen3_moe_mixed", {"pipeline_model_parallel_size": 2}, {"expert_model_parallel_size": 2}),
+        ("qwen3_moe", {"expert_model_parallel_size": 2}, {}),
+        ("qwen3_moe", {"expert_model_parallel_size": 2, "use_distributed_optimizer": False}, {"use_distributed_optimizer": False}),
+        ("deep_moe", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, {"expert_model_parallel_size": 2}),
         # two buckets of different padding: here Megatron's own gathering shifts what lies behind the first
         ("qwen3_tied", {"pipeline_model_parallel_size": 2}, {}),
     ],

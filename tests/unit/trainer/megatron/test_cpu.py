@@ -20,6 +20,7 @@ needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA noth
         ("kind == 'torch.cuda.HalfTensor'", "kind == 'torch.HalfTensor'"),
         ("tensor.cuda(non_blocking=True)", "tensor.cpu()"),
         ("make(x).cuda().float()", "make(x).cpu().float()"),
+        ("torch.tensor(x, device='cpu', pin_memory=True)", "torch.tensor(x, device='cpu')"),
         ("x = 'a word about cuda'", "x = 'a word about cuda'"),
         ("config.cuda_graph_impl", "config.cuda_graph_impl"),
     ],

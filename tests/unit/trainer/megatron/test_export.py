@@ -13,6 +13,15 @@ from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import pack, sequences
 
 KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "qwen3_moe", "qwen3_moe_mixed"]
+KINDS += ["glm4", "glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight"]
+
+TENSOR = {"tensor_model_parallel_size": 2}
+SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+EXPERT = {"expert_model_parallel_size": 2}
+TWO_RANKS = [("qwen3_tied", TENSOR), ("qwen3_tied", PIPELINE), ("glm4", TENSOR)]
+TWO_RANKS += [(kind, layout) for kind in ("qwen2", "qwen3", "llama") for layout in (TENSOR, PIPELINE)]
+TWO_RANKS += [("qwen3_moe", layout) for layout in (SEQUENCE, PIPELINE, EXPERT)]  # the newer families: test_family_layouts
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -26,14 +35,7 @@ def test_round_trip_is_bit_equal(kind, hf, make_actor):
 
 @pytest.mark.parametrize(
     ("kind", "config"),
-    [
-        ("qwen3_tied", {"tensor_model_parallel_size": 2}),
-        ("qwen3", {"tensor_model_parallel_size": 2}),
-        ("qwen2", {"tensor_model_parallel_size": 2}),
-        ("qwen3_tied", {"pipeline_model_parallel_size": 2}),
-        ("qwen3_moe", {"expert_model_parallel_size": 2}),
-        ("qwen3_moe", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    ],
+    TWO_RANKS,
 )
 def test_round_trip_over_two_ranks_is_bit_equal(kind, config, hf, two_ranks):
     loaded = load_file(hf(kind) / "model.safetensors")

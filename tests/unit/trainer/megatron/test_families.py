@@ -1,18 +1,21 @@
 """Reading config.json and safetensors, and refusing what would be almost the right model."""
 
+import dataclasses
 import json
 
 import pytest
+import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
 from services.trainer.actor import ActorConfig
-from services.trainer.megatron.families import hf_tensors, read_architecture
+from services.trainer.megatron.families import Rope, hf_tensors, read_architecture
 from services.trainer.megatron.weights import Recipe, recipe
 from shared.errors import ConfigError
 from tests.unit.trainer.megatron.rank_steps import actor
 
 KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "llama3_rope", "qwen3_moe", "qwen3_moe_mixed"]
+KINDS += ["glm4", "glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight"]
 
 
 @pytest.fixture
@@ -44,7 +47,7 @@ def test_inverse_frequencies_equal_hugging_face_ones(hf):
         architecture = read_architecture(hf(kind))
         ours = architecture.rope.inverse_frequencies(architecture.head_dim)
         torch.testing.assert_close(ours, model.model.rotary_emb.inv_freq, atol=0, rtol=1e-7)
-    assert read_architecture(hf("llama3_rope")).rope.factor == 4.0
+    assert read_architecture(hf("llama3_rope")).rope.scaling.factor == 4.0
 
 
 def test_older_configs_with_rope_theta_outside(copy_of):
@@ -52,7 +55,7 @@ def test_older_configs_with_rope_theta_outside(copy_of):
     assert old.rope.theta == 1e6
     scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
               "original_max_position_embeddings": 8192}  # fmt: skip
-    assert read_architecture(copy_of("llama", rope_parameters=None, rope_theta=5e5, rope_scaling=scaled)).rope.factor == 8.0
+    assert read_architecture(copy_of("llama", rope_parameters=None, rope_theta=5e5, rope_scaling=scaled)).rope.scaling.factor == 8.0
 
 
 def test_head_dim_and_key_value_heads_have_defaults(copy_of):
@@ -79,6 +82,57 @@ def test_a_config_that_cannot_be_reproduced_is_refused(change, names, copy_of):
     with pytest.raises(ConfigError) as error:
         read_architecture(copy_of("qwen3", **change))
     assert all(name in str(error.value) for name in names), str(error.value)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "names"),
+    [
+        ("deepseek_v3", {"rope_interleave": False}, ["rope_interleave"]),
+        ("deepseek_v3", {"attention_bias": True}, ["attention_bias"]),
+        ("deepseek_v3", {"kv_lora_rank": None}, ["kv_lora_rank"]),
+        ("deepseek_v3", {"norm_topk_prob": False}, ["norm_topk_prob"]),
+        ("deepseek_v3", {"scoring_func": "softmax"}, ["scoring_func", "sigmoid"]),
+        ("deepseek_v3", {"moe_layer_freq": 2}, ["moe_layer_freq"]),
+        ("deepseek_v3", {"num_experts_per_tok": 1}, ["num_experts_per_tok", "at least 2"]),
+        ("deepseek_v3", {"n_group": 3}, ["n_group", "8 experts"]),
+        ("deepseek_v3", {"topk_group": 1}, ["topk_group", "2"]),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "myxo convert"]),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "attention_factor": 1.2}}, ["attention_factor"]),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "mscale_all_dim": 1.0}}, ["mscale_all_dim"]),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "rope_type": "llama3"}}, ["rope_type", "yarn"]),
+        ("glm4", {"rope_parameters": YARN}, ["rope_type", "llama3"]),
+        ("glm4_moe", {"first_k_dense_replace": -1}, ["first_k_dense_replace"]),
+    ],
+)
+def test_what_the_newer_families_cannot_reproduce_is_refused(kind, change, names, copy_of):
+    with pytest.raises(ConfigError) as error:
+        read_architecture(copy_of(kind, **change))
+    assert all(name in str(error.value) for name in names), str(error.value)
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name(copy_of, hf):
+    other = read_architecture(copy_of("deepseek_v3", model_type="kimi_k2"))
+    assert dataclasses.replace(other, model_type="deepseek_v3") == read_architecture(hf("deepseek_v3"))
+
+
+def test_older_glm_configs_rotate_half_of_each_head(copy_of):
+    assert read_architecture(copy_of("glm4", rope_parameters=None, rope_theta=5e3)).rope == Rope(5e3, 0.5, interleaved=True)
+    assert read_architecture(copy_of("glm4_moe", rope_parameters=None, partial_rotary_factor=0.25)).rope.fraction == 0.25
+
+
+def test_draft_layers_are_passed_over_and_not_exported(copy_of, make_actor, tmp_path):
+    directory = copy_of("glm4_moe", num_nextn_predict_layers=1)
+    rewrite(directory, lambda t: t.update({"model.layers.2.eh_proj.weight": torch.zeros(32, 64)}))
+    with structlog.testing.capture_logs() as logs:
+        loaded = actor(directory)
+    assert [(line["event"], line["layers"], line["tensors"]) for line in logs] == [("draft_layers_not_loaded", 1, 1)]
+    loaded.save_hf(tmp_path / "out")
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert "model.layers.2.eh_proj.weight" not in saved and "model.layers.1.mlp.gate.e_score_correction_bias" in saved
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
 def test_missing_paths_are_named(tmp_path):
@@ -143,11 +197,12 @@ def test_a_tied_model_may_bring_its_output_layer_along(copy_of, make_actor):
         ("qwen3", {"tensor_model_parallel_size": 4}, ["tensor_model_parallel_size", "4", "2 key/value heads"]),
         ("qwen3", {"tensor_model_parallel_size": 2}, ["2 x 1 x 1", "world size, 1"]),
         ("qwen3", {"pipeline_model_parallel_size": 3}, ["pipeline_model_parallel_size", "3", "2 layers"]),
-        ("qwen3", {"context_parallel_size": 2}, ["context_parallel_size", "not implemented"]),
+        ("qwen3", {"context_parallel_size": 2}, ["1 x 1 x 2", "world size, 1"]),
         ("qwen3", {"expert_model_parallel_size": 2}, ["expert_model_parallel_size", "no experts"]),
         ("qwen3_moe", {"expert_model_parallel_size": 3}, ["expert_model_parallel_size", "4 experts"]),
         ("qwen3_moe", {"expert_model_parallel_size": 2}, ["expert_model_parallel_size", "divisor of 1"]),
         ("qwen3_moe", {"tensor_model_parallel_size": 2}, ["sequence_parallel"]),
+        ("deepseek_v3", {"tensor_model_parallel_size": 2}, ["sequence_parallel", "low ranks"]),
         ("qwen3", {"tensor_model_parallel_size": 0}, ["tensor_model_parallel_size", "at least 1"]),
         ("qwen3", {"sequence_parallel": True}, ["sequence_parallel"]),
     ],

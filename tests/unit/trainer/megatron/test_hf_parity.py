@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import VOCAB, pack, sequences
 
 KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "llama3_rope", "qwen3_moe", "qwen3_moe_mixed"]
+KINDS += ["glm4", "glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight"]
 
 
 @pytest.fixture
@@ -34,6 +36,18 @@ def test_packed_log_probs_equal_hugging_face_ones(kind, make_actor, reference):
     assert torch.allclose(packed.exp() <= 1, torch.tensor(True))
     for ours, theirs in zip(per_sequence(packed, seqs), reference(kind, seqs), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["llama3_rope", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "moonlight"])
+def test_packed_logits_equal_hugging_face_ones(kind, hf, make_actor):
+    import transformers
+
+    seqs = sequences(5)
+    packed = rank_steps.logits(make_actor(kind), pack(seqs))
+    model = transformers.AutoModelForCausalLM.from_pretrained(hf(kind)).float().eval()
+    with torch.no_grad():
+        for ours, seq in zip(packed.split([len(s) for s in seqs]), seqs, strict=True):
+            torch.testing.assert_close(ours, model(input_ids=seq[None]).logits[0], atol=1e-5, rtol=0)
 
 
 def test_a_sequence_scores_the_same_alone_as_in_a_pack(make_actor):

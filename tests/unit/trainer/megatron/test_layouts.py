@@ -1,63 +1,92 @@
 """Every layout of ranks computes what one process computes."""
 
 import pytest
+import torch
 
+from services.trainer.megatron import runtime
+from shared.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
 
-STEPS = 3
-LAYOUTS = {
-    "DP2 distributed optimizer": ("qwen3_tied", {}),
-    "DP2": ("qwen3_tied", {"use_distributed_optimizer": False}),
-    "TP2": ("qwen3_tied", {"tensor_model_parallel_size": 2}),
-    "TP2 untied": ("qwen3", {"tensor_model_parallel_size": 2}),
-    "TP2 qwen2": ("qwen2", {"tensor_model_parallel_size": 2}),
-    "TP2 SP": ("qwen3", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "TP2 SP tied": ("qwen3_tied", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "PP2": ("qwen3", {"pipeline_model_parallel_size": 2}),
-    "PP2 tied": ("qwen3_tied", {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": False}),
-    "EP2": ("qwen3_moe", {"expert_model_parallel_size": 2}),
-    "EP2 mixed layers": ("qwen3_moe_mixed", {"expert_model_parallel_size": 2, "use_distributed_optimizer": False}),
-    "MoE TP2 SP": ("qwen3_moe", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "MoE TP2 SP EP2": (
-        "qwen3_moe",
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2},
-    ),
-    "MoE PP2": ("qwen3_moe_mixed", {"pipeline_model_parallel_size": 2}),
-    "TP2 recompute": ("qwen3", {"tensor_model_parallel_size": 2, "recompute": True}),
+TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
+CP2 = {"context_parallel_size": 2}
+TP2_SP = {**TP2, "sequence_parallel": True}
+VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+WHOLE = {"use_distributed_optimizer": False}
+
+
+def etp(size):
+    return {"expert_tensor_parallel_size": size}
+
+
+TWO_RANKS = {
+    "DP2": ("qwen3_tied", {}),
+    "DP2 whole optimizer": ("qwen3_tied", WHOLE),
+    "TP2 biases": ("qwen2", TP2),
+    "TP2 SP tied": ("qwen3_tied", TP2_SP),
+    "TP2 SP recompute": ("qwen3", {**TP2_SP, "recompute": True}),
+    "CP2": ("qwen3", CP2),
+    "CP2 tied, whole optimizer": ("qwen3_tied", {**CP2, **WHOLE}),
+    "CP2 recompute attention": ("qwen3", {**CP2, "recompute_granularity": "selective", "recompute_modules": ("core_attn",)}),
+    "PP2 tied": ("qwen3_tied", PP2),
+    "PP2 uneven": ("deep", {**PP2, "megatron": {"transformer": {"num_layers_in_first_pipeline_stage": 3}}}),
+    "PP2 VPP2": ("deep", VPP2),
+    "PP2 VPP2 whole optimizer": ("deep", {**VPP2, **WHOLE}),
+    "overlapped gradient reduction": ("deep", {**VPP2, "megatron": {"ddp": {"overlap_grad_reduce": True}}}),
+    "MoE DP2 whole optimizer": ("qwen3_moe", WHOLE),
+    "MoE EP2": ("qwen3_moe", EP2),
+    "MoE EP2 mixed layers, whole optimizer": ("qwen3_moe_mixed", {**EP2, **WHOLE}),
+    "MoE TP2 SP": ("qwen3_moe", TP2_SP),
+    "MoE TP2 SP EP2": ("qwen3_moe", {**TP2_SP, **EP2}),
+    "MoE TP2 SP ETP1": ("qwen3_moe", {**TP2_SP, **etp(1)}),
+    "MoE ETP2": ("qwen3_moe", {**etp(2), **WHOLE}),
+    "MoE CP2 EP2": ("qwen3_moe", {**CP2, **EP2}),
+    "MoE PP2, a stage without experts": ("qwen3_moe_mixed", PP2),
+    "MoE PP2 VPP2": ("deep_moe", VPP2),
+}
+FOUR_RANKS = {
+    "TP2 PP2 SP": ("qwen3_tied", {**TP2_SP, **PP2}),
+    "CP2 TP2 SP": ("qwen3", {**CP2, **TP2_SP}),
+    "CP2 TP2 whole optimizer": ("qwen3_tied", {**CP2, **TP2, **WHOLE}),
+    "CP2 PP2": ("qwen3_tied", {**CP2, **PP2}),
+    "CP2 DP2": ("qwen3_tied", CP2),
+    "CP4": ("qwen3", {"context_parallel_size": 4}),
+    "PP4": ("deep", {"pipeline_model_parallel_size": 4}),
+    "PP2 VPP2 TP2 SP": ("deep", {**VPP2, **TP2_SP}),
+    "MoE EP2 TP2 SP": ("qwen3_moe", {**EP2, **TP2_SP}),
+    "MoE EP2 TP2 SP ETP2": ("qwen3_moe", {**EP2, **TP2_SP, **etp(2)}),
+    "MoE EP4 TP2 SP ETP1": ("qwen3_moe", {"expert_model_parallel_size": 4, **TP2_SP, **etp(1)}),
+    "MoE EP2 CP2 TP2 SP whole optimizer": ("qwen3_moe", {**EP2, **CP2, **TP2_SP, **WHOLE}),
+    "MoE EP2 CP2 PP2 VPP2": ("deep_moe", {**EP2, **CP2, **VPP2}),
+    "latent attention, shared experts: EP2 CP2 TP2 SP": ("deepseek_v3", {**EP2, **CP2, **TP2_SP}),
+    "MoE TP2 SP ETP4": ("qwen3_moe", {**TP2_SP, **etp(4), **WHOLE}),
 }
 
 
 @pytest.fixture(scope="module")
 def one_process(hf):
     """What one process does with a kind of model, computed once."""
-    from services.trainer.megatron import runtime
-
     known = {}
 
     def train(kind):
         if kind not in known:
-            known[kind] = rank_steps.train(hf(kind), {}, STEPS)
+            known[kind] = rank_steps.reinforce(hf(kind), {})
         return known[kind]
 
     yield train
     runtime.stop()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_equals_one_process(layout, hf, one_process, two_ranks):
-    kind, config = LAYOUTS[layout]
-    expected = one_process(kind)
-    ranks = two_ranks.run(rank_steps.train, hf(kind), config, STEPS)
+def assert_equal(expected, ranks):
     for rank in ranks:
-        assert [step.skipped for step in rank["steps"]] == [None] * STEPS
-        for step, reference in zip(rank["steps"], expected["steps"], strict=True):
-            assert step.loss == pytest.approx(reference.loss, abs=1e-5)
-            assert step.grad_norm == pytest.approx(reference.grad_norm, abs=1e-4)
+        for name in ("grpo", "ppo", "critic 0", "critic 1", "critic 2"):
+            step, reference = rank[name], expected[name]
+            assert step.skipped is None
+            assert step.loss == pytest.approx(reference.loss, abs=1e-5), name
+            assert step.grad_norm == pytest.approx(reference.grad_norm, abs=1e-4), name
             assert step.metrics.keys() == reference.metrics.keys()
-            assert step.metrics["tokens"] == reference.metrics["tokens"]
-            assert step.metrics["entropy"] == pytest.approx(reference.metrics["entropy"], rel=1e-5)
-        difference = (rank["log_probs"] - expected["log_probs"]).abs().max()
-        assert difference < 1e-4
+            assert step.metrics == pytest.approx(reference.metrics, abs=1e-5)
+        assert (rank["log_probs"] - expected["log_probs"]).abs().max() < 1e-4
+        assert (rank["values"] - expected["values"]).abs().max() < 1e-4
     first, *others = (rank["weights"] for rank in ranks)
     assert first.keys() == expected["weights"].keys()
     for name, tensor in first.items():
@@ -67,22 +96,97 @@ def test_layout_equals_one_process(layout, hf, one_process, two_ranks):
         assert all(tensor is None for tensor in other.values())
 
 
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_two_ranks_equal_one_process(layout, hf, one_process, two_ranks):
+    kind, config = TWO_RANKS[layout]
+    assert_equal(one_process(kind), two_ranks.run(rank_steps.reinforce, hf(kind), config))
+
+
+@pytest.mark.parametrize("layout", FOUR_RANKS)
+def test_four_ranks_equal_one_process(layout, hf, one_process, four_ranks):
+    kind, config = FOUR_RANKS[layout]
+    assert_equal(one_process(kind), four_ranks.run(rank_steps.reinforce, hf(kind), config))
+
+
 def test_the_steps_change_the_model(one_process):
     """The comparisons above would hold for a model that does not train, too."""
-    losses = [step.loss for step in one_process("qwen3")["steps"]]
-    assert len(set(losses)) == STEPS
-    assert all(step.grad_norm > 0.1 for step in one_process("qwen3")["steps"])
+    report = one_process("qwen3")
+    assert len({report[name].loss for name in ("critic 0", "critic 1", "critic 2")}) == 3
+    assert all(report[name].grad_norm > 0.1 for name in ("grpo", "ppo"))
+    assert report["critic 2"].grad_norm > 0.01
+    assert report["values"].std() > 0.01
 
 
-def test_recompute_changes_nothing(alone, hf, one_process):
-    again = alone.train(hf("qwen3"), {"recompute": True}, STEPS)
-    for step, reference in zip(again["steps"], one_process("qwen3")["steps"], strict=True):
-        assert step.loss == pytest.approx(reference.loss, abs=1e-5)
-        assert step.grad_norm == pytest.approx(reference.grad_norm, abs=1e-4)
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute": True},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")},
+    ],
+)
+def test_recompute_changes_nothing(recompute, alone, hf, one_process):
+    assert_equal(one_process("qwen3"), [alone.reinforce(hf("qwen3"), recompute)])
+
+
+def test_micro_batches_that_fill_no_round_of_the_interleaved_schedule(alone, hf, two_ranks):
+    expected, expected_log_probs = alone.odd_micro_batches(hf("deep"), {})
+    for step, log_probs in two_ranks.run(rank_steps.odd_micro_batches, hf("deep"), VPP2):
+        assert step.loss == pytest.approx(expected.loss, abs=1e-5)
+        assert step.grad_norm == pytest.approx(expected.grad_norm, abs=1e-4)
+        for ours, theirs in zip(log_probs, expected_log_probs, strict=True):
+            assert (ours - theirs).abs().max() < 1e-4
 
 
 def test_bfloat16_trains_in_parallel(hf, two_ranks):
-    config = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "dtype": "bfloat16"}
-    first, second = two_ranks.run(rank_steps.train, hf("qwen3"), config, STEPS)
+    first, second = two_ranks.run(rank_steps.train, hf("qwen3"), {**TP2_SP, "dtype": "bfloat16"}, 3)
     assert first["steps"] == second["steps"]
     assert all(step.skipped is None and step.grad_norm > 0.1 for step in first["steps"])
+
+
+@pytest.mark.parametrize("config", [{}, CP2, TP2_SP])
+def test_the_first_step_is_on_policy(config, hf, two_ranks):
+    for metrics in two_ranks.run(rank_steps.first_step, hf("qwen3"), config):
+        tokens = sum(float(batch.loss_mask.sum()) for batch in map(rank_steps.micro_batch, range(rank_steps.MICRO_BATCHES)))
+        assert metrics["ois"] == tokens  # every ratio is exactly 1
+        assert abs(metrics["ppo_kl"]) / tokens < 1e-6
+        assert abs(metrics["kl_loss"]) / tokens < 1e-6
+
+
+def test_deterministic_runs_give_the_same_bits(alone, hf):
+    try:
+        first, second = (alone.train(hf("qwen3_moe"), {"deterministic": True}, 2) for _ in range(2))
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert first["steps"] == second["steps"]
+    assert torch.equal(first["log_probs"], second["log_probs"])
+    assert all(torch.equal(tensor, second["weights"][name]) for name, tensor in first["weights"].items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "words"),
+    [
+        ("qwen3", {"tensor_model_parallel_size": 3}, ["tensor_model_parallel_size", "3", "4 attention heads"]),
+        ("qwen3", {"tensor_model_parallel_size": 4}, ["tensor_model_parallel_size", "4", "2 key/value heads"]),
+        ("qwen3", {"pipeline_model_parallel_size": 3}, ["pipeline_model_parallel_size", "3", "2 layers"]),
+        ("qwen3", VPP2, ["virtual_pipeline_model_parallel_size", "2", "1, the layers of each of the 2 stages"]),
+        ("qwen3", {"virtual_pipeline_model_parallel_size": 2}, ["virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size"]),
+        ("qwen3", EP2, ["expert_model_parallel_size", "2", "no experts"]),
+        ("qwen3_moe", {"expert_model_parallel_size": 3}, ["expert_model_parallel_size", "3", "4 experts"]),
+        ("qwen3_moe", etp(5), ["expert_tensor_parallel_size", "5", "24 MLP channels"]),
+        ("qwen3_moe", TP2, ["sequence_parallel"]),
+        ("qwen3", CP2, ["context_parallel_size", "1 x 1 x 2", "world size, 1"]),
+        ("qwen3_moe", etp(2), ["expert_tensor_parallel_size", "2", "the 1 ranks of a stage"]),
+        ("qwen3", {"context_parallel_size": 0}, ["context_parallel_size", "0", "at least 1"]),
+        ("deep", {**PP2, "megatron": {"transformer": {"num_layers_in_last_pipeline_stage": 4}}}, ["num_layers_in_last", "4"]),
+        ("deep", {"megatron": {"transformer": {"num_layers_in_last_pipeline_stage": 1}}}, ["num_layers_in_last", "pipeline"]),
+        ("qwen3", {"megatron": {"transformer": {"no_such_field": 1}}}, ["no_such_field", "TransformerConfig"]),
+        ("qwen3", {"recompute_method": "block"}, ["recompute_method", "block", "full"]),
+        ("qwen3", {"recompute_granularity": "selective", "recompute_modules": ("everything",)}, ["everything"]),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_with_names_and_numbers(kind, config, words, make_actor):
+    with pytest.raises(ConfigError) as error:
+        make_actor(kind, **config)
+    assert all(word in str(error.value) for word in words), str(error.value)

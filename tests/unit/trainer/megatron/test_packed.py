@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from services.trainer.megatron.attention import PackedCausalAttention
 from services.trainer.megatron.packed import SHORT, SIMILAR, length_groups, model_input
+from services.trainer.megatron.runtime import ParallelLayout
 from shared.errors import MyxoError
 from tests.unit.trainer.megatron.tiny import pack
 
@@ -50,7 +51,8 @@ def test_many_short_sequences_are_one_batch():
 @pytest.mark.parametrize("multiple", [1, 2, 8])
 def test_model_input_pads_to_the_multiple_and_counts_positions_per_sequence(multiple):
     batch = pack([torch.arange(1, 6), torch.arange(1, 9)])
-    given = model_input(batch, multiple, dense=True, device=CPU)
+    layout = ParallelLayout(tensor=multiple, sequence_parallel=multiple > 1)
+    given = model_input(batch, layout, dense=True, device=CPU)
     assert given.tokens.shape == (1, 13 + given.padding) and given.tokens.numel() % multiple == 0
     assert given.padding < multiple
     expected = [*range(5), *range(8), *range(given.padding)]
@@ -75,7 +77,8 @@ def test_attention_equals_one_sequence_at_a_time(lengths, attention):
         torch.randn(total, heads, 16, generator=generator, dtype=torch.float32).requires_grad_() for heads in (4, 2, 2)
     )
     upstream = torch.randn(total, 64, generator=generator)
-    sequences = model_input(pack([torch.zeros(n, dtype=torch.int64) for n in lengths]), 1, dense=True, device=CPU).sequences
+    batch = pack([torch.zeros(n, dtype=torch.int64) for n in lengths])
+    sequences = model_input(batch, ParallelLayout(), dense=True, device=CPU).sequences
     packed = attention(query, key, value, packed_seq_params=sequences)
     packed_gradients = torch.autograd.grad((packed * upstream).sum(), (query, key, value))
     parts = []

@@ -144,7 +144,7 @@ def test_set_lr_moves_the_peak_and_keeps_the_position(make_actor):
     ("loss_fn", "complaint"),
     [
         (lambda log_probs, entropy, batch: (log_probs, {}), "scalar"),
-        (lambda log_probs, entropy, batch: (log_probs.detach().sum(), {}), "depends on the log-probs"),
+        (lambda log_probs, entropy, batch: (log_probs.detach().sum(), {}), "depends on its first argument"),
     ],
 )
 def test_a_loss_function_that_breaks_its_contract_is_refused(loss_fn, complaint, make_actor):

@@ -38,6 +38,34 @@ def make_checkpoint(kind: str, directory: Path) -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     }
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 5000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+    }
+    sigmoid = {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 1.8,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    }
+    latent = {
+        **{name: size for name, size in sizes.items() if name != "num_key_value_heads"},
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    }
+    deepseek = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # not transformers' own entries
     t = transformers
     configs = {
         "qwen3": lambda: t.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=False),
@@ -51,8 +79,24 @@ def make_checkpoint(kind: str, directory: Path) -> None:
         "qwen3_moe_mixed": lambda: t.Qwen3MoeConfig(
             **sizes, **experts, head_dim=16, norm_topk_prob=False, mlp_only_layers=[0], tie_word_embeddings=False
         ),
+        "glm4": lambda: t.Glm4Config(**sizes, head_dim=16, tie_word_embeddings=False, pad_token_id=None),
+        "glm4_moe": lambda: t.Glm4MoeConfig(
+            **sizes, **sigmoid, head_dim=16, attention_bias=True, use_qk_norm=True, n_group=1, topk_group=1
+        ),
+        "glm4_moe_air": lambda: t.Glm4MoeConfig(**sizes, **sigmoid, head_dim=16, attention_bias=True, n_group=1, topk_group=1),
+        "deepseek_v3": lambda: t.DeepseekV3Config(
+            **latent, **sigmoid, **deepseek, q_lora_rank=24, n_group=4, topk_group=2, rope_parameters=yarn
+        ),
+        "moonlight": lambda: t.DeepseekV3Config(**latent, **sigmoid, **deepseek, q_lora_rank=None, n_group=1, topk_group=1),
     }
-    torch.manual_seed(sorted(configs).index(kind))
+    deep = {**sizes, "num_hidden_layers": 4}  # for pipelines of several chunks a stage, or of stages that differ
+    configs |= {
+        "deep": lambda: t.Qwen3Config(**deep, head_dim=16, tie_word_embeddings=True),
+        "deep_moe": lambda: t.Qwen3MoeConfig(
+            **deep, **experts, head_dim=16, norm_topk_prob=True, mlp_only_layers=[0], tie_word_embeddings=False
+        ),
+    }
+    torch.manual_seed(list(configs).index(kind))
     model = transformers.AutoModelForCausalLM.from_config(configs[kind]()).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -60,6 +104,9 @@ def make_checkpoint(kind: str, directory: Path) -> None:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
     model.save_pretrained(directory)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from services.trainer.objective import ObjectiveConfig, sample_weights
+from services.trainer.objective import ObjectiveConfig, PolicyLoss, batch_statistics, needs, sample_weights
 from services.trainer.packing import PackedBatch, TrainSample, pack
 
 from .reference import Sequence
@@ -73,21 +73,34 @@ def sequence_batches(draw: st.DrawFn) -> list[Sequence]:
 @st.composite
 def configs(draw: st.DrawFn) -> ObjectiveConfig:
     off_policy = draw(st.sampled_from(["decoupled", "rollout", "none"]))
+    decoupled = off_policy == "decoupled"
+    estimator = draw(st.sampled_from(["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "ppo"]))
+    use_m2po = off_policy != "none" and estimator not in ("gspo", "cispo") and draw(st.integers(0, 2)) == 0
+    mode = draw(st.sampled_from(["truncate", "clip", "mask"]))
+    kl_loss_coef = draw(st.sampled_from([0.0, 0.1]))
     reducer = draw(st.sampled_from(["rollout_mean", "token_mean", "fixed_length"]))
     return ObjectiveConfig(
-        advantage_estimator=draw(st.sampled_from(["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"])),
+        advantage_estimator=estimator,
         eps_clip=draw(st.sampled_from([0.2, 0.05, 1.0])),
         eps_clip_high=draw(st.sampled_from([None, 0.28, 5.0])),
-        eps_clip_c=draw(st.sampled_from([None, 1.5, 3.0])),
+        eps_clip_c=None if use_m2po else draw(st.sampled_from([None, 1.5, 3.0])),
         kl_loss_type=draw(st.sampled_from(["k1", "k2", "k3", "low_var_kl"])),
-        kl_loss_coef=draw(st.sampled_from([0.0, 0.1])),
-        use_unbiased_kl=draw(st.booleans()),
+        kl_loss_coef=kl_loss_coef,
+        use_unbiased_kl=kl_loss_coef > 0 and draw(st.booleans()),
         entropy_coef=draw(st.sampled_from([0.0, 0.01])),
         off_policy=off_policy,
-        importance=draw(st.sampled_from(["tis", "icepop"])),
-        importance_level=draw(st.sampled_from(["token", "sequence", "geometric"])),
+        tis_mode=mode,
+        tis_level=draw(st.sampled_from(["token", "sequence", "geometric"])),
         tis_clip=draw(st.sampled_from([2.0, 1.1])),
-        tis_clip_low=draw(st.sampled_from([0.0, 0.8])),
+        tis_clip_low=0.0 if mode == "truncate" else draw(st.sampled_from([0.0, 0.8])),
+        tis_batch_normalize=decoupled and draw(st.booleans()),
+        use_rs=decoupled and draw(st.booleans()),
+        rs_level=draw(st.sampled_from([None, "token", "sequence", "geometric"])),
+        rs_lower_bound=draw(st.sampled_from([None, 0.5])),
+        rs_upper_bound=draw(st.sampled_from([None, 1.5])),
+        rs_veto_threshold=draw(st.sampled_from([None, 0.3])) if decoupled else None,
+        use_m2po=use_m2po,
+        m2_threshold=draw(st.sampled_from([0.04, 1e-3])),
         use_opsm=off_policy != "none" and draw(st.booleans()),
         opsm_delta=draw(st.sampled_from([1e-4, 0.2])),
         reducer=reducer,
@@ -133,6 +146,15 @@ def packed(sequences: list[Sequence], weights: np.ndarray, dtype: torch.dtype = 
     batch = batch.with_fields(**fields)
     floats = {name: field.to(dtype) for name, field in batch.fields.items() if field.is_floating_point()}
     return batch.with_fields(**floats)
+
+
+def policy_loss(sequences: list[Sequence], config: ObjectiveConfig, batch: PackedBatch, version: int | None = None) -> PolicyLoss:
+    """The loss, with the statistics of the batch where it needs them; without proximal log-probs those of the policy itself."""
+    if not needs(config).statistics:
+        return PolicyLoss(config, version)
+    if "proximal_log_probs" not in batch.fields:
+        batch = batch.with_fields(proximal_log_probs=currents(sequences).detach())
+    return PolicyLoss(config, version, batch_statistics(config, [batch]))
 
 
 def currents(sequences: list[Sequence], dtype: torch.dtype = torch.float64) -> torch.Tensor:

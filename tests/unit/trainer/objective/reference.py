@@ -82,16 +82,67 @@ def kl(x: float, kind: str, ratio: float | None, ratio_slope: float) -> tuple[fl
     return value, by_x
 
 
+def ratios_of_level(s: Sequence, level: str) -> list[float]:
+    """Proximal over rollout policy, for each token."""
+    start = s.current if s.proximal is None else s.proximal
+    log_ratios = [a - b for a, b in zip(start, s.rollout, strict=True)]
+    if level == "sequence":
+        log_ratios = [math.fsum(x for x, m in zip(log_ratios, s.mask, strict=True) if m)] * len(s.mask)
+    elif level == "geometric":
+        log_ratios = [mean_over_sequence(s, log_ratios)] * len(s.mask)
+    return [exp(x) for x in log_ratios]
+
+
+def bounded(ratio: float, config) -> float:
+    if config.tis_mode == "truncate":
+        return min(ratio, config.tis_clip)
+    if config.tis_mode == "mask" and not config.tis_clip_low <= ratio <= config.tis_clip:
+        return 0.0
+    return min(max(ratio, config.tis_clip_low), config.tis_clip)
+
+
+def mean_weight(sequences, config) -> float:
+    """Over tokens, or on the levels of sequences over those that have trained tokens."""
+    weights = []
+    for s in sequences:
+        kept = [bounded(r, config) for r, m in zip(ratios_of_level(s, config.tis_level), s.mask, strict=True) if m]
+        weights += kept if config.tis_level == "token" else kept[:1]
+    return (math.fsum(weights) / len(weights) if weights else 1.0) or 1.0
+
+
+def masked_by_second_moment(sequences, config) -> list[list[bool]]:
+    """M2PO: one after the other the token with the largest square goes, until the mean of the others is small enough.
+
+    That is done with the policy at batch start. It gives a limit, half-way between the last that went and the first that stayed, which
+    holds for the policy being trained.
+    """
+
+    def squares(policies) -> list[list[float]]:  # of the tokens that leave in the advantage's direction
+        return [
+            [(c - r) ** 2 if m and (c - r) * s.advantage > 0 else 0.0 for c, r, m in zip(policy, s.rollout, s.mask, strict=True)]
+            for s, policy in zip(sequences, policies, strict=True)
+        ]
+
+    left = sorted(x for row in squares([s.current if s.proximal is None else s.proximal for s in sequences]) for x in row if x > 0)
+    last = None
+    while left and math.fsum(left) / len(left) > config.m2_threshold:
+        last = left.pop()
+    limit = math.inf if last is None else (last + left[-1]) / 2 if left else 0.0
+    return [[x > limit for x in row] for row in squares([s.current for s in sequences])]
+
+
 def policy_loss(sequences, config, batch_version=None):
     """Loss, metrics, and the loss's derivative by each current log-prob (lists per sequence)."""
     low = 1 - config.eps_clip
     high = 1 + (config.eps_clip if config.eps_clip_high is None else config.eps_clip_high)
     names = ["pg_loss", "pg_clipfrac", "ppo_kl", "ois", "entropy_loss", "kl_loss", "train_rollout_logprob_abs_diff"]
-    names += ["tis", "tis_clipfrac", "opsm_clipfrac"]
+    names += ["tis", "tis_clipfrac", "opsm_clipfrac", "rs_clipfrac", "rs_veto_frac"]
     tokens = {name: [] for name in names}
+    scale = 1.0 / mean_weight(sequences, config) if config.tis_batch_normalize else 1.0
+    too_far = masked_by_second_moment(sequences, config) if config.use_m2po else None
     unweighted_gradients, agreement = [], [0.0, 0]
 
-    for s in sequences:
+    for number, s in enumerate(sequences):
         count = len(s.mask)
         start = s.current if s.proximal is None else s.proximal
         old = s.rollout if config.off_policy == "rollout" else start
@@ -100,7 +151,11 @@ def policy_loss(sequences, config, batch_version=None):
 
         loss, by_d, by_log_prob, clipped = [0.0] * count, [0.0] * count, [0.0] * count, [0.0] * count
         for t in range(count):
-            if config.advantage_estimator == "cispo":
+            if too_far is not None:
+                gone = too_far[number][t]
+                loss[t], by_d[t] = (0.0, 0.0) if gone else (-exp(-d[t]) * s.advantage, slope(-d[t]) * s.advantage)
+                clipped[t] = float(gone)
+            elif config.advantage_estimator == "cispo":
                 weight = min(max(exp(-d[t]), low), high)
                 loss[t] = -weight * s.advantage * s.current[t]
                 by_log_prob[t] = -weight * s.advantage
@@ -109,17 +164,19 @@ def policy_loss(sequences, config, batch_version=None):
                 loss[t], by_d[t], clipped[t] = surrogate(clip_d[t], s.advantage, low, high, config.eps_clip_c)
 
         factor, ratios, changed = [1.0] * count, [0.0] * count, [0.0] * count
+        rejected, vetoed = [0.0] * count, 0.0
         if config.off_policy == "decoupled":
-            log_ratios = [a - b for a, b in zip(start, s.rollout, strict=True)]
-            if config.importance_level == "sequence":
-                log_ratios = [math.fsum(x for x, m in zip(log_ratios, s.mask, strict=True) if m)] * count
-            elif config.importance_level == "geometric":
-                log_ratios = [mean_over_sequence(s, log_ratios)] * count
-            ratios = [exp(x) for x in log_ratios]
-            for t, ratio in enumerate(ratios):
-                inside = config.tis_clip_low <= ratio <= config.tis_clip
-                bounded = min(max(ratio, config.tis_clip_low), config.tis_clip) if config.importance == "tis" else 0.0
-                factor[t], changed[t] = (ratio, 0.0) if inside else (bounded, 1.0)
+            ratios = ratios_of_level(s, config.tis_level)
+            factor = [bounded(ratio, config) for ratio in ratios]
+            changed = [float(f != r) for f, r in zip(factor, ratios, strict=True)]
+            factor = [f * scale for f in factor]
+            if config.use_rs:
+                lower = config.tis_clip_low if config.rs_lower_bound is None else config.rs_lower_bound
+                upper = config.tis_clip if config.rs_upper_bound is None else config.rs_upper_bound
+                rejected = [float(not lower <= r <= upper) for r in ratios_of_level(s, config.rs_level or config.tis_level)]
+            if config.rs_veto_threshold is not None:
+                vetoed = float(any(m and r < config.rs_veto_threshold for r, m in zip(ratios_of_level(s, "token"), s.mask, strict=True)))
+            factor = [f * (1 - r) * (1 - vetoed) for f, r in zip(factor, rejected, strict=True)]
         dropped = 0.0
         if config.use_opsm:
             distance = mean_over_sequence(s, [r - c for r, c in zip(s.rollout, s.current, strict=True)])
@@ -137,7 +194,7 @@ def policy_loss(sequences, config, batch_version=None):
         estimates = []
         for t in range(count):
             ratio = exp(-d[t]) if config.use_unbiased_kl else None
-            value, by_x = kl(s.current[t] - s.reference[t], config.kl_loss_type, ratio, slope(-d[t]))
+            value, by_x = kl(s.current[t] - s.reference[t], config.kl_loss_type or "k3", ratio, slope(-d[t]))
             estimates.append(value)
             gradient[t] += config.kl_loss_coef * by_x
         unweighted_gradients.append([g * m for g, m in zip(gradient, s.mask, strict=True)])
@@ -157,6 +214,8 @@ def policy_loss(sequences, config, batch_version=None):
         tokens["tis"].append(ratios)
         tokens["tis_clipfrac"].append(changed)
         tokens["opsm_clipfrac"].append([dropped] * count)
+        tokens["rs_clipfrac"].append(rejected)
+        tokens["rs_veto_frac"].append([vetoed] * count)
 
     def mean(values):
         return reduce(sequences, values, config.reducer, config.fixed_length)
@@ -166,16 +225,15 @@ def policy_loss(sequences, config, batch_version=None):
     metrics |= {"loss": loss, "agreement_abs_diff": agreement[0], "agreement_tokens": agreement[1]}
     if config.off_policy != "decoupled":
         del metrics["tis"], metrics["tis_clipfrac"]
-    if not config.use_opsm:
-        del metrics["opsm_clipfrac"]
+    for name, there in (("opsm_clipfrac", config.use_opsm), ("rs_clipfrac", config.use_rs), ("rs_veto_frac", config.rs_veto_threshold)):
+        if not there:
+            del metrics[name]
 
     gradients = []
-    for index, s in enumerate(sequences):  # the reducer is linear: its response to one token is that token's weight
+    for index, s in enumerate(sequences):  # the reducer is linear: its response to one trained token is the weight of each of them
         one_hot = [[0.0] * len(other.mask) for other in sequences]
-        row = []
-        for t in range(len(s.mask)):
-            one_hot[index][t] = 1.0
-            row.append(mean(one_hot) * unweighted_gradients[index][t])
-            one_hot[index][t] = 0.0
-        gradients.append(row)
+        if 1 in s.mask:
+            one_hot[index][s.mask.index(1)] = 1.0
+        weight = mean(one_hot)
+        gradients.append([weight * g for g in unweighted_gradients[index]])
     return loss, metrics, gradients

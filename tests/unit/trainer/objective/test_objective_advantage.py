@@ -88,10 +88,15 @@ def test_rewards_that_are_not_finite_are_refused_by_name(reward):
         group_relative([0.0, reward], ["g", "h"], ["r0", "r1"])
 
 
-@pytest.mark.parametrize(("rewards", "groups"), [([0.0, 1.0], "gg"), ([0.0, 0.0], "gh")])
-def test_a_rollout_with_two_rewards_or_groups_is_refused(rewards, groups):
-    with pytest.raises(BadReward, match=r"another sample of this rollout has 0\.0 in group g"):
-        group_relative(rewards, list(groups), ["r", "r"])
+def test_a_rollout_in_two_groups_is_refused():
+    with pytest.raises(BadReward, match=r"another sample of this rollout is in group g"):
+        group_relative([0.0, 0.0], ["g", "h"], ["r", "r"])
+
+
+def test_the_vote_of_a_rollout_is_the_mean_of_its_samples():
+    # votes 1 (of 0 and 2), 3: mean 2
+    assert group_relative([0.0, 2.0, 3.0], ["g"] * 3, ["a", "a", "b"], normalize_std=False).tolist() == [-2.0, 0.0, 1.0]
+    assert group_relative([0.0, 2.0, 1.0], ["g"] * 3, ["a", "a", "b"]).tolist() == [0.0, 0.0, 0.0]  # equal votes teach nothing
 
 
 def test_unlike_lengths_are_refused():

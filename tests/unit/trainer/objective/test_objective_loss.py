@@ -9,20 +9,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.objective import MissingField, ObjectiveConfig, PolicyLoss
+from services.trainer.objective import MissingField, MissingStatistics, ObjectiveConfig, PolicyLoss
 from services.trainer.packing import pack
 from services.trainer.placement import balance
 
 from . import batches, reference
 
-many = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def check_against_reference(sequences, config):
-    loss_of = PolicyLoss(config, batch_version=4)
+    batch = batches.packed(sequences, batches.weights_of(sequences, config))
     current = batches.currents(sequences)
-    loss, metrics = loss_of(current, batches.entropies(sequences), batches.packed(sequences, batches.weights_of(sequences, config)))
+    loss, metrics = batches.policy_loss(sequences, config, batch, 4)(current, batches.entropies(sequences), batch)
     loss.backward()
     expected_loss, expected_metrics, expected_gradients = reference.policy_loss(sequences, config, batch_version=4)
     assert loss.item() == pytest.approx(expected_loss, rel=1e-9, abs=1e-12)
@@ -46,10 +46,28 @@ def test_every_estimator_off_policy_equals_the_formulas(estimator, off_policy, p
         check_against_reference(batches.draw_sequences(seed, count=5, scale=0.3, proximal=proximal), config)
 
 
+CORRECTIONS = {
+    "m2po": {"use_m2po": True},
+    "m2po around the rollout": {"use_m2po": True, "off_policy": "rollout", "advantage_estimator": "ppo"},
+    "m2po without a bound": {"use_m2po": True, "m2_threshold": 0.0},
+    "truncate": {"tis_mode": "truncate", "tis_clip": 1.1},
+    "sequences of mean weight 1": {"tis_level": "sequence", "tis_batch_normalize": True},
+    "rejection": {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.9, "rs_upper_bound": 1.2},
+    "veto": {"rs_veto_threshold": 0.7, "tis_mode": "mask", "tis_clip_low": 0.5},
+}
+
+
+@pytest.mark.parametrize("changes", CORRECTIONS.values(), ids=CORRECTIONS)
+def test_every_correction_equals_the_formulas(changes):
+    config = ObjectiveConfig(**changes)
+    for seed in range(4):
+        check_against_reference(batches.draw_sequences(seed, count=6, scale=0.3, proximal=seed % 2 == 0), config)
+
+
 SMOOTH = {
     "plain": ObjectiveConfig(),
     "dual clip": ObjectiveConfig(eps_clip_high=0.28, eps_clip_c=1.5),
-    "gspo, icepop": ObjectiveConfig(advantage_estimator="gspo", importance="icepop", tis_clip_low=0.5),
+    "gspo, icepop": ObjectiveConfig(advantage_estimator="gspo", tis_mode="mask", tis_clip_low=0.5),
     "opsm": ObjectiveConfig(off_policy="rollout", use_opsm=True, opsm_delta=0.05),
     **{kind: ObjectiveConfig(kl_loss_coef=0.1, kl_loss_type=kind) for kind in ("k1", "k2", "k3", "low_var_kl")},
     **{
@@ -103,9 +121,10 @@ def test_without_proximal_log_probs_the_policy_is_its_own_proximal_policy(seed, 
 @few
 @given(sequences=batches.sequence_batches(), config=batches.configs(), dp_size=st.integers(1, 4), budget=st.integers(9, 30))
 def test_sum_over_any_split_equals_the_whole(sequences, config, dp_size, budget):
-    weights, loss_of = batches.weights_of(sequences, config), PolicyLoss(config, batch_version=4)
-    whole = batches.currents(sequences)
-    loss, metrics = loss_of(whole, batches.entropies(sequences), batches.packed(sequences, weights))
+    weights = batches.weights_of(sequences, config)
+    batch = batches.packed(sequences, weights)
+    whole, loss_of = batches.currents(sequences), batches.policy_loss(sequences, config, batch, 4)
+    loss, metrics = loss_of(whole, batches.entropies(sequences), batch)
     loss.backward()
     offsets = np.cumsum([0] + [s.prompt + len(s.mask) for s in sequences])
 
@@ -142,7 +161,7 @@ def test_what_the_mask_excludes_cannot_be_seen(sequences, config, garbage):
     for batch, fill in ((clean, 0.0), (dirty, garbage)):
         current = batches.currents(sequences).detach().masked_fill(excluded, fill).requires_grad_()
         entropy = batches.entropies(sequences).masked_fill(excluded, fill).requires_grad_()
-        loss, metrics = PolicyLoss(config, batch_version=4)(current, entropy, batch)
+        loss, metrics = batches.policy_loss(sequences, config, batch, 4)(current, entropy, batch)
         loss.backward()
         results.append([loss.detach(), *metrics.values(), current.grad])
         assert torch.all(current.grad[excluded] == 0)
@@ -181,7 +200,7 @@ def test_extreme_ratios_stay_finite_in_float32(estimator, off_policy, distance, 
 
 
 def test_what_is_only_measured_cannot_poison_the_loss():
-    config = ObjectiveConfig(use_unbiased_kl=True)
+    config = ObjectiveConfig(use_kl_loss=True, use_unbiased_kl=True)
     sequences = batches.draw_sequences(seed=1, count=5, scale=0.3, proximal=True)
     batch = batches.packed(sequences, batches.weights_of(sequences, config))
     results = []
@@ -275,6 +294,14 @@ def test_on_policy_objective_needs_no_rollout_log_probs():
     kept = {name: batch.fields[name] for name in ("weights", "advantages")}
     _, metrics = PolicyLoss(ObjectiveConfig(off_policy="none"))(batches.currents(sequences), None, dataclasses.replace(batch, fields=kept))
     assert metrics.keys() == {"loss", "pg_loss", "pg_clipfrac", "ppo_kl", "ois"}
+
+
+@pytest.mark.parametrize("field", ["use_m2po", "tis_batch_normalize"])
+def test_statistics_that_were_not_given_are_missed(field):
+    sequences = batches.draw_sequences(seed=1, count=3, scale=0.3, proximal=True)
+    batch = batches.packed(sequences, batches.weights_of(sequences, ObjectiveConfig()))
+    with pytest.raises(MissingStatistics, match=f"{field} needs batch_statistics"):
+        PolicyLoss(ObjectiveConfig(**{field: True}))(batches.currents(sequences), None, batch)
 
 
 def test_wrong_inputs_are_refused():

@@ -78,8 +78,8 @@ def test_sequence_mean_has_the_gradient_of_finite_differences(lengths, seed):
 def test_tis_clamps_and_icepop_pops():
     proximal, behaviour = torch.log(tensor(0.1, 0.9, 3.0, 0.5, 1.0)), torch.zeros(5, dtype=torch.float64)
     mask = torch.ones(5, dtype=torch.bool)
-    tis = importance_weight(proximal, behaviour, mask, TWO_SEQUENCES, rule="tis", low=0.5, high=2.0)
-    icepop = importance_weight(proximal, behaviour, mask, TWO_SEQUENCES, rule="icepop", low=0.5, high=2.0)
+    tis = importance_weight(proximal, behaviour, mask, TWO_SEQUENCES, mode="clip", low=0.5, high=2.0)
+    icepop = importance_weight(proximal, behaviour, mask, TWO_SEQUENCES, mode="mask", low=0.5, high=2.0)
     torch.testing.assert_close(tis.weight, tensor(0.5, 0.9, 2.0, 0.5, 1.0))
     torch.testing.assert_close(icepop.weight, tensor(0.0, 0.9, 0.0, 0.5, 1.0))
     torch.testing.assert_close(tis.ratio, tensor(0.1, 0.9, 3.0, 0.5, 1.0))

@@ -1,0 +1,126 @@
+"""What a step was made of, on disk: batches that can be trained again without a run around them, and every tensor that a rank used.
+
+The paths are templates as slime has them: ``{rollout_id}`` is the step, ``{rank}`` the rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from services.trainer.actor import StepResult
+from services.trainer.batches import TrainBatch
+from services.trainer.packing import PackedBatch
+from shared import codec
+from shared.errors import BadMessage, ConfigError, PayloadMissing
+from shared.messages import Batch
+from shared.store import BlockingStore
+
+SCHEMA = 1
+
+
+def write_batch(template: str, batch: Batch, store: BlockingStore) -> Path:
+    """Writes a batch's references and payloads, as they are in the store, to one MessagePack file. Returns its path.
+
+    Raises PayloadMissing, DeadlineExceeded, StoreRefused; OSError.
+    """
+    keys = [key for group in batch.groups for key in group.payload.keys]
+    content = {"schema": SCHEMA, "batch": batch.encode(), "blobs": dict(zip(keys, store.stream(keys), strict=True))}
+    path = Path(filled(template, batch.step, 0))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(codec.pack(content))
+    partial.rename(path)
+    return path
+
+
+class DumpedBatches:
+    """The batches that a template's files hold; in the place of the buffer and of the store.
+
+    Args:
+        template: ``{rollout_id}`` where the step stands.
+
+    Raises:
+        ConfigError: there are none.
+    """
+
+    def __init__(self, template: str) -> None:
+        self._paths = dict(sorted(_found(template)))
+        if not self._paths:
+            expected = "files that save_debug_rollout_data has written, {rollout_id} for the step"
+            raise ConfigError("load_debug_rollout_data", template, expected)
+        self._step = -1
+        self._blobs: dict[str, bytes] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """Those that there are files of, ascending."""
+        return list(self._paths)
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step; its payloads are what `stream` gives from now on. Raises BadMessage."""
+        content = codec.unpack(self._paths[step].read_bytes())
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+            raise BadMessage(f"{self._paths[step]} is no batch of schema {SCHEMA}")
+        self._step, self._blobs = step, self._blobs | content["blobs"]
+        return Batch.decode(content["batch"])
+
+    def stream(self, keys: Sequence[str], deadline: float = 60.0) -> Iterator[bytes]:
+        """Blobs in order, as `BlockingStore.stream`. Raises PayloadMissing."""
+        for key in keys:
+            if key not in self._blobs:
+                raise PayloadMissing(f"no file holds the blob {key}")
+            yield self._blobs[key]
+
+    def close(self) -> None:
+        self._blobs.clear()
+
+
+def write_tensors(template: str, batch: TrainBatch, results: Sequence[StepResult], rank: int) -> Path:
+    """Writes all that a rank's optimizer steps of a batch read, as safetensors: ``step.micro_batch.name``.
+
+    Per-token fields are aligned to the labels, so that engine's and trainer's log-probs of a token stand side by side. The file's metadata
+    holds the samples of each micro-batch and what each optimizer step gave. Returns the path.
+    """
+    tensors, samples = {}, {}
+    for number, step in enumerate(batch.steps):
+        for index, one in enumerate(step):
+            name = f"{number}.{index}"
+            samples[name] = [batch.deal.name(sample) for sample in one.numbers]
+            tensors.update({f"{name}.{field}": tensor.contiguous().cpu() for field, tensor in _tensors(one.packed).items()})
+    path = Path(filled(template, batch.step, rank))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    told = {"step": batch.step, "version": batch.version, "samples": samples, "results": [asdict(result) for result in results]}
+    save_file(tensors, path, metadata={"myxo": json.dumps(told)})
+    return path
+
+
+def filled(template: str, step: int, rank: int) -> str:
+    """The path for one step and rank."""
+    return template.replace("{rollout_id}", str(step)).replace("{rank}", str(rank))
+
+
+def check_template(field: str, template: str | None, *, needs: Sequence[str]) -> None:
+    """Refuses a template that would have one step overwrite another. Raises ConfigError."""
+    for name in needs:
+        if template is not None and f"{{{name}}}" not in template:
+            raise ConfigError(field, template, f"a path with {{{name}}} in it, so that no file takes another's place")
+
+
+def _found(template: str) -> Iterator[tuple[int, Path]]:
+    path = Path(template)
+    pattern = re.compile(re.escape(path.name).replace(r"\{rollout_id\}", r"(\d+)") + r"\Z")
+    for candidate in path.parent.glob("*") if path.parent.is_dir() else ():
+        if matched := pattern.match(candidate.name):
+            yield int(matched[1]), candidate
+
+
+def _tensors(packed: PackedBatch) -> dict[str, Tensor]:
+    plain = {"tokens": packed.tokens, "labels": packed.labels, "loss_mask": packed.loss_mask, "cu_seqlens": packed.cu_seqlens}
+    return {**plain, **packed.fields}

@@ -1,0 +1,96 @@
+"""Floating-point operations of a model on packed sequences, counted from its shape, and what a device could do.
+
+A multiplication and the addition of its result count as two. Counted are the matrix products: projections, attention's scores and weighted
+sums, MLPs, the chosen experts and their router, the vocabulary; not norms, rotations, softmaxes. A training step counts three times the
+forward pass (the backward pass has two products for each), whatever is computed again to save memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from services.trainer.megatron.architecture import Architecture
+
+PEAKS = (
+    (r"\bGB200\b", 2500e12),
+    (r"\bB200\b", 2250e12),
+    (r"\bH100 PCIe\b", 756e12),
+    (r"\bH100 NVL\b", 835e12),
+    (r"\b(H200|GH200|H100|H800)\b", 989e12),
+    (r"\bH20\b", 148e12),
+    (r"\b(A100|A800)\b", 312e12),
+    (r"\bA40\b", 150e12),
+    (r"\bA30\b", 165e12),
+    (r"\bA10\b", 125e12),
+    (r"\bL40S\b", 362e12),
+    (r"\bL40\b", 181e12),
+    (r"\bL4\b", 121e12),
+    (r"\bMI300X\b", 1307e12),
+)
+"""Dense bfloat16 products a second by device name, from the vendors' data sheets; the first that matches counts."""
+
+
+def forward(architecture: Architecture, lengths: Sequence[int], *, value_head: bool = False) -> float:
+    """Operations of one forward pass.
+
+    Args:
+        lengths: tokens of each sequence; sequences do not attend to one another. value_head: a critic, without the vocabulary.
+    """
+    a = architecture
+    tokens = float(np.sum(lengths, dtype=np.float64))
+    pairs = float(np.sum([length * (length + 1) / 2 for length in lengths], dtype=np.float64))
+    layers = sum(_mlp(a, layer) for layer in range(a.num_layers)) + a.num_layers * _projections(a)
+    output = 2.0 * a.hidden_size * (1 if value_head else a.vocab_size)
+    return tokens * (layers + output) + pairs * a.num_layers * _attention(a)
+
+
+def training(architecture: Architecture, lengths: Sequence[int], *, value_head: bool = False) -> float:
+    """Operations of one forward and backward pass."""
+    return 3 * forward(architecture, lengths, value_head=value_head)
+
+
+def peak(device: str, dtype: str) -> float | None:
+    """Operations a second that a device's data sheet promises for matrix products, as `PEAKS` has them.
+
+    Args:
+        device: its name, as torch tells it. dtype: of training.
+
+    Returns:
+        None for an unknown device, and for every other dtype than bfloat16.
+    """
+    if dtype != "bfloat16":
+        return None
+    return next((value for name, value in PEAKS if re.search(name, device)), None)
+
+
+def _projections(a: Architecture) -> float:
+    """Of one layer's attention, for one token."""
+    h, heads = a.hidden_size, a.num_attention_heads
+    if a.latent is None:
+        return 2.0 * h * a.head_dim * (2 * heads + 2 * a.num_key_value_heads)
+    m = a.latent
+    query_dim = heads * (m.nope_head_dim + m.rope_head_dim)
+    query = h * query_dim if m.query_rank is None else m.query_rank * (h + query_dim)
+    key_value = h * (m.key_value_rank + m.rope_head_dim) + m.key_value_rank * heads * (m.nope_head_dim + m.value_head_dim)
+    return 2.0 * (query + key_value + heads * m.value_head_dim * h)
+
+
+def _attention(a: Architecture) -> float:
+    """Of one layer, for one pair of a token and one that it sees: a score, and its part of the weighted sum."""
+    if a.latent is None:
+        return 4.0 * a.num_attention_heads * a.head_dim
+    m = a.latent
+    return 2.0 * a.num_attention_heads * (m.nope_head_dim + m.rope_head_dim + m.value_head_dim)
+
+
+def _mlp(a: Architecture, layer: int) -> float:
+    """Of one layer, for one token; all MLPs are gated: three matrices."""
+    if a.experts is None or not a.is_moe_layer(layer):
+        return 6.0 * a.hidden_size * a.ffn_hidden_size
+    e = a.experts
+    return 2.0 * a.hidden_size * e.count + 6.0 * a.hidden_size * (e.per_token * e.ffn_hidden_size + e.shared_ffn_hidden_size)

@@ -1,0 +1,166 @@
+"""The shape of a language model, independent of any framework's names for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's stretching of low rotary frequencies.
+
+    Args:
+        factor: by which wavelengths above ``original_max_positions / low_freq_factor`` grow; those below
+            ``original_max_positions / high_freq_factor`` stay, the ones between are blended.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+    def stretched(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """``frequencies``: float32 [pairs]; in the order of operations of the Hugging Face implementation."""
+        wavelengths = 2 * math.pi / frequencies
+        longest = self.original_max_positions / self.low_freq_factor
+        shortest = self.original_max_positions / self.high_freq_factor
+        smooth = (self.original_max_positions / wavelengths - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        between = (1 - smooth) * frequencies / self.factor + smooth * frequencies
+        stretched = torch.where(wavelengths > longest, frequencies / self.factor, frequencies)
+        return torch.where((wavelengths >= shortest) & (wavelengths <= longest), between, stretched)
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023) as DeepSeek-V3 uses it: Megatron computes the frequencies, inside its latent attention.
+
+    Args:
+        factor: of the context's length over ``original_max_positions``. beta_fast, beta_slow: rotations over the original
+            context that bound the blend. mscale, mscale_all_dim: growth of the attention's logits with the factor.
+    """
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding.
+
+    Args:
+        theta: base of the frequencies. fraction: share of each head's dimensions that are rotated.
+        interleaved: neighbouring dimensions form the pairs, instead of the two halves of the head.
+    """
+
+    theta: float
+    fraction: float = 1.0
+    interleaved: bool = False
+    scaling: Llama3Scaling | YarnScaling | None = None
+
+    def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
+        """Float32 [rotated dimensions / 2], for every scaling but YaRN's."""
+        rotated = int(head_dim * self.fraction)
+        frequencies = 1.0 / (self.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated))
+        return self.scaling.stretched(frequencies) if isinstance(self.scaling, Llama3Scaling) else frequencies
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values, and maybe queries, pass through a low rank.
+
+    Args:
+        query_rank: None for queries that are projected at once. nope_head_dim, rope_head_dim: the parts of a query or key
+            head without and with rotary embedding. value_head_dim: width of a value head.
+    """
+
+    query_rank: int | None
+    key_value_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    value_head_dim: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture of experts.
+
+    Args:
+        count: experts per layer. per_token: experts chosen for each token. ffn_hidden_size: width of one expert.
+        normalize: whether the chosen experts' probabilities are rescaled to sum to one.
+        dense_layers: indices of the layers that keep a plain MLP.
+        score: ``softmax``, or ``sigmoid`` with a bias for each expert that has a say in the choice only.
+        shared_ffn_hidden_size: width of the experts that see every token, together; 0 for none.
+        groups, groups_per_token: experts are chosen from this many of the groups, which are ranked by their best two.
+        scaling: factor on the routed experts' sum.
+    """
+
+    count: int
+    per_token: int
+    ffn_hidden_size: int
+    normalize: bool
+    dense_layers: tuple[int, ...] = ()
+    score: str = "softmax"
+    shared_ffn_hidden_size: int = 0
+    groups: int = 1
+    groups_per_token: int = 1
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model's shape.
+
+    Args:
+        head_dim: width of a query head (under latent attention, both of its parts).
+        qk_norm: RMS norm over each query and key head. qkv_bias: biases on the q, k and v projections.
+        post_norms: RMS norms after attention and MLP as well, before the residual sums.
+        fused_gate_up: Hugging Face keeps the two halves of a gated MLP in one tensor.
+        draft_layers: layers behind the last that only guess further tokens; in the checkpoint, never in the model.
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    tied_embeddings: bool
+    rope: Rope
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    post_norms: bool = False
+    fused_gate_up: bool = False
+    draft_layers: int = 0
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, flat (``rope.theta``), equal after a trip through JSON: what a checkpoint remembers."""
+        return _flat(asdict(self))
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return flat

@@ -1,0 +1,145 @@
+"""Context parallelism: how the ranks that share sequences split them, and what they gather.
+
+With C ranks every sequence of a pack is cut into 2C chunks of one length (padded at its end to make it so), and rank c
+takes chunks c and 2C - 1 - c: an early one that sees few keys and a late one that sees many, so that under a causal mask
+all ranks do the same work. Keys and values are gathered over the group, queries stay where they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class ContextSplit:
+    """One rank's part of a pack, and the way back.
+
+    Args:
+        group: the ranks that share the sequences.
+        rows: int64 [U], for each token of this rank its position in the pack; -1 in the padding.
+        back: int64 [T], for each token of the pack its row in what the ranks' parts make, gathered in rank order.
+        keys: int64 [K], for each chunk of this rank in turn the rows of the gathered keys that it sees, oldest first.
+        spans: for each chunk of this rank its queries and the keys that it sees; the last query sees the last key.
+        cu_queries, cu_keys: int32 [chunks + 1], where the chunks begin among the queries and among ``keys``.
+    """
+
+    group: dist.ProcessGroup
+    rows: Tensor
+    back: Tensor
+    keys: Tensor
+    spans: list[tuple[int, int]]
+    cu_queries: Tensor
+    cu_keys: Tensor
+
+    def own(self, per_token: Tensor) -> Tensor:
+        """This rank's part [U] of a pack's [T]; 0 in the padding."""
+        return torch.where(self.rows >= 0, per_token[self.rows.clamp(min=0)], 0)
+
+    def whole(self, per_token: Tensor) -> Tensor:
+        """The pack's [T, ...] of every rank's part [U, ...]. Every rank of the group is taken to compute the same from it:
+        the gradient is this rank's part of the upstream one, counted once."""
+        gathered: Tensor = _GatherCopies.apply(per_token, self.group)
+        return gathered.index_select(0, self.back)
+
+
+def padded_starts(starts: list[int], size: int, tensor: int) -> list[int]:
+    """Where a pack's sequences begin once every one of them divides into 2 ``size`` chunks.
+
+    Args:
+        starts: of the sequences, and T. tensor: ranks that split each part once more (sequence parallelism), else 1; a
+            sequence of padding makes that even.
+    """
+    pair = 2 * size
+    padded = [0]
+    for start, stop in pairwise(starts):
+        padded.append(padded[-1] + -(-(stop - start) // pair) * pair)
+    multiple = pair * tensor if tensor % 2 else size * tensor
+    missing = -padded[-1] % multiple
+    return [*padded, padded[-1] + missing] if missing else padded
+
+
+def split(starts: list[int], padded: list[int], group: dist.ProcessGroup, rank: int, device: torch.device) -> ContextSplit:
+    """Split a pack for rank ``rank`` of ``group``. ``starts``: of its sequences, and T; ``padded``: see :func:`padded_starts`."""
+    size = group.size()
+    part = padded[-1] // size
+    lengths = [stop - start for start, stop in pairwise(starts)]
+    lengths += [0] * (len(padded) - len(starts))
+    firsts = [*starts[:-1], *([starts[-1]] * (len(padded) - len(starts)))]
+    rows, back, keys, spans = [], [], [], []
+    for first, length, (start, stop) in zip(firsts, lengths, pairwise(padded), strict=True):
+        width = (stop - start) // (2 * size)
+        steps = torch.arange(width)
+        # of every token of the padded sequence: its row in the gathered parts
+        where = torch.empty(2 * size, width, dtype=torch.int64)
+        for owner in range(size):
+            where[owner] = owner * part + start // size + steps
+            where[2 * size - 1 - owner] = owner * part + start // size + width + steps
+        where = where.flatten()
+        back.append(where[:length])
+        for chunk in (rank, 2 * size - 1 - rank):
+            place = chunk * width + steps
+            rows.append(torch.where(place < length, first + place, -1))
+            keys.append(where[: (chunk + 1) * width])
+            spans.append((width, (chunk + 1) * width))
+    bounds = torch.tensor([(0, 0), *spans]).cumsum(0).int()
+    return ContextSplit(
+        group,
+        torch.cat(rows).to(device),
+        torch.cat(back).to(device),
+        torch.cat(keys).to(device),
+        spans,
+        bounds[:, 0].contiguous().to(device),
+        bounds[:, 1].contiguous().to(device),
+    )
+
+
+def gather_keys_and_values(key: Tensor, value: Tensor, split: ContextSplit) -> tuple[Tensor, Tensor]:
+    """Keys [U, heads, width] and values (of another width, perhaps) of all ranks, as this rank's chunks see them: [K, ...].
+
+    Differentiable: a key's gradient is summed over the ranks whose queries have seen it.
+    """
+    joined = torch.cat([key.flatten(1), value.flatten(1)], 1)
+    gathered: Tensor = _GatherShared.apply(joined, split.group)
+    keys, values = gathered.index_select(0, split.keys).split([key[0].numel(), value[0].numel()], 1)
+    return keys.unflatten(1, key.shape[1:]), values.unflatten(1, value.shape[1:])
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    gathered = tensor.new_empty(tensor.size(0) * group.size(), *tensor.shape[1:])
+    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+    return gathered
+
+
+class _GatherShared(torch.autograd.Function):
+    """What is gathered goes into a different computation on each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        mine = gradient.new_empty(gradient.size(0) // ctx.group.size(), *gradient.shape[1:])
+        dist.reduce_scatter_tensor(mine, gradient.contiguous(), group=ctx.group)
+        return mine, None
+
+
+class _GatherCopies(torch.autograd.Function):
+    """What is gathered goes into the same computation on each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].chunk(ctx.group.size())[ctx.group.rank()], None

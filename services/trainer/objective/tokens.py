@@ -1,0 +1,69 @@
+"""What every loss reads a micro-batch through, and what a loss is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from services.trainer.packing import PackedBatch
+from shared.errors import MyxoError
+
+Metrics = dict[str, Tensor]
+
+
+class MissingField(MyxoError):
+    """A loss needs a per-token field that its micro-batch does not carry.
+
+    Args:
+        field: its name. needed_for: what asks for it. present: what the micro-batch has.
+    """
+
+    def __init__(self, field: str, needed_for: str, present: Mapping[str, Tensor]) -> None:
+        self.field = field
+        super().__init__(f"the micro-batch has no {field}, needed for {needed_for}; it has {sorted(present)}")
+
+
+class Loss(Protocol):
+    """What an actor calls on each micro-batch.
+
+    One with an attribute ``takes_logits`` that is true is called with the logits of this tensor-parallel rank, [T, V / tp], in place of
+    log-probs and entropy.
+    """
+
+    def __call__(self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Metrics]:
+        """Loss (a scalar with its graph) and metrics (detached scalars), to be summed over micro-batches and ranks."""
+        ...
+
+
+class MaskedTokens:
+    """The trained tokens of a micro-batch: everything read through it is blank where the mask is 0.
+
+    ``torch.where`` and not a product, because 0 times NaN is NaN, forwards and backwards.
+    """
+
+    def __init__(self, log_probs: Tensor, batch: PackedBatch) -> None:
+        if log_probs.shape != batch.tokens.shape:
+            raise ValueError(f"log_probs has shape {tuple(log_probs.shape)}, expected {tuple(batch.tokens.shape)}")
+        self.batch = batch
+        self.mask = batch.loss_mask > 0
+        self.dtype = torch.promote_types(log_probs.dtype, torch.float32)
+        self.log_probs = self.blank(log_probs)
+        self.weights = self.field("weights", "the reducer")
+
+    def blank(self, values: Tensor) -> Tensor:
+        """``values`` [T] in the loss's dtype, 0 where the mask is 0."""
+        values = values.to(self.dtype)
+        return torch.where(self.mask, values, torch.zeros_like(values))
+
+    def field(self, name: str, needed_for: str) -> Tensor:
+        """Field ``name`` [T], blanked. Raises MissingField."""
+        if name not in self.batch.fields:
+            raise MissingField(name, needed_for, self.batch.fields)
+        return self.blank(self.batch.fields[name])
+
+    def mean(self, values: Tensor) -> Tensor:
+        """This micro-batch's part of the batch's mean: ``sum(weights * values)``."""
+        return (self.weights * values).sum()

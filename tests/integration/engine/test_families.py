@@ -1,0 +1,51 @@
+"""An engine that is given what the trainer exports draws the same greedy tokens, for every family that SGLang serves on a CPU."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.generation import Generation, GenerationRequest
+from services.trainer.megatron import runtime
+from shared.messages import Sampling
+from tests.integration.engine.conftest import running_engine
+from tests.support.tiny_model import PRINTABLE, character_tokenizer
+from tests.unit.trainer.megatron import rank_steps
+from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint, pack, sequences
+
+SERVED = ["llama", "qwen2", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3"]
+"""One start of an engine each; ``qwen3`` has the rest of this directory."""
+
+NEW_TOKENS = 24
+
+
+async def generated(url: str, weights: Path, prompts: list[torch.Tensor]) -> list[Generation]:
+    """What the engine answers once it has been given ``weights``."""
+    requests = [GenerationRequest(prompt.int().numpy(), NEW_TOKENS, ignore_eos=True) for prompt in prompts]
+    async with await EngineClient.connect(url) as client:
+        await client.update_weights_from_disk(str(weights), 1)
+        return await client.generate_group(requests, Sampling(temperature=0.0, max_new_tokens=1))
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_greedy_tokens_are_the_trainers(kind: str, tmp_path: Path) -> None:
+    make_checkpoint(kind, tmp_path / "made")
+    character_tokenizer(PRINTABLE[: VOCAB - 4]).save_pretrained(tmp_path / "made")
+    try:
+        actor = rank_steps.actor(tmp_path / "made")
+        rank_steps.steps(actor, 1)  # what the engine is given is not what it started with
+        actor.save_hf(tmp_path / "exported")
+        prompts = sequences(3, seed=5, longest=20)
+        with running_engine(tmp_path / "made", tmp_path, {}) as engine:
+            answers = asyncio.run(generated(engine.url, tmp_path / "exported", prompts))
+        whole = [torch.cat([prompt, torch.tensor(one.tokens).long()]) for prompt, one in zip(prompts, answers, strict=True)]
+        logits = rank_steps.logits(actor, pack(whole)).split([len(one) for one in whole])
+        for prompt, answer, rows in zip(prompts, answers, logits, strict=True):
+            predicted = rows[len(prompt) - 1 : -1]
+            assert predicted.argmax(-1).tolist() == answer.tokens.tolist()
+    finally:
+        runtime.stop()

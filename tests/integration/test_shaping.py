@@ -1,0 +1,140 @@
+"""The user's own functions on a batch out of the real store, and what ranks gather."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from services.trainer import batches, facts, shares
+from services.trainer.facts import Facts
+from services.trainer.objective import CustomFunctions, ObjectiveConfig
+from services.trainer.packing import BadSample
+from services.trainer.reading import ShareReader
+from services.trainer.settings import objective_config
+from services.trainer.shaping import Shaping, gathered, scored, teacher_gap
+from shared.embedded import EmbeddedValkey
+from shared.errors import ConfigError
+from shared.store import BlockingStore
+from tests.integration.test_batches import read, stored
+from tests.support.run_config import run_config
+
+REWARDS = [[1.0, 0.0], [3.0, 2.0, 2.5]]
+
+
+def test_every_sample_comes_with_its_reward(valkey: EmbeddedValkey, run_name: str) -> None:
+    deal = shares.deal(asyncio.run(stored(valkey.url, run_name, REWARDS)), 1, 1, 100)
+    samples = scored(deal, BlockingStore(valkey.url))
+    assert [sample.reward for sample in samples] == [1.0, 0.0, 3.0, 2.0, 2.5]
+    assert [(sample.group_index, sample.index, sample.response_length) for sample in samples] == [
+        (0, 0, 1), (0, 1, 2), (1, 0, 1), (1, 1, 2), (1, 2, 3),
+    ]  # fmt: skip
+
+
+def test_a_function_of_ones_own_makes_the_advantages(
+    valkey: EmbeddedValkey, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("hooks_of_this_test")
+    seen: dict[str, object] = {}
+
+    def advantage(args: object, rollout_data: dict[str, list[object]]) -> None:
+        seen.update(rollout_data)
+        rollout_data["advantages"] = [torch.full((length,), 2.0 * raw) for raw, length in zip(
+            rollout_data["raw_reward"], rollout_data["response_lengths"], strict=True)]  # type: ignore[call-overload, operator]  # fmt: skip
+
+    module.advantage = advantage  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hooks_of_this_test", module)
+    config = run_config(tmp_path, algorithm={"custom_advantage_function_path": "hooks_of_this_test:advantage"})
+    objective = objective_config(config)
+    batch = asyncio.run(stored(valkey.url, run_name, REWARDS))
+    for one in read(batch, valkey.url, ranks=2):
+        shaping = Shaping(config, objective, BlockingStore(valkey.url))
+        custom = shaping.advantages(one)
+        assert custom is not None
+        made = batches.with_advantages(one, objective, lambda own: own, rewards=shaping.rewards(one.deal), custom=custom)
+        raw = [reward for group in REWARDS for reward in group]
+        assert {number: set(values.tolist()) for number, values in made.per_sample("advantages").items()} == {
+            number: {2.0 * raw[number]} for number in one.numbers
+        }
+        assert seen.keys() >= {"rewards", "raw_reward", "rollout_log_probs", "loss_masks", "response_lengths"}
+        assert len(seen["rollout_log_probs"]) == len(one.numbers)  # type: ignore[arg-type]
+
+
+def test_a_function_that_cannot_be_imported_is_refused(valkey: EmbeddedValkey, tmp_path: Path) -> None:
+    config = run_config(tmp_path, algorithm={"custom_tis_function_path": "no_such_module:f"})
+    with pytest.raises(ConfigError, match=r"algorithm\.custom_tis_function_path"):
+        Shaping(config, ObjectiveConfig(), BlockingStore(valkey.url))
+    assert CustomFunctions().tis is None
+
+
+def test_samples_that_do_not_pass_weigh_nothing(valkey: EmbeddedValkey, run_name: str) -> None:
+    batch = asyncio.run(stored(valkey.url, run_name, REWARDS))
+    objective = ObjectiveConfig(loss_type="sft_loss", rejection_threshold=2.0)
+    (alone,) = read(batch, valkey.url, objective=objective)
+    weights = alone.per_sample("weights")
+    assert [weights[number].tolist() for number in (0, 1, 3)] == [[0.0], [0.0, 0.0], [0.0, 0.0]]
+    np.testing.assert_allclose(weights[2], [1 / 2])
+    np.testing.assert_allclose(weights[4], [1 / 6] * 3)
+    (none,) = read(batch, valkey.url, objective=ObjectiveConfig(loss_type="sft_loss", rejection_threshold=9.0))
+    assert all(not values.any() for values in none.per_sample("weights").values())
+
+
+def test_what_sums_are_divided_by_is_the_optimizer_steps(valkey: EmbeddedValkey, run_name: str) -> None:
+    batch = asyncio.run(stored(valkey.url, run_name, REWARDS))
+    (alone,) = read(batch, valkey.url)
+    assert alone.denominators == (5.0,)
+    (by_token,) = read(batch, valkey.url, objective=ObjectiveConfig(reducer="token_mean"))
+    assert by_token.denominators == (9.0,)
+
+
+def test_the_teachers_log_probs_come_with_the_samples(valkey: EmbeddedValkey, run_name: str) -> None:
+    objective = ObjectiveConfig(use_opd=True, opd_type="sglang", opd_kl_coef=0.5, off_policy="rollout")
+    dealt = shares.deal(asyncio.run(stored(valkey.url, run_name, REWARDS)), 1, 1, 100)
+    share = ShareReader(BlockingStore(valkey.url), 0).take(dealt)
+    masks = batches.masks_of(share)
+    known = Facts(facts.table(len(dealt.items), share.samples, masks, dealt.removed()))
+
+    def assembled() -> batches.TrainBatch:
+        return batches.assemble(share, masks, known, objective, rank=0, max_tokens=100, vocab_size=100)
+
+    with pytest.raises(BadSample, match=r"metadata has no teacher_log_probs, one number a response token"):
+        assembled()
+    for one in share.samples.values():
+        one.metadata["teacher_log_probs"] = [-0.5 - at for at in range(len(one.response))]
+    batch = assembled()
+    gap = teacher_gap(batch, objective)
+    assert {number: values.tolist() for number, values in gap.items()} == {0: [0], 1: [0, 1], 2: [0], 3: [0, 1], 4: [0, 1, 2]}
+    made = batches.with_advantages(batch, objective, lambda own: own, teacher_gap=gap)
+    plain = batches.with_advantages(batch, replace(objective, use_opd=False), lambda own: own).per_sample("advantages")
+    for number, values in made.per_sample("advantages").items():
+        np.testing.assert_allclose(values, plain[number] - 0.5 * gap[number], rtol=1e-6)
+
+
+def test_tensors_of_any_length_are_gathered_in_order() -> None:
+    parts = [torch.tensor([1.0, 2.0]), torch.zeros(0), torch.tensor([3.0])]
+    barrier, tables = threading.Barrier(3), [np.zeros(0)] * 3
+    found: list[torch.Tensor] = [torch.zeros(0)] * 3
+
+    def rank(number: int) -> None:
+        def total(table: np.ndarray) -> np.ndarray:
+            tables[number] = table
+            barrier.wait(30)
+            result: np.ndarray = np.sum(tables, axis=0)
+            barrier.wait(30)
+            return result
+
+        found[number] = gathered(parts[number].double(), number, 3, total)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [values.tolist() for values in found] == [[1.0, 2.0, 3.0]] * 3

@@ -1,0 +1,88 @@
+"""The example's functions of the objective, called as the trainer calls them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from examples.hooks import objective
+from services.trainer.objective import CustomFunctions, CustomLoss, PolicyLoss, denominator, loss_of, sample_weights, token_advantages
+from services.trainer.packing import PackedBatch, TrainSample, pack
+from services.trainer.settings import objective_config
+from shared.hooks import Sample
+from tests.support.run_config import run_config
+
+MODULE = "examples.hooks.objective"
+FUNCTIONS = {
+    "custom_reward_post_process_path": "less_for_length",
+    "custom_advantage_function_path": "fading",
+    "custom_tis_function_path": "square_root_weight",
+    "custom_pg_loss_reducer_function_path": "by_fixed_length",
+}
+
+
+def loaded(directory: Path, **algorithm: Any) -> tuple[Any, CustomFunctions]:
+    config = run_config(directory, algorithm={"gamma": 0.5, **algorithm})
+    return objective_config(config), CustomFunctions.of(config)
+
+
+def train_samples(advantages: list[np.ndarray]) -> list[TrainSample]:
+    return [
+        TrainSample(
+            prompt_tokens=np.array([1], np.int32),
+            response_tokens=np.full(len(advantage), 2, np.int32),
+            loss_mask=np.ones(len(advantage), np.uint8),
+            rollout_log_probs=np.full(len(advantage), -1.0, np.float32),
+            versions=np.zeros(len(advantage), np.int32),
+            advantage=advantage,
+            group="g",
+            rollout_id=number,
+        )
+        for number, advantage in enumerate(advantages)
+    ]
+
+
+def test_rewards_to_loss_by_functions_of_ones_own(tmp_path: Path) -> None:
+    config, custom = loaded(tmp_path, **{field: f"{MODULE}:{name}" for field, name in FUNCTIONS.items()})
+    raw, rewards = custom.post_processed([Sample(reward=1.0, response_length=2 * objective.LONG), Sample(reward=0.0, response_length=3)])
+    assert (raw, rewards) == ([1.0, 0.0], [0.8, 0.0])
+    masks = [np.ones(3, np.uint8), np.ones(2, np.uint8)]
+    found = token_advantages(
+        config, rewards, ["g", "g"], [0, 1], masks, custom=lambda of_own: custom.advantages(masks, {"rewards": of_own.tolist()})
+    )
+    np.testing.assert_allclose(found.advantages[0], [0.2, 0.4, 0.8])  # the rewards are as the function made them, not compared
+    samples = train_samples(found.advantages)
+    batch = pack(samples, 100, weights=sample_weights([3, 2], [0, 1]))
+    loss = loss_of(config, custom, denominator=denominator([3, 2], [0, 1]))
+    assert isinstance(loss, PolicyLoss)
+    value, metrics = loss(log_probs(batch, [[-1.0, -1.0, -0.8], [-1.0, -1.0]]), None, batch)
+    # the last token's weight is sqrt(e^0.2), within tis_clip; the ratio to the policy itself is 1
+    assert metrics["tis"].item() == pytest.approx((2 + np.exp(0.1)) / 6 + 0.5, rel=1e-5)
+    expected = -(0.2 + 0.4 + 0.8 * np.exp(0.1)) / objective.DIVISOR / 2
+    assert value.item() == pytest.approx(expected, rel=1e-5)
+    value, _ = loss(log_probs(batch, [[-1.0, -1.0, 1.0], [-1.0, -1.0]]), None, batch)
+    assert value.item() == 0.0  # sqrt(e^2) is over tis_clip
+
+
+def test_a_loss_of_ones_own(tmp_path: Path) -> None:
+    config, custom = loaded(tmp_path, loss_type="custom_loss", custom_loss_function_path=f"{MODULE}:weighted_likelihood")
+    loss = loss_of(config, custom)
+    assert isinstance(loss, CustomLoss)
+    batch = pack(train_samples([np.full(2, 2.0), np.full(1, -1.0)]), 100, weights=sample_weights([2, 1], [0, 1]))
+    logits = torch.zeros(5, 4, requires_grad=True)  # every token has probability 1/4
+    value, metrics = loss(logits, batch)
+    assert metrics["log_probs"].item() == pytest.approx(np.log(1 / 4), rel=1e-6)
+    assert value.item() == pytest.approx(-np.log(1 / 4) * (2.0 - 1.0) / 2, rel=1e-6)
+    value.backward()
+    assert logits.grad is not None
+    assert torch.equal(logits.grad.abs().sum(-1) > 0, batch.loss_mask > 0)
+
+
+def log_probs(batch: PackedBatch, of_samples: list[list[float]]) -> torch.Tensor:
+    values = torch.zeros(batch.tokens.shape)
+    values[batch.loss_mask > 0] = torch.tensor([value for row in of_samples for value in row])
+    return values.requires_grad_()

@@ -1,0 +1,103 @@
+"""A config that builds on other files: ``base = …``."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from shared import flags
+from shared.cli import toml
+from shared.config import load
+from shared.errors import ConfigError
+from tests.support.run_config import run_config
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """A whole config in a file of its own."""
+    path = tmp_path / "plain.toml"
+    path.write_text(toml.dump(run_config(tmp_path, rollout={"sglang": {"page-size": 16, "mem-fraction-static": 0.5}})))
+    return path
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_file_stands_over_its_base_table_by_table(plain: Path, tmp_path: Path) -> None:
+    over = write(
+        tmp_path / "deep" / "run.toml",
+        'base = "../plain.toml"\n[rollout]\nnum_rollout = 77\n[rollout.sglang]\npage-size = 32\n'
+        '[trainer.megatron]\nmoe-router-dtype = "fp64"\n',
+    )
+    below, above = load(plain), load(over)
+    assert above.rollout.num_rollout == 77
+    assert above.rollout.sglang == {"page-size": 32, "mem-fraction-static": 0.5}
+    assert above.trainer.megatron == {"moe_router_dtype": "fp64"}
+    assert above.model == below.model
+    assert above.rollout.rollout_batch_size == below.rollout.rollout_batch_size
+
+
+def test_later_bases_stand_over_earlier_ones_and_bases_have_bases(plain: Path, tmp_path: Path) -> None:
+    write(tmp_path / "models" / "root.toml", "[trainer]\nlr = 1e-3\nmin_lr = 1e-4\nseed = 5\n[trainer.megatron]\nnum-layers = 2\n")
+    write(tmp_path / "models" / "small.toml", 'base = "root.toml"\n[trainer]\nmin_lr = 1e-5\n[trainer.megatron]\nno-rope-fusion = true\n')
+    write(tmp_path / "fast.toml", "[trainer]\nlr = 2e-3\n[trainer.megatron]\napply_rope_fusion = true\n")
+    config = load(write(tmp_path / "run.toml", 'base = ["plain.toml", "models/small.toml", "fast.toml"]\n[trainer]\nseed = 9\n'))
+    assert (config.trainer.lr, config.trainer.min_lr, config.trainer.seed) == (2e-3, 1e-5, 9)
+    assert config.trainer.megatron == {"num_layers": 2, "apply_rope_fusion": True}
+
+
+def test_flags_stand_over_all_and_the_dump_shows_the_whole(plain: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "run.toml", 'base = "plain.toml"\n[trainer]\nlr = 1e-3\n')
+    config = load(path, flags.parse(["--lr", "5e-4", "--num-layers", "4"]))
+    assert config.trainer.lr == 5e-4
+    shown = tomllib.loads(toml.dump(config))
+    assert "base" not in shown
+    assert (shown["trainer"]["lr"], shown["trainer"]["megatron"]) == (5e-4, {"num_layers": 4})
+
+
+def test_a_published_model_is_a_base(plain: Path, tmp_path: Path) -> None:
+    models = sorted((Path(__file__).parents[3] / "configs" / "models").glob("*.toml"))
+    assert models
+    for model in models:
+        text = f'base = ["{model}", "plain.toml"]\n[trainer]\nactor_num_gpus_per_node = 8\ntensor_model_parallel_size = 1\n'
+        config = load(write(tmp_path / "run.toml", text), {"rollout": {"rollout_batch_size": 256}})
+        assert config.trainer.megatron["num_layers"] > 0
+        assert config.model.hf_checkpoint == tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("[trainer]\nlrr = 1\n", r"trainer.lrr = 1: unknown key; did you mean lr\? \(in .*base.toml\)"),
+        ("[trainer]\nlr = -1\n", r"trainer.lr = -1: .*greater than 0 \(in .*base.toml\)"),
+        ("[trainer.megatron]\nnum-layer = 1\n", r"trainer.megatron.num-layer = 1: unknown flag.*\(in .*base.toml\)"),
+        ("[trainer\n", r"base = 'base.toml': not a readable TOML file: .*\(in .*run.toml\)"),
+        ('base = "run.toml"\n', r"base = 'run.toml': a file that does not lead back to itself: .*run.toml → .*base.toml → .*run.toml"),
+        ('base = "gone.toml"\n', r"base = 'gone.toml': no such file; give a TOML run config \(in .*base.toml\)"),
+        ("base = 3\n", "base = 3: the path of a TOML file, relative to .*, or a list of such paths"),
+    ],
+)
+def test_what_is_wrong_in_a_base_is_refused_with_its_file(plain: Path, tmp_path: Path, base: str, message: str) -> None:
+    write(tmp_path / "base.toml", base)
+    path = write(tmp_path / "run.toml", 'base = ["plain.toml", "base.toml"]\n')
+    with pytest.raises(ConfigError, match=message):
+        load(path)
+
+
+def test_what_the_file_itself_says_wrong_is_not_laid_to_its_base(plain: Path, tmp_path: Path) -> None:
+    write(tmp_path / "base.toml", "[trainer]\nlr = 1e-3\n")
+    path = write(tmp_path / "run.toml", 'base = ["plain.toml", "base.toml"]\n[trainer]\nlr = -1\n')
+    with pytest.raises(ConfigError, match=r"trainer.lr = -1: [^(]*$"):
+        load(path)
+
+
+def test_a_file_of_prompts_is_one_value(plain: Path, tmp_path: Path) -> None:
+    prompts = tomllib.loads(plain.read_text())["data"]["prompt_data"]
+    write(tmp_path / "base.toml", f'[data]\nprompt_data = {{ path = "{prompts}", weight = 3.0 }}\n')
+    path = write(tmp_path / "run.toml", f'base = ["plain.toml", "base.toml"]\n[data]\nprompt_data = {{ path = "{prompts}" }}\n')
+    assert load(path).data.prompt_data == Path(prompts)

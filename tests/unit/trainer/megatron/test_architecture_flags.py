@@ -1,0 +1,168 @@
+"""A model's shape in Megatron's flags: there and back, compared with a checkpoint, and the ready configs of published sizes."""
+
+import dataclasses
+import tomllib
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from services.trainer.megatron.architecture_flags import architecture_of, check, flags_of
+from services.trainer.megatron.families import hf_tensors, read_architecture
+from services.trainer.megatron.flag_tables import ARCHITECTURE
+from shared.config import load
+from shared.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[4] / "configs" / "models"
+KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "qwen3_moe", "qwen3_moe_mixed", "glm4", "glm4_moe", "glm4_moe_air"]
+KINDS += ["deepseek_v3", "moonlight"]
+
+PARAMETERS = {
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "glm-4-9b": 9_400_279_040,
+    "glm-4-32b": 32_566_081_536,
+    "deepseek-v3": 671_026_419_200,
+    "kimi-k2": 1_026_408_232_448,
+}
+"""As published, tied embeddings once."""
+
+WITH_DRAFT_LAYER = {"glm-4.5-air": 110_468_824_832, "glm-4.5": 358_337_791_296}
+"""As published, with the layer that guesses a further token."""
+
+WITHOUT_EMBEDDINGS = {"moonlight-16b-a3b": 15.29e9}
+"""As published, to four digits."""
+
+
+def config(name):
+    return tomllib.loads((CONFIGS / f"{name}.toml").read_text())["trainer"]
+
+
+def shape(name):
+    return architecture_of({key: value for key, value in config(name)["megatron"].items() if key in ARCHITECTURE})
+
+
+def parameters(architecture, prefix=""):
+    return sum(prod(size) for name, size in hf_tensors(architecture).items() if name.startswith(prefix))
+
+
+def test_there_is_a_config_of_every_size():
+    assert {path.stem for path in CONFIGS.glob("*.toml")} == {*PARAMETERS, *WITH_DRAFT_LAYER, *WITHOUT_EMBEDDINGS}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_config_has_the_published_number_of_parameters(name):
+    assert parameters(shape(name)) == PARAMETERS[name]
+    assert f"{PARAMETERS[name]:,} parameters" in (CONFIGS / f"{name}.toml").read_text()
+
+
+@pytest.mark.parametrize("name", WITH_DRAFT_LAYER)
+def test_with_a_draft_layer_it_has_them_too(name):
+    a = shape(name)
+    one_more = parameters(a, f"model.layers.{a.num_layers - 1}.")
+    # its own embedding and output layer, three norms, and a projection of a hidden state beside an embedding
+    rest = 2 * a.vocab_size * a.hidden_size + 3 * a.hidden_size + 2 * a.hidden_size**2
+    assert parameters(a) + one_more + rest == WITH_DRAFT_LAYER[name]
+
+
+@pytest.mark.parametrize("name", WITHOUT_EMBEDDINGS)
+def test_without_embeddings_it_has_them_too(name):
+    a = shape(name)
+    assert parameters(a) - 2 * a.vocab_size * a.hidden_size == pytest.approx(WITHOUT_EMBEDDINGS[name], rel=5e-4)
+
+
+@pytest.mark.parametrize("name", [*PARAMETERS, *WITH_DRAFT_LAYER, *WITHOUT_EMBEDDINGS])
+def test_a_configs_layout_divides_its_model(name):
+    from services.trainer.actor import ActorConfig
+    from services.trainer.megatron.flags import resolve
+    from services.trainer.megatron.model import check_divisible
+
+    given = config(name)
+    assert 1 <= given.pop("actor_num_gpus_per_node") <= 8
+    flags = resolve(given.pop("megatron"))
+    check_divisible(shape(name), ActorConfig(**given).layout, flags.transformer)
+    check(flags.architecture, shape(name))
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen3-14b", "glm-4-9b"])
+def test_a_run_takes_a_config_as_its_base(name, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'base = "{CONFIGS / name}.toml"\n[run]\nname = "test"\n[model]\nhf_checkpoint = "model"\n'
+        '[data]\nprompt_data = "p.jsonl"\n[rollout]\nnum_rollout = 1\nrollout_batch_size = 8\nn_samples_per_prompt = 2\n'
+    )
+    trainer = load(path).trainer
+    assert trainer.megatron["num_layers"] == config(name)["megatron"]["num_layers"]
+    assert trainer.tensor_model_parallel_size == config(name).get("tensor_model_parallel_size", 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back(kind, hf):
+    architecture = read_architecture(hf(kind))
+    flags = flags_of(architecture)
+    assert flags.keys() <= ARCHITECTURE.keys()
+    assert architecture_of(flags) == architecture
+    check(flags, architecture)
+
+
+def test_kimi_k2_comes_back_as_deepseek_v3(hf):
+    kimi = dataclasses.replace(read_architecture(hf("deepseek_v3")), model_type="kimi_k2", draft_layers=1)
+    assert architecture_of(flags_of(kimi)) == read_architecture(hf("deepseek_v3"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "names"),
+    [
+        ("qwen3", {"num_layers": 24}, ["trainer.megatron.num_layers", "24", "2, as the checkpoint has"]),
+        ("qwen3", {"untie_embeddings_and_output_weights": False}, ["untie_embeddings_and_output_weights", "True"]),
+        ("qwen3", {"num_experts": 8}, ["num_experts", "8", "not given"]),
+        ("qwen3", {"multi_latent_attention": True}, ["multi_latent_attention", "False"]),
+        ("qwen3_moe_mixed", {"moe_layer_freq": 1}, ["moe_layer_freq", "[0, 1]"]),
+        ("deepseek_v3", {"mscale": 1.0}, ["mscale", "0.7"]),
+        ("glm4", {"post_mlp_layernorm": False}, ["post_mlp_layernorm", "True"]),
+    ],
+)
+def test_flags_of_another_shape_are_refused(kind, flags, names, hf):
+    with pytest.raises(ConfigError) as error:
+        check(flags, read_architecture(hf(kind)))
+    assert all(name in str(error.value) for name in names), str(error.value)
+
+
+def test_flags_that_say_nothing_are_accepted(hf):
+    check({"num_experts": None, "mscale": 1.0, "moe_router_topk": 2}, read_architecture(hf("qwen3")))
+    check({"moe_router_pre_softmax": True}, read_architecture(hf("deepseek_v3")))
+    check({"moe_layer_freq": 1}, read_architecture(hf("qwen3_moe")))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"hidden_size": None}, ["hidden_size"]),
+        ({"normalization": "LayerNorm"}, ["normalization", "RMSNorm"]),
+        ({"lr": 1e-6}, ["lr", "architecture flag"]),
+        ({"post_mlp_layernorm": True}, ["post_mlp_layernorm"]),
+        ({"qk_layernorm": True, "add_qkv_bias": True}, ["llama", "deepseek_v3"]),
+    ],
+)
+def test_flags_of_no_known_shape_are_refused(change, names):
+    flags = {key: value for key, value in config("llama-3.2-1b")["megatron"].items() if key in ARCHITECTURE}
+    with pytest.raises(ConfigError) as error:
+        architecture_of(flags | change)
+    assert all(name in str(error.value) for name in names), str(error.value)

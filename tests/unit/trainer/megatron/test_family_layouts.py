@@ -1,0 +1,61 @@
+"""Families whose layers differ from the plain ones, over two ranks: loaded, exported and trained as in one process."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.trainer.megatron.weights import weights_of
+from tests.unit.trainer.megatron import rank_steps
+
+TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+EXPERT = {"expert_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
+CASES = [("glm4", TENSOR), ("glm4", PIPELINE), ("glm4", CONTEXT), ("deepseek_v3", CONTEXT)]
+CASES += [(kind, layout) for kind in ("glm4_moe", "deepseek_v3", "moonlight") for layout in (TENSOR, PIPELINE, EXPERT)]
+
+
+def export_and_train(hf_dir, config):
+    """What is exported at first, then losses and gradient norms of two steps, then the routers' biases."""
+    model = rank_steps.actor(hf_dir, **config)
+    weights = rank_steps.exported(model)
+    results = rank_steps.steps(model, 2)
+    biases = {name: t for name, t in rank_steps.exported(model).items() if name.endswith("e_score_correction_bias")}
+    return weights, [(step.loss, step.grad_norm) for step in results], biases
+
+
+@pytest.fixture(scope="module")
+def one_process(hf):
+    results = {}
+
+    def of(kind):
+        if kind not in results:
+            results[kind] = export_and_train(hf(kind), {})
+            rank_steps.runtime.stop()
+        return results[kind]
+
+    return of
+
+
+@pytest.mark.parametrize(("kind", "config"), CASES)
+def test_a_layout_changes_nothing(kind, config, hf, two_ranks, one_process):
+    loaded = load_file(hf(kind) / "model.safetensors")
+    (weights, steps, biases), (other, _, _) = two_ranks.run(export_and_train, hf(kind), config)
+    assert weights.keys() == loaded.keys() and set(other.values()) == {None}
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, loaded[name]), name
+    for (loss, norm), (expected_loss, expected_norm) in zip(steps, one_process(kind)[1], strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in biases.items())
+    assert bool(biases) == (kind != "glm4")
+
+
+def test_router_biases_keep_float32_in_a_bfloat16_model(hf, make_actor):
+    loaded = load_file(hf("deepseek_v3") / "model.safetensors")
+    actor = make_actor("deepseek_v3", dtype="bfloat16")
+    out = rank_steps.exported(actor)
+    float32 = {name for name, tensor in out.items() if tensor.dtype == torch.float32}
+    assert float32 == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert all(torch.equal(out[name], loaded[name]) for name in float32)
+    assert [name for module in actor.model.modules for name, _ in weights_of(module) if "expert_bias" in name]

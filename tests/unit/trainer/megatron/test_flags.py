@@ -1,0 +1,149 @@
+"""Megatron's flags as the trainer resolves them, against Megatron's own dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend
+
+from services.trainer import settings
+from services.trainer.megatron import flag_catalogue, flag_tables, flags
+from shared import megatron_flags
+from shared.errors import ConfigError
+from tests.support.run_config import run_config
+from tests.unit.trainer.megatron.tiny import make_checkpoint
+
+# Megatron's own module of arguments as it looks from outside: a function that adds options, in a package that cannot be imported here
+OWN_PARSER = textwrap.dedent(
+    """
+    from megatron.training import get_args
+    from megatron.core.transformer.enums import AttnBackend
+
+    def add_megatron_arguments(parser):
+        group = parser.add_argument_group("moe")
+        group.add_argument("--moe-router-dtype", choices=["fp32", "fp64"], default=None)
+        group.add_argument("--moe-layer-freq", type=lambda text: eval(text), default=1)
+        group.add_argument("--attention-backend", type=lambda text: AttnBackend[text], default=AttnBackend.auto)
+        group.add_argument("--window-of-old", dest="bucket_size", type=int)
+        group.add_argument("--loop-only", type=int, required=True)
+        group.add_argument("--old-dropout", dest="hidden_dropout", type=float)
+        group.add_argument("--old-layers", dest="num_layers", type=int)
+        return parser
+    """
+)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "megatron" / "training"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import a_package_that_is_not_there")
+    (package / "arguments.py").write_text(OWN_PARSER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_the_catalogue_is_current() -> None:
+    assert flags.CATALOGUE.read_text() == flag_catalogue.text()
+
+
+def test_every_field_of_the_dataclasses_is_in_the_catalogue_or_no_text_can_say_it() -> None:
+    known = {name for flag in megatron_flags.catalogue().values() for name in (flag.name, *flag.spellings)}
+    unsaid = {
+        field.name: str(field.type)
+        for models in flag_catalogue.GROUPS.values()
+        for model in models
+        for field in dataclasses.fields(model)
+        if field.name not in known and not field.name.startswith("_")
+    }
+    assert [name for name, kind in unsaid.items() if "Callable" not in kind and "RecipeConfig" not in kind] == []
+    assert "activation_func" in unsaid
+
+
+def test_the_tables_name_flags_that_there_are() -> None:
+    fields = {field.name for models in flag_catalogue.GROUPS.values() for model in models for field in dataclasses.fields(model)}
+    assert [name for name in (*flag_tables.FIXED, *flag_tables.DEFAULTS, *flag_tables.TRANSFORMER_ENGINE) if name not in fields] == []
+    catalogue = megatron_flags.catalogue()
+    assert [name for name, _ in flag_tables.SPELLINGS.values() if name not in catalogue] == []
+
+
+def test_flags_go_to_their_dataclasses_with_their_types() -> None:
+    given = {
+        "moe-router-dtype": "fp64",
+        "fp32_residual_connection": True,
+        "ddp_bucket_size": 1000,
+        "apply_wd_to_qk_layernorm": True,
+        "num_layers": 28,
+        "num_moe_experts": 8,
+        "use_mcore_models": True,
+        "check_for_nan_in_loss_and_grad": False,
+    }
+    found = flags.resolve(given)
+    assert found.transformer == {"moe_router_dtype": "fp64", "fp32_residual_connection": True}
+    assert found.ddp == {"bucket_size": 1000, "check_for_nan_in_grad": False}
+    assert found.optimizer == {"apply_wd_to_qk_layernorm": True}
+    assert found.architecture == {"num_layers": 28, "num_experts": 8}
+    assert found.fields() == {"transformer": found.transformer, "optimizer": found.optimizer, "ddp": found.ddp}
+    DistributedDataParallelConfig(**found.ddp)
+    OptimizerConfig(**found.optimizer)
+
+
+def test_plain_data_becomes_what_the_field_holds() -> None:
+    assert flags._converted("transformer", "attention_backend", "flash") is AttnBackend.flash
+    assert flags._converted("transformer", "window_size", [128, 0]) == (128, 0)
+    assert flags._converted("optimizer", "exp_avg_dtype", "bfloat16") is torch.bfloat16
+    assert flags._converted("transformer", "pipeline_dtype", "float32") is torch.float32
+    assert flags._converted("transformer", "fp8", None) is None
+
+
+def test_the_actor_gets_what_is_given_and_the_checkpoint_is_compared(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path / "model")
+    given = {"fp32_residual_connection": True, "ddp_bucket_size": 1000, "num_layers": 2, "hidden_size": 32, "swiglu": True}
+    config = run_config(tmp_path, trainer={"megatron": given})
+    expected = {"transformer": {"fp32_residual_connection": True}, "ddp": {"bucket_size": 1000}}
+    assert settings.actor_config(config).megatron == expected
+    settings.check_architecture(config)
+    wrong = run_config(tmp_path, trainer={"megatron": {**given, "num_layers": 36}})
+    with pytest.raises(ConfigError, match=r"trainer.megatron.num_layers = 36: 2, as the checkpoint has"):
+        settings.check_architecture(wrong)
+
+
+def test_what_needs_transformer_engine_is_refused_without_it() -> None:
+    try:
+        import transformer_engine  # noqa: F401
+    except ImportError:
+        pass
+    else:
+        pytest.skip("Transformer Engine is installed")
+    assert flags.resolve({"attention_backend": "auto", "no_rope_fusion": True, "moe_grouped_gemm": False}).transformer
+    with pytest.raises(ConfigError, match=r"trainer.megatron.fp8 = 'hybrid': Transformer Engine has it, which is not installed"):
+        flags.resolve({"fp8_format": "hybrid"})
+
+
+@pytest.mark.usefixtures("checkout")
+def test_a_checkouts_own_parser_reads_the_flags_too() -> None:
+    found = flags.resolve({"moe_layer_freq": [0, 1], "moe_router_dtype": "fp64", "window_of_old": "7", "old_layers": "3"})
+    assert (found.architecture, found.transformer) == ({"moe_layer_freq": [0, 1], "num_layers": 3}, {"moe_router_dtype": "fp64"})
+    assert found.ddp == {"bucket_size": 7}
+    assert "megatron.training" not in sys.modules
+
+
+@pytest.mark.usefixtures("checkout")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"loop_only": "3"}, "trainer.megatron.loop_only = '3': leave it out: it steers Megatron's own training loop"),
+        ({"old_dropout": "0.1"}, "trainer.megatron.old_dropout = '0.1': leave it out, or give 0.0"),
+        ({"window_of_old": "wide"}, "Megatron's own parser says: .*invalid int value: 'wide'"),
+        ({"moe_router_dtyp": "fp32"}, r"unknown to Megatron's own parser, too; did you mean moe_router_dtype\?"),
+    ],
+)
+def test_what_a_checkouts_parser_refuses_is_refused(given: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        flags.resolve(given)

@@ -1,0 +1,235 @@
+"""Token rewards, GAE, discounts, distillation and whitening, against the recurrences written out."""
+
+import dataclasses
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.trainer.objective import (
+    Advantages,
+    BadReward,
+    BadTokens,
+    Moments,
+    Needs,
+    ObjectiveConfig,
+    needs,
+    reward_kl,
+    token_advantages,
+    whiten,
+    whitened,
+)
+from services.trainer.objective.returns import discounted_sum
+
+many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "ppo")
+
+
+def expected_of_one(config, reward, mask, kl, values, gap):
+    """Advantages and returns of one sample, backwards token by token; lists over all R positions."""
+    trained = [t for t, m in enumerate(mask) if m]
+    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
+    later_advantage = later_value = later_return = 0.0
+    for t in reversed(trained):
+        token_reward = -config.kl_coef * kl[t] + (reward if t == trained[-1] else 0.0)
+        if config.advantage_estimator == "ppo":
+            delta = token_reward + config.gamma * later_value - values[t]
+            later_advantage = delta + config.gamma * config.lambd * later_advantage
+            later_value = values[t]
+            advantages[t], returns[t] = later_advantage, later_advantage + values[t]
+        elif config.advantage_estimator == "reinforce_plus_plus":
+            later_return = token_reward + config.gamma * later_return
+            advantages[t] = later_return
+        elif config.advantage_estimator == "reinforce_plus_plus_baseline":
+            advantages[t] = reward - config.kl_coef * kl[t]
+        else:
+            advantages[t] = reward
+        if config.use_opd:
+            advantages[t] -= config.opd_kl_coef * gap[t]
+    return advantages, returns
+
+
+def expected_rewards(config, rewards, groups, rollouts):
+    """(r - mean) / std over the rollouts of a group, each with the mean of its samples' rewards."""
+    if config.advantage_estimator in ("ppo", "reinforce_plus_plus") or not config.normalize_rewards:
+        return rewards
+    found = []
+    for reward, group in zip(rewards, groups, strict=True):
+        of_rollout = {}
+        for r, g, rollout in zip(rewards, groups, rollouts, strict=True):
+            if g == group:
+                of_rollout.setdefault(rollout, []).append(r)
+        votes = [statistics.mean(rs) for rs in of_rollout.values()]
+        if len(set(votes)) == 1:
+            found.append(0.0)
+        else:
+            by_std = config.normalize_std and config.advantage_estimator != "reinforce_plus_plus_baseline"
+            found.append((reward - statistics.mean(votes)) / (statistics.stdev(votes) + 1e-6 if by_std else 1.0))
+    return found
+
+
+@st.composite
+def token_batches(draw):
+    """Config, rewards, groups, rollouts, and lists over the tokens of each sample. Rewards are quarters: means of them are exact."""
+    estimator = draw(st.sampled_from(ESTIMATORS))
+    config = ObjectiveConfig(
+        advantage_estimator=estimator,
+        normalize_rewards=draw(st.booleans()),
+        normalize_std=draw(st.booleans()),
+        gamma=draw(st.sampled_from([1.0, 0.9, 0.0])),
+        lambd=draw(st.sampled_from([1.0, 0.95, 0.0])),
+        kl_coef=0.0 if estimator in ("grpo", "gspo", "cispo") else draw(st.sampled_from([0.0, 0.1])),
+        use_opd=draw(st.booleans()),
+        opd_kl_coef=0.5,
+    )
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    count = draw(st.integers(1, 7))
+    rollouts = generator.integers(0, count, count)  # some fan out
+    groups = [f"g{rollout % 2}" for rollout in rollouts]
+    lengths = [int(n) for n in generator.integers(0, 7, count)]
+    lengths[0] *= draw(st.sampled_from([1, 40]))  # over several blocks of the discounted sum
+    masks = [generator.integers(0, 2, n).astype(np.uint8) for n in lengths]
+    floats = [[generator.normal(size=n) * draw(st.sampled_from([1.0, 100.0])) for n in lengths] for _ in range(3)]
+    return config, (generator.integers(-8, 9, count) / 4).tolist(), groups, rollouts.tolist(), masks, *floats
+
+
+@many
+@given(batch=token_batches(), part=st.randoms(use_true_random=False))
+def test_every_estimator_equals_its_recurrence_on_any_part_of_the_batch(batch, part):
+    config, rewards, groups, rollouts, masks, kl, values, gap = batch
+    own = sorted(part.sample(range(len(masks)), part.randint(0, len(masks))))
+    poisoned = [[np.where(m != 0, row, np.nan) for row, m in zip(rows, masks, strict=True)] for rows in (kl, values, gap)]
+    lists = [[rows[i] for i in own] for rows in poisoned]  # what the mask excludes is not looked at
+    found = token_advantages(
+        config, rewards, groups, rollouts, [masks[i] for i in own], kl=lists[0], values=lists[1], teacher_gap=lists[2], own=own
+    )
+    of_sample = expected_rewards(config, rewards, groups, rollouts)
+    assert (found.returns is None) == (config.advantage_estimator != "ppo")
+    assert len(found.advantages) == len(own)
+    for number, i in enumerate(own):
+        advantages, returns = expected_of_one(config, of_sample[i], masks[i], kl[i], values[i], gap[i])
+        np.testing.assert_allclose(found.advantages[number], advantages, rtol=1e-9, atol=1e-8)
+        if found.returns is not None:
+            np.testing.assert_allclose(found.returns[number], returns, rtol=1e-9, atol=1e-8)
+
+
+@many
+@given(
+    size=st.sampled_from([0, 1, 2, 63, 64, 65, 200]),
+    factor=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_discounted_sum_over_many_blocks_equals_the_recurrence(size, factor, seed):
+    values, expected, behind = np.random.default_rng(seed).normal(size=size), [], 0.0
+    for value in values[::-1]:
+        behind = value + factor * behind
+        expected.append(behind)
+    np.testing.assert_allclose(discounted_sum(values, factor), expected[::-1], rtol=1e-12, atol=1e-12)
+
+
+def test_gae_by_hand():
+    # the masked token in the middle takes no time; deltas 0.9*2-1 = 0.8 and 3-2 = 1; A = 0.8 + 0.9*0.5*1
+    config = ObjectiveConfig(advantage_estimator="ppo", gamma=0.9, lambd=0.5)
+    found = token_advantages(config, [3.0], ["g"], None, [np.array([1, 0, 1, 0])], values=[np.array([1.0, 9.0, 2.0, 9.0])])
+    np.testing.assert_allclose(found.advantages[0], [1.25, 0, 1, 0])
+    np.testing.assert_allclose(found.returns[0], [2.25, 0, 3, 0])
+
+
+def test_without_discount_the_advantage_is_what_is_still_to_come_less_the_value():
+    config = ObjectiveConfig(advantage_estimator="ppo", kl_coef=0.5)
+    kl, values = np.array([1.0, 2.0, 4.0]), np.array([0.5, -1.0, 7.0])
+    found = token_advantages(config, [10.0], ["g"], None, [np.ones(3)], kl=[kl], values=[values])
+    np.testing.assert_allclose(found.advantages[0], [6.5 - 0.5, 7.0 + 1.0, 8.0 - 7.0])
+    np.testing.assert_allclose(found.returns[0], [6.5, 7.0, 8.0])
+
+
+ONE = (["g"], ["r"], [np.array([1, 0, 1])])
+
+
+@pytest.mark.parametrize(
+    ("config", "lists", "words"),
+    [
+        ({"advantage_estimator": "ppo"}, {}, r"values of sample \(any\): ppo needs 1 arrays, got none"),
+        ({"advantage_estimator": "ppo"}, {"values": []}, r"ppo needs 1 arrays, got 0"),
+        ({"advantage_estimator": "ppo"}, {"values": [np.zeros(2)]}, r"of sample 0 \(rollout r, group g\): shape \(2,\) for 3 response"),
+        ({"advantage_estimator": "ppo"}, {"values": [np.array([0, 0, np.inf])]}, r"is inf at trained position 2 \(1 such positions\)"),
+        ({"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1}, {"kl": [np.array([np.nan, 0, 0])]}, r"kl of sample 0 .* is nan"),
+        ({"use_opd": True}, {}, r"teacher_gap of sample \(any\): use_opd needs 1 arrays, got none"),
+    ],
+)
+def test_numbers_that_do_not_fit_their_sample_are_refused_by_name(config, lists, words):
+    with pytest.raises(BadTokens, match=words):
+        token_advantages(ObjectiveConfig(**config), [1.0], *ONE, **lists)
+
+
+def test_rewards_and_masks_that_do_not_fit_are_refused():
+    with pytest.raises(BadReward, match="is nan"):
+        token_advantages(ObjectiveConfig(advantage_estimator="ppo"), [math.nan], *ONE, values=[np.zeros(3)])
+    with pytest.raises(ValueError, match="1 masks for 2 samples"):
+        token_advantages(ObjectiveConfig(), [0.0, 1.0], ["g", "g"], ["r", "s"], [np.ones(2)])
+    with pytest.raises(ValueError, match="0 masks for 1 samples"):
+        token_advantages(ObjectiveConfig(), [0.0, 1.0], ["g", "g"], ["r", "s"], [], own=[1])
+
+
+def test_functions_of_ones_own_take_the_place_of_the_estimator_and_not_of_distillation():
+    config = ObjectiveConfig(use_opd=True, opd_kl_coef=2.0)
+    seen = []
+
+    def double(rewards):
+        seen.append(rewards.tolist())
+        return Advantages([np.full(3, 2 * reward) for reward in rewards], [np.ones(3)])
+
+    gap = [np.array([0.5, np.nan, 1.0])]
+    mask = [np.array([1, 0, 1])]
+    found = token_advantages(config, [0.0, 1.0], ["g", "g"], ["r", "s"], mask, teacher_gap=gap, own=[1], custom=double)
+    assert seen == [[pytest.approx(math.sqrt(0.5), rel=1e-5)]]
+    np.testing.assert_allclose(found.advantages[0], [math.sqrt(2) - 1, 0, math.sqrt(2) - 2], rtol=1e-5)
+    assert found.returns is not None
+
+
+def test_what_an_objective_needs():
+    nothing = Needs(proximal=False, reference=False, kl=False, values=False, teacher_gap=False, statistics=False)
+    assert needs(ObjectiveConfig()) == nothing
+    assert needs(ObjectiveConfig(loss_type="sft_loss"), 4) == nothing
+    for steps, changes, wanted in [
+        (2, {}, {"proximal"}),
+        (1, {"kl_loss_coef": 0.1}, {"reference"}),
+        (1, {"use_kl_loss": True}, {"reference"}),
+        (1, {"advantage_estimator": "ppo"}, {"values"}),
+        (1, {"advantage_estimator": "ppo", "kl_coef": 0.1}, {"values", "kl", "reference", "proximal"}),
+        (1, {"advantage_estimator": "ppo", "kl_coef": 0.1, "off_policy": "rollout"}, {"values", "kl", "reference"}),
+        (1, {"use_opd": True}, {"teacher_gap", "proximal"}),
+        (1, {"use_m2po": True}, {"statistics", "proximal"}),
+        (1, {"tis_batch_normalize": True}, {"statistics", "proximal"}),
+    ]:
+        assert needs(ObjectiveConfig(**changes), steps) == dataclasses.replace(nothing, **dict.fromkeys(wanted, True))
+
+
+def test_the_kl_in_the_reward():
+    old, reference, mask = np.array([-1.0, np.nan, -2.0]), np.array([-1.5, 0.0, -1.0]), np.array([1, 0, 1])
+    config = ObjectiveConfig(advantage_estimator="ppo", kl_coef=0.1)
+    np.testing.assert_allclose(reward_kl(config, old, reference, mask), [0.5, 0, -1.0])
+    by_k2 = dataclasses.replace(config, kl_loss_type="k2")
+    np.testing.assert_allclose(reward_kl(by_k2, old, reference, mask), [0.125, 0, 0.5])
+    with pytest.raises(ValueError, match=r"log-probs \(3,\) and \(2,\) for a mask \(3,\)"):
+        reward_kl(config, old, reference[:2], mask)
+
+
+@many
+@given(seed=st.integers(0, 2**32 - 1), parts=st.integers(1, 5), scale=st.sampled_from([1e-3, 1.0, 1e4]))
+def test_moments_of_parts_merge_into_those_of_the_whole(seed, parts, scale):
+    generator = np.random.default_rng(seed)
+    values = [generator.normal(3.0, scale, int(n)) for n in generator.integers(0, 6, 8)]
+    masks = [generator.integers(0, 2, v.size) for v in values]
+    cuts = sorted(int(c) for c in generator.integers(0, 9, parts - 1))
+    spans = list(zip([0, *cuts], [*cuts, 8], strict=True))
+    merged = Moments.merged([Moments.of(values[a:b], masks[a:b]) for a, b in spans])
+    kept = [float(x) for v, m in zip(values, masks, strict=True) for x, k in zip(v, m, strict=True) if k]
+    assert merged.count == len(kept)
+    assert merged.variance == pytest.approx(statistics.variance(kept) if len(kept) > 1 else 0.0, rel=1e-9, abs=1e-12)
+    whole = whiten(np.concatenate(values), np.concatenate(masks))
+    by_parts = np.concatenate([whitened(v, m, merged) for v, m in zip(values, masks, strict=True)])
+    np.testing.assert_allclose(by_parts, whole, rtol=1e-7, atol=1e-7)

@@ -1,0 +1,108 @@
+"""What is known of a whole optimizer step: the same however its tokens are spread over ranks; and which loss a run has."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.trainer.objective import (
+    CustomLoss,
+    MissingField,
+    ObjectiveConfig,
+    PolicyLoss,
+    SftLoss,
+    Statistics,
+    batch_statistics,
+    denominator,
+    loss_of,
+    passing,
+)
+from services.trainer.objective.importance import second_moment_limit
+from services.trainer.packing import pack
+
+from . import batches, reference
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    scale=batches.SCALES,
+    level=st.sampled_from(["token", "sequence", "geometric"]),
+    cut=st.integers(0, 6),
+)
+def test_ranks_that_hold_parts_find_what_one_finds(seed, scale, level, cut):
+    config = ObjectiveConfig(use_m2po=True, tis_batch_normalize=True, tis_level=level, tis_mode="mask", tis_clip_low=0.5)
+    sequences = batches.draw_sequences(seed, count=6, scale=scale, proximal=True)
+    weights = batches.weights_of(sequences, config)
+    whole = batch_statistics(config, [batches.packed(sequences, weights)])
+    assert whole.mean_weight == pytest.approx(reference.mean_weight(sequences, config), rel=1e-9)
+
+    parts = [(sequences[a:b], weights[a:b]) for a, b in ((0, cut), (cut, 6)) if b > a]
+    ranks = [[batches.packed(*part)] for part in parts]
+    sent: list[list[torch.Tensor]] = []
+    for rank in ranks:  # what each rank sends, first
+        sent.append([])
+        batch_statistics(config, rank, lambda values: (sent[-1].append(values), values)[1])
+    for rank in ranks:
+        calls = iter(zip(*sent, strict=True))
+        found = batch_statistics(config, rank, lambda values, calls=calls: torch.cat(next(calls)))
+        assert found.mean_weight == pytest.approx(whole.mean_weight, rel=1e-12)
+        assert found.second_moment_limit == whole.second_moment_limit
+
+
+@pytest.mark.parametrize(
+    ("moments", "bound", "limit"),
+    [
+        ([], 0.1, math.inf),
+        ([0.0, 0.1, 0.1], 0.1, math.inf),  # zeros do not count, and equality stays
+        ([0.1, 0.3], 0.1, 0.2),
+        ([0.1, 0.3, 0.3], 0.2, 0.2),  # one of the equal ones alone would fit: they go together
+        ([0.2], 0.1, 0.0),
+        ([0.05, 0.06, 9.0, 0.0], 0.04, 0.0),
+        ([0.01, 0.06, 9.0], 0.04, 4.53),
+    ],
+)
+def test_the_limit_of_second_moments(moments, bound, limit):
+    assert second_moment_limit(torch.tensor(moments, dtype=torch.float64), bound) == pytest.approx(limit)
+
+
+def test_nothing_is_gathered_that_nothing_asks_for():
+    def gather(values):
+        raise AssertionError
+
+    assert batch_statistics(ObjectiveConfig(), [], gather) == Statistics()
+
+
+def test_a_batch_without_trained_tokens_has_statistics():
+    config = ObjectiveConfig(use_m2po=True, tis_batch_normalize=True)
+    filler = pack([], batches.BUDGET, weights=[])
+    with pytest.raises(MissingField, match="proximal_log_probs"):
+        batch_statistics(config, [filler])
+    filler = filler.with_fields(proximal_log_probs=torch.zeros(filler.tokens.shape))
+    assert batch_statistics(config, [filler]) == Statistics(1.0, math.inf)
+
+
+def test_which_loss_a_run_has():
+    config, statistics = ObjectiveConfig(), Statistics(1.5, None)
+    loss = loss_of(config, version=3, statistics=statistics, denominator=4.0)
+    assert isinstance(loss, PolicyLoss)
+    assert (loss.config, loss.batch_version, loss.statistics, loss.custom.denominator) == (config, 3, statistics, 4.0)
+    assert isinstance(loss_of(dataclasses.replace(config, loss_type="sft_loss")), SftLoss)
+    custom = loss_of(dataclasses.replace(config, loss_type="custom_loss"))
+    assert isinstance(custom, CustomLoss)
+    assert custom.takes_logits
+
+
+def test_rejection_sampling_trains_what_passes():
+    rewards = [-1.0, 0.0, 0.5, 1.0]
+    assert passing(ObjectiveConfig(loss_type="sft_loss"), rewards).tolist() == [False, False, True, True]
+    assert passing(ObjectiveConfig(loss_type="sft_loss", rejection_threshold=0.5), rewards).tolist() == [False, False, False, True]
+    assert passing(ObjectiveConfig(), rewards).all()
+
+
+def test_what_sums_are_divided_by():
+    assert denominator([2, 0, 3], ["a", "a", "b"]) == 2.0
+    assert denominator([2, 0, 3], ["a", "a", "b"], "token_mean") == 6.0

@@ -1,0 +1,110 @@
+"""Figures of a batch: loops, lengths, equal groups, passes; sums over ranks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.trainer import figures
+from services.trainer.figures import LOOP_LONGEST, LOOP_TIMES, LOOP_TOKENS, TokenSums
+
+
+def says(*tokens: int, times: int = 1) -> list[int]:
+    return list(tokens) * times
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ([], False),
+        (says(7, times=LOOP_TOKENS - 1), False),
+        (says(7, times=LOOP_TOKENS), True),
+        (list(range(500)) + says(7, times=LOOP_TOKENS), True),
+        ([*says(7, times=LOOP_TOKENS), 2], False),  # it found its end
+        (says(*range(10), times=LOOP_TIMES), True),
+        (says(*range(10), times=LOOP_TIMES - 1), False),
+        ([99, *says(*range(10), times=LOOP_TIMES)], True),
+        (says(*range(10), times=LOOP_TIMES) + says(0, 1, 2), True),  # cut off in the middle of the phrase
+        (says(*range(LOOP_LONGEST), times=LOOP_TIMES), True),
+        (says(*range(LOOP_LONGEST + 1), times=2 * LOOP_TIMES), False),
+        (list(range(4000)), False),
+    ],
+)
+def test_a_response_that_ends_in_a_loop_is_known(response: list[int], expected: bool) -> None:
+    assert figures.loops(np.array(response, dtype=np.int32)) is expected
+
+
+def test_random_text_does_not_loop() -> None:
+    tokens = np.random.default_rng(0).integers(0, 50, size=(200, 400))
+    assert not any(figures.loops(row) for row in tokens)
+
+
+def test_metrics_of_the_samples() -> None:
+    found = figures.rollout(
+        [1.0, 1.0, 0.0, 0.0, 0.0, 1.0],
+        ["a", "a", "b", "b", "c", "c"],
+        [10, 20, 30, 40, 50, 90],
+        truncated=[0, 0, 0, 1, 1, 1],
+        looping=[0, 0, 0, 0, 0, 1],
+        shaped=[0.0, 0.0, 0.0, 0.0, -0.5, 0.5],
+    )
+    assert found == pytest.approx(
+        {
+            "response_len/mean": 40,
+            "response_len/median": 35,
+            "response_len/max": 90,
+            "response_len/min": 10,
+            "truncated_ratio": 0.5,
+            "repetition_frac": 1 / 6,
+            "raw_reward": 0.5,
+            "rewards": 0.0,
+            "zero_std/count_0": 1,
+            "zero_std/count_1": 1,
+        }
+    )
+    assert figures.rollout([], [], [], truncated=[]) == {}
+
+
+def test_equal_groups_are_told_by_their_reward() -> None:
+    groups = [[-1.0, -1.0], [0.04, 0.04], [-0.04, -0.04], [0.5, 0.5], [0.5, 0.5], [0.5, 0.4], [3.0]]
+    assert figures.zero_std(groups) == {"zero_std/count_-1": 1, "zero_std/count_0": 2, "zero_std/count_0.5": 2}
+
+
+def test_pass_at_k_goes_as_far_as_every_group_does() -> None:
+    assert figures.passrate([[1.0] * 8, [0.0] * 8]) == {"pass@1": 0.5, "pass@2": 0.5, "pass@4": 0.5, "pass@8": 0.5}
+    assert list(figures.passrate([[1.0] * 8, [0.0] * 7])) == ["pass@1", "pass@2", "pass@4"]
+    assert figures.passrate([]) == {}
+    assert figures.passrate([[0.4, 0.6]], threshold=0.5) == {"pass@1": 0.5, "pass@2": 1.0}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=4, max_size=7), min_size=1, max_size=3))
+def test_pass_at_k_is_the_mean_over_all_draws(groups: list[list[float]]) -> None:
+    found = figures.passrate(groups)
+    for k in (1, 2, 4):
+        drawn = [[max(draw) >= 1.0 for draw in itertools.combinations(rewards, k)] for rewards in groups]
+        assert found[f"pass@{k}"] == pytest.approx(np.mean([np.mean(draws) for draws in drawn]))
+
+
+def test_sums_of_ranks_give_the_means_of_all_tokens() -> None:
+    rng, picked = np.random.default_rng(1), random.Random(1)
+    masks = {number: rng.integers(0, 2, size=rng.integers(0, 9)).astype(np.uint8) for number in range(6)}
+    numbers = {name: {number: rng.normal(size=len(mask)) for number, mask in masks.items()} for name in ("kl", "advantages")}
+    mine = set(picked.sample(sorted(masks), 2))
+    parts = []
+    for own in (mine, masks.keys() - mine):
+        parts.append(TokenSums.of({n: masks[n] for n in own}, {name: {n: values[n] for n in own} for name, values in numbers.items()}))
+    total = replace(parts[0], sums=parts[0].sums + parts[1].sums).means()
+    trained = np.concatenate([mask != 0 for mask in masks.values()])
+    for name, values in numbers.items():
+        assert total[name] == pytest.approx(np.concatenate(list(values.values()))[trained].mean())
+
+
+def test_where_nothing_is_trained_there_is_no_mean() -> None:
+    assert TokenSums.of({0: np.zeros(3, np.uint8)}, {"kl": {0: np.ones(3)}}).means() == {}

@@ -1,0 +1,42 @@
+"""docs/metrics.md names what the code measures, no more and no less."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from services.trainer import figures
+from services.trainer.facts import BatchFigures
+from services.trainer.loop import TOKEN_MEANS
+from services.trainer.record import SAME
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "metrics.md").read_text()
+DOCUMENTED = set(re.findall(r"^\| `([a-z]+/[^`]+)`", PAGE, re.MULTILINE))
+
+
+def documented(prefix: str) -> set[str]:
+    return {name.removeprefix(f"{prefix}/") for name in DOCUMENTED if name.startswith(f"{prefix}/")}
+
+
+def test_every_rollout_metric_has_its_line() -> None:
+    samples = figures.rollout([1.0, 1.0], [0, 0], [3, 4], truncated=[0, 1], looping=[0, 0], shaped=[0.0, 0.0])
+    names = {re.sub("count_.*", "count_<reward>", name) for name in samples}
+    plain = {field.name for field in dataclasses.fields(BatchFigures)} - set(SAME)
+    assert documented("rollout") == names | plain | set(TOKEN_MEANS)
+    assert documented("passrate") == {re.sub(r"@\d+", "@<k>", name) for name in figures.passrate([[1.0, 0.0]])}
+
+
+def test_every_metric_of_the_losses_has_its_line() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "services" / "trainer" / "objective").glob("*.py"))
+    made = set(re.findall(r'metrics\["(\w+)"\] = ', sources)) | set(re.findall(r'"(\w+)": (?:tokens\.mean|\w+\.detach|\(?same)', sources))
+    critic = {name for name in made if name.startswith("value_")}
+    assert len(made) > 12
+    assert documented("train") == (made - critic) | {"grad_norm", "lr"}
+    assert documented("critic") == critic | {"loss", "grad_norm", "lr", "step_time"}
+
+
+def test_speeds_on_the_page_are_measured() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "services" / "trainer" / "record").glob("*.py"))
+    assert documented("perf") == set(re.findall(r'"((?:step_time|actor_train|train_wait|wait_time|update_weights)\w*)"', sources))

@@ -1,0 +1,45 @@
+"""W&B: its offline files, and the refusal where it is not installed."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from shared import extras
+from shared.errors import ConfigError
+from tests.support.run_config import run_config
+from tests.support.waiting import until
+
+
+def test_offline_a_runs_numbers_are_in_its_files(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    from services.trainer.record.weights_and_biases import WeightsAndBiases
+
+    asked = {"use_wandb": True, "wandb_mode": "offline", "wandb_project": "sums", "wandb_dir": str(tmp_path / "w")}
+    config = run_config(tmp_path, monitoring=asked, reward={"rm_type": "remote_rm", "rm_url": "http://judge:8080"})
+    for loss in (0.125, 0.25):  # the second life of a trainer goes on under the same name
+        writer = WeightsAndBiases(config, "actor")
+        writer.write(3, {"train/loss": loss, "rollout/raw_reward": 1.0})
+        writer.write(2, {"perf/step_time": 2.0})
+        writer.close()
+    for loss in (b"0.125", b"0.25"):  # W&B's own process writes them when it likes
+
+        def written(loss: bytes = loss) -> bool:
+            held = [file.read_bytes() for file in (tmp_path / "w" / "wandb").glob("offline-run-*/run-test.wandb")]
+            assert not any(b"judge:8080" in one for one in held)
+            return any(all(words in one for words in (b"train/loss", loss, b"perf/step_time", b"max_staleness")) for one in held)
+
+        asyncio.run(until(written, f"a file of W&B with the loss {loss.decode()}"))
+
+
+def test_what_is_asked_for_without_being_installed_is_refused(tmp_path: Path) -> None:
+    extras.check(run_config(tmp_path))
+    config = run_config(tmp_path, monitoring={"use_wandb": True})
+    if importlib.util.find_spec("wandb") is not None:
+        extras.check(config)
+        return
+    with pytest.raises(ConfigError, match=r"monitoring.use_wandb = True: W&B is not installed: pip install 'myxo\[wandb\]'"):
+        extras.check(config)
