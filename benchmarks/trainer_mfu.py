@@ -1,8 +1,8 @@
 """How fast one GPU trains: tokens/s, TFLOP/s, MFU and peak memory of training steps of a model of Qwen3-4B's shape, random weights.
 
-``python -m benchmarks.trainer_mfu [--json FILE] [--case TOKENS:RECOMPUTE] [--steps N]`` trains with the default objective (GRPO) in
-bfloat16, distributed optimizer, one sequence a micro-batch, four micro-batches a step; every case in a process of its own. RECOMPUTE says
-what is run again in the backward pass: ``none``, ``full``, ``layers-K`` (K whole layers) or modules such as ``layernorm+mlp``.
+``python -m benchmarks.trainer_mfu [--json FILE] [--case TOKENS:RECOMPUTE] [--steps N] [--write]`` trains with the default objective
+in bfloat16, distributed optimizer, one sequence a micro-batch, four micro-batches a step; every case in a process of its own. RECOMPUTE
+says what is run again in the backward pass: ``none``, ``full``, ``layers-K`` (K whole layers) or modules such as ``layernorm+mlp``.
 
 A step is timed whole, from micro-batches in host memory to updated weights. FLOPs are counted as `services.trainer.flops` counts them:
 what the model needs, so that recomputation lowers the MFU. ``limit_tflops`` is a plain matrix product, 8192 x 8192 x 8192 in bfloat16,
@@ -38,6 +38,8 @@ SHAPE = {
 }
 CASES = ("8192:none", "16384:layers-14")
 MICRO_BATCHES = 4
+RESULTS = Path(__file__).parent / "results" / "trainer_mfu.json"
+PAGE = Path(__file__).parents[1] / "docs" / "trainer.md"
 WARM_UP = 2
 
 
@@ -47,11 +49,15 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--case", action="append", metavar="TOKENS:RECOMPUTE", help=f"default: {' '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each case")
+    parser.add_argument("--write", action="store_true", help="put the figures of RESULTS into the docs; nothing is measured")
     parser.add_argument("--profile", action="store_true", help="print where the time of one step goes")
     parser.add_argument("--only", metavar="TOKENS:RECOMPUTE", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only is not None:
         print(json.dumps(measure(arguments.only, arguments.steps, arguments.profile)))
+        return 0
+    if arguments.write:
+        write(json.loads(RESULTS.read_text()))
         return 0
     rows = []
     for case in arguments.case or CASES:
@@ -76,8 +82,8 @@ def measure(case: str, steps: int, profile: bool) -> dict[str, Any]:
     """One case, in this process."""
     import torch
 
-    from services.trainer.actor import Actor, ActorConfig
     from services.trainer import flops
+    from services.trainer.actor import Actor, ActorConfig
     from services.trainer.objective import ObjectiveConfig, PolicyLoss
 
     tokens = int(case.partition(":")[0])
@@ -177,6 +183,15 @@ def show_profile(actor: Any, batches: Any, loss: Any) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         actor.train_step(batches, loss)
     print(profiled.key_averages().table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=70))
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """Puts the table into the page about the trainer, between its marks."""
+    start, end = "<!-- trainer_mfu: python -m benchmarks.trainer_mfu --write -->\n", "<!-- /trainer_mfu -->"
+    text = PAGE.read_text()
+    before, _, rest = text.partition(start)
+    _, _, after = rest.partition(end)
+    PAGE.write_text(before + start + table(rows) + "\n" + end + after)
 
 
 def line(row: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ def gpus() -> int:
 
 
 def share_out(config: RunConfig) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES by instance for a run that is all on this machine: the trainer's ranks first, then its critic's, then each engine's.
+    """CUDA_VISIBLE_DEVICES by instance for a run that is all on this machine: the trainer's ranks first, its critic's, each engine's.
 
     Instances on a CPU have no entry. Raises ConfigError where there are too few GPUs.
     """

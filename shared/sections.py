@@ -278,6 +278,7 @@ class TrainerSection(Section):
     clip_grad: float = Field(default=1.0, ge=0, description="gradient norm clip; 0 = off")
     seed: int = Field(default=1234, description="the trainer's random seed")
     save_interval: int = Field(default=20, gt=0, description="steps between checkpoints", **MUTABLE)
+    async_save: bool = Field(default=True, description="write checkpoints while the next steps train", **MUTABLE)
     keep_checkpoints: int = Field(default=2, gt=0, description="checkpoints kept", **MUTABLE)
     save_hf: bool = Field(default=True, description="write the final policy as HF safetensors", **MUTABLE)
     batch_timeout: float = Field(default=1800, gt=0, description="seconds the trainer waits for a batch", **MUTABLE)

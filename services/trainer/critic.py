@@ -37,6 +37,7 @@ class Critic(Job):
         self._objective = replace(self._objective, use_opd=False, normalize_advantages=False)  # neither touches the returns
         self._charged = needs(self._objective).kl
         self._valued: TrainBatch | None = None
+        self._told = 0
         self._record: Record | None = None
         if link is not None:
             self._record = Record(link, self._places.tensorboard_of_critic, config, self._actor, "critic")
@@ -55,14 +56,13 @@ class Critic(Job):
                     self._train()
                     if self._is_save_due():
                         self._save()
-                        self._tell_saved()
                 case Leave(done=done):
-                    if not done and self._saved < self._progress.steps:
-                        self._save()
-                        self._tell_saved()
+                    self._save_before_leaving(done)
+                    self._tell_saved()
                     break
                 case Wait():
                     pass
+            self._tell_saved()
 
     def close(self) -> None:
         if self._record is not None:
@@ -103,9 +103,10 @@ class Critic(Job):
 
     def _tell_saved(self) -> None:
         """The actor tells the buffer, once both have saved."""
-        if self._first and self._saved:
-            self._numbers.save("critic", self._saved)
-            self._numbers.forget("kl", self._saved)
+        if self._first and self._saved() > self._told:
+            self._told = self._saved()
+            self._numbers.save("critic", self._told)
+            self._numbers.forget("kl", self._told)
 
     @property
     def _numbers(self) -> Exchange:

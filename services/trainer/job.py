@@ -55,7 +55,7 @@ class Job:
         self._conductor: Conductor | CriticConductor | None = None
         self._progress = Progress()
         self._costs: dict[int, float] = {}
-        self._saved = 0
+        self._saving = self._published = 0  # steps of the checkpoint last begun, and of the newest that is known to be on disk
         self._skipped = 0
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Job:
             return
         self._state("loading the checkpoint")
         self._progress = Progress.from_extra(self._actor.load_checkpoint(self._checkpoints, step))
-        self._saved = self._progress.steps
+        self._saving = self._published = self._progress.steps
         self._log.info("resumed", steps=self._progress.steps, version=self._version)
 
     def _is_save_due(self) -> bool:
@@ -148,11 +148,24 @@ class Job:
         return steps % self._config.trainer.save_interval == 0 or steps == self._config.rollout.num_rollout
 
     def _save(self) -> None:
-        """Writes a checkpoint of where the training stands."""
-        started, steps = time.monotonic(), self._progress.steps
-        self._actor.save_checkpoint(self._checkpoints, steps, self._progress.as_extra(), keep=self._config.trainer.keep_checkpoints)
-        self._saved = steps
-        self._log.info("checkpoint_saved", steps=steps, seconds=round(time.monotonic() - started, 2))
+        """Writes a checkpoint of where the training stands, in the background if so configured; the last one of a run at once."""
+        started, steps, trainer = time.monotonic(), self._progress.steps, self._config.trainer
+        wait = not trainer.async_save or steps == self._config.rollout.num_rollout
+        self._actor.save_checkpoint(self._checkpoints, steps, self._progress.as_extra(), keep=trainer.keep_checkpoints, wait=wait)
+        self._saving = steps
+        self._log.info("checkpoint_saved" if wait else "checkpoint_begun", steps=steps, seconds=round(time.monotonic() - started, 2))
+
+    def _save_before_leaving(self, done: bool) -> None:
+        """Has everything on disk that a resume needs."""
+        if not done and self._saving < self._progress.steps:
+            self._save()
+        self._actor.finish_save()
+
+    def _saved(self) -> int:
+        """Steps of the newest checkpoint that is on disk. Rank 0 publishes them, and is the one to ask."""
+        if self._published < self._saving:
+            self._published = max(latest_step(self._checkpoints) or 0, self._published)
+        return self._published
 
     # --- small things
 

@@ -99,8 +99,7 @@ class Trainer(Job):
                     if self._is_save_due():
                         self._save()
                 case Leave(done=done):
-                    if not done and self._saved < self._progress.steps:
-                        self._save()
+                    self._save_before_leaving(done)
                     break
                 case Wait():
                     pass
@@ -256,14 +255,13 @@ class Trainer(Job):
     def _save(self) -> None:
         """The final checkpoint comes with HF weights."""
         super()._save()
-        if self._saved == self._config.rollout.num_rollout and self._config.trainer.save_hf:
+        if self._saving == self._config.rollout.num_rollout and self._config.trainer.save_hf:
             self._actor.save_hf(self._places.hf)
 
     def _tell_durable(self) -> None:
         """Tells the buffer of steps that a checkpoint holds, with a critic both roles' checkpoints: their payloads may go."""
-        if self._link is None or self._saved <= self._durable or self._link.stopping:  # the buffer may be gone by then; a resume tells it
+        if self._link is None or self._link.stopping or (steps := self._saved()) <= self._durable:  # a resume tells what a stop has not
             return
-        steps = self._saved
         if self._exchange is not None:
             self._exchange.forget("values", steps)
             steps = min(steps, self._exchange.saved("critic"))

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ class ReplayLink:
         print(state, file=sys.stderr, flush=True)
 
     def gauges(self, values: dict[str, float]) -> None: ...
+
+    def metrics(self, values: Mapping[str, float]) -> None: ...
 
 
 def replayed(config: RunConfig, directory: Path, steps: list[int]) -> RunConfig:

@@ -1,4 +1,7 @@
-"""Attention on a GPU: packs of long and short sequences against a float32 reference. By hand: ``python -m pytest --noconftest -m gpu tests/gpu``."""
+"""Attention on a GPU: packs of long and short sequences against a float32 reference.
+
+By hand: ``PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 python -m pytest -c /dev/null --noconftest tests/gpu``.
+"""
 
 from __future__ import annotations
 

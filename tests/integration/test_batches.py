@@ -20,7 +20,6 @@ from shared.errors import BadMessage, PayloadMissing
 from shared.messages import Batch, BatchGroup, Payload
 from shared.store import BlockingStore, Store
 
-
 OBJECTIVE = ObjectiveConfig()
 
 

@@ -31,6 +31,7 @@ MUTABLE = {
     "reward_replicas",
     "eval_interval",
     "save_interval",
+    "async_save",
     "keep_checkpoints",
     "save_hf",
     "batch_timeout",

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 DEADLINE_SECONDS = 180.0
 
@@ -23,10 +23,13 @@ class World:
     """``size`` processes, each one rank, that run functions of an importable module in step.
 
     Started at the first case, and again after one that failed: ranks that broke off may stand in different collectives.
+
+    Args:
+        method: ``spawn`` on GPUs, where a process that has looked for CUDA must not be forked; it imports torch once a rank.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, method: Literal["forkserver", "spawn"] = "forkserver") -> None:
+        self.size, self._method = size, method
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -62,8 +65,9 @@ class World:
         self._ranks = []
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")  # torch and Megatron are imported once, not once a rank
-        context.set_forkserver_preload(["tests.unit.trainer.megatron.rank_steps"])
+        context = mp.get_context(self._method)
+        if self._method == "forkserver":  # torch and Megatron are imported once, not once a rank
+            mp.set_forkserver_preload(["tests.unit.trainer.megatron.rank_steps"])
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]

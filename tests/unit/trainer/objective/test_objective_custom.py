@@ -48,12 +48,12 @@ def own_tis(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total
     assert len(train_log_probs) == len(rollout_log_probs) == len(loss_masks) == len(total_lengths) == len(response_lengths)
     assert pg_loss.shape == (sum(response_lengths),)
     ratio = torch.exp(torch.cat(train_log_probs) - torch.cat(rollout_log_probs))
-    masks = [mask * (own >= 0.5) for mask, own in zip(loss_masks, ratio.split(response_lengths), strict=True)]
+    masks = [mask * (own >= 0.9) for mask, own in zip(loss_masks, ratio.split(response_lengths), strict=True)]
     return pg_loss * ratio.clamp(max=2.0), masks, {"tis": ratio, "one": 1.0}
 
 
 def test_a_weight_of_ones_own_equals_the_one_it_is_written_as():
-    config = ObjectiveConfig(tis_mode="mask", tis_clip_low=0.5, tis_clip=2.0)
+    config = ObjectiveConfig(tis_mode="mask", tis_clip_low=0.9, tis_clip=2.0)
     sequences, batch = drawn(config)
     batch.fields["proximal_log_probs"] = batch.fields["proximal_log_probs"].clamp(max=batch.fields["rollout_log_probs"] + math.log(2))
     current, again = batches.currents(sequences), batches.currents(sequences)
@@ -66,6 +66,7 @@ def test_a_weight_of_ones_own_equals_the_one_it_is_written_as():
     torch.testing.assert_close(again.grad, current.grad)
     assert own_metrics["tis"].item() == pytest.approx(metrics["tis"].item(), rel=1e-9)
     assert own_metrics["one"].item() == pytest.approx(batch.fields["weights"].sum().item())
+    assert metrics["tis_clipfrac"] > 0  # the masks of the function left something out
     assert "tis_clipfrac" not in own_metrics
 
 

@@ -1,0 +1,56 @@
+"""What actor and critic leave for each other in a real store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from services.trainer.exchange import Exchange
+from shared.embedded import EmbeddedValkey
+from shared.errors import PayloadMissing
+
+
+@pytest.fixture
+def exchange(valkey: EmbeddedValkey, run_name: str) -> Iterator[Exchange]:
+    made = Exchange(valkey.url, run_name)
+    yield made
+    made.close()
+
+
+def test_numbers_come_back_to_the_bit(exchange: Exchange) -> None:
+    numbers = {"g1/0": np.asarray([0.1, -2.5], np.float32), "g1/1": np.zeros(0, np.float32)}
+    assert not exchange.complete("values", 4)
+    exchange.write("values", 4, numbers)
+    exchange.write("values", 4, {"g2/0": np.asarray([7.0], np.float32)})  # another rank's
+    assert not exchange.complete("values", 4)
+    exchange.finish("values", 4)
+    assert exchange.complete("values", 4) and not exchange.complete("kl", 4) and not exchange.complete("values", 5)
+    first, empty, other = exchange.read("values", 4, ["g1/0", "g1/1", "g2/0"])
+    assert np.array_equal(first, numbers["g1/0"]) and empty.size == 0 and other.tolist() == [7.0]
+    assert exchange.read("values", 4, []) == []
+
+
+def test_what_is_not_there_is_named(exchange: Exchange) -> None:
+    exchange.write("kl", 2, {"g1/0": np.ones(1, np.float32)})
+    with pytest.raises(PayloadMissing, match=r"the store holds no kl of sample g1/1, step 2"):
+        exchange.read("kl", 2, ["g1/0", "g1/1"])
+
+
+def test_steps_behind_a_checkpoint_are_freed(exchange: Exchange, valkey: EmbeddedValkey, run_name: str) -> None:
+    for step in range(5):
+        exchange.write("values", step, {"g/0": np.ones(1, np.float32)})
+        exchange.finish("values", step)
+    exchange.forget("values", 3)
+    assert [exchange.complete("values", step) for step in range(5)] == [False, False, False, True, True]
+    again = Exchange(valkey.url, run_name)  # as after a restart
+    again.forget("values", 4)
+    assert [again.complete("values", step) for step in range(5)] == [False, False, False, False, True]
+    again.close()
+
+
+def test_each_role_says_how_far_it_has_saved(exchange: Exchange) -> None:
+    assert exchange.saved("critic") == 0
+    exchange.save("critic", 12)
+    assert (exchange.saved("critic"), exchange.saved("actor")) == (12, 0)
