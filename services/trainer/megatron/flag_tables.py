@@ -230,7 +230,6 @@ _REASONS = {
     "SIGTERM saves and stops always": "exit_signal_handler",
     "NCCL on GPUs, gloo on CPUs": "distributed_backend",
     "use collective_timeout, in seconds": "distributed_timeout_minutes",
-    "Transformer Engine's layers where it is installed, the local ones where not": "transformer_impl",
     "layers are chosen by the model's family; docs/models.md lists them": "spec",
     "it is a file's content; there is no quantised training but by the --fp8-… flags": "quant_recipe",
     "it is for Megatron's own tests": "test_mode",

@@ -162,6 +162,7 @@ def transformer_config(
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor_size,
         sequence_parallel=layout.sequence_parallel,
+        transformer_impl="local",
         use_cpu_initialization=DEVICE_TYPE == "cpu",
         deallocate_pipeline_outputs=True,
         # these need Apex, Transformer Engine or a compiler

@@ -8,6 +8,7 @@ group's deadline, and :func:`deadline` turns its running out into an error that 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -174,7 +175,7 @@ DETERMINISTIC = {
 
 
 def _form_groups(layout: ParallelLayout, timeout_seconds: float) -> None:
-    _leave_groups()
+    leave_groups()
     with deadline("the forming of the parallel groups"):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
@@ -189,8 +190,13 @@ def _form_groups(layout: ParallelLayout, timeout_seconds: float) -> None:
         )
 
 
-def _leave_groups() -> None:
-    """Megatron forgets its groups without ending them: each would keep a thread of gloo's that spins once a peer has left."""
+def leave_groups() -> None:
+    """Leaves the parallel groups, but not the world; models of them are of no use afterwards.
+
+    Megatron forgets its groups without ending them: each would keep threads of gloo's, which wake up a hundred times a second.
+    """
+    global _formed
+    _formed = None
     if not parallel_state.model_parallel_is_initialized():
         return
     groups = list(parallel_state._global_process_group_list or [])
@@ -198,6 +204,9 @@ def _leave_groups() -> None:
     for group in groups:
         if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    groups, group = [], None
+    for _ in range(2):  # models lie in cycles, and hold on to their groups; what the first round frees holds on to more
+        gc.collect()
 
 
 def _join(world_size: int, timeout: timedelta) -> None:

@@ -1,15 +1,15 @@
-"""Which modules the transformer layers are made of: Megatron's own, without Transformer Engine.
+"""Which modules the transformer layers are made of: Megatron's own, or Transformer Engine's where the run asks for them.
 
-The seam for another implementation is :func:`decoder_spec`: it alone decides what a layer consists of. The weight names of
-both implementations are known to :mod:`.names`.
+:func:`decoder_spec` alone decides what a layer consists of. The weight names of both implementations are known to :mod:`.names`.
+Transformer Engine's layers have not been run: none of the machines that this was made on has it.
 """
 
 from __future__ import annotations
 
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import megatron.core.transformer.multi_latent_attention as multi_latent_attention
-from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -18,6 +18,7 @@ from services.trainer.megatron.architecture import Architecture
 from services.trainer.megatron.attention import PackedCausalAttention
 from services.trainer.megatron.norm import LatentNorm, NormedResidual, RMSNorm
 from services.trainer.megatron.replicated import ReplicatedLinear
+from shared.errors import ConfigError
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # The router's matrix product asks for this name, which exists only where Transformer Engine does (0.15, 0.16).
@@ -40,8 +41,31 @@ def decoder_spec(
     """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layers = [layer_spec(architecture, config, architecture.is_moe_layer(index)) for index in range(first, first + count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    engine = config.transformer_impl == "transformer_engine"
+    if engine:
+        check_engine(architecture, config)
+    make = engine_layer_spec if engine else layer_spec
+    layers = [make(architecture, config, architecture.is_moe_layer(index)) for index in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm if engine else RMSNorm)
+
+
+def check_engine(architecture: Architecture, config: TransformerConfig) -> None:
+    """Raises ConfigError where Transformer Engine's layers cannot stand in for the local ones."""
+    field, given = "trainer.megatron.transformer_impl", config.transformer_impl
+    if not HAVE_TE:
+        raise ConfigError(field, given, "local; Transformer Engine is not installed")
+    if architecture.latent is not None or architecture.post_norms:
+        raise ConfigError(field, given, f"local; {architecture.model_type} has layers that are made for it only")
+    if config.context_parallel_size > 1:
+        raise ConfigError(field, given, "local with context parallelism, which is Myxo's own")
+
+
+def engine_layer_spec(architecture: Architecture, config: TransformerConfig, moe: bool) -> ModuleSpec:
+    """One layer of Transformer Engine's modules, which take packed sequences as they are."""
+    experts = architecture.experts.count if architecture.experts is not None and moe else None
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=architecture.qk_norm
+    )
 
 
 def layer_spec(architecture: Architecture, config: TransformerConfig, moe: bool) -> ModuleSpec:

@@ -182,6 +182,7 @@ def test_deterministic_runs_give_the_same_bits(alone, hf):
         ("deep", {**PP2, "megatron": {"transformer": {"num_layers_in_last_pipeline_stage": 4}}}, ["num_layers_in_last", "4"]),
         ("deep", {"megatron": {"transformer": {"num_layers_in_last_pipeline_stage": 1}}}, ["num_layers_in_last", "pipeline"]),
         ("qwen3", {"megatron": {"transformer": {"no_such_field": 1}}}, ["no_such_field", "TransformerConfig"]),
+        ("qwen3", {"megatron": {"transformer": {"transformer_impl": "transformer_engine"}}}, ["transformer_impl", "not installed"]),
         ("qwen3", {"recompute_method": "block"}, ["recompute_method", "block", "full"]),
         ("qwen3", {"recompute_granularity": "selective", "recompute_modules": ("everything",)}, ["everything"]),
     ],

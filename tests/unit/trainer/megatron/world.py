@@ -85,6 +85,8 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     )
     import torch
 
+    from services.trainer.megatron import runtime
+
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError):
         while True:
@@ -93,4 +95,6 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
                 answer = (None, function(*args, **kwargs))
             except BaseException:
                 answer = (traceback.format_exc(), None)
+            else:
+                runtime.leave_groups()  # their threads would take time from other tests
             pipe.send(answer)
