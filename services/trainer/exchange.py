@@ -26,6 +26,8 @@ Result = TypeVar("Result")
 CALL_SECONDS = 60.0
 RETRY_SECONDS = 0.2
 
+READER: dict[Kind, Role] = {"values": "actor", "kl": "critic"}
+
 _COMPLETE = "complete"
 """Field of a step's hash that says that every rank has written. Samples' names hold a slash."""
 
@@ -41,13 +43,15 @@ class Exchange:
         self._kept_from: dict[Kind, int] = {"values": 0, "kl": 0}
 
     def write(self, kind: Kind, step: int, numbers: Mapping[str, NDArray[np.floating]]) -> None:
-        """Numbers of a rank's samples, [R] by name. Writing the same again changes nothing."""
-        if numbers:
+        """Numbers of a rank's samples, [R] by name. Nothing is written for steps that their reader is past: nobody would free it."""
+        if numbers and step >= self.saved(READER[kind]):
             fields: Any = {name: np.asarray(values, dtype=_FLOAT32).tobytes() for name, values in numbers.items()}
             self._until(f"writing the {kind} of step {step}", lambda: self._client.hset(self._key(kind, step), mapping=fields))
 
     def finish(self, kind: Kind, step: int) -> None:
         """Says that every rank has written. For one rank to call, once they have."""
+        if step < self.saved(READER[kind]):
+            return
         self._until(f"finishing the {kind} of step {step}", lambda: self._client.hset(self._key(kind, step), _COMPLETE, b"1"))
 
     def complete(self, kind: Kind, step: int) -> bool:
@@ -65,7 +69,7 @@ class Exchange:
         return [np.frombuffer(blob, _FLOAT32) for blob in found]
 
     def forget(self, kind: Kind, below: int) -> None:
-        """Frees the numbers of steps below; the reader's to call, once it has a checkpoint of so many steps."""
+        """Frees the numbers of steps below; the reader's to call, once it has a checkpoint of so many steps and has said so."""
         keys = [self._key(kind, step) for step in range(self._kept_from[kind], below)]
         if keys:
             self._until(f"freeing the {kind} of {below} steps", lambda: self._client.unlink(*keys))

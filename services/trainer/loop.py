@@ -263,6 +263,7 @@ class Trainer(Job):
         if self._link is None or self._link.stopping or (steps := self._saved()) <= self._durable:  # a resume tells what a stop has not
             return
         if self._exchange is not None:
+            self._exchange.save("actor", steps)
             self._exchange.forget("values", steps)
             steps = min(steps, self._exchange.saved("critic"))
         if steps > self._durable:

@@ -21,6 +21,7 @@ from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.context import gather_keys_and_values
 from services.trainer.megatron.long import attend_long, fits
 from services.trainer.megatron.packed import PackedSequences
+from services.trainer.megatron.runtime import round_up
 from shared.errors import MyxoError
 
 
@@ -156,17 +157,14 @@ class PackedCausalAttention(MegatronModule):
             else:
                 repeat = query.size(1) // key.size(1)
                 key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        width, missing = value.size(2), query.size(2) - value.size(2)
-        if missing:  # the kernel wants one width: the columns of zeros come out as zeros
-            value = F.pad(value, (0, missing))
+        # the kernel wants one width, a multiple of 8: columns of zeros change no score, and come out as zeros
+        padded = round_up(query.size(2), 8)
         attended = varlen_attn(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
+            *(F.pad(tensor, (0, padded - tensor.size(2))).contiguous() for tensor in (query, key, value)),
             *lengths,
-            scale=self.scale,
+            scale=query.size(2) ** -0.5 if self.scale is None else self.scale,
             window_size=(-1, 0),  # nothing ahead: causal
             **more,
         )
         assert isinstance(attended, Tensor)
-        return attended[..., :width] if missing else attended
+        return attended[..., : value.size(2)]

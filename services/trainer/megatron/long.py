@@ -59,7 +59,7 @@ def long_sequences(starts: list[int], device: torch.device) -> LongSequences | N
 
 def fits(query: Tensor, value: Tensor) -> bool:
     """Whether the heads are of a kind that the kernel takes: [T, heads, width]."""
-    return query.size(2) == value.size(2) <= WIDEST_HEAD
+    return query.size(2) == value.size(2) <= WIDEST_HEAD and query.size(2) % 8 == 0
 
 
 def attend_long(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:

@@ -221,11 +221,8 @@ def _join(world_size: int, timeout: timedelta) -> None:
 
 
 def stop() -> None:
-    """Leave the groups. A later :func:`start` forms new ones."""
-    global _formed
-    _formed = None
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    """Leave the groups and the world. A later :func:`start` forms new ones."""
+    leave_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -50,6 +50,14 @@ def test_steps_behind_a_checkpoint_are_freed(exchange: Exchange, valkey: Embedde
     again.close()
 
 
+def test_what_its_reader_is_past_is_not_written_again(exchange: Exchange) -> None:
+    exchange.save("critic", 3)
+    for step in (2, 3):  # an actor that resumed from an older checkpoint
+        exchange.write("kl", step, {"g/0": np.ones(1, np.float32)})
+        exchange.finish("kl", step)
+    assert [exchange.complete("kl", step) for step in (2, 3)] == [False, True]
+
+
 def test_each_role_says_how_far_it_has_saved(exchange: Exchange) -> None:
     assert exchange.saved("critic") == 0
     exchange.save("critic", 12)

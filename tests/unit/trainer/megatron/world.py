@@ -14,6 +14,9 @@ from typing import Any, Literal
 
 DEADLINE_SECONDS = 180.0
 
+MOST_THREADS = 150
+"""Of a rank whose groups were left. A group that something still holds keeps a thread of gloo's that wakes up a hundred times a second."""
+
 
 class RankFailed(Exception):
     """A rank raised; the text holds its traceback."""
@@ -22,7 +25,8 @@ class RankFailed(Exception):
 class World:
     """``size`` processes, each one rank, that run functions of an importable module in step.
 
-    Started at the first case, and again after one that failed: ranks that broke off may stand in different collectives.
+    Started at the first case, and again after one that failed (ranks that broke off may stand in different collectives) or left too
+    many threads behind.
 
     Args:
         method: ``spawn`` on GPUs, where a process that has looked for CUDA must not be forked; it imports torch once a rank.
@@ -39,22 +43,25 @@ class World:
         for _, pipe in self._ranks:
             pipe.send((function, args, kwargs))
         ends = time.monotonic() + DEADLINE_SECONDS
-        results = []
+        results, most = [], 0
         try:
             for rank, (process, pipe) in enumerate(self._ranks):
                 if not pipe.poll(max(0.0, ends - time.monotonic())):
                     raise TimeoutError(f"rank {rank} did not finish {function.__name__} within {DEADLINE_SECONDS:g} s")
                 try:
-                    failure, result = pipe.recv()
+                    failure, result, threads = pipe.recv()
                 except EOFError:
                     process.join(10)
                     raise RankFailed(f"rank {rank} died in {function.__name__}, exit code {process.exitcode}") from None
                 if failure is not None:
                     raise RankFailed(f"rank {rank} in {function.__name__}:\n{failure}")
                 results.append(result)
+                most = max(most, threads)
         except Exception:
             self.stop()
             raise
+        if most > MOST_THREADS:
+            self.stop()
         return results
 
     def stop(self) -> None:
@@ -96,5 +103,5 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
             except BaseException:
                 answer = (traceback.format_exc(), None)
             else:
-                runtime.leave_groups()  # their threads would take time from other tests
-            pipe.send(answer)
+                runtime.leave_groups()
+            pipe.send((*answer, len(os.listdir("/proc/self/task"))))
