@@ -57,6 +57,7 @@ def buckets(run: str) -> Table:
     }
     for role in sorted(SERVICES):
         table[f"$KV.{names.services_bucket}.{role}.{role}-0"] = ({role} | PEOPLE, NOBODY)
+    table[f"$KV.{names.services_bucket}.critic.critic-0"] = ({TRAINER} | PEOPLE, NOBODY)
     return table
 
 
@@ -146,4 +147,7 @@ STORE = {
     OPERATOR: {"PING", "GET", "EXISTS", "UNLINK", "SCAN"},
     "health": {"PING"},
 }
-"""Commands of Redis that each of its accounts may run."""
+"""Commands of Redis that each of its accounts may run on payloads."""
+
+EXCHANGE = {TRAINER: {"HEXISTS", "HMGET", "HSET", "SET", "UNLINK"}}
+"""Those that it may run besides, on what the trainer's roles tell each other and nowhere else."""

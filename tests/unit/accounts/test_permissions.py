@@ -31,7 +31,7 @@ def test_the_table_speaks_of_every_name_that_the_code_has() -> None:
     held = {member: getattr(names, member) for member, kind in vars(Subjects).items() if isinstance(kind, property)}
     for member, name in held.items():
         assert any(name in subject for subject in TABLE), f"Subjects.{member} is not in tests/support/intended_rights.py"
-    built = {"task", "generated", "ledger", "event", "replica_weights", "environment", "inbox", "payload_key"}
+    built = {"task", "generated", "ledger", "event", "replica_weights", "environment", "inbox", "payload_key", "exchange_key"}
     assert {member for member, kind in vars(Subjects).items() if callable(kind) and not member.startswith("_")} == built
 
 
@@ -71,7 +71,8 @@ def test_the_store_is_for_the_run_only_and_for_nothing_dangerous() -> None:
             continue
         assert one.store.keys == f"{RUN}:*"
         commands = {command.upper() for command in one.store.commands}
-        assert commands == intended.STORE[one.role]
+        assert commands == intended.STORE[one.role] | intended.EXCHANGE.get(one.role, set())
+        assert one.store.own == (f"{RUN}:exchange:*" if one.role in intended.EXCHANGE else "")
     access = {one.role: one.store.access for one in rights(RUN) if one.store}
     assert access == {"buffer": "W", "rollout": "RW", "reward": "R", "trainer": "R", "operator": "RW"}
 

@@ -63,7 +63,7 @@ def test_redis_has_no_user_without_a_password_and_no_password_in_the_clear() -> 
         ("buffer", "%W~demo:*", ["+ping", "+exists", "+unlink"]),
         ("rollout", "~demo:*", ["+ping", "+get", "+set"]),
         ("reward", "%R~demo:*", ["+ping", "+get"]),
-        ("trainer", "%R~demo:*", ["+ping", "+get"]),
+        ("trainer", "%R~demo:* ~demo:exchange:*", ["+ping", "+get", "+hexists", "+hmget", "+hset", "+set", "+unlink"]),
         ("operator", "~demo:*", ["+ping", "+exists", "+get", "+scan", "+unlink"]),
     ],
 )
