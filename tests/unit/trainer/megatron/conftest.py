@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,22 @@ def alone() -> Iterator[Any]:
     runtime.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left_behind() -> Iterator[None]:
+    """Frees a module's models with their groups: the threads of each would take time from the tests after it."""
+    yield
+    for _ in range(2):
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
 def two_ranks() -> Iterator[World]:
     world = World(2)
     yield world
     world.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four_ranks() -> Iterator[World]:
     world = World(4)
     yield world
