@@ -8,13 +8,13 @@ PYTHON ?= $(or $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done),no-python-3.11-or-newer)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help quickstart install test test-slow test-docker lint docs clean
+.PHONY: help quickstart install test test-extra test-docker lint docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   train a tiny model on this machine's CPU, every service real"
 	@echo "make test         all tests that need neither a GPU nor docker"
-	@echo "make test-slow    the few that take longer than they are worth at every change"
+	@echo "make test-extra   more of the same kind, left out of CI"
 	@echo "make test-docker  those that need a Docker engine with Compose v2"
 	@echo "make lint         ruff, mypy, import contracts"
 	@echo "make docs         write the generated pages of docs/ anew"
@@ -41,10 +41,10 @@ quickstart: $(READY)
 
 # two at a time, file by file: most tests wait for processes to start
 test: $(READY)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not docker and not slow"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not docker and not extra"
 
-test-slow: $(READY)
-	@$(BIN)/python -m pytest -m slow
+test-extra: $(READY)
+	@$(BIN)/python -m pytest -m extra
 
 test-docker: $(READY)
 	@$(BIN)/python -m pytest -m docker tests/integration/bus_store tests/compose

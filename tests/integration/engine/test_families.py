@@ -17,8 +17,8 @@ from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint, pack, sequences
 
-SERVED = ["glm4", "glm4_moe", "deepseek_v3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "qwen2", "qwen3_moe"))]
-"""One start of an engine each; ``qwen3`` has the rest of this directory. `make test-slow` has those that are built like it."""
+SERVED = ["glm4", "glm4_moe", "deepseek_v3", *(pytest.param(kind, marks=pytest.mark.extra) for kind in ("llama", "qwen2", "qwen3_moe"))]
+"""One start of an engine each; ``qwen3`` has the rest of this directory. `make test-extra` has those that are built like it."""
 
 NEW_TOKENS = 24
 
