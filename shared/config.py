@@ -74,11 +74,39 @@ class RunConfig(Section):
                 f"trainer.num_steps_per_rollout: rollout_batch_size x n_samples_per_prompt = {samples} samples do not divide "
                 f"into {steps} optimizer steps over {ranks // replica} data-parallel ranks"
             )
+        self._shares_gpus()
         if self.algorithm.advantage_estimator in ("grpo", "gspo", "cispo") and self.rollout.n_samples_per_prompt < 2:
             raise ValueError(
                 f"rollout.n_samples_per_prompt: {self.algorithm.advantage_estimator} compares the samples of a group; use at least 2"
             )
         return self
+
+    def _shares_gpus(self) -> None:
+        """Raises ValueError where what is asked of colocated services does not go together."""
+        trainer, rollout = self.trainer, self.rollout
+        if not trainer.colocate:
+            for field in ("offload_train", "offload_rollout"):
+                if getattr(trainer, field):
+                    raise ValueError(f"trainer.{field}: belongs to colocate = true: only what shares a GPU has to make room on it")
+            return
+        if "auto" not in (trainer.train_device, rollout.rollout_device) and trainer.train_device != rollout.rollout_device:
+            raise ValueError(
+                f"rollout.rollout_device: {rollout.rollout_device}, but train_device is {trainer.train_device}; colocated services "
+                "compute on the same devices"
+            )
+        if self.weights.update_weight_transport == "disk":
+            raise ValueError("weights.update_weight_transport: disk, but colocated engines share the trainer's memory; leave it at nccl")
+        if self.weights.join_from in ("peer", "disk"):
+            raise ValueError(
+                f"weights.join_from: {self.weights.join_from}, but colocated engines get all weights from the trainer, at the end of its "
+                "turn; use auto or trainer"
+            )
+        engines, ranks = rollout.rollout_replicas * rollout.rollout_num_gpus_per_engine, trainer.actor_num_gpus_per_node
+        if engines > ranks:
+            raise ValueError(
+                f"rollout.rollout_replicas: {rollout.rollout_replicas} engines of {rollout.rollout_num_gpus_per_engine} GPUs do not fit on "
+                f"the trainer's {ranks} (actor_num_gpus_per_node), which colocate makes them share"
+            )
 
     def check_paths(self) -> None:
         """Refuses paths that do not exist. Raises ConfigError naming the field."""

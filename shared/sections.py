@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -276,6 +277,21 @@ class TrainerSection(Section):
     adam_beta2: float = Field(default=0.98, ge=0, lt=1, description="Adam β2")
     adam_eps: float = Field(default=1e-8, gt=0, description="Adam ε")
     clip_grad: float = Field(default=1.0, ge=0, description="gradient norm clip; 0 = off")
+    only_train_params_name_list: list[str] = Field(
+        default=[],
+        description="regular expressions: the actor's parameters in whose Megatron names (decoder.layers.7.mlp.linear_fc1.weight) none is "
+        "found are frozen",
+    )
+    freeze_params_name_list: list[str] = Field(
+        default=[], description="regular expressions: the actor's parameters in whose Megatron names one is found are frozen"
+    )
+    lora_rank: int | None = Field(
+        default=None, gt=0, description="rank of low-rank adapters (LoRA), which then are all of the actor that trains; default: none"
+    )
+    lora_alpha: float = Field(default=16, gt=0, description="adapters are scaled by lora_alpha / lora_rank")
+    target_modules: list[str] = Field(
+        default=["all-linear"], min_length=1, description="matrices with adapters, by PEFT's names (q_proj, ..., down_proj), or all-linear"
+    )
     seed: int = Field(default=1234, description="the trainer's random seed")
     save_interval: int = Field(default=20, gt=0, description="steps between checkpoints", **MUTABLE)
     async_save: bool = Field(default=True, description="write checkpoints while the next steps train", **MUTABLE)
@@ -284,10 +300,33 @@ class TrainerSection(Section):
     batch_timeout: float = Field(default=1800, gt=0, description="seconds the trainer waits for a batch", **MUTABLE)
     collective_timeout: float = Field(default=600, gt=0, description="seconds for a collective among trainer ranks", **MUTABLE)
     train_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the trainer runs")
+    colocate: bool = Field(default=False, description="trainer and engines share the trainer's GPUs and compute in turns", **MUTABLE)
+    offload_train: bool | None = Field(
+        default=None,
+        description="colocated: while engines generate, weights and optimizer lie in host memory; default: on CUDA yes, on a CPU no",
+        **MUTABLE,
+    )
+    offload_rollout: bool | None = Field(
+        default=None,
+        description="colocated: while the trainer computes, engines give their GPU memory back; default: on CUDA yes; a CPU has none to give",
+        **MUTABLE,
+    )
     torch_threads: int | None = Field(default=None, gt=0, description="CPU threads of a trainer rank", **MUTABLE)
     megatron: dict[str, Any] = Field(
         default={}, description="Megatron's own flags, as moe_router_dtype = 'fp32'; `myxo flags` lists them, see docs/megatron-flags.md"
     )
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> Self:
+        for field in ("only_train_params_name_list", "freeze_params_name_list"):
+            if getattr(self, field) and self.lora_rank is not None:
+                raise ValueError(f"trainer.{field}: none beside lora_rank, which trains adapters and nothing else")
+            for pattern in getattr(self, field):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ValueError(f"trainer.{field}: {pattern!r} is no regular expression ({error})") from None
+        return self
 
     def ranks(self, role: str) -> int:
         """Processes of a role of the trainer: actor or critic."""
@@ -315,7 +354,46 @@ class WeightsSection(Section):
 
     update_weights_interval: int = Field(default=1, gt=0, description="training steps between pushes")
     update_weight_buffer_size: int = Field(default=536870912, gt=0, description="bytes of a bucket")
+    update_weight_dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None, description="type of the tensors on the wire; default: as the trainer has them"
+    )
+    check_weight_update_equal: bool = Field(
+        default=False, description="after every push, send everything again and compare it with what the engines hold", **MUTABLE
+    )
+    skip_unchanged: bool = Field(default=False, description="do not send frozen parameters to a replica that has them", **MUTABLE)
     push_timeout: float = Field(default=120, gt=0, description="seconds for one push to all replicas", **MUTABLE)
+    update_weight_transport: Literal["nccl", "disk"] = Field(
+        default="nccl",
+        description="how versions reach the engines: pushed over process groups (gloo on CPUs), or read by every engine from disk",
+    )
+    update_weight_mode: Literal["full", "delta"] = Field(
+        default="full", description="snapshots on disk: whole checkpoints, or what changed since the one before", **MUTABLE
+    )
+    update_weight_disk_dir: Path | None = Field(
+        default=None, description="where snapshots lie, for trainer and engines alike; default: weights in the run's directory"
+    )
+    update_weight_delta_encoding: Literal["xor", "overwrite"] = Field(
+        default="xor", description="a delta's tensors: old xor new, or positions and values of the elements that changed", **MUTABLE
+    )
+    update_weight_full_interval: int = Field(default=10, gt=0, description="with delta: every so many snapshots one is whole", **MUTABLE)
+    snapshot_interval: int = Field(
+        default=20, ge=0, description="with nccl: versions between snapshots, which joiners read; 0 = none", **MUTABLE
+    )
+    keep_snapshots: int = Field(default=2, gt=0, description="snapshots kept, with all that they are made of", **MUTABLE)
+    join_from: Literal["auto", "peer", "disk", "trainer"] = Field(
+        default="auto",
+        description="where a replica that comes late takes its weights: a serving replica, the newest snapshot, the trainer's next push; "
+        "auto: the first of them that has the live version",
+        **MUTABLE,
+    )
+
+    @model_validator(mode="after")
+    def _transport_fits(self) -> Self:
+        if self.update_weight_transport == "disk" and self.join_from == "trainer":
+            raise ValueError("weights.join_from: nobody pushes with update_weight_transport = disk; use auto, peer or disk")
+        if self.update_weight_transport == "nccl" and self.join_from == "disk" and not self.snapshot_interval:
+            raise ValueError("weights.snapshot_interval: join_from = disk needs snapshots; give how many versions lie between two")
+        return self
 
 
 class MonitoringSection(Section):

@@ -10,7 +10,7 @@ import asyncio
 import os
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.command import EngineCommand, engine_command
@@ -21,10 +21,16 @@ from shared.embedded import free_port
 from shared.errors import DeadlineExceeded, MyxoError
 from shared.service import Service
 
+if TYPE_CHECKING:
+    from services.rollout.turns import Turns
+
 NO_WEIGHTS = -1
 """Version of a replica that no push has reached yet."""
 
 WATCH_SECONDS = 1.0
+OPEN_SECONDS = 60.0
+"""For an engine that gave its memory back to take it again."""
+
 STOP_SECONDS = 3.0
 RESTART_SECONDS = 2.0
 """Pause before a dead engine is started again."""
@@ -41,6 +47,8 @@ class Replica:
         self.version = NO_WEIGHTS
         self.engine_up = asyncio.Event()
         self.incarnation = 0
+        self.asleep = False  # it is the trainer's turn on the GPU that both compute on
+        self.turns: Turns | None = None
         self._exposed = bool(router_url())
         self._life = service.incarnation
         self._gate = asyncio.Event()
@@ -57,6 +65,8 @@ class Replica:
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline
         while True:
+            if self.asleep:  # nobody is late: the trainer has its turn
+                end = loop.time() + deadline
             remaining = end - loop.time()
             if remaining <= 0:
                 then = f"it serves version {self.version} ({self._service.state}); the work goes back to the queue"
@@ -73,12 +83,15 @@ class Replica:
         """Nothing new is sent to the engine."""
         self._gate.clear()
 
-    async def open_gate(self, version: int) -> None:
-        """The engine serves ``version`` from here on."""
+    async def open_gate(self, version: int, *, deadline: float = OPEN_SECONDS) -> None:
+        """The engine serves ``version`` from here on; in the trainer's turn: as soon as that is over. Raises as `Occupation.wake`."""
+        if not self.asleep and self.client is not None and self.client.occupation.asleep:
+            await self.client.occupation.wake(deadline=deadline)
         self.version = self._service.version = version
-        self._service.state = "ready"
+        self._service.state = "asleep" if self.asleep else "ready"
         self._service.metrics.set("version", version)
-        self._gate.set()
+        if not self.asleep:
+            self._gate.set()
         await self._service.announce()
 
     async def fence(self, reason: str) -> None:
@@ -122,11 +135,15 @@ class Replica:
     async def _start(self) -> None:
         service, rollout = self._service, self._rollout
         service.state = "starting"
+        if self.turns is not None:
+            await self.turns.may_start()
         command = self._command()
         self._process = EngineProcess(command, self._log_file())
         self._process.start()
         seconds = await self._process.wait_ready(rollout.engine_start_timeout)
         self.client = await EngineClient.connect(command.url, admin_key=command.admin_key, deadline=60)
+        assert self._process.receiver is not None  # made when the process was started
+        await self.client.open_receiver(self._process.receiver, deadline=60)
         self._reincarnate()
         service.engine = reached_at(command) if self._exposed else ""
         service.state = "fenced"
@@ -134,6 +151,8 @@ class Replica:
         service.metrics.set("engine_start_seconds", seconds)
         self.engine_up.set()
         await service.announce()
+        if self.turns is not None:
+            await self.turns.started()
 
     def _command(self) -> EngineCommand:
         rollout = self._rollout
@@ -142,6 +161,9 @@ class Replica:
         # keys and values that old weights made must not serve requests that begin under new ones: seen as differences of 1e-4 and more
         # between engine and trainer as soon as prompts repeat. `disable-radix-cache = false` in [rollout.sglang] takes the cache back
         flags["disable-radix-cache"] = True
+        if devices.engines_release(self._service.config):
+            flags["enable-memory-saver"] = True
+            flags["enable-weights-cpu-backup"] = devices.engines_back_up(self._service.config)
         flags |= rollout.sglang
         return engine_command(
             self._service.config.model.hf_checkpoint,

@@ -17,10 +17,11 @@ from typing import Any
 from torch import Tensor
 
 from services.trainer.actor_config import DTYPES, ActorConfig, check_temperature
-from services.trainer.megatron import checkpoint, export, passes, runtime
+from services.trainer.megatron import checkpoint, export, lora, passes, runtime
 from services.trainer.megatron.checkpoint import latest_step
 from services.trainer.megatron.export import Bucket, Exporter
 from services.trainer.megatron.families import Architecture, read_architecture
+from services.trainer.megatron.freezing import freeze
 from services.trainer.megatron.model import Model, build_chunks, check_divisible, transformer_config, wrap_chunks
 from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.passes import LossFunction
@@ -71,8 +72,9 @@ class Actor:
             random: keep Megatron's random weights; ``config.json`` is then enough.
 
         Raises:
-            ConfigError: the checkpoint is missing, of an unknown family, or not what its config says; or the layout divides
-                neither the world nor the model. It names the field, the value, and what would be right.
+            ConfigError: the checkpoint is missing, of an unknown family, or not what its config says; the layout divides neither
+                the world nor the model; or what is to be frozen or adapted is not in the model. It names the field, the value,
+                and what would be right.
             DeadlineExceeded, PeerLost, PeerFailed: the other ranks did not keep up.
         """
         hf_dir = Path(hf_dir)
@@ -82,14 +84,20 @@ class Actor:
             overrides["deterministic_mode"] = True
             runtime.make_deterministic()
         check_divisible(architecture, config.layout, overrides)
+        if config.lora is not None:
+            config.lora.check(architecture, config.layout, overrides)
         runtime.start(config.layout, config.seed, config.timeout_seconds)
         megatron = transformer_config(architecture, config.layout, DTYPES[config.dtype], overrides)
         chunks = build_chunks(architecture, megatron, config.layout, config.value_head)
+        if config.lora is not None:
+            lora.attach(chunks, megatron, architecture, config.lora, config.seed)
+        if not config.value_head:
+            freeze(chunks, megatron, architecture, config.freezing, config.lora is not None)
         if not random:
             with together(f"loading {hf_dir}"):
                 load_hf(chunks, megatron, architecture, hf_dir)
         wrapped = wrap_chunks(chunks, megatron, config.use_distributed_optimizer, config.megatron.get("ddp", {}))
-        model = Model(architecture, megatron, config.layout, wrapped, config.value_head)
+        model = Model(architecture, megatron, config.layout, wrapped, config.value_head, config.lora, config.freezing)
         with deadline("the making of the optimizer"):
             optimizer = Optimizer(model, config.optimizer)
         return cls(config, hf_dir, model, optimizer)
@@ -162,6 +170,7 @@ class Actor:
             )
         if not math.isfinite(sums.loss):
             return StepResult(sums.loss, sums.metrics, math.nan, self.optimizer.lr, skipped=f"loss is {sums.loss}")
+        self.model.readers.wait("optimizer step")
         with deadline("the optimizer step"):
             update = self.optimizer.update()
         return StepResult(sums.loss, sums.metrics, update.grad_norm, update.lr, update.skipped)
@@ -254,6 +263,7 @@ class Actor:
             reset_optimizer_states: load the weights only, and start the optimizer and its schedule anew.
         """
         self.finish_save()
+        self.model.readers.wait("loading of a checkpoint")
         return checkpoint.load_checkpoint(self.model, self.optimizer, Path(root), step, reset_optimizer_states)
 
     def close(self) -> None:

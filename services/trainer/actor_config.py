@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from services.trainer.megatron.freezing import FREEZE, ONLY_TRAIN, Freezing
+from services.trainer.megatron.lora import ALL_LINEAR, Lora
 from services.trainer.megatron.optimizer import OptimizerSettings
 from services.trainer.megatron.runtime import ParallelLayout
 from services.trainer.megatron.schedule import DecayStyle, LearningRateSchedule
@@ -32,6 +34,8 @@ class ActorConfig:
         recompute: run every layer's forward pass again in the backward pass instead of keeping its activations; short for
             the granularity ``full`` with the method ``uniform`` over single layers. recompute_granularity,
             recompute_method, recompute_num_layers, recompute_modules: Megatron's finer choices.
+        only_train_params_name_list, freeze_params_name_list: see :class:`Freezing`.
+        lora_rank, lora_alpha, target_modules: see :class:`Lora`; without a rank the parameters themselves are trained.
         value_head: a critic: a map from each hidden state to one number stands in the place of the output layer.
         deterministic: the same bits in every run, at a price on GPUs; for the whole process.
         megatron: fields of Megatron's ``transformer``, ``optimizer`` and ``ddp`` configurations that are laid over what
@@ -68,6 +72,11 @@ class ActorConfig:
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = None
     recompute_modules: tuple[str, ...] = ()
+    only_train_params_name_list: tuple[str, ...] = ()
+    freeze_params_name_list: tuple[str, ...] = ()
+    lora_rank: int | None = None
+    lora_alpha: float = 16.0
+    target_modules: tuple[str, ...] = (ALL_LINEAR,)
     value_head: bool = False
     deterministic: bool = False
     megatron: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -91,6 +100,12 @@ class ActorConfig:
         if unknown:
             raise ConfigError("trainer.megatron", unknown[0], "transformer, optimizer or ddp")
         self.layout, self.schedule, self.recomputation  # noqa: B018 - they check their fields
+        if self.lora is not None and not self.freezing.nothing:
+            field = ONLY_TRAIN if self.only_train_params_name_list else FREEZE
+            given = self.only_train_params_name_list or self.freeze_params_name_list
+            raise ConfigError(field, list(given), "none beside trainer.lora_rank, which trains adapters and nothing else")
+        if self.lora is not None and self.value_head:
+            raise ConfigError("trainer.lora_rank", self.lora_rank, "none; a critic trains all of its parameters")
 
     @property
     def layout(self) -> ParallelLayout:
@@ -134,6 +149,14 @@ class ActorConfig:
             }
         modules = {"recompute_modules": list(self.recompute_modules)} if self.recompute_modules else {}
         return {"recompute_granularity": "selective", **modules}
+
+    @property
+    def freezing(self) -> Freezing:
+        return Freezing(self.only_train_params_name_list, self.freeze_params_name_list)
+
+    @property
+    def lora(self) -> Lora | None:
+        return None if self.lora_rank is None else Lora(self.lora_rank, self.lora_alpha, self.target_modules)
 
     @property
     def schedule(self) -> LearningRateSchedule:

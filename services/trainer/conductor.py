@@ -14,7 +14,8 @@ import structlog
 from services.trainer.exchange import Exchange
 from services.trainer.link import Link
 from services.trainer.orders import Leave, Order, Push, Train, Value, Wait
-from services.trainer.push import Pusher, Target
+from services.trainer.turns import Turns
+from services.trainer.weights.pusher import Pusher
 from shared.errors import DeadlineExceeded
 from shared.messages import Batch, BatchPending, RunDone
 from shared.versions import version_after
@@ -77,27 +78,34 @@ class Batches:
 
 
 class Conductor:
-    """Gives the actor's next order for the step that is due.
+    """Gives the actor's next order for the step that is due; a push that has begun goes on beside it.
 
     Args:
         batch_timeout: see `Patience`. steps: of the run. interval: steps between pushes. exchange: with a critic, None without one.
+        turns: with engines on the trainer's GPUs.
     """
 
     def __init__(
-        self, link: Link, pusher: Pusher, batch_timeout: float, *, steps: int, interval: int, exchange: Exchange | None = None
+        self,
+        link: Link,
+        pusher: Pusher,
+        batch_timeout: float,
+        *,
+        steps: int,
+        interval: int,
+        turns: Turns,
+        exchange: Exchange | None = None,
     ) -> None:
-        self._link, self._pusher, self._exchange = link, pusher, exchange
+        self._link, self._pusher, self._exchange, self._turns = link, pusher, exchange, turns
         self._steps, self._interval = steps, interval
         self._batches, self._for_critic = Batches(link, Patience(batch_timeout)), Patience(batch_timeout)
-        self.targets: list[Target] = []
 
     def next(self, step: int, version: int) -> Order:
         """Args: step: the next to train. version: the weights that the trainer holds. Raises DeadlineExceeded."""
         if self._link.stopping:
             return Leave(done=False)
-        self.targets = self._pusher.behind(version)
-        if self.targets:
-            return Push(version)
+        if (push := self._push(version)) is not None:
+            return push
         batch = self._batches.next(step, version)
         if not isinstance(batch, Batch):
             return batch
@@ -106,6 +114,16 @@ class Conductor:
             return Wait()
         self._for_critic.end()
         return Train(batch, self._ahead(step + 1))
+
+    def _push(self, version: int) -> Push | None:
+        """The push to begin now. Engines on the trainer's GPUs are pushed to together, in its turn: sleep costs each its weights."""
+        if self._turns.colocated and self._pusher.lags(version):
+            self._turns.prepare()
+            self._pusher.forget(self._turns.lost())
+        push = self._pusher.due(version)
+        if push is None:
+            self._turns.call_off()
+        return push
 
     def _ahead(self, step: int) -> Batch | None:
         """The batch after this one, where it is there already, or can be formed at once."""

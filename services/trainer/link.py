@@ -152,6 +152,14 @@ class Link:
             future.cancel()
             raise DeadlineExceeded("a call over the bus", "the trainer's own link", seconds, "given up") from None
 
+    def look(self) -> None:
+        """Reads the registry now, rather than when that is due."""
+        self.call(self._read_registry(self.service), REQUEST_SECONDS)
+
+    def begin(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Starts ``work`` on the link's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     async def _ask(self, subject: str, request: Any, reply: type[Result]) -> Result:
         return await self.service.bus.request(subject, request, reply, deadline=REQUEST_SECONDS, whom=BUFFER)  # type: ignore[type-var]
 
@@ -187,13 +195,16 @@ class Link:
         if version is not None and reward is not None and version > self._evaluations.get(name, (-1, 0.0))[0]:
             self._evaluations = {**self._evaluations, name: (int(version), reward)}
 
+    async def _read_registry(self, service: Service) -> None:
+        cards = await service.registry.alive("rollout")
+        self._replicas = [card for card in cards if card.state not in ("starting", "stopping")]
+        for card in await service.registry.alive("buffer"):
+            self._see_evaluation(card)
+
     async def _look(self, service: Service) -> None:
         while True:
             try:
-                cards = await service.registry.alive("rollout")
-                self._replicas = [card for card in cards if card.state not in ("starting", "stopping")]
-                for card in await service.registry.alive("buffer"):
-                    self._see_evaluation(card)
+                await self._read_registry(service)
             except (MyxoError, *TRANSIENT) as error:
                 service.log.warning("registry_unread", error=str(error))
             await asyncio.sleep(LOOK_SECONDS)

@@ -17,17 +17,18 @@ from services.trainer.exchange import Exchange
 from services.trainer.figures import TokenSums
 from services.trainer.job import Job
 from services.trainer.link import Link
-from services.trainer.megatron import DEVICE_TYPE, runtime
+from services.trainer.megatron import runtime
 from services.trainer.megatron.reference import FrozenWeights
 from services.trainer.megatron.runtime import together
 from services.trainer.objective import SftLoss, needs
 from services.trainer.objective.kl import kl_estimate
 from services.trainer.orders import Leave, Push, Train, Wait
-from services.trainer.push import Pusher
 from services.trainer.record import Record
 from services.trainer.reference import Reference
 from services.trainer.sft import Demonstrations
 from services.trainer.shaping import Shaping, teacher_gap
+from services.trainer.turns import Turns
+from services.trainer.weights.pusher import Pusher
 from shared.config import RunConfig
 from shared.messages import Batch, Trained
 from shared.store import BlockingStore
@@ -53,7 +54,10 @@ class Trainer(Job):
     """
 
     def __init__(self, config: RunConfig, store: BlockingStore, link: Link | None, exchange: Exchange | None = None) -> None:
+        self._turns = Turns(config, link)
+        self._turns.begin()
         super().__init__(config, store, link, "actor", exchange)
+        self._turns.attach(self._actor)
         self._shaping = Shaping(config, self._objective, self._store)
         self._teacher: FrozenWeights | None = None
         trainer, interval = config.trainer, config.algorithm.ref_update_interval
@@ -63,11 +67,9 @@ class Trainer(Job):
             self._reference = Reference(self._actor, self._places.reference, interval, keep)
         self._durable = 0
         self._record: Record | None = None
-        self._pusher: Pusher | None = None
+        self._pusher = Pusher(link, self._actor.model, config.weights, "memory" if config.trainer.colocate else "group")
         if link is not None:
             self._record = Record(link, self._places.tensorboard, config, self._actor)
-            backend = "nccl" if DEVICE_TYPE == "cuda" else "gloo"
-            self._pusher = Pusher(link, backend, config.weights.push_timeout)
             self._conductor = Conductor(
                 link,
                 self._pusher,
@@ -75,6 +77,7 @@ class Trainer(Job):
                 steps=config.rollout.num_rollout,
                 interval=config.weights.update_weights_interval,
                 exchange=self._exchange,
+                turns=self._turns,
             )
 
     def run(self) -> None:
@@ -92,39 +95,46 @@ class Trainer(Job):
         self._state("ready")
         while True:
             match self._order():
-                case Push(version=version):
-                    self._push(version)
+                case Push() as push:
+                    with self._turns.pushing():
+                        self._pusher.begin(push)
+                        if self._turns.colocated:
+                            self._pusher.wait()
                 case Train(batch=batch, ahead=ahead):
+                    self._turns.take()
+                    version = self._version
                     self._train(batch, ahead)
                     if self._is_save_due():
                         self._save()
+                    if self._version == version:  # no push follows, with which the turn would end
+                        self._turns.give()
                 case Leave(done=done):
+                    self._pusher.wait()
+                    self._tell_pushes()
+                    if not done and self._saving < self._progress.steps:
+                        self._turns.take()
                     self._save_before_leaving(done)
                     break
                 case Wait():
-                    pass
+                    self._turns.give()
+            self._tell_pushes()
             self._tell_durable()
 
     def close(self) -> None:
         if self._record is not None:
             self._record.close()
-        if self._pusher is not None:
-            self._pusher.close()
+        self._turns.end()
+        self._pusher.close()
         super().close()
 
     # --- one order at a time
 
-    def _push(self, version: int) -> None:
-        buckets = self._actor.export(self._config.weights.update_weight_buffer_size)
-        if self._pusher is None or self._record is None:
-            for _ in buckets:
-                pass
-            return
-        assert isinstance(self._conductor, Conductor)  # of rank 0, which has the pusher
-        result = self._pusher.push(version, self._conductor.targets, buckets)
-        if result is not None:
+    def _tell_pushes(self) -> None:
+        """Writes down the pushes that have ended. Raises what broke one among the trainer's ranks."""
+        for result in self._pusher.results():
             self._log.info("weights_pushed", **asdict(result))
-            self._record.push(result)
+            if self._record is not None:
+                self._record.push(result)
 
     def _train(self, batch: Batch, ahead: Batch | None) -> None:
         started = time.time()

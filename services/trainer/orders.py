@@ -1,12 +1,13 @@
 """What all ranks do next: rank 0 decides (it has the bus), every rank hears the same order.
 
-Orders travel as integers, a batch as its MessagePack bytes, over a gloo group of the trainer's ranks; nothing is unpickled.
+Orders travel as integers, a batch as its MessagePack bytes, a push as JSON, over a gloo group of the trainer's ranks; nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,22 @@ class Value:
 
 @dataclass(frozen=True)
 class Push:
-    """Take part in exporting the weights of ``version``."""
+    """Begin a push of ``version``, beside what follows.
+
+    Args:
+        number: of the push in rank 0's life. engine_ranks: that new lanes are made with; 0: the lanes there are.
+        partial: without frozen parameters.
+    """
+
+    version: int
+    number: int
+    engine_ranks: int = 0
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Write the weights of ``version`` to disk for the engines."""
 
     version: int
 
@@ -48,9 +64,9 @@ class Leave:
     done: bool
 
 
-Order = Train | Value | Push | Wait | Leave
+Order = Train | Value | Push | Snapshot | Wait | Leave
 
-_WAIT, _TRAIN, _PUSH, _LEAVE, _VALUE = range(5)
+_WAIT, _TRAIN, _PUSH, _LEAVE, _VALUE, _SNAPSHOT = range(6)
 
 
 class OrderChannel:
@@ -73,8 +89,10 @@ class OrderChannel:
                 self._send(_TRAIN, *(one.encode() for one in (batch, ahead) if one is not None))
             case Value(batch=batch):
                 self._send(_VALUE, batch.encode())
-            case Push(version=version):
-                self._send(_PUSH, value=version)
+            case Push():
+                self._send(_PUSH, json.dumps(asdict(order)).encode())
+            case Snapshot(version=version):
+                self._send(_SNAPSHOT, value=version)
             case Leave(done=done):
                 self._send(_LEAVE, value=int(done))
             case Wait():
@@ -86,13 +104,15 @@ class OrderChannel:
         head = torch.zeros(4, dtype=torch.int64)
         self._broadcast(head)
         kind, value, *sizes = head.tolist()
-        batches = [Batch.decode(self._payload(size)) for size in sizes if size]
+        payloads = [self._payload(size) for size in sizes if size]
         if kind == _TRAIN:
-            return Train(*batches)
+            return Train(*map(Batch.decode, payloads))
         if kind == _VALUE:
-            return Value(*batches)
+            return Value(*map(Batch.decode, payloads))
         if kind == _PUSH:
-            return Push(value)
+            return Push(**json.loads(payloads[0]))
+        if kind == _SNAPSHOT:
+            return Snapshot(value)
         return Leave(bool(value)) if kind == _LEAVE else Wait()
 
     def _send(self, kind: int, *payloads: bytes, value: int = 0) -> None:

@@ -25,14 +25,14 @@ class Reference:
 
     def load(self, steps: int) -> None:
         """Takes the reference that holds after so many training steps from disk. A collective of all ranks."""
-        self._weights = FrozenWeights.from_hf(self._actor.model, self._directory(made_at(steps, self._interval)))
+        self._weights = FrozenWeights.of_saved_policy(self._actor.model, self._directory(made_at(steps, self._interval)))
 
     def renew(self, steps: int) -> None:
         """Makes the present policy the reference, if it is to become that after so many steps. A collective of all ranks."""
         if self._weights is None or steps == 0 or made_at(steps, self._interval) != steps:
             return
         self._actor.save_hf(self._directory(steps))
-        self._weights = FrozenWeights.of(self._actor.model)
+        self._weights = FrozenWeights.of_policy(self._actor.model)
         needed = made_at(max(steps - self._keep_steps, 0), self._interval)
         for directory in self._first.parent.glob(f"{self._first.name}-*"):
             if directory.name.rpartition("-")[2].isdigit() and int(directory.name.rpartition("-")[2]) < needed:

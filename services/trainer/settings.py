@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from services.trainer.actor import ActorConfig
 from services.trainer.exchange import Role
@@ -12,6 +13,7 @@ from services.trainer.megatron.families import read_architecture
 from services.trainer.megatron.flags import resolve
 from services.trainer.objective import ObjectiveConfig
 from shared.config import RunConfig
+from shared.sections import TrainerSection
 
 
 def model_directory(config: RunConfig, role: Role) -> Path:
@@ -54,12 +56,24 @@ def actor_config(config: RunConfig, role: Role = "actor") -> ActorConfig:
         recompute_method=trainer.recompute_method,
         recompute_num_layers=trainer.recompute_num_layers,
         recompute_modules=tuple(trainer.recompute_modules),
+        **(_trained(trainer) if role == "actor" else {}),
         deterministic=trainer.deterministic,
         timeout_seconds=trainer.collective_timeout,
         temperature=config.rollout.rollout_temperature or 1.0,
         value_head=role == "critic",
         megatron=resolve(trainer.megatron).fields(),
     )
+
+
+def _trained(trainer: TrainerSection) -> dict[str, Any]:
+    """What of the actor trains; a critic trains whole."""
+    return {
+        "only_train_params_name_list": tuple(trainer.only_train_params_name_list),
+        "freeze_params_name_list": tuple(trainer.freeze_params_name_list),
+        "lora_rank": trainer.lora_rank,
+        "lora_alpha": trainer.lora_alpha,
+        "target_modules": tuple(trainer.target_modules),
+    }
 
 
 def objective_config(config: RunConfig) -> ObjectiveConfig:

@@ -168,7 +168,9 @@ def _rollout(names: Subjects) -> BusRights:
         *(subject for kind in (TRAIN, EVAL) for subject in _take(names.task_stream, task_consumer(names.run, BusSection(), kind).name)),
         names.generated(ANY),
         names.scored,  # failures only; the subject cannot tell
-        f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # which engines a router should know
+        f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # which engines a router should know, and which replicas have weights
+        *_read(names.weights_bucket),  # what is live, and which snapshot is the newest
+        names.replica_weights(ANY, "lend"),
     )
     return BusRights(publish, (_inbox(names, ROLLOUT), names.replica_weights(ANY, ANY)), _LONG_ANSWER)
 
@@ -196,6 +198,7 @@ def _trainer(names: Subjects) -> BusRights:
         names.event("trainer", "step"),
         *_read(names.weights_bucket),
         f"$KV.{names.weights_bucket}.live",
+        f"$KV.{names.weights_bucket}.snapshot",
         f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # which replicas there are
     )
     return BusRights(publish, (_inbox(names, TRAINER),))

@@ -11,13 +11,20 @@ from shared.messages.group import Failed, Generated, Interrupted, Outcome, Paylo
 from shared.messages.registry import LeaseCard, ServiceCard, ServiceEvent, TrainerStep
 from shared.messages.weights import (
     WeightsAbort,
-    WeightsBucket,
+    WeightsAsleep,
     WeightsCommit,
+    WeightsLane,
+    WeightsLend,
+    WeightsLent,
     WeightsLive,
     WeightsOffer,
-    WeightsPause,
     WeightsPrepare,
     WeightsReady,
+    WeightsReceive,
+    WeightsReceived,
+    WeightsSleep,
+    WeightsSnapshot,
+    WeightsWake,
 )
 
 __all__ = [
@@ -50,11 +57,18 @@ __all__ = [
     "Trained",
     "TrainerStep",
     "WeightsAbort",
-    "WeightsBucket",
+    "WeightsAsleep",
     "WeightsCommit",
+    "WeightsLane",
+    "WeightsLend",
+    "WeightsLent",
     "WeightsLive",
     "WeightsOffer",
-    "WeightsPause",
     "WeightsPrepare",
     "WeightsReady",
+    "WeightsReceive",
+    "WeightsReceived",
+    "WeightsSleep",
+    "WeightsSnapshot",
+    "WeightsWake",
 ]

@@ -35,8 +35,9 @@ def subjects(run: str) -> Table:
         f"{run}.anything.else": (PEOPLE, NOBODY),
         f"{run}.>": (PEOPLE, NOBODY),
     }
-    for verb in ("offer", "prepare", "pause", "receive", "commit", "abort"):
+    for verb in ("offer", "prepare", "pause", "receive", "commit", "abort", "sleep", "wake"):
         table[names.replica_weights("rollout-0", verb)] = ({TRAINER} | PEOPLE, {ROLLOUT})
+    table[names.replica_weights("rollout-0", "lend")] = ({TRAINER, ROLLOUT} | PEOPLE, {ROLLOUT})
     for role in ROLES:
         table[f"{names.inbox(role)}.x.y"] = (NOBODY, {role} - {ENVIRONMENT})
     return table
@@ -50,6 +51,7 @@ def buckets(run: str) -> Table:
         f"$KV.{names.config_bucket}.store": (PEOPLE, NOBODY),
         f"$KV.{names.config_bucket}.phase": ({BUFFER} | PEOPLE, NOBODY),
         f"$KV.{names.weights_bucket}.live": ({TRAINER} | PEOPLE, NOBODY),
+        f"$KV.{names.weights_bucket}.snapshot": ({TRAINER} | PEOPLE, NOBODY),
         f"$KV.{names.leases_bucket}.buffer": ({BUFFER} | PEOPLE, NOBODY),
         f"$KV.{names.leases_bucket}.anything": (PEOPLE, NOBODY),
         f"$KV.{names.services_bucket}.console.console-0": (PEOPLE, NOBODY),
@@ -77,13 +79,13 @@ def interface(run: str) -> Table:
         f"STREAM.INFO.{names.ledger_stream}": SERVICES,
         f"STREAM.INFO.KV_{names.config_bucket}": SERVICES,
         f"STREAM.INFO.KV_{names.services_bucket}": SERVICES,
-        f"STREAM.INFO.KV_{names.weights_bucket}": {BUFFER, TRAINER},
+        f"STREAM.INFO.KV_{names.weights_bucket}": {BUFFER, ROLLOUT, TRAINER},
         f"STREAM.INFO.KV_{names.leases_bucket}": {BUFFER},
         f"STREAM.INFO.{names.task_stream}": NOBODY,
         f"STREAM.MSG.GET.{names.ledger_stream}": {BUFFER},
         f"STREAM.MSG.GET.KV_{names.config_bucket}": SERVICES,
         f"STREAM.MSG.GET.KV_{names.services_bucket}": {ROLLOUT, TRAINER},
-        f"STREAM.MSG.GET.KV_{names.weights_bucket}": {BUFFER, TRAINER},
+        f"STREAM.MSG.GET.KV_{names.weights_bucket}": {BUFFER, ROLLOUT, TRAINER},
         f"STREAM.MSG.GET.KV_{names.leases_bucket}": {BUFFER},
         f"STREAM.MSG.GET.{names.task_stream}": NOBODY,
         f"STREAM.MSG.GET.{names.scored_stream}": NOBODY,

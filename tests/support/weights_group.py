@@ -1,86 +1,171 @@
-"""Rank 0 of a weight push, as a trainer has it: a private process group beside torch's own, and flattened broadcasts.
+"""The trainer's end of a group lane, as a trainer has it: a store with manifests, a process group, flat buckets by broadcast.
 
-The engine names the group's store prefix after the group (SGLang's ``init_custom_process_group``); so does this. The
-group is torch's private construction because a public ``new_group`` needs a default group that all ranks are in.
+The group is torch's own construction beside a default one, as trainers make it; the engine's end builds the same keys by other means.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
+from services.rollout.engine.channel import Received
 from services.rollout.engine.client import EngineClient
-from shared.embedded import free_port
+from shared.messages import WeightsLane
+from shared.weights import digest
+from shared.weights.digest import Known
+from shared.weights.manifest import Bucket, Manifest, lay_out
 
-NamedTensors = Sequence[tuple[str, torch.Tensor]]
+Tensors = Mapping[str, torch.Tensor]
 
 JOIN_SECONDS = 120.0
+BUCKET_BYTES = 96 * 1024
+"""So that a tiny model takes more buckets than an engine has buffers."""
 
 
 class WeightsGroup:
-    """A gloo group of this process, rank 0, and engines. Joining blocks, so it is done in a thread."""
+    """One lane over gloo, of which this process is the source. Joining and broadcasting block, so they are done in threads."""
 
-    def __init__(self, name: str, port: int, world_size: int) -> None:
-        """Open the store, wait for the other ranks, join. Raises torch's ``DistStoreError`` after ``JOIN_SECONDS``."""
-        timeout = timedelta(seconds=JOIN_SECONDS)
-        self.name = name
-        self._store = dist.TCPStore("127.0.0.1", port, world_size, is_master=True, timeout=timeout)
-        self._group, _ = _new_process_group_helper(
-            world_size, 0, [], dist.Backend("gloo"), PrefixStore(name, self._store), group_name=name, timeout=timeout
+    def __init__(self, name: str, world_size: int = 2) -> None:
+        """Opens the store. The group is made by `join`."""
+        self.name, self.world_size = name, world_size
+        self.store = TCPStore("127.0.0.1", 0, world_size, is_master=True, timeout=timedelta(seconds=JOIN_SECONDS), wait_for_workers=False)
+        self._group: Any = None
+        self._announced = ""
+
+    @property
+    def lane(self) -> WeightsLane:
+        """What engines are told of it."""
+        return WeightsLane(
+            kind="group", name=self.name, address="127.0.0.1", port=self.store.port, backend="gloo", world_size=self.world_size
         )
-        _world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
 
     @classmethod
     async def join(cls, client: EngineClient, name: str) -> Self:
-        """A group of two: this process and the client's engine."""
-        port = free_port()
-        group, _ = await asyncio.gather(
-            asyncio.to_thread(cls, name, port, 2),
-            client.init_weights_group(name, master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2, backend="gloo"),
-        )
+        """A lane of two: this process and the client's engine."""
+        group = cls(name)
+        await client.join_lanes([group.lane], 1, timeout=JOIN_SECONDS)
+        await asyncio.to_thread(group.meet)
         return group
 
-    def broadcast(self, tensors: NamedTensors) -> None:
-        """Send one bucket: the tensors' bytes, one behind the other."""
-        flat = torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in tensors])
-        dist.broadcast(flat, 0, group=self._group)
-
-    async def send(self, client: EngineClient, tensors: NamedTensors, version: int | None = None, flush: bool = False) -> None:
-        """One bucket, announced to the engine and broadcast at the same time."""
-        await asyncio.gather(
-            client.receive_bucket(
-                names=[name for name, _ in tensors],
-                dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
-                shapes=[list(tensor.shape) for _, tensor in tensors],
-                group=self.name,
-                version=version,
-                flush=flush,
-            ),
-            asyncio.to_thread(self.broadcast, tensors),
+    def meet(self) -> None:
+        """Returns once every engine has joined. Raises torch's ``DistStoreError`` after ``JOIN_SECONDS``."""
+        self._group, _ = _new_process_group_helper(
+            self.world_size,
+            0,
+            [],
+            dist.Backend("gloo"),
+            PrefixStore(self.name, self.store),
+            group_name=self.name,
+            timeout=timedelta(seconds=JOIN_SECONDS),
         )
+        _world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.world_size)}
+        dist.broadcast(torch.zeros(1, dtype=torch.uint8), 0, group=self._group)
 
-    async def push(self, client: EngineClient, model: torch.nn.Module, version: int, buckets: int = 2) -> None:
-        """All parameters of ``model``, in ``buckets`` buckets; the last one carries the version."""
-        parts = list(split(list(model.named_parameters()), buckets))
-        await client.begin_weight_update()
-        for number, part in enumerate(parts):
-            await self.send(client, part, version if number == len(parts) - 1 else None)
-        await client.end_weight_update()
+    def announce(self, push: int, manifest: Manifest) -> None:
+        """Says what the buckets of a push hold."""
+        repeated, self._announced = manifest.id == self._announced, manifest.id
+        self.store.set(f"manifest/{push}", b"=" if repeated else b"M" + manifest.encoded)
+
+    def broadcast(self, manifest: Manifest, tensors: Tensors, buckets: slice = slice(None)) -> None:
+        """Sends the buckets."""
+        for bucket in manifest.buckets[buckets]:
+            dist.broadcast(flat_of(bucket, tensors), 0, group=self._group)
 
     def leave(self) -> None:
-        """Leave the group; its connections end, as they do when this rank dies. The object is of no use afterwards."""
-        dist.destroy_process_group(self._group)
-        del self._group, self._store  # gloo closes its sockets with the last reference
+        """Leaves the group and ends the store, as when this process dies. The object is of no use afterwards."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+        self._group, self.store = None, None  # type: ignore[assignment]  # gloo and the store close their sockets with the last reference
 
 
-def split(tensors: NamedTensors, parts: int) -> Iterator[NamedTensors]:
-    """``parts`` runs of about equal length."""
-    size = -(-len(tensors) // parts)
-    for start in range(0, len(tensors), size):
-        yield tensors[start : start + size]
+@dataclass
+class Pusher:
+    """Pushes to one or more engines that have joined the same lanes.
+
+    Args:
+        clients: of the engines. lanes: each gets its share of every push.
+    """
+
+    clients: Sequence[EngineClient]
+    lanes: Sequence[WeightsGroup]
+    pushes: int = 0
+    known: dict[str, Known] = field(default_factory=dict)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def over(cls, *clients: EngineClient, names: Sequence[str] = ("trainer",)) -> Any:
+        """Lanes of these names, to all clients' engines; left at the end."""
+        lanes = [WeightsGroup(name, 1 + len(clients)) for name in names]
+        for number, client in enumerate(clients):
+            await client.join_lanes([lane.lane for lane in lanes], 1 + number, timeout=JOIN_SECONDS)
+        for lane in lanes:
+            await asyncio.to_thread(lane.meet)
+        pusher = cls(clients, lanes)
+        try:
+            yield pusher
+        finally:
+            for client in clients:
+                await client.leave_lanes()
+            for lane in lanes:
+                lane.leave()
+
+    @property
+    def digest(self) -> str:
+        """Of everything that was pushed, as it was pushed last."""
+        return digest.version_digest(self.known)
+
+    async def send(
+        self, tensors: Tensors, version: int, *, check: bool = False, only: slice = slice(None), deadline: float = 60.0
+    ) -> list[Received]:
+        """Has the engines take the tensors, spread over the lanes. The version is not set. ``only``: these buckets are really sent."""
+        self.pushes += 1
+        names, work = list(tensors), []
+        for number, lane in enumerate(self.lanes):
+            share = {name: tensors[name] for name in names[number :: len(self.lanes)]}
+            manifest = lay_out([(name, dtype_of(one), tuple(one.shape)) for name, one in share.items()], BUCKET_BYTES)
+            lane.announce(self.pushes, manifest)
+            for bucket in manifest.buckets:
+                self.known |= digest.tensors(bucket, digest.leaves(flat_of(bucket, share).numpy(), digest.leaf_table(bucket)))
+            work.append(asyncio.to_thread(lane.broadcast, manifest, share, only))
+        for client in self.clients:
+            await client.begin_weight_update()
+        lanes = [lane.name for lane in self.lanes]
+        takes = [client.receive(version, self.pushes, lanes, check=check, deadline=deadline) for client in self.clients]
+        taken = await asyncio.gather(*takes, *work)
+        for client in self.clients:
+            await client.end_weight_update()
+        return list(taken[: len(self.clients)])
+
+    async def push(self, tensors: Tensors | torch.nn.Module, version: int) -> list[Received]:
+        """Has the engines take and name a version."""
+        taken = await self.send(parameters(tensors), version)
+        for client in self.clients:
+            await client.set_weight_version(version)
+        return taken
+
+
+def parameters(tensors: Tensors | torch.nn.Module) -> Tensors:
+    """A model's parameters by name."""
+    return dict(tensors.named_parameters()) if isinstance(tensors, torch.nn.Module) else tensors
+
+
+def flat_of(bucket: Bucket, tensors: Tensors) -> torch.Tensor:
+    """A bucket's bytes: uint8."""
+    flat = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+    for slot in bucket.slots:
+        flat[slot.offset : slot.offset + slot.nbytes] = tensors[slot.name].detach().contiguous().view(-1).view(torch.uint8)
+    return flat
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """Torch's name of it."""
+    return str(tensor.dtype).removeprefix("torch.")

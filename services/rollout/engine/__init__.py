@@ -8,6 +8,8 @@
 ``generation``     what is asked of a generation and what comes back, validated and parsed; no I/O
 ``capabilities``   what an engine can do and how much: release, vocabulary, context, weight update sessions
 ``transport``      JSON over HTTP with a deadline on every call
+``channel``        orders about weights to the engine's processes, and their answers
+``receiver``       what runs there: inside the engine, with torch
 ``client``         ``EngineClient``: generation and control of one engine
 ``errors``         the named errors of all these
 =================  ================================================================================================

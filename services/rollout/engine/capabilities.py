@@ -29,6 +29,7 @@ class Capabilities:
         weight_sessions: a push must lie between begin and end.
         prefix_cache: keys and values of finished requests are kept for others (the radix cache).
         overlaps: one step is being computed while the one before is being taken in. A pause in place leaves it half-way.
+        ranks: processes that each hold a part of the model (tensor parallelism).
     """
 
     release: str
@@ -38,6 +39,7 @@ class Capabilities:
     weight_sessions: bool
     prefix_cache: bool
     overlaps: bool
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ async def read_capabilities(transport: EngineTransport, vocab_size: int | None, 
             weight_sessions=begin != HTTPStatus.NOT_FOUND,
             prefix_cache=not info["disable_radix_cache"],
             overlaps=not info["disable_overlap_schedule"],
+            ranks=int(info["tp_size"]),
         )
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise EngineError(transport.url, f"its description lacks something: {type(error).__name__} {error}") from error

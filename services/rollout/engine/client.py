@@ -7,12 +7,16 @@ machine. What is known to kill an engine is refused here, before it is sent, as 
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
-import math
-from collections.abc import Coroutine, Sequence
+import pickle
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from services.rollout.engine.capabilities import NOT_CHANGED, Capabilities, EngineLoad, parse_load, read_capabilities
+from services.rollout.engine.channel import Channel, Received, ReceiverError, WeightsState
+from services.rollout.engine.command import RECEIVER_LOADER
 from services.rollout.engine.errors import EngineError, EngineUnreachable, InvalidRequest
 from services.rollout.engine.generation import (
     Generation,
@@ -22,9 +26,11 @@ from services.rollout.engine.generation import (
     parse_version,
     wire_rid,
 )
+from services.rollout.engine.occupation import Occupation
 from services.rollout.engine.transport import EngineTransport
 from shared.errors import DeadlineExceeded
-from shared.messages import Sampling
+from shared.messages import Sampling, WeightsLane
+from shared.weights.digest import Known
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +42,16 @@ they go back to the queue, and their keys and values are computed anew."""
 CONTROL_SECONDS = 30.0
 GENERATE_SECONDS = 600.0
 WEIGHTS_SECONDS = 120.0
-"""Deadlines where the caller gives none: control calls, one group, one bucket or one load from disk."""
+"""Deadlines where the caller gives none: control calls, one group, one push or one load from disk."""
 
 ABANDON_SECONDS = 10.0
 """For telling the engine that nobody waits any longer; ``close`` waits for it."""
 
-ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
-"""Bytes per element of the dtypes that a bucket may hold, by torch's names."""
+LOADER_MARGIN = 10.0
+"""Seconds beyond a push's deadline for the schedulers to come back from it."""
+
+NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
+"""What the endpoint that calls the loader wants for each rank. Written here, read by the engine: nothing received is unpickled."""
 
 
 class EngineClient:
@@ -57,8 +63,9 @@ class EngineClient:
     Attributes:
         version: the weight version that the engine serves, as far as this client has set or read it.
         paused: the mode of the present pause, or None.
-        half_loaded: the engine was resumed after buckets whose push was never finished. It generates for nobody until a
-            whole push has gone through: ``receive_bucket`` with a version, or ``set_weight_version`` after the last.
+        occupation: its memory, given back and taken again.
+        half_loaded: the engine was resumed after weights whose push was never finished. It generates for nobody until a
+            whole push has gone through: ``receive``, then ``set_weight_version``.
     """
 
     def __init__(self, transport: EngineTransport, capabilities: Capabilities, version: int) -> None:
@@ -66,12 +73,14 @@ class EngineClient:
         self.version = version
         self.paused: PauseMode | None = None
         self.half_loaded = False
-        self._loading = False  # buckets came, the version that they make did not yet
+        self._loading = False  # weights came, or may have; the version that they make did not yet
         self._resumed_half_loaded = 0  # times
         self._late_versions: set[int] = set()  # see generation
-        self._groups: set[str] = set()
+        self._channel: Channel | None = None
         self._session_open = False
         self._background: set[asyncio.Task[None]] = set()
+        self._generating = 0
+        self.occupation = Occupation(transport, lambda: self._generating)
 
     @classmethod
     async def connect(
@@ -148,11 +157,14 @@ class EngineClient:
             raise InvalidRequest(f"the engine at {self.url} holds half-loaded weights; push to it before generating")
         version, resumed_half_loaded = self.version, self._resumed_half_loaded
         body = group_body(requests, sampling, self.capabilities.limits, cache_key=f"v{version}")
+        self._generating += 1
         try:
             answer = await self._transport.post("/generate", body, deadline, "its requests are being aborted")
         except (DeadlineExceeded, asyncio.CancelledError):
             self._in_background(self.abort([request.rid for request in requests], deadline=ABANDON_SECONDS))
             raise
+        finally:
+            self._generating -= 1
         where = f"{self.url}/generate"
         if resumed_half_loaded != self._resumed_half_loaded:
             raise EngineError(where, "went on with half-loaded weights while it generated this; it is discarded")
@@ -199,10 +211,12 @@ class EngineClient:
         self.paused = mode
 
     async def resume(self, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Go on generating; does nothing to an engine that is not paused.
+        """Go on generating; does nothing to an engine that is not paused, nor to one that is asleep: see `Occupation.wake`.
 
         In the middle of a push, what it goes on with is refused to its callers; see ``half_loaded``.
         """
+        if self.occupation.asleep:
+            return
         if self._loading:
             self.half_loaded = True
             self._resumed_half_loaded += 1
@@ -216,46 +230,106 @@ class EngineClient:
 
     # ---------------------------------------------------------------------------------------------------- weights
 
-    async def init_weights_group(
-        self,
-        group: str,
-        *,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        backend: str,
-        deadline: float = WEIGHTS_SECONDS,
-    ) -> None:
-        """Join a process group for weight pushes; returns once all its ranks have joined.
+    async def open_receiver(self, directory: Path, *, deadline: float = CONTROL_SECONDS) -> None:
+        """Have every rank listen for orders in ``directory``; once, while nothing runs in the engine.
 
         Args:
-            group: its name, unknown to this engine. master_address, master_port: of the trainer's store.
-            rank_offset: rank of this engine's first worker. world_size: trainer and all engines' workers.
-            backend: ``nccl`` or ``gloo``.
+            directory: ``EngineProcess.receiver``.
         """
-        if backend not in ("nccl", "gloo"):
-            raise InvalidRequest(f"weight group {group!r}: backend {backend!r}, not 'nccl' or 'gloo'")
-        if not group or group in self._groups:
-            raise InvalidRequest(f"weight group {group!r}: needs a name that this engine does not have yet")
-        body = {
-            "group_name": group,
-            "master_address": master_address,
-            "master_port": master_port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "backend": backend,
-        }
-        then = "the engine waits on for the group's other ranks, and answers nobody meanwhile: restart it"
-        await self._transport.post("/init_weights_update_group", body, deadline, then)
-        self._groups.add(group)
+        if self.capabilities.weight_sessions:
+            await self.begin_weight_update(deadline=deadline)
+        await self._call_loader(deadline)
+        if self.capabilities.weight_sessions:
+            await self.end_weight_update(deadline=deadline)
+        channel = Channel(directory, self.capabilities.ranks)
+        await channel.wait_open(deadline)
+        self._channel = channel
 
-    async def destroy_weights_group(self, group: str, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Leave a process group. Does nothing if this client has not joined it."""
-        if group in self._groups:
-            self._groups.discard(group)
-            body = {"group_name": group}
-            await self._transport.post("/destroy_weights_update_group", body, deadline, "restart the engine")
+    async def join_lanes(
+        self, lanes: Sequence[WeightsLane], rank: int, *, timeout: float = WEIGHTS_SECONDS, deadline: float = CONTROL_SECONDS
+    ) -> None:
+        """Have the engine leave the lanes that it is in and join these. It goes on generating; ``receive`` waits for them.
+
+        Args:
+            rank: of the engine's first process, in all lanes. timeout: seconds for joining.
+        """
+        fields = [lane.model_dump(mode="json") for lane in lanes]
+        await self.channel.ask({"verb": "join", "lanes": fields, "rank": rank, "timeout": timeout}, deadline)
+
+    async def leave_lanes(self, *, deadline: float = CONTROL_SECONDS) -> None:
+        """Have the engine leave all lanes."""
+        await self.channel.ask({"verb": "leave"}, deadline)
+
+    async def abort_receive(self, *, deadline: float = CONTROL_SECONDS) -> None:
+        """End a ``receive`` that goes on, and lanes that are still being joined. The engine answers as before."""
+        await self.channel.abort(deadline)
+
+    async def weights_state(self, *, deadline: float = CONTROL_SECONDS) -> WeightsState:
+        """What the engine itself knows of its weights."""
+        answers = await self.channel.ask({"verb": "state"}, deadline)
+        return WeightsState.of(answers)
+
+    async def adopt(self, version: int, tensors: Mapping[str, Known], *, deadline: float = CONTROL_SECONDS) -> str:
+        """Tell the engine what was loaded into it by other means, and has been checked: all its tensors. None: nothing is known.
+
+        Returns the version's digest.
+        """
+        fields = {name: [known.dtype, list(known.shape), known.digest] for name, known in tensors.items()}
+        answers = await self.channel.ask({"verb": "adopt", "version": version, "tensors": fields}, deadline)
+        return str(answers[0]["digest"])
+
+    async def receive(
+        self, version: int, push: int, lanes: Sequence[str], *, check: bool = False, deadline: float = WEIGHTS_SECONDS
+    ) -> Received:
+        """Take all buckets of a push from lanes that were joined, or are being joined. The engine must be paused, or idle.
+
+        Args:
+            push: the number under which the lanes' stores have its manifests. check: compare with what the engine holds, load nothing.
+
+        Raises:
+            InvalidRequest: nothing was sent.
+            ReceiverError, DeadlineExceeded: ``touched`` says whether the engine may hold some of the new weights: fence it then, until a
+                whole push has succeeded.
+        """
+        if self.capabilities.weight_sessions and not self._session_open:
+            raise InvalidRequest("a push without begin_weight_update, which this engine wants first")
+        order = {"verb": "receive", "version": version, "push": push, "lanes": list(lanes), "check": check}
+        answers = await self.load_by(order, deadline=deadline, loads=not check)
+        return Received.of(answers, self.url)
+
+    async def load_by(self, order: dict[str, Any], *, deadline: float, loads: bool = True) -> list[dict[str, Any]]:
+        """Have every rank's scheduler do an order of its receiver; the answers by rank. The engine must be paused, or idle.
+
+        Args:
+            loads: the order changes weights: until a version is set, the engine is half-loaded.
+
+        Raises ReceiverError, DeadlineExceeded.
+        """
+        before = self._loading
+        self._loading = before or loads
+        try:
+            return await self.channel.have_done(order, deadline, lambda: self._call_loader(deadline + LOADER_MARGIN))
+        except ReceiverError as error:
+            self._loading = before or (loads and error.touched)
+            raise
+        except DeadlineExceeded:  # the order was not taken, so not begun
+            self._loading = before
+            raise
+
+    @property
+    def channel(self) -> Channel:
+        """To the engine's receivers. Raises InvalidRequest before ``open_receiver``."""
+        if self._channel is None:
+            raise InvalidRequest(f"the engine at {self.url} has no receiver of weights; open_receiver comes first")
+        return self._channel
+
+    async def _call_loader(self, deadline: float) -> None:
+        body = {
+            "serialized_named_tensors": [NO_TENSORS] * self.capabilities.ranks,
+            "load_format": RECEIVER_LOADER,
+            "flush_cache": False,
+        }
+        await self._transport.post("/update_weights_from_tensor", body, deadline, "its receivers go on to their own deadline")
 
     async def begin_weight_update(self, *, deadline: float = CONTROL_SECONDS) -> None:
         """Open a push. A push that failed is closed first: its tensors stay, so the next has to send all of them.
@@ -274,55 +348,17 @@ class EngineClient:
             await self._transport.post("/end_weight_update", {}, deadline, "the engine may serve unfinished weights")
             self._session_open = False
 
-    async def receive_bucket(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group: str,
-        version: int | None = None,
-        flush: bool = False,
-        *,
-        deadline: float = WEIGHTS_SECONDS,
-    ) -> None:
-        """Take one bucket of parameters, which rank 0 of ``group`` broadcasts as one uint8 tensor at the same time.
-
-        Args:
-            names: as in the Hugging Face checkpoint. dtypes: torch's names. shapes: row-major. The tensors' bytes lie
-                one behind the other in this order.
-            version: what the engine serves from now on: with the last bucket of a push; None with the others, and with
-                all if ``set_weight_version`` follows.
-            flush: drop cached prefixes afterwards; only while no request is in the engine.
-
-        Raises:
-            InvalidRequest: nothing was sent, so the broadcast must not begin.
-            EngineError, DeadlineExceeded: the engine may hold some of the new weights: fence it until a whole push
-                has succeeded.
-        """
-        self._check_bucket(names, dtypes, shapes, group)
-        self._check_flush(flush)
-        body: dict[str, Any] = {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(shape) for shape in shapes],
-            "group_name": group,
-            "load_format": "flattened_bucket",
-            "flush_cache": flush,
-        }
-        if version is not None:
-            body["weight_version"] = str(version)
-        self._loading = True
-        then = "the engine may wait on in the broadcast, half-loaded: stop rank 0 or restart the engine, then push anew"
-        await self._transport.post("/update_weights_from_distributed", body, deadline, then)
-        if version is not None:
-            self._loaded(version)
-
     async def update_weights_from_disk(self, path: str, version: int, *, flush: bool = True, deadline: float = WEIGHTS_SECONDS) -> None:
         """Load a Hugging Face checkpoint directory that the engine can read, of the same architecture.
 
-        An engine that is not paused finishes its requests first. ``flush`` as in ``receive_bucket``.
+        An engine that is not paused finishes its requests first. What the receiver knew of the weights is forgotten: see ``adopt``.
+
+        Args:
+            flush: drop cached prefixes afterwards; only while no request is in the engine.
         """
         self._check_flush(flush)
+        if self._channel is not None:
+            await self.adopt(-1, {}, deadline=min(deadline, CONTROL_SECONDS))
         self._loading = True
         body = {"model_path": path, "weight_version": str(version), "flush_cache": flush}
         then = "the engine may be half-loaded: restart it, or load anew"
@@ -336,21 +372,6 @@ class EngineClient:
         self._loaded(version)
 
     # ------------------------------------------------------------------------------------------------------ guards
-
-    def _check_bucket(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str) -> None:
-        if group not in self._groups:
-            raise InvalidRequest(f"weight group {group!r} was not joined; joined are {sorted(self._groups) or 'none'}")
-        if not names or not len(names) == len(dtypes) == len(shapes):
-            raise InvalidRequest(f"a bucket of {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes")
-        if self.capabilities.weight_sessions and not self._session_open:
-            raise InvalidRequest("a bucket outside a push: this engine wants begin_weight_update first")
-        start = 0
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-            if dtype not in ITEM_BYTES:
-                raise InvalidRequest(f"{name}: dtype {dtype!r}, not one of {', '.join(ITEM_BYTES)}")
-            if start % ITEM_BYTES[dtype]:  # the engine takes views of the received bytes
-                raise InvalidRequest(f"{name}: starts at byte {start}, not a multiple of {dtype}'s size; sort by dtype")
-            start += math.prod(shape) * ITEM_BYTES[dtype]
 
     def _check_flush(self, flush: bool) -> None:
         """A flush that fails after a load is an assertion in the engine's scheduler, and the engine's end."""

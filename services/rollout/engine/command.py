@@ -11,10 +11,12 @@ import json
 import os
 import secrets
 import sys
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import shared
 from shared.errors import ConfigError
 
 FlagValue = bool | int | float | str | list[str] | list[int] | None
@@ -22,6 +24,9 @@ FlagValue = bool | int | float | str | list[str] | list[int] | None
 
 ENGINE_SITE_VARIABLE = "MYXO_ENGINE_SITE"
 CPU_LAUNCHER = Path(__file__).with_name("cpu_launcher.py")
+
+RECEIVER_LOADER = "services.rollout.engine.receiver.load"
+"""What an engine calls, in each of its schedulers, to take weights."""
 
 RESERVED = {
     "model-path": "rollout.model",
@@ -31,6 +36,7 @@ RESERVED = {
     "device": "rollout.device",
     "admin-api-key": "nothing: an engine that listens for others gets one of its own",
     "weight-version": "nothing: the weight version is the run's",
+    "custom-weight-loader": "nothing: an engine's weights come from the trainer",
 }
 """Flags that the rollout service sets, and what to set instead."""
 
@@ -110,11 +116,12 @@ def engine_command(
         "TOKENIZERS_PARALLELISM": "false",
         # its server would close idle connections after 5 s, and a request sent into that moment looks like a dead engine
         "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
+        "PYTHONPATH": _engine_path(device),
     }
     if device == "cpu":
         chosen |= CPU_FLAGS | {"max-total-tokens": _cpu_token_capacity(Path(model_path))}
         launcher = [str(CPU_LAUNCHER)]
-        env |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": _engine_path()}
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
         # Threads that spin while they wait for each other starve each other on busy cores: seen 8 to 30 times slower.
         env["OMP_WAIT_POLICY"] = "PASSIVE"
         if threads is not None:
@@ -132,6 +139,7 @@ def engine_command(
         "device": device,
         "weight-version": str(weight_version),
         "admin-api-key": admin_key,
+        "custom-weight-loader": RECEIVER_LOADER,
     }
     argv = [sys.executable, *launcher, *_arguments(fixed | chosen)]
     return EngineCommand(argv=argv, env=env, url=f"http://127.0.0.1:{port}", admin_key=admin_key)
@@ -180,10 +188,14 @@ def _arguments(flags: Mapping[str, FlagValue]) -> list[str]:
     return arguments
 
 
-def _engine_path() -> str:
-    """PYTHONPATH of an engine on a CPU: the engine site, then what was there."""
+def _engine_path(device: str) -> str:
+    """PYTHONPATH of an engine: on a CPU the engine site, then what was there, then where the receiver is, which its schedulers import."""
     inherited = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([str(engine_site()), *([inherited] if inherited else [])])
+    own = str(Path(shared.__file__).parents[1])
+    installed = own in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # then it is found anyway
+    return os.pathsep.join(
+        [*([str(engine_site())] if device == "cpu" else []), *([inherited] if inherited else []), *([] if installed else [own])]
+    )
 
 
 def _cpu_token_capacity(model_path: Path) -> int:

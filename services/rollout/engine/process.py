@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +36,9 @@ LOG_BYTES_READ = 64 * 1024
 
 COMPLAINT = re.compile(r"^[\w.]*(?:Error|Exception)\b|: error: ")
 """The last line of a traceback, or argparse's complaint."""
+
+RECEIVER_VARIABLE = "MYXO_RECEIVER"
+"""Tells an engine's schedulers where to listen."""
 
 READY = "ready to roll"
 """SGLang's own word for it. Errors before it did no harm: it calls its own server before that listens, for example."""
@@ -57,6 +62,7 @@ class EngineProcess:
         self.command, self.log_file = command, log_file
         self._leash: subprocess.Popen[bytes] | None = None
         self._log_start = 0
+        self.receiver: Path | None = None  # where its ranks listen for orders about weights: a private directory, while it runs
         self._gone = False  # the group was seen empty: its number may belong to others from now on
 
     @property
@@ -82,11 +88,12 @@ class EngineProcess:
         if _listened_on(self.url):
             raise EngineStartError(f"the engine cannot be started at {self.url}: somebody listens there; give it another port")
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        self.receiver = Path(tempfile.mkdtemp(prefix="myxo-engine-"))
         with self.log_file.open("ab") as log:
             self._log_start = log.tell()
             self._leash = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(LEASH), *self.command.argv],
-                env=os.environ | self.command.env,
+                env=os.environ | self.command.env | {RECEIVER_VARIABLE: str(self.receiver)},
                 stdin=subprocess.PIPE,  # never written; its end is how the leash learns that this service is gone
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -155,6 +162,9 @@ class EngineProcess:
             raise MyxoError(f"processes {self.processes()} of the engine at {self.url} outlived SIGKILL {KILL_SECONDS:g} s")
         if self._leash.stdin is not None:
             self._leash.stdin.close()
+        if self.receiver is not None:
+            shutil.rmtree(self.receiver, ignore_errors=True)
+            self.receiver = None
 
     def processes(self) -> list[int]:
         """The pids of the engine's group, the leash included, zombies not. From /proc."""

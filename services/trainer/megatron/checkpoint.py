@@ -176,6 +176,7 @@ def _describe(model: Model, optimizer: Optimizer, step: int, extra: dict[str, An
         "step": step,
         **model_entries(model),
         "use_distributed_optimizer": optimizer.settings.use_distributed_optimizer,
+        "freezing": _freezing(model),
         "layout": _layout(model),
         "schedule": asdict(optimizer.settings.schedule),
         "updates": optimizer.updates,
@@ -191,8 +192,13 @@ def model_entries(model: Model) -> dict[str, Any]:
     return {
         "architecture": model.architecture.as_json(),
         "value_head": model.value_head,
+        "lora": None if model.lora is None else asdict(model.lora),
         "dtype": str(model.config.params_dtype).removeprefix("torch."),
     }
+
+
+def _freezing(model: Model) -> dict[str, Any] | None:
+    return None if model.freezing.nothing else asdict(model.freezing)
 
 
 def _layout(model: Model) -> dict[str, Any]:
@@ -210,8 +216,9 @@ def _check(path: Path, marker: dict[str, Any], model: Model, optimizer: Optimize
             raise ConfigError(f"{path}:{key}", saved.get(key), f"{mine.get(key)!r}, as in the model that would be resumed")
     if optimizer is not None:
         own["use_distributed_optimizer"] = optimizer.settings.use_distributed_optimizer
-    for key in ("value_head", "dtype", "use_distributed_optimizer"):
-        if key in own and own[key] != marker.get(key, False):
+        own["freezing"] = json.loads(json.dumps(_freezing(model)))
+    for key in ("value_head", "lora", "freezing", "dtype", "use_distributed_optimizer"):
+        if key in own and (own[key] or False) != (marker.get(key) or False):
             raise ConfigError(f"{path}:{key}", marker.get(key, False), f"{own[key]!r}, as configured for this run")
 
 
@@ -221,8 +228,11 @@ _METADATA = {
 }
 
 
-def sharded_modules(model: Model) -> dict[str, Any]:
+def sharded_modules(model: Model, layers_apart: bool = False) -> dict[str, Any]:
+    """``layers_apart``: each layer under a name of its own. Otherwise layers that are alike are stacked under one."""
     metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    if layers_apart:
+        metadata["non_homogeneous_layers"] = True
     return {f"model{index}": module.sharded_state_dict(metadata=metadata) for index, module in enumerate(model.modules)}
 
 
@@ -233,7 +243,9 @@ def _sharded_state(
     metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     modules = sharded_modules(model)
     state = dict(modules)
-    source = modules["model0"] if len(modules) == 1 else modules
+    # of a stack of layers some of which are frozen there would be moments for a part only
+    apart = modules if model.freezing.nothing else sharded_modules(model, layers_apart=True)
+    source = apart["model0"] if len(apart) == 1 else apart
     state["optimizer"] = {
         role: _sharded_part(part.sharded_state_dict(source, is_loading=loading, metadata=metadata), updates)
         for role, part in optimizer.parts().items()

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -27,16 +27,19 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as write_shards
 
 from services.trainer.megatron import runtime
+from services.trainer.megatron.adapters import Adapters
 from services.trainer.megatron.architecture import Architecture
 from services.trainer.megatron.checkpoint import FORMAT, MARKER, find_checkpoint, model_entries, sharded_modules
 from services.trainer.megatron.directory import fsync_tree, publish, scratch
-from services.trainer.megatron.export import HfWriter, copy_beside_weights, plan
+from services.trainer.megatron.export import HfWriter, copy_beside_weights
 from services.trainer.megatron.families import read_architecture
+from services.trainer.megatron.lora import Lora, attach
 from services.trainer.megatron.model import Model, build_chunks, transformer_config
 from services.trainer.megatron.names import hf_tensors
 from services.trainer.megatron.quantized import BlockwiseReader, block_size
 from services.trainer.megatron.reading import own_errors, read_tensors
 from services.trainer.megatron.runtime import ParallelLayout
+from services.trainer.megatron.shipping import plan
 from services.trainer.megatron.weights import LocalParameter, SafetensorsReader, draft_prefixes, parameters
 from shared.errors import ConfigError
 
@@ -115,9 +118,16 @@ def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progres
     architecture = read_architecture(hf)
     _check_same(path, marker["architecture"], architecture)
     _check_target(target)
-    with _skeleton(architecture, DTYPES[marker["dtype"]]) as model:
+    adapted = marker.get("lora")
+    lora = Lora(adapted["rank"], adapted["alpha"], tuple(adapted["targets"])) if adapted else None
+    with _skeleton(architecture, DTYPES[marker["dtype"]], lora) as model:
         local = {p.name: p for p in parameters(model.modules, model.config, architecture)}
         sharded = sharded_modules(model)["model0"]
+        adapters, group = Adapters(model), parallel_state.get_tensor_model_parallel_group()
+        with torch.no_grad():
+            held = adapters.parameters()
+            for name, tensor in read_tensors(path, {name: sharded[name] for name in held}).items():
+                held[name].copy_(tensor)
         total, done = sum(p.parameter.nbytes for p in local.values()), 0
         writer = HfWriter(hf, target)
         writer.begin()
@@ -126,7 +136,9 @@ def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progres
             tensors: dict[str, Tensor] = {}
             for name in names:
                 recipe = local[name].recipe
-                tensors.update(zip(recipe.hf_names, recipe.unfuse(read[name], architecture), strict=True))
+                made = recipe.unfuse(read[name], architecture)
+                made = adapters.merged([(n, tuple(t.shape)) for n, t in zip(recipe.hf_names, made, strict=True)], made, group) or []
+                tensors.update(zip(recipe.hf_names, made, strict=True))
             writer.add(tensors)
             done += sum(local[name].parameter.nbytes for name in names)
             progress(done, total)
@@ -189,14 +201,17 @@ class _Streamed(TorchDistSaveShardedStrategy):
 
 
 @contextmanager
-def _skeleton(architecture: Architecture, dtype: torch.dtype) -> Iterator[Model]:
-    """The model in a world of one, its parameters reserved and not initialised."""
+def _skeleton(architecture: Architecture, dtype: torch.dtype, lora: Lora | None = None) -> Iterator[Model]:
+    """The model in a world of one, its parameters reserved and not initialised, but for the adapters of ``lora``."""
     layout = ParallelLayout()
     runtime.start(layout, 0, 600.0)
     try:
         config = transformer_config(architecture, layout, dtype, {"perform_initialization": False})
-        chunks: Any = [SimpleNamespace(module=chunk) for chunk in build_chunks(architecture, config, layout)]
-        yield Model(architecture, config, layout, chunks)
+        built = build_chunks(architecture, config, layout)
+        if lora is not None:
+            attach(built, config, architecture, lora, seed=0)
+        chunks: Any = [SimpleNamespace(module=chunk) for chunk in built]
+        yield Model(architecture, config, layout, chunks, lora=lora)
     finally:
         runtime.stop()
 

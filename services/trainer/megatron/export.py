@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -18,12 +17,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.trainer.megatron.architecture import Architecture
+from services.trainer.megatron import adapters
 from services.trainer.megatron.directory import fsync_tree, publish, scratch
 from services.trainer.megatron.model import Model
-from services.trainer.megatron.names import hf_tensors
-from services.trainer.megatron.runtime import deadline, device, gather_json, together
-from services.trainer.megatron.weights import LocalParameter, Recipe, parameters, recipe
+from services.trainer.megatron.runtime import deadline, device, together
+from services.trainer.megatron.shipping import Cargo, Groups, Shipment
 
 Bucket = list[tuple[str, Tensor | None]]
 
@@ -31,37 +29,16 @@ _SHARD_BYTES = 4 * 1024**3
 _NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
 
 
-@dataclass(frozen=True)
-class Shipment:
-    """One Megatron parameter on its way out.
-
-    Args:
-        name: the parameter's global name. owner: global rank that gathers it: the lowest that holds a part.
-        tensors: Hugging Face names and shapes that it becomes. float32: kept so whatever the model's dtype.
-    """
-
-    name: str
-    owner: int
-    tensors: tuple[tuple[str, tuple[int, ...]], ...]
-    float32: bool = False
-
-    def dtype(self, model: torch.dtype) -> torch.dtype:
-        return torch.float32 if self.float32 else model
-
-
 class Exporter:
     """Exports one model, any number of times. All ranks construct it together.
 
     Args:
-        model: its parameters are read when an export runs.
+        model: its parameters are read when an export runs. groups: to gather over; those of the training if None.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, groups: Groups | None = None) -> None:
         self.model = model
-        self._local = {p.name: p for p in parameters(model.modules, model.config, model.architecture)}
-        with deadline("the exchange of parameter names"):
-            held = gather_json(list(self._local))
-        self._shipments = plan(model.architecture, held)
+        self.cargo = Cargo(model, groups or Groups.of_training())
 
     def buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
         """The whole model in the model's dtype (routers' biases in float32), in the order of its layers; tied embeddings come once.
@@ -74,7 +51,7 @@ class Exporter:
         """
         bucket: Bucket = []
         size = 0
-        for shipment in self._shipments:
+        for shipment in self.cargo.shipments:
             item = shipment.dtype(self.model.config.params_dtype).itemsize
             shipped = sum(prod(shape) for _, shape in shipment.tensors) * item
             if bucket and size + shipped > bucket_bytes:
@@ -89,60 +66,26 @@ class Exporter:
 
     @torch.no_grad()
     def _ship(self, shipment: Shipment) -> list[Tensor] | list[None]:
-        rank = dist.get_rank()
-        local = self._local.get(shipment.name)
-        full: list[Tensor] = []
-        if local is not None and dist.get_global_rank(local.group, 0) == shipment.owner:
-            whole = _gather(local)
-            if whole is not None:
-                full = local.recipe.unfuse(whole, self.model.architecture)
+        rank, world = dist.get_rank(), self.cargo.groups.world
+        shapes = [shape for _, shape in shipment.tensors]
+        parts = self.cargo.parts(shipment)
+        full = [] if parts is None else [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
         if shipment.owner != 0 and rank == shipment.owner:
             for tensor in full:
-                dist.send(tensor.contiguous(), dst=0)
+                dist.send(tensor.contiguous(), dst=0, group=world)
         if shipment.owner != 0 and rank == 0:
-            for _, shape in shipment.tensors:
-                full.append(torch.empty(shape, dtype=shipment.dtype(self.model.config.params_dtype), device=device()))
-                dist.recv(full[-1], src=shipment.owner)
-        return full if rank == 0 else [None] * len(shipment.tensors)
-
-
-def plan(architecture: Architecture, held: list[list[str]]) -> list[Shipment]:
-    """What is shipped, in the model's order, and by whom.
-
-    Args:
-        held: by rank, the global names of the parameters that it holds.
-    """
-    shapes = hf_tensors(architecture)
-    position = {name: index for index, name in enumerate(shapes)}
-    owners: dict[str, int] = {}
-    shipped: dict[Recipe, str] = {}
-    for rank, names in enumerate(held):
-        for name in names:
-            if name not in owners:
-                # the last pipeline stage's copy of a tied embedding becomes the same tensors as the first stage's
-                shipped.setdefault(recipe(name, architecture), name)
-                owners[name] = rank
-    return [
-        Shipment(name, owners[name], tuple((hf_name, shapes[hf_name]) for hf_name in made.hf_names), made.float32)
-        for made, name in sorted(shipped.items(), key=lambda item: position[item[0].hf_names[0]])
-    ]
-
-
-def _gather(local: LocalParameter) -> Tensor | None:
-    """The unsplit parameter on the first rank of its group, None on the others."""
-    shard, dimension = local.parameter.detach(), local.split_dimension
-    first = local.group.rank() == 0
-    if dimension is None:
-        return shard if first else None
-    shards = [torch.empty_like(shard) for _ in range(local.group.size())] if first else None
-    dist.gather(shard.contiguous(), shards, group=local.group, group_dst=0)
-    return local.recipe.unshard(shards, dimension) if shards is not None else None
+            dtype = shipment.dtype(self.model.config.params_dtype)
+            for shape in shapes:
+                full.append(torch.empty(shape, dtype=dtype, device=device()))
+                dist.recv(full[-1], src=shipment.owner, group=world)
+        return full if rank == 0 else [None] * len(shapes)
 
 
 def save_hf(exporter: Exporter, source: Path, target: Path) -> None:
     """Write a Hugging Face checkpoint directory. A collective; rank 0 writes.
 
-    ``target`` appears complete or not at all, and replaces an older one.
+    ``target`` appears complete or not at all, and replaces an older one. Of a model with adapters it holds the merged weights and, in
+    a directory ``adapter``, the adapters for themselves.
 
     Args:
         source: the checkpoint the model was loaded from; its config, tokenizer and whatever else is not weights are copied.
@@ -155,6 +98,12 @@ def save_hf(exporter: Exporter, source: Path, target: Path) -> None:
         with together(f"writing to {target}"):
             if writer is not None:
                 writer.add({name: tensor for name, tensor in bucket if tensor is not None})
+    lora, cargo = exporter.model.lora, exporter.cargo
+    if lora is not None:
+        tensors = cargo.adapters.collect(cargo.groups.tensor, cargo.groups.world)
+        with together(f"writing the adapters of {target}"):
+            if writer is not None and tensors is not None:
+                adapters.write(writer.scratch / adapters.DIRECTORY, tensors, lora, source)
     with together(f"publishing {target}"):
         if writer is not None:
             writer.finish(exporter.model.config.params_dtype)
@@ -166,6 +115,16 @@ def copy_beside_weights(source: Path, target: Path) -> None:
         copied = path.suffix not in _NOT_COPIED and not path.name.endswith(".index.json")
         if path.is_file() and copied and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
+
+
+def write_config(directory: Path, dtype: str) -> None:
+    """Have a copied ``config.json`` say what is there: weights of another dtype than it came with, perhaps, and no draft layers."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    if config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 class HfWriter:
@@ -196,18 +155,9 @@ class HfWriter:
             index = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
             (self.scratch / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         copy_beside_weights(self.source, self.scratch)
-        self._write_config(str(dtype).removeprefix("torch."))
+        write_config(self.scratch, str(dtype).removeprefix("torch."))
         fsync_tree(self.scratch)
         publish(self.scratch, self.target)
 
     def _numbered(self, number: int) -> Path:
         return self.scratch / f"shard-{number}.safetensors"
-
-    def _write_config(self, dtype: str) -> None:
-        """The weights may have another dtype than the ones that the config came with, and draft layers are not exported."""
-        path = self.scratch / "config.json"
-        config = json.loads(path.read_text())
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-        if config.get("num_nextn_predict_layers"):
-            config["num_nextn_predict_layers"] = 0
-        path.write_text(json.dumps(config, indent=2) + "\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,9 @@ from megatron.core.transformer import TransformerConfig
 from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.architecture import Architecture
 from services.trainer.megatron.architecture_options import architecture_options, config_class
+from services.trainer.megatron.freezing import Freezing
+from services.trainer.megatron.lora import Lora
+from services.trainer.megatron.readers import Readers
 from services.trainer.megatron.runtime import ParallelLayout, device, round_up
 from services.trainer.megatron.spec import decoder_spec
 from services.trainer.megatron.value import ValueHead
@@ -31,7 +34,8 @@ class Model:
     Args:
         architecture: the whole model's. config: Megatron's. layout: how ranks share it.
         chunks: the rank's stages, wrapped for data parallelism; one, but for interleaved pipelines.
-        value_head: whether a critic's head stands in the place of the output layer.
+        value_head: whether a critic's head stands in the place of the output layer. lora: how it is adapted, or None.
+        freezing: which parameters are frozen. readers: who reads them just now.
     """
 
     architecture: Architecture
@@ -39,6 +43,9 @@ class Model:
     layout: ParallelLayout
     chunks: list[DistributedDataParallel]
     value_head: bool = False
+    lora: Lora | None = None
+    freezing: Freezing = field(default_factory=Freezing)
+    readers: Readers = field(default_factory=Readers)
 
     @property
     def modules(self) -> list[GPTModel]:

@@ -56,18 +56,22 @@ class Recipe:
             return torch.cat([tensors[0], below])
         return tensors[0]
 
-    def unfuse(self, parameter: Tensor, architecture: Architecture) -> list[Tensor]:
-        """Inverse of :meth:`fuse`: contiguous tensors in the order of ``hf_names``."""
+    def parts(self, parameter: Tensor, architecture: Architecture) -> list[Tensor]:
+        """Inverse of :meth:`fuse`: views in the order of ``hf_names``, elements in the tensors' order, maybe of more dimensions."""
         if self.layout == "glu":
             return list(parameter.chunk(len(self.hf_names)))  # one for a family that keeps both halves in one tensor
         if self.layout == "qkv":
             groups, width = architecture.num_key_value_heads, architecture.head_dim
             queries = architecture.num_attention_heads // groups * width
-            parts = parameter.unflatten(0, (groups, -1)).split([queries, width, width], 1)
-            return [part.flatten(0, 1).contiguous() for part in parts]
+            return list(parameter.unflatten(0, (groups, -1)).split([queries, width, width], 1))
         if self.layout == "vocabulary":
             return [parameter[: architecture.vocab_size]]
         return [parameter]
+
+    def unfuse(self, parameter: Tensor, architecture: Architecture) -> list[Tensor]:
+        """As :meth:`parts`, but contiguous tensors of their own shapes."""
+        parts = self.parts(parameter, architecture)
+        return [part.flatten(0, 1).contiguous() for part in parts] if self.layout == "qkv" else parts
 
     def shard(self, full: Tensor, dimension: int, rank: int, size: int) -> Tensor:
         """What tensor-parallel rank ``rank`` of ``size`` holds of the unsplit parameter."""
@@ -125,6 +129,12 @@ def weights_of(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
 
 
+def numbered_chunks(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[tuple[int, GPTModel]]:
+    """This rank's parts of the model, each with the number of its first layer."""
+    for stage, chunk in enumerate(chunks):
+        yield get_transformer_layer_offset(config, vp_stage=stage if len(chunks) > 1 else None), chunk
+
+
 def parameters(
     chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture
 ) -> Iterator[LocalParameter]:
@@ -137,14 +147,13 @@ def parameters(
     def global_expert(match: re.Match[str]) -> str:
         return f"{match[1]}{int(match[2]) + first_expert}{match[3]}"
 
-    for stage, chunk in enumerate(chunks):
-        first_layer = get_transformer_layer_offset(config, vp_stage=stage if len(chunks) > 1 else None)
+    for first_layer, chunk in numbered_chunks(chunks, config):
         for name, parameter in weights_of(chunk):
             layer = re.match(r"decoder\.layers\.(\d+)\.(.+)", name)
             if layer:
                 name = f"decoder.layers.{int(layer[1]) + first_layer}.{layer[2]}"
-            if getattr(parameter, "value_head", False):
-                continue  # a critic's own; no checkpoint but its own has it
+            if getattr(parameter, "value_head", False) or getattr(parameter, "adapter", False):
+                continue  # a critic's own, or LoRA's; no checkpoint of the model has it
             name = re.sub(r"(\.local_experts\.)(\d+)(\.)", global_expert, name)
             name = re.sub(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)($)", global_expert, name)
             yield LocalParameter(name, parameter, recipe(name, architecture))

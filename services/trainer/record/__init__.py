@@ -12,10 +12,10 @@ from services.trainer.batches import TrainBatch
 from services.trainer.facts import Column
 from services.trainer.link import Link
 from services.trainer.objective import reward_advantages
-from services.trainer.push import PushResult
 from services.trainer.record.speed import Speed
 from services.trainer.record.weights_and_biases import WeightsAndBiases
 from services.trainer.record.writers import Prometheus, TensorBoard, Writer
+from services.trainer.weights.pusher import PushResult
 from shared.config import RunConfig
 from shared.messages import TrainerStep
 
@@ -99,10 +99,21 @@ class Record:
 
     def push(self, result: PushResult) -> None:
         """One push of weights; its step is the version."""
-        values = {"update_weights_time": result.seconds, "update_weights_stall": result.stall, "update_weights_bytes": float(result.bytes)}
+        values = {
+            "update_weights_time": result.seconds,
+            "update_weights_wire_time": result.wire_seconds,
+            "update_weights_stall": result.stall,
+            "update_weights_bytes": float(result.bytes),
+            "update_weights_gb_per_s": result.gb_per_s,
+        }
         self._write(result.version, _named("perf", values))
         self._link.gauges(
-            {"version": result.version, "push_seconds": result.seconds, "push_gb_per_s": result.bytes / max(result.seconds, 1e-9) / 1e9}
+            {
+                "version": result.version,
+                "push_seconds": result.seconds,
+                "push_stall_seconds": result.stall,
+                "push_gb_per_s": result.gb_per_s,
+            }
         )
         self.evaluations()
 

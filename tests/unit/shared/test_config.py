@@ -18,6 +18,9 @@ from tests.support.run_config import run_config, values
 SECTIONS: dict[str, type[Section]] = {section: section_model(section) for section in RunConfig.model_fields}
 MUTABLE = {
     "buffer_replicas",
+    "colocate",
+    "offload_train",
+    "offload_rollout",
     "num_rollout",
     "rollout_replicas",
     "rollout_concurrency",
@@ -38,6 +41,12 @@ MUTABLE = {
     "collective_timeout",
     "torch_threads",
     "push_timeout",
+    "update_weight_mode",
+    "update_weight_delta_encoding",
+    "update_weight_full_interval",
+    "snapshot_interval",
+    "keep_snapshots",
+    "join_from",
     "log_passrate",
     "passrate_threshold",
     "use_wandb",
@@ -185,6 +194,9 @@ def test_a_missing_section_is_named(tmp_path: Path) -> None:
         ("algorithm", "tis_clip", 0.0),
         ("weights", "update_weights_interval", 0),
         ("weights", "push_timeout", 0),
+        ("weights", "update_weight_transport", "gloo"),
+        ("weights", "update_weight_full_interval", 0),
+        ("weights", "keep_snapshots", 0),
         ("bus", "ack_wait", 0),
         ("bus", "max_deliver", 0),
         ("bus", "replicas", 6),
@@ -222,6 +234,24 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
         ({"rollout": {"rollout_window": 4}}, "rollout.rollout_window", "belongs to rollout_order = windowed_fifo, not to completion"),
         ({"rollout": {"rollout_order": "windowed_fifo", "rollout_window": 1}}, "rollout.rollout_window", "1 groups do not fill a batch"),
         ({"reward": {"group_rm": True}}, "reward.group_rm", "needs custom_rm_path"),
+        ({"trainer": {"offload_train": True}}, "trainer.offload_train", "belongs to colocate = true"),
+        ({"trainer": {"offload_rollout": True}}, "trainer.offload_rollout", "belongs to colocate = true"),
+        (
+            {"trainer": {"colocate": True}, "rollout": {"rollout_replicas": 2}},
+            "rollout.rollout_replicas",
+            "2 engines of 1 GPUs do not fit on the trainer's 1",
+        ),
+        (
+            {"trainer": {"colocate": True, "train_device": "cuda"}, "rollout": {"rollout_device": "cpu"}},
+            "rollout.rollout_device",
+            "cpu, but train_device is cuda",
+        ),
+        (
+            {"trainer": {"colocate": True}, "weights": {"update_weight_transport": "disk"}},
+            "weights.update_weight_transport",
+            "colocated engines share the trainer's memory",
+        ),
+        ({"trainer": {"colocate": True}, "weights": {"join_from": "disk"}}, "weights.join_from", "get all weights from the trainer"),
     ],
 )
 def test_fields_that_do_not_fit_together_are_refused(tmp_path: Path, sections: dict[str, Any], field: str, words: str) -> None:

@@ -26,6 +26,43 @@ def test_the_trainer_comes_first_then_each_engine(tmp_path: Path, monkeypatch: p
     assert devices.share_out(config) == {"trainer-0": "0,1", "rollout-0": "2,3", "rollout-1": "4,5"}
 
 
+def test_colocated_engines_have_the_trainers_gpus_their_own_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpus", lambda: 4)
+    config = run_config(
+        tmp_path, rollout={"rollout_replicas": 2, "rollout_num_gpus_per_engine": 2}, trainer={"actor_num_gpus_per_node": 4, "colocate": True}
+    )
+    assert devices.share_out(config) == {"trainer-0": "0,1,2,3", "rollout-0": "0,1,2,3", "rollout-1": "2,3,0,1"}
+    assert devices.trainer_offloads(config)
+    assert devices.engines_release(config)
+    assert not devices.engines_back_up(config)
+
+
+def test_colocated_on_a_cpu_there_is_nothing_to_give_back(tmp_path: Path) -> None:
+    where = {"rollout": {"rollout_device": "cpu"}}
+    config = run_config(tmp_path, **where, trainer={"train_device": "cpu", "colocate": True})
+    assert devices.share_out(config) == {}
+    assert not devices.trainer_offloads(config)
+    assert not devices.engines_release(config)
+    asked = run_config(tmp_path, **where, trainer={"train_device": "cpu", "colocate": True, "offload_train": True, "offload_rollout": True})
+    assert devices.trainer_offloads(asked)
+    assert not devices.engines_release(asked)
+
+
+def test_engines_keep_a_copy_of_their_weights_where_not_every_step_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpus", lambda: 1)
+    config = run_config(tmp_path, trainer={"colocate": True}, weights={"update_weights_interval": 2})
+    assert devices.engines_back_up(config)
+    apart = run_config(tmp_path, weights={"update_weights_interval": 2})
+    assert not devices.engines_back_up(apart)
+
+
+def test_colocated_services_that_turn_out_to_be_on_different_devices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpus", lambda: 1)
+    config = run_config(tmp_path, trainer={"colocate": True, "train_device": "cpu"})
+    with pytest.raises(ConfigError, match=r"rollout\.rollout_device = 'cuda'"):
+        devices.share_out(config)
+
+
 def test_too_few_gpus_are_refused_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpus", lambda: 2)
     config = run_config(tmp_path, rollout={"rollout_device": "cuda", "rollout_replicas": 2}, trainer={"train_device": "cuda"})

@@ -83,7 +83,18 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "WeightsPause": PUSH,
     "WeightsCommit": PUSH,
     "WeightsAbort": {"version": 1, "reason": "a peer died"},
+    "WeightsSleep": {"lasts": 30.0, "deadline": 60.0},
+    "WeightsAsleep": {"replica": "r", "version": -1},
+    "WeightsWake": {"deadline": 60.0},
     "WeightsLive": {"version": 1, "replicas": ["r"], "seconds": 0.1, "bytes": 10, "at": 1.0},
+    "WeightsSnapshot": {
+        "version": 1, "digest": "0f", "kind": "delta", "path": "/runs/r/weights/v000001", "bytes": 10, "seconds": 0.1, "at": 1.0,
+    },
+    "WeightsLend": {"borrower": "r", "version": 1, "ranks": 1, "deadline": 60.0},
+    "WeightsLent": {
+        "replica": "r", "version": 1, "digest": "0f",
+        "lanes": [{"kind": "group", "name": "lend-1", "address": "127.0.0.1", "port": 4000, "backend": "gloo", "world_size": 2}],
+    },
     "TrainerStep": {"step": 0, "version": 1, "started": 1.0, "ended": 2.0, "metrics": {"loss": 0.5}},
     "ServiceEvent": {"service": "buffer", "instance": "b", "what": "joined", "at": 1.0},
     "ServiceCard": {"service": "buffer", "instance": "b", "host": "h", "pid": 1, "http": "127.0.0.1:1", "state": "ready", "at": 1.0},

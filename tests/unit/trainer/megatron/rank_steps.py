@@ -19,9 +19,11 @@ from services.trainer.megatron import checkpoint, runtime
 from services.trainer.megatron.likelihood import VocabularySlice, log_probs_and_entropy
 from services.trainer.megatron.reference import FrozenWeights
 from services.trainer.megatron.saving import StagedShards
+from services.trainer.megatron.shipping import Cargo, Groups
 from services.trainer.objective import ObjectiveConfig, PolicyLoss
 from services.trainer.objective.value import ValueLoss
 from services.trainer.packing import PackedBatch
+from services.trainer.weights.stage import StageExport, view
 from shared.errors import MyxoError
 from tests.unit.trainer.megatron.tiny import VOCAB, pack, sequences
 
@@ -250,8 +252,26 @@ def save_after(hf_dir: Path, config: dict[str, Any], root: Path, count: int) -> 
     return steps(model, 2, first=count)
 
 
-def load_and_export(hf_dir: Path, config: dict[str, Any]) -> dict[str, Tensor | None]:
-    return exported(actor(hf_dir, **config))
+def load_and_export(hf_dir: Path, config: dict[str, Any]) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
+    """The weights as `Actor.export` gives them, and what this rank would send to the engines."""
+    model = actor(hf_dir, **config)
+    return exported(model), pushed(model)
+
+
+def pushed(model: Actor, bucket_bytes: int = 4096) -> dict[str, Tensor]:
+    """What the lane of this rank's pipeline stage would carry, if this is its source; the last of two pushes over two buffers."""
+    cargo = Cargo(model.model, Groups.own())
+    stage = StageExport(cargo, bucket_bytes)
+    buckets, found = stage.manifest.buckets, {}
+    ring = [torch.zeros(max(bucket.nbytes for bucket in buckets), dtype=torch.uint8) for _ in range(2)]
+    for _ in range(2):
+        for number, bucket in enumerate(buckets):
+            flat = ring[number % 2][: bucket.nbytes].zero_() if stage.is_source else None
+            stage.fill(number, flat)
+            if flat is not None:
+                found |= {slot.name: view(flat, slot).clone() for slot in bucket.slots}
+    cargo.groups.leave()
+    return found
 
 
 def load_and_save(hf_dir: Path, config: dict[str, Any], target: Path) -> None:

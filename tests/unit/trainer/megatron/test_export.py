@@ -27,10 +27,11 @@ TWO_RANKS += [("qwen3_moe", layout) for layout in (SEQUENCE, PIPELINE, EXPERT)] 
 @pytest.mark.parametrize("kind", KINDS)
 def test_round_trip_is_bit_equal(kind, hf, make_actor):
     loaded = load_file(hf(kind) / "model.safetensors")
-    out = rank_steps.exported(make_actor(kind))
-    assert out.keys() == loaded.keys()
-    for name, tensor in out.items():
-        assert torch.equal(tensor, loaded[name]), name
+    actor = make_actor(kind)
+    for out in (rank_steps.exported(actor), rank_steps.pushed(actor)):
+        assert out.keys() == loaded.keys()
+        for name, tensor in out.items():
+            assert torch.equal(tensor, loaded[name]), name
 
 
 @pytest.mark.parametrize(
@@ -39,12 +40,16 @@ def test_round_trip_is_bit_equal(kind, hf, make_actor):
 )
 def test_round_trip_over_two_ranks_is_bit_equal(kind, config, hf, two_ranks):
     loaded = load_file(hf(kind) / "model.safetensors")
-    first, second = two_ranks.run(rank_steps.load_and_export, hf(kind), config)
+    (first, first_sent), (second, second_sent) = two_ranks.run(rank_steps.load_and_export, hf(kind), config)
     assert first.keys() == loaded.keys()
     for name, tensor in first.items():
         assert torch.equal(tensor, loaded[name]), name
     assert list(second) == list(first)
     assert set(second.values()) == {None}
+    sent = {**first_sent, **second_sent}  # each pipeline stage sends its own
+    assert sent.keys() == loaded.keys() and not first_sent.keys() & second_sent.keys()
+    assert bool(second_sent) == ("pipeline_model_parallel_size" in config)
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in sent.items())
 
 
 def test_buckets_keep_to_their_size_and_to_the_models_order(hf, make_actor):

@@ -1,0 +1,52 @@
+"""The engine's own side of a push, inside each of its scheduler processes. SGLang calls `load` by its dotted name.
+
+===============  ==================================================================================================
+``session``      the socket that orders come by, and the queue of those that need the scheduler's thread
+``receiver``     what it knows of its weights: joining lanes, receiving, checking
+``wire``         what carries buckets here: the protocol of its kinds, how long they may be waited for
+``group``        the wire over a process group (gloo, NCCL)
+``plan``         how the bytes of a bucket get into the model's parameters: traced once, replayed from then on
+``sglang``       the few questions that only SGLang can answer
+===============  ==================================================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from services.rollout.engine.receiver.session import Session
+
+log = logging.getLogger(__name__)
+
+DIRECTORY_VARIABLE = "MYXO_RECEIVER"
+"""Names the private directory in which each rank opens its socket."""
+
+_session: Session | None = None
+
+
+def load(model: Any, tensors: Iterable[object]) -> None:
+    """Has the next order that waits done with this model; the first call opens the socket instead. ``tensors``: ignored.
+
+    Never raises: SGLang's scheduler would end with it. What goes wrong is the answer to the order.
+    """
+    global _session
+    try:
+        if _session is None:
+            from services.rollout.engine.receiver.receiver import Receiver
+            from services.rollout.engine.receiver.session import Session
+            from services.rollout.engine.receiver.sglang import model_path, rank
+
+            directory = os.environ[DIRECTORY_VARIABLE]
+            own = rank()
+            device = next(model.parameters()).device
+            _session = Session(Path(directory), own, Receiver(model, own, device, model_path()))
+            _session.open()
+        else:
+            _session.work()
+    except Exception:
+        log.exception("the receiver of weights failed")

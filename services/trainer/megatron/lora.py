@@ -1,0 +1,318 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) on Megatron's linear layers; the weights under them are frozen.
+
+Where Megatron fuses matrices (q, k, v; gate and up) each has a pair of its own, as in PEFT: W x becomes W x + alpha / rank * B A x
+with A [rank, inputs] and B [outputs, rank]. A column-parallel layer has A whole on every tensor-parallel rank and B split with
+the outputs; a row-parallel one has A split with the inputs and B whole. How adapters leave the model: :mod:`.adapters`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+import xxhash
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from services.trainer.megatron.architecture import Architecture
+from services.trainer.megatron.names import layer_rows
+from services.trainer.megatron.replicated import ReplicatedLinear
+from services.trainer.megatron.runtime import ParallelLayout, device
+from services.trainer.megatron.weights import numbered_chunks, recipe
+from shared.errors import ConfigError, nearest
+
+ALL_LINEAR = "all-linear"
+
+Split = Literal["outputs", "inputs", "none"]
+"""What of a layer the tensor-parallel ranks divide among them."""
+
+Part = Literal["a", "b"]
+
+PARTS: tuple[Part, Part] = ("a", "b")
+"""The two matrices of an adapter."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """How a model is adapted.
+
+    Args:
+        rank: of the products that are added. alpha: they are scaled by alpha / rank. targets: PEFT's names of the matrices, as
+            ``q_proj``, or ``all-linear`` alone for all that can be adapted.
+
+    Raises:
+        ConfigError: a value has no meaning.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError("trainer.lora_rank", self.rank, "at least 1, or none")
+        if not 0 < self.alpha < math.inf:
+            raise ConfigError("trainer.lora_alpha", self.alpha, "a finite number above 0")
+        if not self.targets or (ALL_LINEAR in self.targets and len(self.targets) > 1):
+            raise ConfigError("trainer.target_modules", list(self.targets), f"{ALL_LINEAR} alone, or names of matrices")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def takes(self, projection: str) -> bool:
+        return ALL_LINEAR in self.targets or projection in self.targets
+
+    def check(self, architecture: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any]) -> None:
+        """Raises ConfigError where the model has no such matrices, or they cannot be adapted.
+
+        Args:
+            overrides: fields of Megatron's TransformerConfig as given.
+        """
+        field, given = "trainer.target_modules", list(self.targets)
+        if overrides.get("transformer_impl") == "transformer_engine":
+            raise ConfigError("trainer.lora_rank", self.rank, "none; Transformer Engine's layers take no adapters here")
+        known, of_experts = _projections(architecture)
+        plain = [name for name in known if name not in of_experts]
+        for name in self.targets:
+            if name in of_experts or (name == ALL_LINEAR and of_experts):
+                wanted = f"only {', '.join(plain)}; layers of experts take no adapters here"
+                raise ConfigError(field, given, wanted)
+            if name != ALL_LINEAR and name not in known:
+                raise ConfigError(field, name, f"a matrix of {architecture.model_type}: {nearest(name, known)}")
+        if self.takes("gate_up_proj") and "gate_up_proj" in known and layout.tensor > 1:
+            fit = [name for name in plain if name != "gate_up_proj"]
+            wanted = f"only {', '.join(fit)} with tensor parallelism; {architecture.model_type} keeps gate and up in one matrix"
+            raise ConfigError(field, given, wanted)
+
+
+def _projections(architecture: Architecture) -> tuple[list[str], set[str]]:
+    """PEFT's names of the model's matrices that could be adapted, and of those that layers of experts have."""
+    known: dict[str, None] = {}
+    of_experts: set[str] = set()
+    for layer in range(architecture.num_layers):
+        for row in layer_rows(architecture, layer):
+            names = [name.split(".")[-2] for name, _ in row.tensors]
+            if re.fullmatch(r"(self_attention\.linear_\w+|mlp\.linear_fc[12])\.weight", row.megatron[0]):
+                known.update(dict.fromkeys(names))
+            elif "experts" in row.megatron[0]:
+                of_experts.update(names)
+    return list(known), of_experts
+
+
+class Pair(torch.nn.Module):
+    """One matrix's adapter, or this rank's part of it: ``a`` [rank, inputs], ``b`` [outputs, rank]."""
+
+    def __init__(self, rank: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.empty(rank, inputs, dtype=dtype, device=device()))
+        self.b = torch.nn.Parameter(torch.zeros(outputs, rank, dtype=dtype, device=device()))
+        for parameter in (self.a, self.b):
+            parameter.adapter = True  # type: ignore[attr-defined]  # no tensor of a Hugging Face checkpoint
+
+
+class Adapter(torch.nn.Module):
+    """The adapters of one of Megatron's linear layers: what is added to its output.
+
+    Args:
+        linear: the layer. split: what of it is divided. matrices: of which the layer is made, by PEFT's names, with their whole
+            numbers of outputs. fuse: makes the layer's weight of theirs, on this rank.
+    """
+
+    def __init__(
+        self,
+        linear: torch.nn.Module,
+        split: Split,
+        matrices: Sequence[tuple[str, int]],
+        fuse: Callable[[Sequence[Tensor]], Tensor],
+        lora: Lora,
+        config: TransformerConfig,
+    ) -> None:
+        super().__init__()
+        self.split, self.fuse, self.lora = split, fuse, lora
+        self.group = getattr(linear, "tp_group", None)
+        self.scattered = config.sequence_parallel
+        parts = self.group.size() if self.group is not None and split == "outputs" else 1
+        self.rows = {name: rows // parts for name, rows in matrices}
+        weight = linear.weight
+        assert isinstance(weight, Tensor) and weight.size(0) == sum(self.rows.values())
+        for name, rows in self.rows.items():
+            if lora.takes(name):
+                self.add_module(name, self._marked(Pair(lora.rank, weight.size(1), rows, config.params_dtype)))
+
+    def _marked(self, pair: Pair) -> Pair:
+        """With what Megatron must know of each parameter: which are split, and whose gradients are sums over the ranks' tokens."""
+        if self.split == "outputs":
+            set_tensor_model_parallel_attributes(pair.b, True, 0, 1)
+            pair.a.sequence_parallel = self.scattered  # type: ignore[attr-defined]
+        elif self.split == "inputs":
+            set_tensor_model_parallel_attributes(pair.a, True, 1, 1)
+            pair.b.sequence_parallel = self.scattered  # type: ignore[attr-defined]
+        else:
+            pair.a.sequence_parallel = pair.b.sequence_parallel = self.scattered  # type: ignore[attr-defined]
+        return pair
+
+    @property
+    def pairs(self) -> dict[str, Pair]:
+        """By PEFT's names, in the layer's order."""
+        return {name: module for name, module in self.named_children() if isinstance(module, Pair)}
+
+    def split_axis(self, part: Part) -> int | None:
+        """The dimension of ``a`` or ``b`` that the tensor-parallel ranks divide."""
+        return {("outputs", "b"): 0, ("inputs", "a"): 1}.get((self.split, part))
+
+    def forward(self, given: Tensor) -> Tensor:
+        """``given``: the layer's input, [..., inputs]. Returns what its output lacks, [..., outputs]."""
+        low = F.linear(given, torch.cat([pair.a for pair in self.pairs.values()]))
+        if self.split == "outputs":
+            low = (
+                gather_from_sequence_parallel_region(low, group=self.group)
+                if self.scattered
+                else copy_to_tensor_model_parallel_region(low, group=self.group)
+            )
+        elif self.split == "inputs":
+            low = (
+                reduce_scatter_to_sequence_parallel_region(low, group=self.group)
+                if self.scattered
+                else reduce_from_tensor_model_parallel_region(low, group=self.group)
+            )
+        return F.linear(low * self.lora.scale, self._fused_b())
+
+    def _fused_b(self) -> Tensor:
+        """[outputs, sum of ranks]: each matrix's rows meet its own columns only. Small beside the activations, which stay in one piece."""
+        pairs = self.pairs
+        width, at, blocks = len(pairs) * self.lora.rank, 0, []
+        for name, rows in self.rows.items():
+            if name in pairs:
+                blocks.append(F.pad(pairs[name].b, (at, width - at - self.lora.rank)))
+                at += self.lora.rank
+            else:
+                blocks.append(next(iter(pairs.values())).b.new_zeros(rows, width))
+        return self.fuse(blocks)
+
+    @torch.no_grad()
+    def reset(self, seeds: dict[str, int]) -> None:
+        """A as PEFT draws it (Kaiming, uniform within 1 / sqrt(inputs)), the same in every layout; B zero: nothing is added."""
+        for name, pair in self.pairs.items():
+            parts = self.group.size() if self.group is not None and self.split == "inputs" else 1
+            inputs = pair.a.size(1) * parts
+            generator = torch.Generator().manual_seed(seeds[name])
+            whole = torch.empty(self.lora.rank, inputs).uniform_(-(inputs**-0.5), inputs**-0.5, generator=generator)
+            pair.a.copy_(self.shard(whole, "a"))
+            pair.b.zero_()
+
+    def shard(self, whole: Tensor, part: Part) -> Tensor:
+        """This rank's part of an unsplit ``a`` or ``b``."""
+        axis = self.split_axis(part)
+        if axis is None or self.group is None:
+            return whole
+        return whole.chunk(self.group.size(), axis)[self.group.rank()]
+
+
+class _Adapted(torch.nn.Module):
+    """What makes a linear layer of Megatron's an adapted one, before the layer's own class in the order of resolution."""
+
+    adapter: Adapter
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_, *args, **kwargs)
+        return output + self.adapter(input_), bias
+
+
+class _Sharded(_Adapted):
+    """Of which the ranks hold parts, also in checkpoints."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        held: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        axes = {
+            f"{name}.{part}": axis
+            for name in self.adapter.pairs
+            for part in PARTS
+            if (axis := self.adapter.split_axis(part)) is not None
+        }
+        state, group = self.adapter.state_dict(keep_vars=True), self.adapter.group
+        held |= make_sharded_tensors_for_checkpoint(
+            state, f"{prefix}adapter.", axes, sharded_offsets, tp_group=group, dp_cp_group=metadata["dp_cp_group"]
+        )
+        return held
+
+
+class AdaptedColumn(_Sharded, ColumnParallelLinear):
+    """A layer whose outputs are split."""
+
+
+class AdaptedRow(_Sharded, RowParallelLinear):
+    """A layer whose inputs are split."""
+
+
+class AdaptedReplicated(_Adapted, ReplicatedLinear):  # type: ignore[misc]  # the one argument that there is
+    """A layer that every rank holds whole."""
+
+
+_ADAPTED: dict[type, tuple[type, Split]] = {
+    ColumnParallelLinear: (AdaptedColumn, "outputs"),
+    RowParallelLinear: (AdaptedRow, "inputs"),
+    ReplicatedLinear: (AdaptedReplicated, "none"),
+}
+
+
+def attach(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, lora: Lora, seed: int) -> None:
+    """Give the targeted layers their adapters, which add nothing yet. Before gradients and optimizer are made.
+
+    Layers are built by Megatron, whose modules compare their classes with those that they know: what is adapted becomes so afterwards.
+
+    Args:
+        seed: of the A matrices, with their names.
+    """
+    for name, linear in layers(chunks, config):
+        adapted, split = _ADAPTED[type(linear)]
+        made = recipe(f"{name}.weight", architecture)
+        parts = linear.tp_group.size() if split == "outputs" else 1
+        outputs = _outputs(made.layout, len(made.hf_names), linear.weight.size(0) * parts, architecture)
+        matrices = [(hf_name.split(".")[-2], rows) for hf_name, rows in zip(made.hf_names, outputs, strict=True)]
+        if not any(lora.takes(matrix) for matrix, _ in matrices):
+            continue
+        local = replace(architecture, num_key_value_heads=architecture.num_key_value_heads // parts)
+
+        def fuse(tensors: Sequence[Tensor], made: Any = made, local: Architecture = local) -> Tensor:
+            fused: Tensor = made.fuse(tensors, local, 0)
+            return fused
+
+        linear.adapter = Adapter(linear, split, matrices, fuse, lora, config)
+        linear.__class__ = adapted
+        seeds = {hf_name.split(".")[-2]: xxhash.xxh3_64_intdigest(f"{seed}:{hf_name}".encode()) >> 1 for hf_name in made.hf_names}
+        linear.adapter.reset(seeds)
+
+
+def _outputs(layout: str, count: int, rows: int, architecture: Architecture) -> list[int]:
+    """Rows of each matrix of a fused one of ``rows``."""
+    if layout == "qkv":
+        keys = architecture.num_key_value_heads * architecture.head_dim
+        return [rows - 2 * keys, keys, keys]
+    return [rows // count] * count
+
+
+def layers(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[tuple[str, Any]]:
+    """This rank's linear layers that can be adapted, or are, by their global names."""
+    kinds = (*_ADAPTED, *(adapted for adapted, _ in _ADAPTED.values()))
+    for first_layer, chunk in numbered_chunks(chunks, config):
+        for name, module in chunk.named_modules():
+            layer = re.fullmatch(r"decoder\.layers\.(\d+)\.((?:self_attention|mlp)\.linear_\w+)", name)
+            if layer and type(module) in kinds:
+                yield f"decoder.layers.{int(layer[1]) + first_layer}.{layer[2]}", module

@@ -1,0 +1,160 @@
+"""One rank's part in a push: its pipeline stage's export, and where it is the stage's source, the lane that carries it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from services.trainer.megatron import runtime
+from services.trainer.megatron.model import Model
+from services.trainer.megatron.shipping import Cargo, Groups
+from services.trainer.weights.adapter_stage import AdapterExport
+from services.trainer.weights.group import GroupLane
+from services.trainer.weights.lane import Lane, LaneBroken
+from services.trainer.weights.stage import StageExport
+from shared.messages import WeightsLane
+from shared.weights.digest import Known
+from shared.weights.hashing import Hasher
+
+LaneKind = Literal["group", "memory"]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank has sent of a push. ``known``: the tensors, by their digests. ``error``: why not everything went out."""
+
+    bytes: int
+    known: dict[str, Known]
+    error: str | None
+
+
+class Sender:
+    """All ranks construct it together; every method but `abort` is a collective of all of them, called on one thread.
+
+    Args:
+        kind: of the lanes. seconds: a push may take. bucket_bytes, dtype: see `StageExport`.
+    """
+
+    def __init__(self, model: Model, kind: LaneKind, seconds: float, bucket_bytes: int, dtype: str | None = None) -> None:
+        self.cargo = Cargo(model, Groups.own())
+        self._kind, self._seconds, self._bucket_bytes, self._dtype = kind, seconds, bucket_bytes, dtype
+        self._life = secrets.token_hex(4)  # a lane of an earlier life must not be taken for one of this
+        self._exports: dict[bool, StageExport | AdapterExport] = {}
+        self._lane: Lane | None = None
+        self._hasher = Hasher(_to_device)
+        limit = datetime.timedelta(seconds=seconds + runtime.timeout_seconds())
+        self._talk = dist.new_group(backend="gloo", timeout=limit) if dist.get_world_size() > 1 else None
+
+    def open(self, number: int, engine_ranks: int) -> list[WeightsLane]:
+        """Makes new lanes in the place of what there were: one for each pipeline stage. ``number``: of the push."""
+        self.drop()
+        export, addresses = self._export(partial=False), []
+        if export.is_source:
+            self._lane = self._made(f"myxo-{self._life}-{number}-{self.cargo.stage}", 1 + engine_ranks)
+            addresses = [self._lane.address().model_dump()]
+        return [WeightsLane.model_validate(one) for told in self.agree(addresses) for one in told]
+
+    def join(self, seconds: float) -> None:
+        """Waits for the engines. Raises LaneBroken on the ranks whose lane was not joined."""
+        if self._lane is not None:
+            self._lane.join(seconds)
+
+    def stream(self, number: int, *, partial: bool, seconds: float) -> Sent:
+        """Exports and sends everything. Never raises for a lane that breaks: other ranks wait for this one in the export.
+
+        Args:
+            partial: without what is frozen. Returns before the last buckets have arrived: see `finish`.
+        """
+        export, lane, sent = self._export(partial), self._lane, 0
+        error = None if lane is None else _broken(lambda: lane.announce(number, export.manifest, seconds))
+        for index, bucket in enumerate(export.manifest.buckets):
+            flat: torch.Tensor | None = None
+            try:
+                if lane is not None and error is None:
+                    flat = lane.buffer(index, bucket.nbytes)
+            except LaneBroken as broken:
+                error = str(broken)
+            export.fill(index, flat)
+            if lane is not None and flat is not None:
+                error = _broken(lambda i=index, full=flat: lane.send(i, full))  # type: ignore[misc]
+                self._hasher.take(bucket, flat)
+                sent += bucket.nbytes
+        return Sent(sent, {}, error)
+
+    def finish(self, sent: Sent) -> Sent:
+        """Waits until everything has left. Whatever went wrong is in `Sent.error`."""
+        error = sent.error
+        if self._lane is not None and error is None:
+            error = _broken(self._lane.finish)
+        return Sent(sent.bytes, self._hasher.known() if error is None else {}, error)
+
+    def agree(self, value: Any) -> list[Any]:
+        """``value`` of every rank, in rank order, on every rank; JSON."""
+        return [value] if self._talk is None else gather_json(value, self._talk)
+
+    def abort(self, reason: str) -> None:
+        """Ends what the lane waits for, from any thread."""
+        if self._lane is not None:
+            self._lane.abort(reason)
+
+    def drop(self) -> None:
+        """Lets go of the lane."""
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            lane.close()
+
+    def close(self) -> None:
+        self.drop()
+        self.cargo.groups.leave()
+        if self._talk is not None:
+            dist.destroy_process_group(self._talk)
+            self._talk = None
+
+    def _export(self, partial: bool) -> StageExport | AdapterExport:
+        if partial not in self._exports and self.cargo.adapters.lora is not None:
+            self._exports[partial] = AdapterExport(self.cargo, self._bucket_bytes)
+        elif partial not in self._exports:
+            self._exports[partial] = StageExport(self.cargo, self._bucket_bytes, dtype=self._dtype, skip_frozen=partial)
+        return self._exports[partial]
+
+    def _made(self, name: str, world_size: int) -> Lane:
+        if self._kind == "memory":
+            from services.trainer.weights.memory import MemoryLane
+
+            return MemoryLane(name, world_size, self._seconds)
+        return GroupLane(name, world_size, "nccl" if runtime.device().type == "cuda" else "gloo", self._seconds)
+
+
+def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """``value`` of every rank of a gloo group, in rank order, on every rank. JSON: no pickles of received bytes are read here."""
+    encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([encoded.numel()]), group=group)
+    mine = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    mine[: encoded.numel()] = encoded
+    everyone = [torch.empty_like(mine) for _ in sizes]
+    dist.all_gather(everyone, mine, group=group)
+    return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(everyone, sizes, strict=True)]
+
+
+def _broken(work: Callable[[], None]) -> str | None:
+    """What broke, if the lane did."""
+    try:
+        work()
+    except LaneBroken as error:
+        return str(error)
+    return None
+
+
+def _to_device(table: NDArray[np.int64]) -> torch.Tensor:
+    return torch.from_numpy(table).to(runtime.device())
+

@@ -1,0 +1,85 @@
+"""Trainer and engine on the same devices, in turns: on CPUs, where nothing has to be made room for, the turns are taken all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared import replay
+from shared.bus import Bus
+from shared.embedded import EmbeddedNats
+from shared.ledger import BatchTrained, LedgerRecord
+from shared.subjects import Subjects
+from tests.e2e.launched import LaunchedRun, gauge
+
+RUN_SECONDS = 900
+STEPS = 8
+MARGIN = 0.05
+"""Seconds between a line of the log and what it tells of."""
+
+
+@pytest.mark.timeout(2 * RUN_SECONDS + 300)
+def test_engines_sleep_while_the_trainer_trains(small_run: Callable[..., Path], tmp_path: Path) -> None:
+    """Two ranks that share a model which lies elsewhere while the engine generates; the trainer dies in the middle and is back."""
+    flags = [
+        *("--colocate", "--offload-train", "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"),
+        *("--check-weight-update-equal", "--save-interval", "2"),
+    ]
+    config, root = small_run("colocate", steps=STEPS, staleness=1), tmp_path / "runs" / "colocate"
+    with LaunchedRun(config, root, "colocate", flags) as run:
+        cards = run.until("a third step", lambda cards: gauge(cards, "buffer", "trained_steps") >= 3, RUN_SECONDS)
+        assert gauge(cards, "buffer", "trained_steps") < STEPS, "the run ended before its trainer was killed: make it longer"
+        run.kill(run.child("services.trainer"))
+        assert run.wait(RUN_SECONDS) == 0, run.said()
+    summary = run.summary()
+    assert summary["audit"] == "ok"
+    assert summary["steps"] == STEPS
+    difference = summary["mean_abs_logprob_diff"]
+    assert isinstance(difference, float)
+    assert difference < 1e-3
+    naps = asleep(root / "logs" / "rollout-0.log")
+    steps = asyncio.run(trained(root, "colocate"))
+    assert len({step.step for step in steps}) == STEPS
+    for step in steps:
+        assert any(begin - MARGIN < step.started and step.ended < end + MARGIN for begin, end in naps), f"{step} is in none of {naps}"
+    pushes = [line for line in lines(root / "logs" / "trainer-0.log") if line["event"] == "weights_pushed"]
+    assert len(pushes) >= STEPS
+    assert all(push["bytes"] > 0 for push in pushes)
+    assert any(line["event"] == "offloaded" and line["bytes"] > 0 for line in lines(root / "logs" / "trainer-0.log"))
+
+
+def lines(log: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a service's log."""
+    return [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+
+
+def asleep(log: Path) -> list[tuple[float, float]]:
+    """From when to when the replica's engine was idle by its own word, and kept so; seconds since the epoch."""
+    found: list[tuple[float, float]] = []
+    since: float | None = None
+    for line in lines(log):
+        at = datetime.fromisoformat(line["timestamp"]).timestamp()
+        if line["event"] == "asleep":
+            since = at
+        elif line["event"] == "awake" and since is not None:
+            found.append((since, at))
+            since = None
+    return found
+
+
+async def trained(root: Path, name: str) -> list[BatchTrained]:
+    server = EmbeddedNats(root / "nats")
+    server.start()
+    try:
+        bus = await Bus.connect(server.url, "test")
+        found = [record async for _, record in replay.read(bus, Subjects(name).ledger_stream, LedgerRecord) if isinstance(record, BatchTrained)]
+        await bus.close()
+    finally:
+        server.stop()
+    return found

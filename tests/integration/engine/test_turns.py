@@ -1,0 +1,159 @@
+"""A replica that shares its device with a trainer: it sleeps while the trainer has its turn, and loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.generation import GenerationRequest
+from services.rollout.engine.occupation import EVERYTHING, WEIGHTS
+from services.rollout.turns import Turns
+from shared.messages import Accepted, Message, Sampling, WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
+from tests.integration.engine.bench import PROMPT, Bench, NewBench
+from tests.integration.engine.conftest import Checkpoints
+from tests.integration.engine.load import LONG
+from tests.integration.engine.reference import log_probs
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(600)
+
+EXACT = 1e-4
+SAMPLES = 32
+COLOCATED: dict[str, Any] = {"trainer": {"colocate": True, "train_device": "cpu"}, "rollout": {"rollout_device": "cpu", "max_staleness": 9}}
+LONG_TASK: dict[str, Any] = {"n": SAMPLES, "sampling": Sampling(temperature=1.0, max_new_tokens=LONG, stop_token_ids=[])}
+MINUTES = 240.0
+
+
+@pytest.fixture
+async def desk(new_bench: NewBench) -> AsyncIterator[Bench]:
+    """A replica that serves version 0 and shares its device."""
+    desk = await new_bench(**COLOCATED)
+    await desk.rollout._weights.listen()
+    yield desk
+    if desk.replica.asleep:
+        await ask(desk, "wake", WeightsWake(deadline=MINUTES), WeightsReady)
+
+
+async def ask(desk: Bench, verb: str, request: Message, reply: type[Message] = Accepted) -> Any:
+    subject = desk.service.subjects.replica_weights(desk.service.instance, verb)
+    return await desk.service.bus.request(subject, request, reply, deadline=MINUTES, whom="the replica")
+
+
+async def sleep(desk: Bench, lasts: float = MINUTES) -> WeightsAsleep:
+    answer: WeightsAsleep = await ask(desk, "sleep", WeightsSleep(lasts=lasts, deadline=MINUTES), WeightsAsleep)
+    return answer
+
+
+async def in_decode(desk: Bench) -> bool:
+    return desk.client._generating > 0 and (await desk.client.load()).used_tokens > len(PROMPT) + 2 * SAMPLES
+
+
+async def test_what_was_running_waits_for_the_turns_end_and_goes_on_from_its_tokens(desk: Bench, checkpoint: Checkpoints) -> None:
+    """Tokens of both sides of the turn, in one group, with the log-probs that the model has for the whole."""
+    for number in range(5):
+        await desk.task(group=f"g{number:08d}", **LONG_TASK)
+        await until(lambda: in_decode(desk), "samples in decode", MINUTES)
+        asleep = await sleep(desk)
+        if desk.rollout._running:
+            break
+        await ask(desk, "wake", WeightsWake(deadline=MINUTES), WeightsReady)
+        await desk.generated()  # it was over before the engine could be asked
+    assert asleep == WeightsAsleep(replica="rollout-1", version=0)
+    assert not desk.replica.serving
+    assert desk.service.state == "asleep"
+    assert desk.client._generating == 0
+    await desk.client.flush_cache()  # which the engine refuses while a request is in it
+    await desk.client.resume()  # as a push that is broken off does: an engine that is asleep stays so
+    late = asyncio.create_task(
+        desk.client.generate_group([GenerationRequest(tokens=PROMPT, max_new_tokens=2)], Sampling(temperature=1.0, max_new_tokens=2))
+    )
+    await asyncio.sleep(0)
+    assert await sleep(desk) == asleep, "asked again, it stays as it is"
+    assert not late.done()
+    await desk.client.set_weight_version(1)  # as a push in the trainer's turn does
+    await desk.replica.open_gate(1)
+    assert not desk.replica.serving
+    awake = await ask(desk, "wake", WeightsWake(deadline=MINUTES), WeightsReady)
+    assert awake.version == 1
+    assert desk.service.state == "ready"
+    assert len((await late)[0].tokens) >= 1
+    _, samples = await desk.generated()
+    assert len(samples) == SAMPLES
+    assert any(len(one.segments) == 2 for one in samples), "no sample has tokens of before and after"
+    for one in samples:
+        assert [version for _, _, version in one.segments] in ([0], [1], [0, 1])
+        reference = log_probs(checkpoint(0).model, one.prompt, one.response)
+        np.testing.assert_allclose(one.log_probs, reference, atol=EXACT)
+
+
+async def test_a_replica_whose_trainer_falls_silent_wakes_and_goes_on_with_what_it_has(desk: Bench) -> None:
+    assert (await sleep(desk, lasts=0.2)).version == 0
+    await until(lambda: desk.replica.serving, "a replica that has woken", MINUTES)
+    assert not desk.replica.asleep
+    await desk.task()
+    _, samples = await desk.generated()
+    assert samples[0].segments[0][2] == 0
+
+
+async def test_each_word_of_the_trainer_counts_from_when_it_was_said(desk: Bench) -> None:
+    await sleep(desk, lasts=0.3)
+    await sleep(desk, lasts=MINUTES)
+    await asyncio.sleep(0.5)  # the first one's time is over
+    assert desk.replica.asleep
+    await sleep(desk, lasts=0.1)
+    await until(lambda: desk.replica.serving, "a replica that has woken", MINUTES)
+
+
+async def test_weights_that_went_with_the_memory_come_back_by_a_push_only(desk: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is told to release its memory as on a GPU; on a CPU it keeps it, so that only the protocol is seen here."""
+    turns = desk.replica.turns
+    assert isinstance(turns, Turns)
+    monkeypatch.setattr(turns, "_releases", True)
+    monkeypatch.setattr(turns, "_loses", True)
+    adopted: list[int] = []
+
+    async def adopt(version: int, *_: Any, **__: Any) -> str:  # this bench's engine has no receiver
+        adopted.append(version)
+        return ""
+
+    monkeypatch.setattr(desk.client, "adopt", adopt)
+    assert (await sleep(desk)).version == -1
+    assert adopted == [-1]
+    occupation = desk.client.occupation
+    assert occupation.released == set(EVERYTHING)
+    assert (await ask(desk, "wake", WeightsWake(deadline=MINUTES), WeightsReady)).version == -1
+    assert not desk.replica.serving
+    assert desk.service.state == "fenced"
+    assert occupation.released == set(EVERYTHING), "an engine without weights takes no memory"
+    await turns.make_room(MINUTES)
+    assert occupation.released == set(EVERYTHING) - {WEIGHTS}
+    await desk.client.set_weight_version(3)
+    await desk.replica.open_gate(3)
+    assert desk.replica.serving
+    assert not occupation.released
+    await desk.task()
+    _, samples = await desk.generated()
+    assert samples[0].segments[0][2] == 3
+
+
+async def test_an_engine_ends_what_it_is_asked_to_and_takes_new_requests_once_it_is_awake(client: EngineClient) -> None:
+    sampling = Sampling(temperature=1.0, max_new_tokens=LONG, stop_token_ids=[])
+    requests = [GenerationRequest(tokens=PROMPT, max_new_tokens=LONG, ignore_eos=True) for _ in range(4)]
+    running = asyncio.create_task(client.generate_group(requests, sampling))
+
+    async def drawn() -> bool:
+        return (await client.load()).used_tokens > len(PROMPT) + 8
+
+    await until(drawn, "tokens", MINUTES)
+    await client.occupation.sleep((), deadline=MINUTES)
+    stopped = await running
+    assert {one.finish for one in stopped} == {"abort"}
+    assert all(len(one.tokens) for one in stopped)
+    await client.occupation.wake(deadline=MINUTES)
+    [after] = await client.generate_group([GenerationRequest(tokens=PROMPT, max_new_tokens=3, ignore_eos=True)], sampling)
+    assert len(after.tokens) == 3

@@ -1,0 +1,187 @@
+"""A lane over mapped memory, both ends: what the trainer's side fills is what the engine's side reads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.rollout.engine.receiver.memory import MemoryWire
+from services.rollout.engine.receiver.wire import Aborted, Watch, WireBroken
+from services.trainer.weights import memory
+from services.trainer.weights.lane import LaneBroken
+from services.trainer.weights.memory import MemoryLane
+from shared.errors import BadMessage, DeadlineExceeded
+from shared.weights import mapped
+from shared.weights.manifest import Manifest, lay_out
+
+SECONDS = 60.0
+CPU = torch.device("cpu")
+SHAPES = [("a", (64, 3)), ("b", (128,)), ("c", (7, 11)), ("d", (300,)), ("e", (2, 2, 2))]
+
+
+def manifest(count: int = len(SHAPES)) -> Manifest:
+    """A bucket each."""
+    return lay_out([(name, "float32", shape) for name, shape in SHAPES[:count]], bucket_bytes=1)
+
+
+def content(number: int, nbytes: int, push: int = 1) -> torch.Tensor:
+    return torch.arange(nbytes, dtype=torch.int64).mul(31).add(number * 7 + push * 101).remainder(251).to(torch.uint8)
+
+
+def send(lane: MemoryLane, sent: Manifest, push: int) -> None:
+    lane.announce(push, sent, SECONDS)
+    for number, bucket in enumerate(sent.buckets):
+        flat = lane.buffer(number, bucket.nbytes)
+        flat.copy_(content(number, bucket.nbytes, push))
+        lane.send(number, flat)
+    lane.finish()
+
+
+def receive(wire: MemoryWire, push: int) -> list[torch.Tensor]:
+    watch = Watch(SECONDS)
+    taken = []
+    for number, bucket in enumerate(wire.manifest(push, watch).buckets):
+        taken.append(wire.take(number, bucket.nbytes, watch).clone())
+        wire.release(number)
+    wire.finish(watch)
+    return taken
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+@pytest.fixture
+def joined(threads: ThreadPoolExecutor) -> Iterator[Callable[[int], tuple[MemoryLane, list[MemoryWire]]]]:
+    """``joined(readers)``: a lane whose readers have all joined."""
+    lanes: list[MemoryLane] = []
+
+    def make(readers: int) -> tuple[MemoryLane, list[MemoryWire]]:
+        lanes.append(lane := MemoryLane(f"lane-{len(lanes)}", 1 + readers, SECONDS))
+        wires = [MemoryWire(lane.address(), rank, CPU) for rank in range(1, 1 + readers)]
+        joining = [threads.submit(wire.join, Watch(SECONDS)) for wire in wires]
+        lane.join(SECONDS)
+        for one in joining:
+            one.result(SECONDS)
+        return lane, wires
+
+    yield make
+    for lane in lanes:
+        lane.close()
+
+
+def test_two_readers_get_every_bucket_of_every_push(joined: Callable, threads: ThreadPoolExecutor) -> None:
+    lane, wires = joined(2)
+    assert lane.address().kind == "memory"
+    for push, sent in ((1, manifest()), (4, manifest()), (6, manifest(3))):
+        reading = [threads.submit(receive, wire, push) for wire in wires]
+        send(lane, sent, push)
+        for one in reading:
+            got = one.result(SECONDS)
+            assert len(got) == len(sent.buckets)
+            assert all(torch.equal(flat, content(n, b.nbytes, push)) for n, (flat, b) in enumerate(zip(got, sent.buckets, strict=True)))
+
+
+def test_a_buffer_is_filled_anew_only_once_every_reader_has_loaded_it(joined: Callable, threads: ThreadPoolExecutor) -> None:
+    lane, (wire, slow) = joined(2)
+    sending = threads.submit(send, lane, sent := manifest(), 1)
+    assert len(receive_some(wire, memory.BUFFERS)) == memory.BUFFERS
+    assert not sending.done()
+    watch = Watch(SECONDS)
+    slow.manifest(1, watch)
+    first = slow.take(0, sent.buckets[0].nbytes, watch)
+    assert torch.equal(first, content(0, sent.buckets[0].nbytes)), "overwritten before it was released"
+    rest = threads.submit(receive_rest, wire, memory.BUFFERS, sent)
+    for number, bucket in enumerate(sent.buckets):
+        assert torch.equal(slow.take(number, bucket.nbytes, watch), content(number, bucket.nbytes))
+        slow.release(number)
+    rest.result(SECONDS)
+    sending.result(SECONDS)
+
+
+def receive_some(wire: MemoryWire, count: int) -> list[torch.Tensor]:
+    watch = Watch(SECONDS)
+    buckets = wire.manifest(1, watch).buckets[:count]
+    taken = []
+    for number, bucket in enumerate(buckets):
+        taken.append(wire.take(number, bucket.nbytes, watch).clone())
+        wire.release(number)
+    return taken
+
+
+def receive_rest(wire: MemoryWire, first: int, sent: Manifest) -> None:
+    watch = Watch(SECONDS)
+    for number in range(first, len(sent.buckets)):
+        wire.take(number, sent.buckets[number].nbytes, watch)
+        wire.release(number)
+
+
+def test_nothing_of_it_is_left_in_memory(joined: Callable, threads: ThreadPoolExecutor) -> None:
+    lane, (wire,) = joined(1)
+    reading = threads.submit(receive, wire, 1)
+    send(lane, manifest(), 1)
+    reading.result(SECONDS)
+    assert not list(mapped.directory().glob(f"{mapped.FILE_PREFIX}{lane.name}-*"))
+
+
+def test_who_waits_is_ended_by_an_abort_of_either_side(joined: Callable, threads: ThreadPoolExecutor) -> None:
+    lane, (wire,) = joined(1)
+    lane.announce(1, manifest(), SECONDS)
+    begun = threading.Event()
+
+    def take() -> None:
+        watch = Watch(SECONDS)
+        wire.manifest(1, watch)
+        begun.set()
+        wire.take(0, 1, watch)
+
+    waiting: Future[None] = threads.submit(take)
+    assert begun.wait(SECONDS)
+    lane.abort("rollout-1 is gone")
+    with pytest.raises(WireBroken, match="rollout-1 is gone"):
+        waiting.result(SECONDS)
+    with pytest.raises(LaneBroken, match="rollout-1 is gone"):
+        lane.buffer(memory.BUFFERS, 1)
+
+    lane, (wire,) = joined(1)
+    lane.announce(1, manifest(), SECONDS)
+    begun.clear()
+    waiting = threads.submit(take)
+    assert begun.wait(SECONDS)
+    wire.abort()
+    with pytest.raises(Aborted):
+        waiting.result(SECONDS)
+
+
+def test_waits_end_with_their_deadlines_and_say_for_whom(joined: Callable) -> None:
+    lane = MemoryLane("lonely", 3, SECONDS)
+    with pytest.raises(LaneBroken, match="2 engine ranks did not all join lane lonely"):
+        lane.join(0.1)
+    lane.close()
+    lane, (wire,) = joined(1)
+    lane.announce(1, manifest(), 0.1)
+    for number in range(memory.BUFFERS):
+        lane.send(number, lane.buffer(number, 256))
+    with pytest.raises(LaneBroken, match="take bucket 0 of lane"):
+        lane.buffer(memory.BUFFERS, 256)
+    with pytest.raises(DeadlineExceeded, match="bucket 3 of lane"):
+        wire.manifest(1, Watch(SECONDS))
+        wire.take(3, 256, Watch(0.1))
+
+
+def test_a_file_that_is_no_buffer_is_not_opened(joined: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lane, (wire,) = joined(1)
+    other = tmp_path / "secret"
+    other.write_bytes(b"x" * 4096)
+    lane._handles = [[{"kind": "file", "path": str(other), "bytes": 4096}]]
+    monkeypatch.setattr(lane, "_make_room", lambda _: None)
+    lane.announce(1, manifest(), SECONDS)
+    with pytest.raises(BadMessage, match="no buffer of a trainer's"):
+        wire.manifest(1, Watch(SECONDS))

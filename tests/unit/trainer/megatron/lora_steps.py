@@ -1,0 +1,75 @@
+"""What one rank does in the tests of adapters and of frozen parameters; also run in the test's own process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from services.trainer.actor import Actor
+from services.trainer.megatron.adapters import Adapters
+from services.trainer.megatron.reference import FrozenWeights
+from tests.unit.trainer.megatron.rank_steps import actor, exported, steps
+from tests.unit.trainer.megatron.tiny import pack, sequences
+
+
+def adapters(model: Actor) -> dict[str, Tensor] | None:
+    """All of them on rank 0, under PEFT's names."""
+    found = Adapters(model.model).collect(parallel_state.get_tensor_model_parallel_group())
+    return None if found is None else {name: tensor.clone() for name, tensor in found.items()}
+
+
+def train(hf_dir: Path, config: dict[str, Any], count: int = 3) -> dict[str, Any]:
+    """Steps, and what they left: the policy's export, its adapters, and the export of what lies under them."""
+    model = actor(hf_dir, **{"adam_eps": 1e-3, **config})
+    first = adapters(model)
+    results = steps(model, count)
+    report = {"steps": results, "weights": exported(model), "adapters": adapters(model), "first": first}
+    report["log_probs"] = model.log_probs([pack(sequences(6, seed=9))])[0]
+    Adapters(model.model).silence()
+    return {**report, "base": exported(model)}
+
+
+def reshard(hf_dir: Path, before: dict[str, Any], after: dict[str, Any], root: Path) -> dict[str, Any]:
+    """Two steps in one layout, the third in it and in another one, from a checkpoint."""
+    model = actor(hf_dir, **{"adam_eps": 1e-3, **before})
+    steps(model, 2)
+    model.save_checkpoint(root, 2)
+    straight, there = steps(model, 1, first=2), exported(model)
+    again = actor(hf_dir, **{"adam_eps": 1e-3, "seed": 99, **after})
+    again.load_checkpoint(root)
+    return {"steps": (straight, steps(again, 1, first=2)), "weights": (there, exported(again))}
+
+
+def saved_policies(hf_dir: Path, config: dict[str, Any], root: Path) -> dict[str, Any]:
+    """Log-probs of the policy after 0, 1 and 2 steps, and of each of the first two from what was saved then, in place of the last."""
+    model = actor(hf_dir, **config)
+    batch = [pack(sequences(6, seed=9))]
+    live = []
+    for number in range(3):
+        model.save_hf(root / str(number))
+        live.append(model.log_probs(batch)[0])
+        steps(model, 1, first=number)
+    own = model.log_probs(batch)[0]
+    saved = []
+    for number in range(3):
+        frozen = FrozenWeights.of_saved_policy(model.model, root / str(number))
+        with frozen.in_place_of(model.model):
+            saved.append(model.log_probs(batch)[0])
+    teacher = FrozenWeights.from_hf(model.model, root / "2")
+    with teacher.in_place_of(model.model):
+        merged = model.log_probs(batch)[0]
+    return {"live": live, "saved": saved, "merged": merged, "own": (own, model.log_probs(batch)[0])}
+
+
+def stage_tensors(hf_dir: Path, config: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """What this rank's stage announces of its adapters, and what `gather` gives."""
+    model = actor(hf_dir, **config)
+    steps(model, 1)
+    held, group = Adapters(model.model), parallel_state.get_tensor_model_parallel_group()
+    announced = held.tensors()
+    gathered = {name: held.gather(name, group) for name, _, _ in announced}
+    return announced, {name: None if tensor is None else torch.clone(tensor) for name, tensor in gathered.items()}

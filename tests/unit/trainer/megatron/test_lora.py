@@ -1,0 +1,278 @@
+"""Adapters against plain PyTorch, in every layout, on disk and back."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.trainer.megatron import conversion
+from services.trainer.megatron.adapters import Adapters
+from shared.errors import ConfigError
+from tests.unit.trainer.megatron import lora_steps, rank_steps
+from tests.unit.trainer.megatron.test_checkpoint import assert_exact
+from tests.unit.trainer.megatron.test_train_step import reference_steps
+from tests.unit.trainer.megatron.tiny import pack, sequences
+
+LORA = {"lora_rank": 4, "lora_alpha": 6.0}
+TP2, PP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline"))
+TP2_SP = {**TP2, "sequence_parallel": True}
+ATTENTION = {"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")}
+LATENT = {"target_modules": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
+
+TWO_RANKS = {
+    "DP2": ("qwen3_tied", {}),
+    "DP2 whole optimizer": ("qwen3_tied", {"use_distributed_optimizer": False}),
+    "TP2": ("qwen3", TP2),
+    "TP2 some matrices": ("qwen3", {**TP2, "target_modules": ("k_proj", "up_proj", "down_proj")}),
+    "TP2 SP recompute": ("qwen3_tied", {**TP2_SP, "recompute": True}),
+    "TP2 SP": ("qwen3", TP2_SP),
+    "PP2": ("qwen3_tied", PP2),
+    "PP2 VPP2 recompute": ("deep", {**PP2, "virtual_pipeline_model_parallel_size": 2, "recompute": True}),
+    "CP2": ("qwen3", {"context_parallel_size": 2}),
+    "MoE, attention: TP2 SP EP2": ("qwen3_moe", {**TP2_SP, "expert_model_parallel_size": 2, **ATTENTION}),
+    "latent attention: TP2 SP": ("deepseek_v3", {**TP2_SP, **LATENT}),
+}
+
+
+class Adapted(torch.nn.Module):
+    """PEFT's linear layer, written down again."""
+
+    def __init__(self, base, a, b, scale):
+        super().__init__()
+        self.base, self.scale = base, scale
+        self.lora_A, self.lora_B = torch.nn.Parameter(a.clone()), torch.nn.Parameter(b.clone())
+
+    def forward(self, given):
+        return self.base(given) + self.scale * (given @ self.lora_A.T) @ self.lora_B.T
+
+
+def adapt(model, tensors, scale):
+    """Puts adapters on a Hugging Face model; all else is frozen. Returns the layers by their names."""
+    model.requires_grad_(False)
+    layers = {}
+    for name in [name for name in tensors if ".lora_A." in name]:
+        path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        parent, _, own = path.rpartition(".")
+        layer = Adapted(model.get_submodule(path), tensors[name], tensors[name.replace("lora_A", "lora_B")], scale)
+        setattr(model.get_submodule(parent), own, layer)
+        layers[path] = layer
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"), [("qwen3", ("all-linear",)), ("qwen2", ("q_proj", "v_proj", "up_proj")), ("glm4", ("all-linear",))]
+)
+def test_steps_equal_plain_pytorch(kind, targets, make_actor, hf, monkeypatch):
+    import transformers
+
+    actor = make_actor(kind, **LORA, target_modules=targets, lr=2e-3, weight_decay=0.1, adam_beta2=0.95, clip_grad=0.8)
+    first = lora_steps.adapters(actor)
+    made, load = [], transformers.AutoModelForCausalLM.from_pretrained
+
+    def adapted(*args, **kwargs):
+        model = load(*args, **kwargs)
+        made.append(adapt(model, first, 6 / 4))
+        return model
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", adapted)
+    data = [rank_steps.share(actor, seed) for seed in range(3)]
+    expected, _ = reference_steps(hf(kind), data, lr=2e-3, clip=0.8, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    results = rank_steps.steps(actor, 3)
+    for result, (loss, norm) in zip(results, expected, strict=True):
+        assert result.loss == pytest.approx(loss, abs=1e-5)
+        assert result.grad_norm == pytest.approx(norm, abs=1e-4)
+    last = lora_steps.adapters(actor)
+    assert {name.split(".")[-3] for name in last} >= ({"q_proj", "down_proj"} if targets == ("all-linear",) else set(targets))
+    for path, layer in made[0].items():
+        for part in ("lora_A", "lora_B"):
+            name = f"base_model.model.{path}.{part}.weight"
+            assert not torch.equal(last[name], first[name])
+            torch.testing.assert_close(last[name], getattr(layer, part).detach(), atol=2e-5, rtol=0)
+
+
+def test_nothing_is_added_at_first(make_actor, hf):
+    batch = [pack(sequences(6, seed=9))]
+    base, adapted = make_actor("qwen3"), make_actor("qwen3", **LORA)
+    assert torch.equal(base.log_probs(batch)[0], adapted.log_probs(batch)[0])
+    loaded = load_file(hf("qwen3") / "model.safetensors")
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in rank_steps.exported(adapted).items())
+    for name, tensor in lora_steps.adapters(adapted).items():
+        assert (tensor == 0).all() if ".lora_B." in name else 0.5 < tensor.abs().max() * tensor.size(1) ** 0.5 <= 1, name
+
+
+@pytest.fixture(scope="module")
+def one_process(hf):
+    """What one process does with a kind of model and some targets, computed once."""
+    from services.trainer.megatron import runtime
+
+    known = {}
+
+    def train(kind, targets):
+        if (kind, targets) not in known:
+            known[kind, targets] = lora_steps.train(hf(kind), {**LORA, "target_modules": targets})
+        return known[kind, targets]
+
+    yield train
+    runtime.stop()
+
+
+def assert_equal(expected, ranks):
+    for rank in ranks:
+        for step, reference in zip(rank["steps"], expected["steps"], strict=True):
+            assert step.loss == pytest.approx(reference.loss, abs=1e-5)
+            assert step.grad_norm == pytest.approx(reference.grad_norm, abs=1e-4)
+        assert (rank["log_probs"] - expected["log_probs"]).abs().max() < 1e-4
+    first = ranks[0]
+    for what in ("weights", "adapters", "first"):
+        assert first[what].keys() == expected[what].keys()
+        for name, tensor in first[what].items():
+            assert (tensor - expected[what][name]).abs().max() < (1e-4 if what != "first" else 1e-9), name
+    assert all(torch.equal(tensor, expected["base"][name]) for name, tensor in first["base"].items())
+    assert all(other["adapters"] is None for other in ranks[1:])
+
+
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_two_ranks_equal_one_process(layout, hf, one_process, two_ranks):
+    kind, config = TWO_RANKS[layout]
+    expected = one_process(kind, config.get("target_modules", ("all-linear",)))
+    assert_equal(expected, two_ranks.run(lora_steps.train, hf(kind), {**LORA, **config}))
+
+
+def test_what_lies_under_the_adapters_stays_as_it_was(one_process, hf):
+    report, loaded = one_process("qwen3", ("all-linear",)), load_file(hf("qwen3") / "model.safetensors")
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in report["base"].items())
+    changed = {name for name, tensor in report["weights"].items() if not torch.equal(tensor, loaded[name])}
+    assert changed == {name for name in loaded if "_proj." in name}
+    assert all(not torch.equal(tensor, report["first"][name]) for name, tensor in report["adapters"].items())
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [{"recompute": True}, {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")}],
+)
+def test_recompute_changes_nothing(recompute, hf, one_process, alone):
+    assert_equal(one_process("qwen3", ("all-linear",)), [lora_steps.train(hf("qwen3"), {**LORA, **recompute})])
+
+
+@pytest.mark.parametrize("config", [{}, {"dtype": "bfloat16", "use_distributed_optimizer": False}])
+def test_one_process_resumes_exactly(config, alone, hf, tmp_path):
+    assert_exact(alone.resume(hf("qwen3"), {**LORA, **config}, tmp_path))
+
+
+@pytest.mark.parametrize("config", [{"dtype": "bfloat16"}, TP2_SP, PP2])
+def test_two_ranks_resume_exactly(config, hf, two_ranks, tmp_path):
+    for outcome in two_ranks.run(rank_steps.resume, hf("qwen3_tied"), {**LORA, **config}, tmp_path):
+        assert_exact(outcome)
+
+
+@pytest.mark.parametrize(("before", "after"), [(TP2, PP2), ({}, TP2_SP)])
+def test_another_layout_goes_on_from_a_checkpoint(before, after, hf, two_ranks, tmp_path):
+    first, second = two_ranks.run(lora_steps.reshard, hf("qwen3"), {**LORA, **before}, {**LORA, **after}, tmp_path)
+    for rank in (first, second):
+        (straight,), (resumed,) = rank["steps"]
+        assert resumed.loss == pytest.approx(straight.loss, abs=1e-5)
+        assert resumed.grad_norm == pytest.approx(straight.grad_norm, abs=1e-4)
+    there, here = first["weights"]
+    assert all((tensor - here[name]).abs().max() < 1e-4 for name, tensor in there.items())
+
+
+def test_a_checkpoint_of_other_adapters_is_refused(make_actor, tmp_path):
+    make_actor("qwen3", **LORA).save_checkpoint(tmp_path, 1)
+    with pytest.raises(ConfigError, match="lora.*'rank': 4.*None"):
+        make_actor("qwen3").load_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match="lora.*'rank': 4.*'rank': 8"):
+        make_actor("qwen3", lora_rank=8).load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("config", [{}, TP2, PP2])
+def test_a_saved_model_is_merged_and_beside_it_lie_the_adapters(config, hf, two_ranks, alone, tmp_path):
+    import transformers
+
+    if config:
+        live = two_ranks.run(lora_steps.saved_policies, hf("qwen3"), {**LORA, **config}, tmp_path)[0]["live"]
+    else:
+        live = lora_steps.saved_policies(hf("qwen3"), LORA, tmp_path)["live"]
+    merged, base = load_file(tmp_path / "2" / "model.safetensors"), load_file(hf("qwen3") / "model.safetensors")
+    adapter = load_file(tmp_path / "2" / "adapter" / "adapter_model.safetensors")
+    entries = json.loads((tmp_path / "2" / "adapter" / "adapter_config.json").read_text())
+    assert (entries["peft_type"], entries["r"], entries["lora_alpha"]) == ("LORA", 4, 6.0)
+    assert entries["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert len(adapter) == 2 * 2 * 7
+    for name, weight in base.items():
+        a = adapter.pop(f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight", None)
+        if a is None:
+            assert torch.equal(merged[name], weight)
+            continue
+        b = adapter.pop(f"base_model.model.{name.removesuffix('.weight')}.lora_B.weight")
+        torch.testing.assert_close(merged[name], weight + 6 / 4 * b @ a, atol=1e-6, rtol=0)
+        assert not torch.equal(merged[name], weight)
+    assert not adapter
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "2").eval()
+    seqs = sequences(6, seed=9)
+    with torch.no_grad():
+        theirs = [model(input_ids=seq[None]).logits[0, :-1].log_softmax(-1).gather(1, seq[1:, None]).squeeze(1) for seq in seqs]
+    trained = pack(seqs).loss_mask.bool()
+    torch.testing.assert_close(live[2][trained], torch.cat(theirs), atol=1e-5, rtol=0)
+
+
+def test_a_policy_of_before_takes_its_adapters_only(hf, two_ranks, tmp_path):
+    for rank in two_ranks.run(lora_steps.saved_policies, hf("qwen3"), {**LORA, **TP2_SP, "dtype": "bfloat16"}, tmp_path):
+        for live, saved in zip(rank["live"], rank["saved"], strict=True):
+            assert torch.equal(live, saved)  # not so through merged weights, which bfloat16 rounds
+        assert not torch.equal(rank["live"][0], rank["live"][2])
+        assert torch.equal(*rank["own"])
+        assert 0 < (rank["merged"] - rank["live"][2]).abs().max() < 0.3
+
+
+def test_a_checkpoint_is_converted_to_the_merged_model(hf, two_ranks, tmp_path):
+    two_ranks.run(rank_steps.save_after, hf("qwen3"), {**LORA, **TP2_SP}, tmp_path / "run", 2)
+    conversion.to_hf(tmp_path / "run", tmp_path / "hf", hf("qwen3"), None, lambda *_: None)
+    actor = rank_steps.actor(hf("qwen3"), **LORA)
+    actor.load_checkpoint(tmp_path / "run")
+    expected, converted = rank_steps.exported(actor), load_file(tmp_path / "hf" / "model.safetensors")
+    assert converted.keys() == expected.keys()
+    assert all(torch.allclose(tensor, expected[name], atol=1e-7) for name, tensor in converted.items())
+    assert not torch.equal(converted["model.layers.0.mlp.up_proj.weight"], load_file(hf("qwen3") / "model.safetensors")["model.layers.0.mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize("config", [TP2, PP2])
+def test_each_stage_gives_away_its_own_adapters(config, hf, two_ranks, make_actor):
+    actor = make_actor("qwen3", **LORA, target_modules=("q_proj", "down_proj"))
+    rank_steps.steps(actor, 1)
+    expected = lora_steps.adapters(actor)
+    assert [(name, tuple(tensor.shape)) for name, tensor in expected.items()] == [
+        (name, shape) for name, dtype, shape in Adapters(actor.model).tensors() if dtype == "float32"
+    ]
+    ranks = two_ranks.run(lora_steps.stage_tensors, hf("qwen3"), {**LORA, "target_modules": ("q_proj", "down_proj"), **config})
+    announced = [[name for name, _, _ in tensors] for tensors, _ in ranks]
+    if config == PP2:
+        assert [*announced[0], *announced[1]] == list(expected)
+        held = {**ranks[0][1], **ranks[1][1]}
+    else:
+        assert announced[0] == announced[1] == list(expected)
+        held = ranks[0][1]
+        assert set(ranks[1][1].values()) == {None}
+    for name, tensor in expected.items():
+        assert (held[name] - tensor).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "words"),
+    [
+        ("qwen3", {"lora_rank": 0}, ["lora_rank", "at least 1"]),
+        ("qwen3", {"lora_rank": 4, "lora_alpha": 0.0}, ["lora_alpha"]),
+        ("qwen3", {"lora_rank": 4, "target_modules": ("query_proj",)}, ["target_modules", "query_proj", "q_proj"]),
+        ("qwen3", {"lora_rank": 4, "target_modules": ("q_proj", "all-linear")}, ["target_modules", "alone"]),
+        ("qwen3", {"lora_rank": 4, "target_modules": ()}, ["target_modules"]),
+        ("qwen3_moe", {"lora_rank": 4}, ["target_modules", "experts", "q_proj, k_proj, v_proj, o_proj"]),
+        ("qwen3_moe_mixed", {"lora_rank": 4, "target_modules": ("up_proj",)}, ["target_modules", "experts"]),
+        ("glm4", {"lora_rank": 4, "target_modules": ("gate_up_proj",), **TP2}, ["target_modules", "one matrix", "down_proj"]),
+        ("qwen3", {"lora_rank": 4, "value_head": True}, ["lora_rank", "critic"]),
+        ("qwen3", {"lora_rank": 4, "freeze_params_name_list": ("embedding",)}, ["freeze_params_name_list", "lora_rank"]),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_with_the_fields_name(kind, config, words, make_actor):
+    with pytest.raises(ConfigError) as error:
+        make_actor(kind, **config)
+    assert all(word in str(error.value) for word in words), str(error.value)

@@ -1,0 +1,82 @@
+"""A model that was in host memory and came back: the same bits everywhere, and steps as if it had never gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.trainer.actor import Actor
+from services.trainer.megatron.offload import Offload
+from tests.unit.trainer.megatron import rank_steps
+
+
+def state(actor: Actor) -> dict[str, Tensor]:
+    """Copies of all parameters, float32 weights and moments."""
+    found = {name: tensor for module in actor.model.modules for name, tensor in module.named_parameters()}
+    for role, part in actor.optimizer.parts().items():
+        for number, parameter in enumerate(one for group in part.optimizer.param_groups for one in group["params"]):
+            found[f"{role}.{number}"] = parameter
+            found |= {f"{role}.{number}.{key}": part.optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq")}
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def storages(actor: Actor) -> int:
+    """Bytes that parameters, gradients and moments take on the device."""
+    tensors = [tensor for module in actor.model.modules for tensor in module.parameters()]
+    tensors += [buffer.grad_data for chunk in actor.model.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    for part in actor.optimizer.parts().values():
+        tensors += [one for group in part.optimizer.param_groups for one in group["params"]]
+        tensors += [value for values in part.optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("qwen3_tied", {}),
+        ("qwen3", {"dtype": "bfloat16"}),
+        ("qwen3", {"dtype": "bfloat16", "use_distributed_optimizer": False}),
+        ("qwen3", {"use_distributed_optimizer": False}),
+        ("qwen3_moe", {"dtype": "bfloat16"}),
+    ],
+)
+def test_a_round_trip_changes_no_bit(kind: str, config: dict[str, Any], make_actor: Any) -> None:
+    actor = make_actor(kind, **config)
+    rank_steps.steps(actor, 2)
+    offload, before, size = Offload(actor.model, actor.optimizer), state(actor), storages(actor)
+    for _ in range(2):
+        freed = offload.to_host("optimizer") + offload.to_host("weights")
+        assert storages(actor) == 0
+        assert freed >= size
+        assert offload.to_host("weights") == 0, "what is away already moves twice"
+        offload.to_device()
+        assert not offload.away
+        assert storages(actor) == size
+        after = state(actor)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_steps_between_turns_are_those_of_a_run_that_never_moved(make_actor: Any) -> None:
+    still, moved = make_actor("qwen3", dtype="bfloat16"), make_actor("qwen3", dtype="bfloat16")
+    offload = Offload(moved.model, moved.optimizer)
+    for step in range(3):
+        straight = rank_steps.steps(still, 1, step)
+        offload.to_host("optimizer")
+        offload.to_host("weights")
+        offload.to_device()
+        assert rank_steps.steps(moved, 1, step) == straight
+
+
+def test_the_weights_can_be_read_while_the_optimizer_is_away(make_actor: Any) -> None:
+    actor = make_actor("qwen3", dtype="bfloat16")
+    rank_steps.steps(actor, 1)
+    wanted = {name: tensor.clone() for bucket in actor.export(1 << 20) for name, tensor in bucket if tensor is not None}
+    offload = Offload(actor.model, actor.optimizer)
+    offload.to_host("optimizer")
+    assert offload.away == {"optimizer"}
+    found = {name: tensor for bucket in actor.export(1 << 20) for name, tensor in bucket if tensor is not None}
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
