@@ -1,8 +1,8 @@
 """How fast weights get from a trainer to SGLang engines, beside what the wire can do and beside slime's way, all in one run.
 
-``python -m benchmarks.weight_push [--gpus N] [--bucket-mib M] [--rounds N] [--json FILE]`` pushes a model of Qwen3-4B's shape in bfloat16
-(8.04 GB, random weights) from Megatron-Core through the real pusher, bus and rollout services. Two GPUs: one trainer rank, one engine; four:
-tensor parallelism of 2 and two engines. ``--device cpu`` with a small ``--layers`` shows that the command works, and nothing about speed.
+``python -m benchmarks.weight_push [--gpus N] [--bucket-mib M] [--rounds N] [--json FILE]`` pushes a model of Qwen3-4B's shape in bfloat16,
+8.04 GB of random weights, from Megatron-Core through the real pusher, bus and rollout services. Two GPUs: one trainer rank, one engine;
+four: tensor parallelism of 2 and two engines. ``--device cpu``, on a small model, shows that the command works, nothing about speed.
 
 Columns. ``seconds``: from the first bucket's export until every engine has loaded all of it and checked its digest; ``push_seconds``: from
 the offer to the last commit. ``raw``: NCCL broadcasts of 1 GiB between GPUs of the same kind. ``slime's way``: buckets of 512 MiB, one
@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,10 @@ RESULTS = Path(__file__).parent / "results" / "weight_push.json"
 SLIME_BUCKET = 512 * 2**20
 RAW_BYTES, RAW_TIMES = 2**30, 8
 GENERATIONS, GENERATED = 32, 1500
-START_SECONDS = 500
+START_SECONDS = 300
+DIRECTORY = "WEIGHT_PUSH_DIRECTORY"
+TORCHRUN = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+SMALL = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
 ENGINE_FLAGS = {
     "load-format": "dummy",
     "attention-backend": "triton",
@@ -49,7 +53,6 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, choices=(2, 4), default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--bucket-mib", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", type=Path, help=f"write the figures there; the repository's are in {RESULTS}")
     parser.add_argument("--trace", type=Path, help="write a profile of one push there")
@@ -59,8 +62,11 @@ def main() -> int:
         return 0
     from services.trainer.__main__ import run_ranks
 
-    os.environ |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1"}
-    run_ranks(arguments.gpus // 2, "benchmarks.weight_push", *sys.argv[1:])
+    if arguments.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with tempfile.TemporaryDirectory(prefix="weight-push-") as directory:
+        os.environ |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1", DIRECTORY: directory}
+        run_ranks(arguments.gpus // 2, "benchmarks.weight_push", *sys.argv[1:])
     return 0
 
 
@@ -74,18 +80,17 @@ class Bench:
         self.figures: dict[str, Any] = {}
 
     def run(self) -> None:
-        if not self.on_gpu:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        with tempfile.TemporaryDirectory(prefix="weight-push-") as directory:
-            model = Path(directory, "model")
-            if self.rank == 0:
-                self._write_model(model)
-                with self._stage(Path(directory), model) as stage:
-                    self._with_trainer(model, stage)
-            else:
-                while not Path(model, "ready").exists():
-                    time.sleep(0.1)
-                self._with_trainer(model, None)
+        directory = Path(os.environ[DIRECTORY])
+        model = directory / f"model-{self.rank}"
+        self._write_model(model)
+        if self.rank:
+            self._with_trainer(model, None)
+            return
+        stage = self._stage(directory, model)
+        own = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(TORCHRUN)}  # not for the engines
+        with stage:
+            os.environ |= own
+            self._with_trainer(model, stage)
 
     # --- what is measured
 
@@ -137,7 +142,8 @@ class Bench:
         pusher.wait()
         channel.send(Leave(done=True))
         if self.on_gpu:
-            tensors = [(name, tensor.clone()) for bucket in actor.export(SLIME_BUCKET) for name, tensor in bucket] if self.ranks == 1 else []
+            alone = self.ranks == 1  # slime's way is measured without the gathering over ranks, which it does first
+            tensors = [(name, tensor.clone()) for bucket in actor.export(SLIME_BUCKET) for name, tensor in bucket] if alone else []
             pusher.close()
             if tensors:
                 self.figures["slime_way_gb_per_s"] = round(slime_way(urls[0], tensors), 1)
@@ -171,8 +177,8 @@ class Bench:
     def _step(self, actor: Any) -> None:
         from services.trainer.objective import ObjectiveConfig, PolicyLoss
 
-        tokens = 2048 if self.on_gpu else 64
-        actor.train_step([micro_batch(tokens, 0)], PolicyLoss(ObjectiveConfig()))
+        if self.on_gpu:  # the batch is of the large model's vocabulary
+            actor.train_step([micro_batch(2048, 0)], PolicyLoss(ObjectiveConfig()))
 
     def _profiled(self, actor: Any, pusher: Any, channel: Any, version: int) -> None:
         from torch.profiler import ProfilerActivity, profile
@@ -211,8 +217,8 @@ class Bench:
         result = push()
         ended = time.monotonic()
         running.join(300)
-        gaps = [b - a for one in times for a, b in zip(one, one[1:], strict=False) if began - 0.5 < b < ended + 2]
-        usual = statistics.median(b - a for one in times for a, b in zip(one, one[1:], strict=False))
+        gaps = [b - a for one in times for a, b in pairwise(one) if began - 0.5 < b < ended + 2]
+        usual = statistics.median(b - a for one in times for a, b in pairwise(one))
         return {
             "generations": GENERATIONS,
             "generations_finished": finished.count("length"),
@@ -243,9 +249,8 @@ class Bench:
 
         model.mkdir()
         character_tokenizer().save_pretrained(model)
-        shape = {**SHAPE, "num_hidden_layers": self.arguments.layers, "architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
+        shape = {**SHAPE, **({} if self.on_gpu else SMALL), "architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
         (model / "config.json").write_text(json.dumps(shape))
-        (model / "ready").touch()
 
     def _tell(self) -> None:
         print(table([self.figures]))
@@ -265,10 +270,8 @@ def slime_way(url: str, tensors: list[tuple[str, Any]], rounds: int = 5) -> floa
     from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
     store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-    joined = in_thread(
-        post, url, "/init_weights_update_group",
-        {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2, "group_name": "plain", "backend": "nccl"},
-    )  # fmt: skip
+    place = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2}
+    joined = in_thread(post, url, "/init_weights_update_group", {**place, "group_name": "plain", "backend": "nccl"})
     group, _ = _new_process_group_helper(2, 0, [], dist.Backend("nccl"), PrefixStore("plain", store), group_name="plain")
     _world.pg_group_ranks[group] = {0: 0, 1: 1}
     joined.join(60)
@@ -367,7 +370,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         yield "| GPUs | layout | GB | seconds | GB/s | raw | slime's way | stall | generation's gap |"
         yield "|---|---|---|---|---|---|---|---|---|"
         for row in rows:
-            gap = f"{row['generation_stall_seconds']:.3f} s ({row['generation_stall_of_push']} of the push)" if "generations" in row else "–"
+            gap = "–"
+            if "generations" in row:
+                gap = f"{row['generation_stall_seconds']:.3f} s ({row['generation_stall_of_push']} of the push)"
             yield (
                 f"| {row['gpus']} | {row['layout']} | {row['bytes'] / 1e9:.2f} | {row['seconds']:.4f} | {row['gb_per_s']:.0f} | "
                 f"{row.get('raw_gb_per_s', '–')} | {row.get('slime_way_gb_per_s', '–')} | {row['stall_seconds']:.4f} s | {gap} |"

@@ -118,13 +118,16 @@ class CatchUp:
 
     async def keep(self) -> None:
         """Has the replica take what it lacks. Runs until cancelled."""
+        told = ""
         try:
             while True:
                 await self._replica.engine_up.wait()
                 try:
                     await self._look()
                 except (MyxoError, *TRANSIENT) as error:
-                    self._service.log.warning("not_caught_up", error=str(error))
+                    if str(error) != told:
+                        self._service.log.warning("not_caught_up", error=str(error))
+                    told = str(error)
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
             if self._cache is not None and CACHE_VARIABLE not in os.environ:

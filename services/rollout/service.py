@@ -9,6 +9,7 @@ from services.rollout.custom import CustomGenerate
 from services.rollout.engine.errors import EngineError, InvalidRequest
 from services.rollout.generate import generate_group
 from services.rollout.in_flight import InFlight, Stopped
+from services.rollout.joining import CatchUp
 from services.rollout.partial import Partial, restored, samples_of
 from services.rollout.replica import Replica
 from services.rollout.router import Router, router_url
@@ -51,6 +52,7 @@ class Rollout:
         self._replica = Replica(service)
         self._in_flight = InFlight(service.config)
         self._weights = WeightsReceiver(service, self._replica)
+        self._catch_up = CatchUp(service, self._replica, self._weights.step, self._weights.expects_push)
         custom = self._config.rollout.custom_generate_function_path
         self._custom = None if custom is None else CustomGenerate(service, self._replica)
         self._running: set[asyncio.Task[None]] = set()
@@ -61,7 +63,9 @@ class Rollout:
         """Works until asked to stop; groups in hand are handed on then, or go back to the queue."""
         service = self._service
         await self._weights.listen()
-        work = [self._replica.keep_engine(), self._measure(), self._stop_stale(), self._take(EVAL), self._take(TRAIN)]
+        await self._catch_up.listen()
+        work = [self._replica.keep_engine(), self._catch_up.keep(), self._take(EVAL), self._take(TRAIN)]
+        work += [self._measure(), self._stop_stale()]
         router = Router(service, url) if (url := router_url()) else None
         if router is not None:
             work.append(router.keep())

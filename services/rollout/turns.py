@@ -60,6 +60,7 @@ class Turns:
         async with self._step:
             if self._replica.asleep:
                 await self._put_to_sleep(WAKE_SECONDS)
+                await self._service.announce()
 
     async def make_room(self, deadline: float) -> None:
         """Has memory for weights that are about to be received. Called with the step held."""
@@ -78,7 +79,6 @@ class Turns:
             if not replica.asleep:
                 replica.asleep, self._since = True, time.monotonic()
                 replica.close_gate()
-                self._service.state = "asleep"
                 await self._put_to_sleep(request.deadline)
                 self._service.metrics.set("asleep", 1)
                 await self._service.announce()
@@ -97,6 +97,7 @@ class Turns:
         replica = self._replica
         if replica.client is None:  # a starting one is put to sleep when it is up
             return
+        self._service.state = "asleep"
         try:
             await replica.client.occupation.sleep(EVERYTHING if self._releases else (), deadline=deadline)
             if self._loses:

@@ -109,8 +109,17 @@ class WeightsReceiver:
         """Returns once no push counts on this replica any more, or after ``seconds``: the others in its lanes would wait for it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._turn.locked() or self._pushing is not None or time.monotonic() < self._agreed_until:
+                while self._turn.locked() or self.expects_push():
                     await asyncio.sleep(LOOK_SECONDS)
+
+    @property
+    def step(self) -> asyncio.Lock:
+        """Held by whoever changes the engine's weights."""
+        return self._turn
+
+    def expects_push(self) -> bool:
+        """Whether a push has been agreed upon, or is going on."""
+        return self._pushing is not None or time.monotonic() < self._agreed_until
 
     def _agree(self, seconds: float) -> None:
         """The trainer was told that this replica takes part: its next request comes within ``seconds``, or never."""
@@ -124,28 +133,36 @@ class WeightsReceiver:
         return WeightsReady(replica=self._service.instance, version=self._replica.version, digest=digest)
 
     async def _receive(self, request: WeightsReceive) -> Message:
-        """Pauses, and takes every bucket. While it waits for the first of them, an abort leaves the replica as it was."""
+        """Pauses, and takes every bucket. While it waits for the first of them, an abort leaves the replica as it was.
+
+        A check of what was just received goes on in the same pause.
+        """
         async with self._turn:
             client = self._client()
-            if self._pushing is not None:
+            again = request.check and self._pushing == request.version and self._digest is not None
+            if self._pushing is not None and not again:
                 await self._break_off("another push was sent before its commit: its trainer is gone")
             if request.version < self._replica.version:
                 raise PushRefused(f"version {request.version} was sent, this replica serves {self._replica.version}")
             if self._joined_by != self._replica.incarnation or not self._lanes.issuperset(request.lanes):
                 raise PushRefused(f"version {request.version} comes over lanes {sorted(request.lanes)}; the engine is in {self._names()}")
-            self._begin(request)
             try:
-                await self._turns.make_room(request.deadline)
-                await client.pause(self._mode, deadline=request.deadline)
-                await client.begin_weight_update(deadline=request.deadline)
+                if not again:
+                    self._begin(request)
+                    await self._turns.make_room(request.deadline)
+                    await client.pause(self._mode, deadline=request.deadline)
+                    await client.begin_weight_update(deadline=request.deadline)
                 got = await self._taken(client, request)
             except MyxoError as error:
                 # of what has failed, an engine that did not answer may hold some; one that was never asked holds what it had
                 self._touched = self._touched or not isinstance(error, ReceiverError | DeadlineExceeded) or getattr(error, "touched", False)
                 await self._break_off(str(error))
                 raise
-            self._digest = got.digest
-            self._touched = bool(got.differences) if request.check else True
+            if request.check:
+                self._touched = self._touched or bool(got.differences)
+                self._digest = None if got.differences else self._digest or got.digest
+            else:
+                self._touched, self._digest = True, got.digest
             return WeightsReceived(
                 replica=self._service.instance, digest=got.digest, bytes=got.bytes, seconds=got.seconds, differences=got.differences
             )
@@ -170,7 +187,7 @@ class WeightsReceiver:
             if self._pushing != request.version:
                 raise PushRefused(f"version {request.version} is to be served, version {self._pushing} is being received")
             if self._digest != request.digest:
-                reason = f"version {request.version} has digest {request.digest}, the engine received {self._digest or 'nothing'}"
+                reason = f"version {request.version} has digest {request.digest}, the engine has {self._digest or 'something else'}"
                 await self._break_off(reason)
                 raise PushRefused(reason)
             await self._or_fence(lambda: client.end_weight_update(deadline=request.deadline))
@@ -181,8 +198,10 @@ class WeightsReceiver:
             return Accepted()
 
     async def _abort(self, request: WeightsAbort) -> Message:
+        if self._pushing not in (None, request.version):
+            return Accepted()  # late: of another push
         client = self._replica.client
-        if self._receiving and self._pushing == request.version and client is not None:
+        if self._receiving and client is not None:
             with contextlib.suppress(MyxoError):  # then it ends with its own deadline
                 await client.abort_receive(deadline=END_SECONDS)
         async with self._turn:
@@ -211,6 +230,9 @@ class WeightsReceiver:
         client = self._replica.client
         if client is None:
             return
+        if touched:
+            with contextlib.suppress(MyxoError):  # what it knows of names that are pushed no more must not be in the next digest
+                await client.adopt(NO_WEIGHTS, {}, deadline=END_SECONDS)
         await self._leave_lanes(client)
         # the engine must answer again: after a fence its running requests end for nobody, and new ones wait at the gate
         try:

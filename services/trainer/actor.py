@@ -205,7 +205,7 @@ class Actor:
         changed = dataclasses.replace(self.config, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
         self.optimizer.reset(changed.schedule)
 
-    def export(self, bucket_bytes: int) -> Iterator[Bucket]:
+    def export(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[Bucket]:
         """The weights under their Hugging Face names, bucket by bucket; tied embeddings come once.
 
         Every rank must iterate to the end. All ranks get the same names in the same buckets; global rank 0 gets full,
@@ -213,11 +213,11 @@ class Actor:
         live parameter: read it before the next ``train_step``.
 
         Args:
-            bucket_bytes: a bucket holds at most this much, unless a single Megatron parameter is larger.
+            bucket_bytes: a bucket holds at most this much, unless a single Megatron parameter is larger. dtype: instead of the model's.
         """
         if bucket_bytes < 1:
             raise ConfigError("trainer.update_weight_buffer_size", bucket_bytes, "at least 1 byte")
-        return self._export().buckets(bucket_bytes)
+        return self._export().buckets(bucket_bytes, None if dtype is None else DTYPES[dtype])
 
     def save_hf(self, directory: str | Path) -> None:
         """Write a Hugging Face checkpoint: safetensors, config, tokenizer. It appears complete or not at all."""

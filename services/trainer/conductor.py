@@ -13,9 +13,10 @@ import structlog
 
 from services.trainer.exchange import Exchange
 from services.trainer.link import Link
-from services.trainer.orders import Leave, Order, Push, Train, Value, Wait
+from services.trainer.orders import Leave, Order, Push, Snapshot, Train, Value, Wait
 from services.trainer.turns import Turns
 from services.trainer.weights.pusher import Pusher
+from services.trainer.weights.snapshots import SnapshotWriter
 from shared.errors import DeadlineExceeded
 from shared.messages import Batch, BatchPending, RunDone
 from shared.versions import version_after
@@ -89,6 +90,7 @@ class Conductor:
         self,
         link: Link,
         pusher: Pusher,
+        snapshots: SnapshotWriter,
         batch_timeout: float,
         *,
         steps: int,
@@ -97,6 +99,7 @@ class Conductor:
         exchange: Exchange | None = None,
     ) -> None:
         self._link, self._pusher, self._exchange, self._turns = link, pusher, exchange, turns
+        self._snapshots = snapshots
         self._steps, self._interval = steps, interval
         self._batches, self._for_critic = Batches(link, Patience(batch_timeout)), Patience(batch_timeout)
 
@@ -104,8 +107,11 @@ class Conductor:
         """Args: step: the next to train. version: the weights that the trainer holds. Raises DeadlineExceeded."""
         if self._link.stopping:
             return Leave(done=False)
+        self._snapshots.tell_live()
         if (push := self._push(version)) is not None:
             return push
+        if self._snapshots.due(version):
+            return Snapshot(version)
         batch = self._batches.next(step, version)
         if not isinstance(batch, Batch):
             return batch
@@ -117,6 +123,8 @@ class Conductor:
 
     def _push(self, version: int) -> Push | None:
         """The push to begin now. Engines on the trainer's GPUs are pushed to together, in its turn: sleep costs each its weights."""
+        if self._snapshots.instead_of_pushes:
+            return None
         if self._turns.colocated and self._pusher.lags(version):
             self._turns.prepare()
             self._pusher.forget(self._turns.lost())

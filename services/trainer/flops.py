@@ -41,17 +41,25 @@ def forward(architecture: Architecture, lengths: Sequence[int], *, value_head: b
     Args:
         lengths: tokens of each sequence; sequences do not attend to one another. value_head: a critic, without the vocabulary.
     """
-    a = architecture
-    tokens = float(np.sum(lengths, dtype=np.float64))
     pairs = float(np.sum([length * (length + 1) / 2 for length in lengths], dtype=np.float64))
+    return _weights(architecture, lengths, value_head) + pairs * architecture.num_layers * _attention(architecture)
+
+
+def training(architecture: Architecture, lengths: Sequence[int], *, value_head: bool = False, adapters: bool = False) -> float:
+    """Operations of one forward and backward pass.
+
+    Args:
+        adapters: of LoRA are all that trains: the weights have no gradients. The adapters' own operations, few, are not counted.
+    """
+    whole = 3 * forward(architecture, lengths, value_head=value_head)
+    return whole - _weights(architecture, lengths, value_head) if adapters else whole
+
+
+def _weights(a: Architecture, lengths: Sequence[int], value_head: bool) -> float:
+    """Of one forward pass, the products with weights."""
+    tokens = float(np.sum(lengths, dtype=np.float64))
     layers = sum(_mlp(a, layer) for layer in range(a.num_layers)) + a.num_layers * _projections(a)
-    output = 2.0 * a.hidden_size * (1 if value_head else a.vocab_size)
-    return tokens * (layers + output) + pairs * a.num_layers * _attention(a)
-
-
-def training(architecture: Architecture, lengths: Sequence[int], *, value_head: bool = False) -> float:
-    """Operations of one forward and backward pass."""
-    return 3 * forward(architecture, lengths, value_head=value_head)
+    return tokens * (layers + 2.0 * a.hidden_size * (1 if value_head else a.vocab_size))
 
 
 def peak(device: str, dtype: str) -> float | None:

@@ -22,13 +22,14 @@ from services.trainer.megatron.reference import FrozenWeights
 from services.trainer.megatron.runtime import together
 from services.trainer.objective import SftLoss, needs
 from services.trainer.objective.kl import kl_estimate
-from services.trainer.orders import Leave, Push, Train, Wait
+from services.trainer.orders import Leave, Push, Snapshot, Train, Wait
 from services.trainer.record import Record
 from services.trainer.reference import Reference
 from services.trainer.sft import Demonstrations
 from services.trainer.shaping import Shaping, teacher_gap
 from services.trainer.turns import Turns
 from services.trainer.weights.pusher import Pusher
+from services.trainer.weights.snapshots import SnapshotWriter
 from shared.config import RunConfig
 from shared.messages import Batch, Trained
 from shared.store import BlockingStore
@@ -68,11 +69,13 @@ class Trainer(Job):
         self._durable = 0
         self._record: Record | None = None
         self._pusher = Pusher(link, self._actor.model, config.weights, "memory" if config.trainer.colocate else "group")
+        self._snapshots = SnapshotWriter(config, link, self._actor)
         if link is not None:
             self._record = Record(link, self._places.tensorboard, config, self._actor)
             self._conductor = Conductor(
                 link,
                 self._pusher,
+                self._snapshots,
                 config.trainer.batch_timeout,
                 steps=config.rollout.num_rollout,
                 interval=config.weights.update_weights_interval,
@@ -100,6 +103,8 @@ class Trainer(Job):
                         self._pusher.begin(push)
                         if self._turns.colocated:
                             self._pusher.wait()
+                case Snapshot(version=version):
+                    self._snapshots.write(version)
                 case Train(batch=batch, ahead=ahead):
                     self._turns.take()
                     version = self._version

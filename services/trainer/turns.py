@@ -83,8 +83,11 @@ class Turns:
             self._put_engines_to_sleep(awaited=0)
         self._held = True
         if self._offload is not None:
+            started = time.monotonic()
             with together("the weights' way back to the GPU"):
                 self._offload.to_device()
+            if self._link is not None:
+                self._log.info("brought_back", seconds=round(time.monotonic() - started, 3))
 
     def give(self) -> None:
         """Ends the trainer's turn without a push, if it is its turn. A collective."""
@@ -126,10 +129,11 @@ class Turns:
     def _make_room(self, *parts: Part) -> None:
         if self._offload is None:
             return
+        started, moved = time.monotonic(), [part for part in parts if part not in self._offload.away]
         with together("the way to host memory"):
-            freed = sum([self._offload.to_host(part) for part in parts])
+            freed = sum([self._offload.to_host(part) for part in moved])
         if self._link is not None:
-            self._log.info("offloaded", parts=parts, bytes=freed)
+            self._log.info("offloaded", parts=moved, bytes=freed, seconds=round(time.monotonic() - started, 3))
 
     # --- rank 0 and the replicas
 
@@ -163,16 +167,16 @@ class Turns:
         if self._renewing is not None:
             self._renewing.cancel()
             self._renewing = None
-        self._asleep = False
+        self._asleep, started = False, time.monotonic()
         link.gauges({"turn": 0.0})
         try:
             awake = link.call(self._ask_all("wake", deadline), deadline + LOOK_SECONDS)
         except MyxoError as error:  # they wake by themselves when they hear nothing more
             self._log.warning("replicas_not_woken", error=str(error))
             return
-        held = time.monotonic() - self._since
+        held = started - self._since
         link.gauges({"turn_seconds": held})
-        self._log.info("turn_given", replicas=len(awake), held=round(held, 3))
+        self._log.info("turn_given", replicas=len(awake), held=round(held, 3), seconds=round(time.monotonic() - started, 3))
 
     def _await_engines(self, count: int) -> None:
         """An engine that is coming up must have done so: it would take memory in the middle of the trainer's turn."""

@@ -117,13 +117,13 @@ class WeightsLive(Message):
 class WeightsSnapshot(Message):
     """KV value ``weights/snapshot``: the newest version on disk (`shared.weights.snapshot`).
 
-    ``path``: of its directory, where the trainer sees it; the others of its chain lie beside it. ``bytes``: written for it. ``seconds``:
-    that writing took.
+    ``form``: a whole checkpoint, or what changed. ``path``: of its directory, where the trainer sees it; the others of its chain lie
+    beside it. ``bytes``: written for it. ``seconds``: that writing took.
     """
 
     version: int
     digest: str
-    kind: Literal["full", "delta"]
+    form: Literal["full", "delta"]
     path: str
     bytes: int
     seconds: float

@@ -78,7 +78,8 @@ async def trained(root: Path, name: str) -> list[BatchTrained]:
     server.start()
     try:
         bus = await Bus.connect(server.url, "test")
-        found = [record async for _, record in replay.read(bus, Subjects(name).ledger_stream, LedgerRecord) if isinstance(record, BatchTrained)]
+        records = replay.read(bus, Subjects(name).ledger_stream, LedgerRecord)
+        found = [record async for _, record in records if isinstance(record, BatchTrained)]
         await bus.close()
     finally:
         server.stop()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self
@@ -48,14 +48,6 @@ class WeightsGroup:
             kind="group", name=self.name, address="127.0.0.1", port=self.store.port, backend="gloo", world_size=self.world_size
         )
 
-    @classmethod
-    async def join(cls, client: EngineClient, name: str) -> Self:
-        """A lane of two: this process and the client's engine."""
-        group = cls(name)
-        await client.join_lanes([group.lane], 1, timeout=JOIN_SECONDS)
-        await asyncio.to_thread(group.meet)
-        return group
-
     def meet(self) -> None:
         """Returns once every engine has joined. Raises torch's ``DistStoreError`` after ``JOIN_SECONDS``."""
         self._group, _ = _new_process_group_helper(
@@ -75,10 +67,17 @@ class WeightsGroup:
         repeated, self._announced = manifest.id == self._announced, manifest.id
         self.store.set(f"manifest/{push}", b"=" if repeated else b"M" + manifest.encoded)
 
-    def broadcast(self, manifest: Manifest, tensors: Tensors, buckets: slice = slice(None)) -> None:
-        """Sends the buckets."""
-        for bucket in manifest.buckets[buckets]:
+    def send(
+        self,
+        manifest: Manifest,
+        tensors: Tensors,
+        only: slice = slice(None),
+        then: Callable[[WeightsGroup], None] = lambda group: None,
+    ) -> None:
+        """Sends the buckets, or ``only`` these, and does ``then``."""
+        for bucket in manifest.buckets[only]:
             dist.broadcast(flat_of(bucket, tensors), 0, group=self._group)
+        then(self)
 
     def leave(self) -> None:
         """Leaves the group and ends the store, as when this process dies. The object is of no use afterwards."""
@@ -99,10 +98,11 @@ class Pusher:
     lanes: Sequence[WeightsGroup]
     pushes: int = 0
     known: dict[str, Known] = field(default_factory=dict)
+    sent: Tensors = field(default_factory=dict)
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def over(cls, *clients: EngineClient, names: Sequence[str] = ("trainer",)) -> Any:
+    async def over(cls, *clients: EngineClient, names: Sequence[str] = ("trainer",)) -> AsyncIterator[Self]:
         """Lanes of these names, to all clients' engines; left at the end."""
         lanes = [WeightsGroup(name, 1 + len(clients)) for name in names]
         for number, client in enumerate(clients):
@@ -124,26 +124,40 @@ class Pusher:
         return digest.version_digest(self.known)
 
     async def send(
-        self, tensors: Tensors, version: int, *, check: bool = False, only: slice = slice(None), deadline: float = 60.0
+        self,
+        tensors: Tensors,
+        version: int,
+        *,
+        check: bool = False,
+        only: slice = slice(None),
+        then: Callable[[WeightsGroup], None] = lambda lane: None,
+        deadline: float = 60.0,
     ) -> list[Received]:
-        """Has the engines take the tensors, spread over the lanes. The version is not set. ``only``: these buckets are really sent."""
-        self.pushes += 1
+        """Has the engines take the tensors, spread over the lanes; the version is not set.
+
+        Args:
+            only: these buckets are really sent. then: what each source does next.
+        """
+        self.pushes, self.sent = self.pushes + 1, tensors
         names, work = list(tensors), []
         for number, lane in enumerate(self.lanes):
             share = {name: tensors[name] for name in names[number :: len(self.lanes)]}
-            manifest = lay_out([(name, dtype_of(one), tuple(one.shape)) for name, one in share.items()], BUCKET_BYTES)
+            manifest = manifest_of(share)
             lane.announce(self.pushes, manifest)
-            for bucket in manifest.buckets:
-                self.known |= digest.tensors(bucket, digest.leaves(flat_of(bucket, share).numpy(), digest.leaf_table(bucket)))
-            work.append(asyncio.to_thread(lane.broadcast, manifest, share, only))
+            self.known |= known_of(manifest, share)
+            work.append(asyncio.to_thread(lane.send, manifest, share, only, then))
         for client in self.clients:
             await client.begin_weight_update()
         lanes = [lane.name for lane in self.lanes]
         takes = [client.receive(version, self.pushes, lanes, check=check, deadline=deadline) for client in self.clients]
-        taken = await asyncio.gather(*takes, *work)
+        sending = asyncio.gather(*work)
+        try:
+            taken = await asyncio.gather(*takes)
+        finally:
+            await sending
         for client in self.clients:
             await client.end_weight_update()
-        return list(taken[: len(self.clients)])
+        return list(taken)
 
     async def push(self, tensors: Tensors | torch.nn.Module, version: int) -> list[Received]:
         """Has the engines take and name a version."""
@@ -166,6 +180,14 @@ def flat_of(bucket: Bucket, tensors: Tensors) -> torch.Tensor:
     return flat
 
 
-def dtype_of(tensor: torch.Tensor) -> str:
-    """Torch's name of it."""
-    return str(tensor.dtype).removeprefix("torch.")
+def manifest_of(tensors: Tensors, bucket_bytes: int = BUCKET_BYTES) -> Manifest:
+    """The tensors in order, in buckets."""
+    return lay_out([(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in tensors.items()], bucket_bytes)
+
+
+def known_of(manifest: Manifest, tensors: Tensors) -> dict[str, Known]:
+    """What an engine knows that has received the tensors."""
+    known: dict[str, Known] = {}
+    for bucket in manifest.buckets:
+        known |= digest.tensors(bucket, digest.leaves(flat_of(bucket, tensors).numpy(), digest.leaf_table(bucket)))
+    return known

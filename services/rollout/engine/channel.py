@@ -165,6 +165,8 @@ class Channel:
                 raise first
             failures = [task.exception() for task in ranks if task.done()]
             touched = bool(silent) or any(not isinstance(error, ReceiverError) or error.touched for error in failures)
+            if isinstance(first, ReceiverError):
+                raise ReceiverError(first.where, first.reason, touched) from first
             raise ReceiverError(str(self.directory), str(first), touched) from first
         finally:
             for task in everything:

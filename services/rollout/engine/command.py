@@ -7,6 +7,7 @@ Only what the rollout service itself must know (where the engine listens, what i
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import secrets
@@ -131,6 +132,8 @@ def engine_command(
         env |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}  # both ends of a weight push must agree on them
     chosen |= {"random-seed": random_seed, "enable-metrics": enable_metrics}
     chosen |= given
+    if chosen.get("enable-memory-saver") and (runtime := _cuda_runtime()):
+        env["LD_LIBRARY_PATH"] = os.pathsep.join([*runtime, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
     admin_key = secrets.token_urlsafe(24) if exposed else None
     fixed: dict[str, FlagValue] = {
         "model-path": str(model_path),
@@ -161,6 +164,14 @@ def engine_site() -> Path:
             f"transformers): pip install --no-deps --target {site} torchvision==0.28.0",
         )
     return site
+
+
+def _cuda_runtime() -> list[str]:
+    """Where pip has put CUDA's runtime. The memory saver is loaded before torch, which finds it by itself; where the loader cannot find the
+    runtime it leaves the saver out with a line in the log, and nothing would ever be released."""
+    found = importlib.util.find_spec("nvidia")
+    places = [] if found is None else list(found.submodule_search_locations or [])
+    return sorted({str(library.parent) for place in places for library in Path(place).glob("*/lib/libcudart.so.*")})
 
 
 def _normalised(flags: Mapping[str, FlagValue]) -> dict[str, FlagValue]:

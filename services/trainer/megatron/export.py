@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 
@@ -40,14 +40,14 @@ class Exporter:
         self.model = model
         self.cargo = Cargo(model, groups or Groups.of_training())
 
-    def buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
+    def buckets(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
         """The whole model in the model's dtype (routers' biases in float32), in the order of its layers; tied embeddings come once.
 
         A collective: every rank iterates to the end. All get the same names; rank 0 gets full tensors on its device, the
         others None. A tensor may be a view of the live parameter: read it before the next optimizer step.
 
         Args:
-            bucket_bytes: a bucket holds at most this much, unless a single parameter is larger.
+            bucket_bytes: a bucket holds at most this much, unless a single parameter is larger. dtype: instead of the model's.
         """
         bucket: Bucket = []
         size = 0
@@ -59,13 +59,15 @@ class Exporter:
                 bucket, size = [], 0
             with deadline(f"the export of {shipment.name}"):
                 tensors = self._ship(shipment)
+            if dtype is not None and not shipment.float32:
+                tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
             bucket += [(name, tensor) for (name, _), tensor in zip(shipment.tensors, tensors, strict=True)]
             size += shipped
         if bucket:
             yield bucket
 
     @torch.no_grad()
-    def _ship(self, shipment: Shipment) -> list[Tensor] | list[None]:
+    def _ship(self, shipment: Shipment) -> Sequence[Tensor | None]:
         rank, world = dist.get_rank(), self.cargo.groups.world
         shapes = [shape for _, shape in shipment.tensors]
         parts = self.cargo.parts(shipment)

@@ -19,20 +19,24 @@ class Speed:
 
     Args:
         ranks: devices that train together. peak: operations a second of one of them; None: not known. value_head: of a critic.
+        adapters: are all that trains.
     """
 
     architecture: Architecture
     ranks: int
     peak: float | None
     value_head: bool = False
+    adapters: bool = False
 
     @classmethod
     def of(cls, actor: Actor) -> Speed:
         device = torch.cuda.get_device_name() if next(actor.model.modules[0].parameters()).is_cuda else "cpu"
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        return cls(actor.architecture, ranks, flops.peak(device, actor.config.dtype), actor.config.value_head)
+        config = actor.config
+        return cls(actor.architecture, ranks, flops.peak(device, config.dtype), config.value_head, config.lora is not None)
 
     def of_step(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
         """Of the whole batch's samples (tokens of each), trained once in ``seconds``: TFLOP/s a device, and MFU where the peak is known."""
-        rate = flops.training(self.architecture, lengths, value_head=self.value_head) / seconds / self.ranks
+        operations = flops.training(self.architecture, lengths, value_head=self.value_head, adapters=self.adapters)
+        rate = operations / seconds / self.ranks
         return {"actor_train_tflops": rate / 1e12} | ({} if self.peak is None else {"actor_train_mfu": rate / self.peak})

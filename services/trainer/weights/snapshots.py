@@ -48,11 +48,14 @@ class SnapshotWriter:
 
     Args:
         link: of rank 0, None on the others.
+
+    Attributes:
+        instead_of_pushes: engines read every version from disk.
     """
 
     def __init__(self, config: RunConfig, link: Link | None, actor: Actor) -> None:
         self._config, self._weights, self._link, self._actor = config, config.weights, link, actor
-        self._every_version = self._weights.update_weight_transport == "disk"
+        self.instead_of_pushes = self._weights.update_weight_transport == "disk"
         self._log: Any = structlog.get_logger()
         if link is None:
             return
@@ -69,11 +72,11 @@ class SnapshotWriter:
 
     def due(self, version: int) -> bool:
         """Whether all ranks are to `write` this version, which the trainer holds."""
-        if self._link is None or time.monotonic() < self._not_before:
-            return False
+        if self._link is None or self._config.trainer.colocate or time.monotonic() < self._not_before:
+            return False  # colocated engines lose their weights together, and get them together
         if self._wishes():
             return True
-        if self._every_version:
+        if self.instead_of_pushes:
             return self._written != version
         interval = self._weights.snapshot_interval
         if not interval or self._written == version:
@@ -87,7 +90,7 @@ class SnapshotWriter:
     def tell_live(self) -> None:
         """Without pushes, replicas' cards alone say what is live: announces the version that was written last once one serves it."""
         last, link = self._last, self._link
-        if not self._every_version or link is None or last is None:
+        if not self.instead_of_pushes or link is None or last is None:
             return
         serving = frozenset(card.instance for card in link.replicas if card.version == last.version)
         if serving and (last.version, serving) != self._told:
@@ -112,7 +115,7 @@ class SnapshotWriter:
     @torch.no_grad()
     def write(self, version: int) -> WeightsSnapshot | None:
         """Writes the present weights as ``version`` and announces it. None on other ranks than 0, and where it could not be written."""
-        buckets = self._actor.export(self._weights.update_weight_buffer_size)
+        buckets = self._actor.export(self._weights.update_weight_buffer_size, self._weights.update_weight_dtype)
         if self._link is None:
             for _ in buckets:
                 pass
@@ -167,14 +170,14 @@ class SnapshotWriter:
 
     def _beside(self, directory: Path) -> None:
         copy_beside_weights(self._actor.hf_dir, directory)
-        write_config(directory, self._actor.config.dtype)
+        write_config(directory, self._weights.update_weight_dtype or self._actor.config.dtype)
 
     def _finish(self, written: SnapshotLink, seconds: float) -> WeightsSnapshot:
         assert self._link is not None
         snapshot = WeightsSnapshot(
             version=written.version,
             digest=written.digest,
-            kind=written.kind,
+            form=written.kind,
             path=str(written.path.absolute()),
             bytes=written.bytes,
             seconds=seconds,

@@ -19,7 +19,19 @@ from shared.cli.audit import audit
 from shared.cli.erase import erase_from_bus, erase_from_store
 from shared.cli.report import summarise
 from shared.cli.status import status
-from shared.messages import Accepted, Batch, Generated, ServiceCard, ServiceEvent, Task, Trained, TrainerStep, WeightsLive, WeightsPrepare
+from shared.messages import (
+    Accepted,
+    Batch,
+    Generated,
+    ServiceCard,
+    ServiceEvent,
+    Task,
+    Trained,
+    TrainerStep,
+    WeightsLane,
+    WeightsLive,
+    WeightsPrepare,
+)
 from shared.messages import WeightsReady as Ready
 from shared.queue import WorkQueue
 from shared.registry import Registry
@@ -118,7 +130,8 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
         assert [seen.instance for seen in await Registry(rollout, RUN).alive("rollout")] == ["rollout-0"]
         joined = ServiceEvent(service="rollout", instance="rollout-0", what="joined", detail="", at=time.time())
         await rollout.publish(NAMES.event("service", "joined"), joined)
-        offer = WeightsPrepare(version=0, group="g", backend="gloo", master_address="a", master_port=1, rank=1, world_size=2, deadline=5)
+        lane = WeightsLane(kind="group", name="lane-1", address="a", port=1, backend="gloo", world_size=2)
+        offer = WeightsPrepare(version=0, lanes=[lane], rank=1, deadline=5)
         answer = await trainer.request(NAMES.replica_weights("rollout-0", "prepare"), offer, Ready, deadline=60, whom="rollout-0")
         assert answer.replica == "rollout-0"
 

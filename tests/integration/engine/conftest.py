@@ -81,6 +81,8 @@ async def fresh_client(engine: EngineProcess, checkpoint: Checkpoint) -> AsyncIt
     async with await EngineClient.connect(engine.url) as client:
         await client.abort_all()
         await client.resume()
+        assert engine.receiver is not None  # it was started
+        await client.open_receiver(engine.receiver)
         await client.update_weights_from_disk(str(checkpoint.path), 0)
         await client.flush_cache()
         yield client

@@ -11,6 +11,8 @@ import pytest
 from services.rollout.engine.command import CPU_LAUNCHER, CPU_MIN_TOKENS, engine_command
 from shared.errors import ConfigError
 
+ROOT = Path(__file__).parents[3]
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -58,7 +60,8 @@ def test_on_a_cpu(model: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert {name: flag(command.argv, name) for name in expected} == expected
     assert {"--sleep-on-idle", "--skip-server-warmup", "--disable-cuda-graph"} <= set(command.argv)
     assert "--enable-metrics" not in command.argv
-    assert command.env["PYTHONPATH"] == f"{site}:/mine"
+    assert command.env["PYTHONPATH"] == f"{site}:/mine:{ROOT}"  # the receiver is imported by the engine
+    assert flag(command.argv, "--custom-weight-loader") == "services.rollout.engine.receiver.load"
     assert command.env["OMP_NUM_THREADS"] == "2"
 
 
@@ -68,7 +71,19 @@ def test_on_cuda() -> None:
     assert flag(command.argv, "--model-path") == "Qwen/Qwen3-4B"
     assert "--enable-metrics" in command.argv and "--random-seed" not in command.argv
     assert not {"--attention-backend", "--dtype", "--max-total-tokens"} & set(command.argv)
-    assert command.env["NCCL_CUMEM_ENABLE"] == "0" and "PYTHONPATH" not in command.env
+    assert command.env["NCCL_CUMEM_ENABLE"] == "0" and command.env["PYTHONPATH"] == str(ROOT)
+
+
+def test_the_memory_saver_finds_cudas_runtime_where_pip_has_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = tmp_path / "nvidia" / "cu13" / "lib"
+    libraries.mkdir(parents=True)
+    (libraries / "libcudart.so.13").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+    command = engine_command("org/model", 30000, device="cuda", flags={"enable_memory_saver": True})
+    assert command.env["LD_LIBRARY_PATH"].split(":")[-1] == "/mine"
+    assert str(libraries) in command.env["LD_LIBRARY_PATH"].split(":")
+    assert "LD_LIBRARY_PATH" not in engine_command("org/model", 30000, device="cuda").env
 
 
 def test_the_runs_flags_go_through_and_win(model: Path, site: Path) -> None:

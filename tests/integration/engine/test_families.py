@@ -1,4 +1,4 @@
-"""An engine that is given what the trainer exports draws the same greedy tokens, for every family that SGLang serves on a CPU."""
+"""An engine that is pushed what the trainer exports draws the same greedy tokens, for every family that SGLang serves on a CPU."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.generation import Generation, GenerationRequest
+from services.rollout.engine.process import EngineProcess
 from services.trainer.megatron import runtime
 from shared.messages import Sampling
 from tests.integration.engine.conftest import running_engine
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
+from tests.support.weights_group import Pusher
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint, pack, sequences
 
@@ -23,11 +26,18 @@ SERVED = ["glm4", "glm4_moe", "deepseek_v3", *(pytest.param(kind, marks=pytest.m
 NEW_TOKENS = 24
 
 
-async def generated(url: str, weights: Path, prompts: list[torch.Tensor]) -> list[Generation]:
-    """What the engine answers once it has been given ``weights``."""
+async def generated(engine: EngineProcess, old: Path, new: Path, prompts: list[torch.Tensor]) -> list[Generation]:
+    """What the engine answers once it has been pushed the ``new`` weights, after the ``old`` ones: as it learned to load those."""
     requests = [GenerationRequest(prompt.int().numpy(), NEW_TOKENS, ignore_eos=True) for prompt in prompts]
-    async with await EngineClient.connect(url) as client:
-        await client.update_weights_from_disk(str(weights), 1)
+    async with await EngineClient.connect(engine.url) as client:
+        assert engine.receiver is not None  # it was started
+        await client.open_receiver(engine.receiver)
+        async with Pusher.over(client) as pusher:
+            for version, weights in enumerate((old, new), start=1):
+                tensors = load_file(weights / "model.safetensors")
+                await pusher.push({name: tensors[name].float() for name in sorted(tensors)}, version)
+            (checked,) = await pusher.send(pusher.sent, 2, check=True)
+            assert checked.differences == {} and checked.digest == pusher.digest
         return await client.generate_group(requests, Sampling(temperature=0.0, max_new_tokens=1))
 
 
@@ -41,7 +51,7 @@ def test_greedy_tokens_are_the_trainers(kind: str, tmp_path: Path) -> None:
         actor.save_hf(tmp_path / "exported")
         prompts = sequences(3, seed=5, longest=20)
         with running_engine(tmp_path / "made", tmp_path, {}) as engine:
-            answers = asyncio.run(generated(engine.url, tmp_path / "exported", prompts))
+            answers = asyncio.run(generated(engine, tmp_path / "made", tmp_path / "exported", prompts))
         whole = [torch.cat([prompt, torch.tensor(one.tokens).long()]) for prompt, one in zip(prompts, answers, strict=True)]
         logits = rank_steps.logits(actor, pack(whole)).split([len(one) for one in whole])
         for prompt, answer, rows in zip(prompts, answers, logits, strict=True):

@@ -10,12 +10,13 @@ import pytest
 
 from services.rollout.weights import PushRefused
 from shared import sample
-from shared.messages import Interrupted, Payload, Sampling, WeightsCommit, WeightsOffer, WeightsPause, WeightsReady
+from shared.messages import Interrupted, Payload, Sampling, WeightsCommit, WeightsOffer, WeightsReady
 from shared.sample import Sample
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.load import LONG
 from tests.integration.engine.reference import log_probs
+from tests.integration.engine.source import Source
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
@@ -136,7 +137,7 @@ async def test_a_group_whose_earlier_samples_are_lost_begins_anew(new_bench: New
     assert group.attempt == 1 and len(samples) == 2
 
 
-async def test_a_replica_that_stops_keeps_its_word_and_gives_no_other(new_bench: NewBench) -> None:
+async def test_a_replica_that_stops_keeps_its_word_and_gives_no_other(new_bench: NewBench, checkpoint: Checkpoints) -> None:
     desk = await new_bench()
     weights = desk.rollout._weights
     assert await weights._offer(WeightsOffer(version=1)) == WeightsReady(replica="rollout-1", version=0)
@@ -146,10 +147,13 @@ async def test_a_replica_that_stops_keeps_its_word_and_gives_no_other(new_bench:
     assert not staying.done()
     with pytest.raises(PushRefused, match="about to stop"):
         await weights._offer(WeightsOffer(version=1))
-    await weights._pause(WeightsPause(version=1, deadline=30))
+    source = Source(desk, checkpoint(1).model, 1)
+    await source.prepare()
+    received = await source.receive()
     assert not staying.done()
-    await weights._commit(WeightsCommit(version=1, deadline=30))
-    await asyncio.wait_for(staying, 30)
+    await weights._commit(WeightsCommit(version=1, digest=received.digest, deadline=60))
+    await asyncio.wait_for(staying, 60)
+    source.leave()
     assert desk.replica.version == 1
     await weights.settled(0)  # nothing to wait for
 

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
 
+from services.rollout.engine.channel import ReceiverError
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.errors import EngineError, InvalidRequest
 from services.rollout.engine.generation import GenerationRequest, Span
+from services.rollout.engine.process import EngineProcess
+from shared.weights import digest
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.load import LONG, SAMPLING, generating, prompts, requests
 from tests.integration.engine.reference import log_probs, log_probs_with_kept_cache
-from tests.support.weights_group import WeightsGroup
+from tests.support.weights_group import JOIN_SECONDS, Pusher, WeightsGroup, parameters
 
 EXACT = 1e-5
 
+NUMBERS = itertools.count()
+
+
+def name() -> str:
+    """A lane's, that nobody has had."""
+    return f"lane-{next(NUMBERS)}"
+
 
 @pytest.fixture
-async def group(client: EngineClient) -> AsyncIterator[WeightsGroup]:
-    """This process and the engine."""
-    group = await WeightsGroup.join(client, "trainer")
-    yield group
-    await client.destroy_weights_group("trainer")
-    group.leave()
+async def pusher(client: EngineClient) -> AsyncIterator[Pusher]:
+    """This process and the engine, in one lane."""
+    async with Pusher.over(client, names=[name()]) as pusher:
+        yield pusher
 
 
 async def serves(client: EngineClient, checkpoints: Checkpoints, seed: int, version: int) -> None:
@@ -36,12 +45,12 @@ async def serves(client: EngineClient, checkpoints: Checkpoints, seed: int, vers
     assert np.abs(log_probs(checkpoints(seed).model, prompt, generation.tokens) - generation.log_probs).max() < EXACT
 
 
-async def test_push_in_place(client: EngineClient, group: WeightsGroup, checkpoint: Checkpoints) -> None:
+async def test_push_in_place(client: EngineClient, pusher: Pusher, checkpoint: Checkpoints) -> None:
     """Running requests keep the old weights' keys and values, exactly; requests that begin later have none of them."""
     old, new = checkpoint(0).model, checkpoint(1).model
     async with generating(client, 4) as running:
         await client.pause("in_place")
-        await group.push(client, new, version=1)
+        await pusher.push(new, 1)
         assert await client.served_version() == 1
         await client.resume()
         result = await running.result()
@@ -56,12 +65,12 @@ async def test_push_in_place(client: EngineClient, group: WeightsGroup, checkpoi
     await serves(client, checkpoint, 1, 1)  # with the first prompt again: of its prefix nothing is reused
 
 
-async def test_push_between_attempts(client: EngineClient, group: WeightsGroup, checkpoint: Checkpoints) -> None:
+async def test_push_between_attempts(client: EngineClient, pusher: Pusher, checkpoint: Checkpoints) -> None:
     """Aborted by the pause, resubmitted after the push: the second part is the new weights', given the whole text."""
     async with generating(client, 3) as running:
         await client.pause("abort")
         partials = await running.result()
-    await group.push(client, checkpoint(1).model, version=1)
+    await pusher.push(checkpoint(1).model, 1)
     await client.resume()
     again = []
     for prompt, partial in partials:
@@ -74,11 +83,11 @@ async def test_push_between_attempts(client: EngineClient, group: WeightsGroup, 
         assert np.abs(reference - generation.log_probs).max() < EXACT
 
 
-async def test_two_pushes_into_one_sample(client: EngineClient, group: WeightsGroup, checkpoint: Checkpoints) -> None:
+async def test_two_pushes_into_one_sample(client: EngineClient, pusher: Pusher, checkpoint: Checkpoints) -> None:
     async with generating(client, 2) as running:
         for version in (1, 2):
             await client.pause("in_place")
-            await group.push(client, checkpoint(version).model, version=version)
+            await pusher.push(checkpoint(version).model, version)
             await client.resume()
             await client.server_info()  # a turn of the engine's loop lies between
         result = await running.result()
@@ -89,76 +98,131 @@ async def test_two_pushes_into_one_sample(client: EngineClient, group: WeightsGr
         assert all(left.end == right.start for left, right in zip(generation.spans, generation.spans[1:], strict=False))
 
 
-async def test_half_loaded_weights_draw_for_nobody(client: EngineClient, group: WeightsGroup, checkpoint: Checkpoints) -> None:
-    parameters = list(checkpoint(1).model.named_parameters())
-    async with generating(client, 2) as running:
+async def test_half_loaded_weights_draw_for_nobody(client: EngineClient, checkpoint: Checkpoints) -> None:
+    """A source that dies between two buckets: the engine says so at once, has some of them, and takes the whole over other lanes."""
+    everything = parameters(checkpoint(1).model)
+    async with Pusher.over(client, names=[name()]) as pusher, generating(client, 2) as running:
         await client.pause("in_place")
-        await client.begin_weight_update()
-        await group.send(client, parameters[:5])
+        with pytest.raises(ReceiverError, match=r"rank 0: .*lane-\d+ at 127.0.0.1:\d+") as broken:
+            await pusher.send(everything, 1, only=slice(2), then=WeightsGroup.leave)
+        assert broken.value.touched
+        assert (await client.weights_state()).digest == ""
         await client.resume()
         with pytest.raises(InvalidRequest, match="half-loaded"):
             await client.generate_group(requests(1), SAMPLING)
         with pytest.raises(EngineError, match="half-loaded weights while it generated"):
             await running.task
-    await group.push(client, checkpoint(1).model, version=1)
+    async with Pusher.over(client, names=[name()]) as pusher:
+        await pusher.push(everything, 1)
     await serves(client, checkpoint, 1, 1)
 
 
-async def test_a_trainer_that_leaves_in_a_broadcast(client: EngineClient, checkpoint: Checkpoints) -> None:
-    """The engine says so, stays, and takes a whole push over the next group."""
-    group = await WeightsGroup.join(client, "trainer")
+@pytest.mark.parametrize("sent", [0, 2])
+async def test_a_source_that_falls_silent(client: EngineClient, checkpoint: Checkpoints, sent: int) -> None:
+    """It lives, but sends no more: the engine gives up at the deadline and goes on, with what it had if nothing had come yet."""
+    async with Pusher.over(client, names=[name()]) as pusher:
+        with pytest.raises(ReceiverError, match=rf"rank 0: bucket {sent} of push 1 did not come from the source of lane") as silent:
+            await pusher.send(parameters(checkpoint(1).model), 1, only=slice(sent), deadline=2)
+        assert silent.value.touched == bool(sent)
+        await client.health()
+        assert (await client.weights_state()).lanes == frozenset()  # what is still on its way there belongs to nobody
+    if not sent:
+        await serves(client, checkpoint, 0, 0)
+
+
+async def test_a_push_that_is_called_off(client: EngineClient, pusher: Pusher, checkpoint: Checkpoints) -> None:
+    async with generating(client, 2) as running:
+        await client.pause("in_place")
+        sending = asyncio.create_task(pusher.send(parameters(checkpoint(1).model), 1, only=slice(0), deadline=JOIN_SECONDS))
+        while not sending.done():
+            await client.abort_receive()
+            await asyncio.sleep(0.05)
+        with pytest.raises(ReceiverError, match="called off") as off:
+            await sending
+        assert not off.value.touched
+        await client.resume()
+        assert all(one.spans == (Span(0, LONG, 0),) for _, one in await running.result())
+
+
+async def test_lanes_that_others_never_join(client: EngineClient, checkpoint: Checkpoints) -> None:
+    """The engine generates meanwhile, says who is missing, and is free for other lanes."""
+    lonely = WeightsGroup(name(), 3)
+    await client.join_lanes([lonely.lane], 1, timeout=JOIN_SECONDS)
+    await serves(client, checkpoint, 0, 0)
     await client.begin_weight_update()
-    receiving = asyncio.create_task(client.receive_bucket(["model.norm.weight"], ["float32"], [[64]], "trainer", deadline=60))
-    await asyncio.sleep(0.5)  # let it enter the broadcast; should it not have, its error is the same
-    group.leave()
-    with pytest.raises(EngineError, match=r"/update_weights_from_distributed \(HTTP 400\): .*Connection closed by peer"):
-        await receiving
-    await client.destroy_weights_group("trainer")
-    second = await WeightsGroup.join(client, "trainer-2")
-    await second.push(client, checkpoint(1).model, version=1)
+    with pytest.raises(ReceiverError, match="did not come from the other engines of lane"):
+        await client.receive(1, 1, [lonely.name], deadline=1)
+    await client.end_weight_update()
+    async with Pusher.over(client, names=[name()]) as pusher:
+        await pusher.push(checkpoint(1).model, 1)
     await serves(client, checkpoint, 1, 1)
-    await client.destroy_weights_group("trainer-2")
-    second.leave()
+    lonely.leave()
 
 
-async def test_pushes_that_would_kill_the_engine_are_not_sent(client: EngineClient, group: WeightsGroup) -> None:
+async def test_lanes_side_by_side(client: EngineClient, checkpoint: Checkpoints) -> None:
+    """As from the stages of a pipeline. A push of a part keeps what is known of the rest, and a check sees every element."""
+    new = parameters(checkpoint(1).model)
+    assert (await client.weights_state()).digest == ""  # loaded from disk, so nobody has told
+    async with Pusher.over(client, names=[name(), name()]) as pusher:
+        (taken,) = await pusher.push(new, 1)
+        assert taken.digest == pusher.digest and taken.bytes >= sum(tensor.nbytes for tensor in new.values())
+        await serves(client, checkpoint, 1, 1)
+        newest = parameters(checkpoint(2).model)
+        (taken,) = await pusher.push({one: newest[one] for one in list(newest)[::3]}, 2)
+        mixed = {one: (newest if place % 3 == 0 else new)[one].detach().clone() for place, one in enumerate(new)}
+        assert taken.digest == pusher.digest == (await client.weights_state()).digest
+        (checked,) = await pusher.send(mixed, 2, check=True)
+        assert checked.differences == {} and checked.digest == taken.digest
+        for _ in range(2):  # the second time by the plan that the first has made
+            (taken,) = await pusher.push(newest, 3)
+        tampered = {one: tensor.detach().clone() for one, tensor in newest.items()}
+        tampered["model.layers.1.self_attn.k_proj.weight"][3, 5] += 1
+        tampered["model.norm.weight"][:] = -tampered["model.norm.weight"]
+        (checked,) = await pusher.send(tampered, 3, check=True)
+        assert checked.differences == {"model.layers.1.self_attn.k_proj.weight": 1, "model.norm.weight": 64}
+        assert (await client.weights_state()).digest == taken.digest
+        await serves(client, checkpoint, 2, 3)
+
+
+async def test_engines_side_by_side(client: EngineClient, overlapping_client: EngineClient, checkpoint: Checkpoints) -> None:
+    async with Pusher.over(client, overlapping_client, names=[name()]) as pusher:
+        taken = await pusher.push(checkpoint(1).model, 1)
+        assert {one.digest for one in taken} == {pusher.digest}
+        await serves(client, checkpoint, 1, 1)
+        await serves(overlapping_client, checkpoint, 1, 1)
+
+
+async def test_orders_that_cannot_be_carried_out(engine: EngineProcess, client: EngineClient, pusher: Pusher) -> None:
+    """Each is refused with its reason, and nothing has happened."""
     await client.begin_weight_update()
-    bucket = (["model.norm.weight"], ["float32"], [[64]])
-    with pytest.raises(InvalidRequest, match=r"'nobody' was not joined; .*'trainer'"):
-        await client.receive_bucket(*bucket, "nobody")
-    with pytest.raises(InvalidRequest, match="dtype 'float31'"):
-        await client.receive_bucket(["a"], ["float31"], [[64]], "trainer")
-    with pytest.raises(InvalidRequest, match="2 names, 1 dtypes and 2 shapes"):
-        await client.receive_bucket(["a", "b"], ["float32"], [[64], [64]], "trainer")
-    with pytest.raises(InvalidRequest, match="b: starts at byte 6"):
-        await client.receive_bucket(["a", "b"], ["bfloat16", "float32"], [[3], [4]], "trainer")
-    with pytest.raises(InvalidRequest, match="'trainer'"):
-        await client.init_weights_group("trainer", master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, backend="gloo")
+    with pytest.raises(ReceiverError, match=r"'nobody'.* has joined \['lane-\d+'\]"):
+        await client.receive(1, 1, ["nobody"], deadline=30)
+    await client.join_lanes([pusher.lanes[0].lane.model_copy(update={"name": "other", "backend": "carrier pigeon"})], 1, timeout=30)
+    with pytest.raises(ReceiverError, match="backend 'carrier pigeon', not 'gloo' or 'nccl'") as refused:
+        await client.receive(1, 1, ["other"], deadline=30)
+    assert not refused.value.touched
+    await client.end_weight_update()
     await client.pause("in_place")
     with pytest.raises(InvalidRequest, match="flush while paused in_place"):
-        await client.receive_bucket(*bucket, "trainer", flush=True)
+        await client.update_weights_from_disk("/nonexistent", 1, flush=True)
     await client.resume()
-    await client.end_weight_update()
     await client.health()
+    async with await EngineClient.connect(engine.url) as stranger:
+        with pytest.raises(InvalidRequest, match="open_receiver comes first"):
+            await stranger.join_lanes([pusher.lanes[0].lane], 1)
 
 
-async def test_flush_with_a_push_while_requests_wait(client: EngineClient, group: WeightsGroup, checkpoint: Checkpoints) -> None:
-    """From 0.5.21 on it works, and makes a retracted request exact although prefixes are kept; before, it kills."""
-    async with generating(client, 2) as running:
-        await client.pause("retract")
-        await client.begin_weight_update()
-        parameters = list(checkpoint(1).model.named_parameters())
-        if not client.capabilities.weight_sessions:
-            with pytest.raises(InvalidRequest, match="flush while paused retract"):
-                await client.receive_bucket(["model.norm.weight"], ["float32"], [[64]], "trainer", version=1, flush=True)
-            return
-        await group.send(client, parameters, version=1, flush=True)
-        await client.end_weight_update()
-        await client.resume()
-        for prompt, generation in await running.result():
-            boundary = generation.spans[0].end
-            reference = log_probs(checkpoint(1).model, prompt, generation.tokens)
-            assert np.abs(reference - generation.log_probs)[boundary:].max() < EXACT
+async def test_what_was_loaded_by_other_means(client: EngineClient, pusher: Pusher, checkpoint: Checkpoints) -> None:
+    """The engine takes the word of who has checked it, until something else is loaded."""
+    await pusher.push(checkpoint(1).model, 1)
+    known = dict(pusher.known)
+    await client.update_weights_from_disk(str(checkpoint(1).path), 2)
+    assert (await client.weights_state()).digest == ""
+    assert await client.adopt(2, known) == pusher.digest
+    state = await client.weights_state()
+    assert (state.version, state.digest) == (2, digest.version_digest(known))
+    await pusher.push({"model.norm.weight": checkpoint(2).model.model.norm.weight}, 3)
+    assert (await client.weights_state()).digest == pusher.digest
 
 
 async def test_load_from_disk(client: EngineClient, checkpoint: Checkpoints) -> None:
@@ -178,14 +242,11 @@ async def test_what_an_overlapping_engine_had_on_its_way(overlapping_client: Eng
     """Paused in place it counts one token of the old weights as the new version's; the client knows."""
     old, new = checkpoint(0).model, checkpoint(1).model
     assert overlapping_client.capabilities.overlaps
-    group = await WeightsGroup.join(overlapping_client, "trainer")
-    async with generating(overlapping_client, 4) as running:
+    async with Pusher.over(overlapping_client, names=[name()]) as pusher, generating(overlapping_client, 4) as running:
         await overlapping_client.pause("in_place")
-        await group.push(overlapping_client, new, version=1)
+        await pusher.push(new, 1)
         await overlapping_client.resume()
         result = await running.result()
-    await overlapping_client.destroy_weights_group("trainer")
-    group.leave()
     for prompt, generation in result:
         boundary = generation.spans[0].end
         assert generation.spans == (Span(0, boundary, 0), Span(boundary, LONG, 1))
@@ -197,14 +258,11 @@ async def test_push_retracted(overlapping_client: EngineClient, checkpoint: Chec
     """Without kept prefixes, what is drawn after the push is exactly the new weights', given the whole text."""
     old, new = checkpoint(0).model, checkpoint(1).model
     assert not overlapping_client.capabilities.prefix_cache
-    group = await WeightsGroup.join(overlapping_client, "trainer")
-    async with generating(overlapping_client, 4) as running:
+    async with Pusher.over(overlapping_client, names=[name()]) as pusher, generating(overlapping_client, 4) as running:
         await overlapping_client.pause("retract")
-        await group.push(overlapping_client, new, version=1)
+        await pusher.push(new, 1)
         await overlapping_client.resume()
         result = await running.result()
-    await overlapping_client.destroy_weights_group("trainer")
-    group.leave()
     for prompt, generation in result:
         assert generation.finish == "length" and generation.retractions == 1
         boundary = generation.spans[0].end

@@ -40,6 +40,7 @@ MUTABLE = {
     "batch_timeout",
     "collective_timeout",
     "torch_threads",
+    "skip_unchanged",
     "push_timeout",
     "update_weight_mode",
     "update_weight_delta_encoding",
@@ -386,3 +387,18 @@ def test_paths_that_do_not_exist_are_refused_by_field(tmp_path: Path) -> None:
         assert caught.value.field == field
         remedy()
     config.check_paths()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "field", "words"),
+    [
+        ({"freeze_params_name_list": ["("]}, "trainer.freeze_params_name_list", "no regular expression"),
+        ({"only_train_params_name_list": ["mlp"], "lora_rank": 8}, "trainer.only_train_params_name_list", "lora_rank"),
+        ({"lora_rank": 0}, "trainer.lora_rank", "greater than 0"),
+        ({"lora_rank": 8, "target_modules": []}, "trainer.target_modules", "at least 1 item"),
+    ],
+)
+def test_what_trains_is_refused_by_field_where_it_makes_no_sense(tmp_path: Path, trainer: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        run_config(tmp_path, trainer=trainer)
+    assert caught.value.field == field

@@ -25,6 +25,7 @@ SCORED_GROUP = {
     "ended": 2.0,
 }
 PUSH = {"version": 1, "deadline": 5.0}
+LANE = {"kind": "group", "name": "lane-1", "address": "127.0.0.1", "port": 1, "backend": "gloo", "world_size": 2}
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     "Task": {
@@ -69,31 +70,23 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "Refused": {"reason": "no"},
     "LeaseCard": {"holder": "buffer-0", "term": "t", "mark": "m", "at": 1.0},
     "WeightsOffer": {"version": 3},
-    "WeightsPrepare": {
-        **PUSH,
-        "group": "push-1",
-        "backend": "gloo",
-        "master_address": "127.0.0.1",
-        "master_port": 1,
-        "rank": 1,
-        "world_size": 2,
-    },
+    "WeightsPrepare": {**PUSH, "lanes": [LANE], "rank": 1},
     "WeightsReady": {"replica": "r", "version": -1},
-    "WeightsBucket": {**PUSH, "group": "push-1", "names": ["a"], "dtypes": ["float32"], "shapes": [[2, 2]]},
-    "WeightsPause": PUSH,
-    "WeightsCommit": PUSH,
+    "WeightsReceive": {**PUSH, "push": 1, "lanes": ["lane-1"]},
+    "WeightsReceived": {"replica": "r", "digest": "0f", "bytes": 10, "seconds": 0.1},
+    "WeightsCommit": {**PUSH, "digest": "0f"},
     "WeightsAbort": {"version": 1, "reason": "a peer died"},
     "WeightsSleep": {"lasts": 30.0, "deadline": 60.0},
     "WeightsAsleep": {"replica": "r", "version": -1},
     "WeightsWake": {"deadline": 60.0},
     "WeightsLive": {"version": 1, "replicas": ["r"], "seconds": 0.1, "bytes": 10, "at": 1.0},
     "WeightsSnapshot": {
-        "version": 1, "digest": "0f", "kind": "delta", "path": "/runs/r/weights/v000001", "bytes": 10, "seconds": 0.1, "at": 1.0,
+        "version": 1, "digest": "0f", "form": "delta", "path": "/runs/r/weights/v000001", "bytes": 10, "seconds": 0.1, "at": 1.0,
     },
     "WeightsLend": {"borrower": "r", "version": 1, "ranks": 1, "deadline": 60.0},
     "WeightsLent": {
         "replica": "r", "version": 1, "digest": "0f",
-        "lanes": [{"kind": "group", "name": "lend-1", "address": "127.0.0.1", "port": 4000, "backend": "gloo", "world_size": 2}],
+        "lanes": [LANE],
     },
     "TrainerStep": {"step": 0, "version": 1, "started": 1.0, "ended": 2.0, "metrics": {"loss": 0.5}},
     "ServiceEvent": {"service": "buffer", "instance": "b", "what": "joined", "at": 1.0},

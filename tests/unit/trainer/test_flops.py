@@ -73,6 +73,11 @@ def test_a_critic_has_no_vocabulary() -> None:
     assert flops.forward(DENSE, [10]) - flops.forward(DENSE, [10], value_head=True) == 10 * 2 * 64 * 127
 
 
+def test_frozen_weights_have_no_gradients_to_compute() -> None:
+    pairs = 10 * 11 / 2 * 2 * 4 * 8 * 16
+    assert flops.training(DENSE, [10], adapters=True) == 2 * flops.forward(DENSE, [10]) + pairs
+
+
 def test_the_published_shape_costs_about_six_operations_a_parameter_and_token() -> None:
     big = Architecture("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, 40960, 1e-6, True, Rope(1e6))
     parameters = 4.02e9

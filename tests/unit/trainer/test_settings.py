@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from services.trainer.actor import ActorConfig
+from services.trainer.megatron.freezing import Freezing
+from services.trainer.megatron.lora import Lora
 from services.trainer.megatron.runtime import ParallelLayout
 from services.trainer.settings import actor_config
 from shared.errors import ConfigError
@@ -54,3 +56,15 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused_with_all_of_them(tmp_pat
         run_config(tmp_path, trainer={"actor_num_gpus_per_node": 2, **sizes})
     for words in ("tensor_model_parallel_size", "context_parallel_size", "2 x 1 x 2 = 4", "the 2 trainer ranks"):
         assert words in str(error.value)
+
+
+def test_what_trains_is_the_actors_alone(tmp_path: Path):
+    adapted = {"lora_rank": 8, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"]}
+    actor = actor_config(run_config(tmp_path, trainer=adapted))
+    assert actor.lora == Lora(8, 32.0, ("q_proj", "v_proj")) and actor.freezing.nothing
+    frozen = {"only_train_params_name_list": ["mlp"], "freeze_params_name_list": ["router"]}
+    actor = actor_config(run_config(tmp_path, trainer=frozen))
+    assert actor.freezing == Freezing(("mlp",), ("router",)) and actor.lora is None
+    for given in (adapted, frozen):
+        critic = actor_config(run_config(tmp_path, trainer=given), "critic")
+        assert critic.lora is None and critic.freezing.nothing

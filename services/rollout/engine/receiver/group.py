@@ -75,12 +75,12 @@ class GroupWire:
         # whoever has begun to make the group cannot be called back: so nobody begins before all engines are there
         others = [f"here/{rank}" for rank in range(1, self._lane.world_size)]
         self._waiting_for = f"the other engines of lane {self.name}"
-        self._watched(watch, lambda: own.check(others), "joining")
+        self._watched(watch, lambda: own.check(others), f"the joining of lane {self.name}")
         self._waiting_for = self._source
         made = aside(lambda: self._made(own, watch.left), f"join-{self.name}")
         made.add_done_callback(self._close_late)
         try:
-            watch.until(made.done, f"joining lane {self.name}", self._source)
+            watch.until(made.done, f"the joining of lane {self.name}", self._source)
         except MyxoError as error:
             self._broken = str(error)
             raise

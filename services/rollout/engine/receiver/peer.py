@@ -41,13 +41,15 @@ LOANS = 2
 """At once: each takes two flat buffers of the device's memory, and a share of the link."""
 
 LINGER_SECONDS = 20.0
-"""How long the lender's store outlives the loan, for a borrower that has not read all of it."""
+BROKEN_LINGER_SECONDS = 2.0
+"""How long the lender's store outlives the loan, for a borrower that has not read all of it; and one that was broken off."""
 
 _LOAN = 0
 """Number of the only push of such a lane."""
 
-_NAMED, _SUMS, _DONE = "tensors", "sums", "done"
-"""The store's keys: what the version's tensors are; the digests of what was sent; that the borrower needs nothing more."""
+_OPEN, _NAMED, _SUMS, _DONE = "open", "tensors", "sums", "done"
+"""The store's keys: that the group is being made; what the version's tensors are; the digests of what was sent; that the borrower needs
+nothing more."""
 
 
 def lend(receiver: Receiver, order: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
@@ -116,6 +118,8 @@ class _LendersEnd(GroupWire):
     def join(self, watch: Watch) -> None:
         own = PrefixStore(self.name, self._the_store())
         self._watched(watch, lambda: own.check(["here/1"]), "joining")
+        watch.look("joining", self._source)
+        self.note(_OPEN, b"1")
         made = aside(lambda: self._made(own, watch.left), f"join-{self.name}")
         made.add_done_callback(self._close_late)
         watch.until(made.done, f"joining lane {self.name}", self._source)
@@ -146,13 +150,14 @@ class _BorrowersEnd(GroupWire):
 
     def join(self, watch: Watch) -> None:
         store = self._store = self._connected(watch)
-        self._push = _LOAN  # its end is looked out for from here on
         own = PrefixStore(self.name, store)
         own.set("here/1", "1")
+        # whoever has begun to make the group cannot be called back, and keeps the store's connection to itself
+        self.noted(_OPEN, "the beginning of a loan", watch)
         made = aside(lambda: self._made(own, watch.left), f"join-{self.name}")
         made.add_done_callback(self._close_late)
         try:
-            watch.until(made.done, f"joining lane {self.name}", self._source, self._look)
+            watch.until(made.done, f"joining lane {self.name}", self._source)
         except MyxoError as error:
             self._broken = str(error)
             raise
@@ -195,10 +200,11 @@ class _Loan:
         self._watch.abort()
 
     def run(self) -> None:
-        wire = self._wire
+        wire, linger = self._wire, BROKEN_LINGER_SECONDS
         try:
             wire.join(self._watch)
             self._send()
+            linger = LINGER_SECONDS
         except Exception as error:
             reason = self._ended or (str(error) if isinstance(error, MyxoError) else f"{type(error).__name__}: {error}")
             log.info("loan %s of version %d ended: %s", wire.name, self._version, reason)
@@ -208,7 +214,7 @@ class _Loan:
                 log.info("the borrower of %s is gone", wire.name)
         finally:
             self._receiver.before_change.discard(self._end)
-            _linger(wire)
+            _linger(wire, linger)
             wire.close()
 
     @torch.inference_mode()
@@ -238,9 +244,9 @@ class _Loan:
         wire.note(_SUMS, json.dumps({name: f"{known.digest:016x}" for name, known in sums.items()}).encode())
 
 
-def _linger(wire: _LendersEnd) -> None:
+def _linger(wire: _LendersEnd, seconds: float) -> None:
     """Keeps the store for as long as the borrower may read it."""
-    end = time.monotonic() + LINGER_SECONDS
+    end = time.monotonic() + seconds
     with contextlib.suppress(MyxoError, RuntimeError):
         while time.monotonic() < end and not wire.has_left():
             time.sleep(LOOK_SECONDS)

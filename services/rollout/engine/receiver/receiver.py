@@ -62,7 +62,7 @@ class Layout:
         self.table = digest.leaf_table(bucket)
         if device.type == "cuda":
             self.device_table = torch.from_numpy(self.table).to(device)
-            self.leaves = torch.empty(len(self.table), dtype=torch.uint64, pin_memory=True)
+            self.leaves = torch.empty(len(self.table), dtype=torch.int64, pin_memory=True)
 
 
 class Receiver:
@@ -362,7 +362,7 @@ class _Intake:
         """Digests of buckets whose leaves the device has hashed by now."""
         while self._hashing and self._hashing[0][1].query():
             layout, _ = self._hashing.popleft()
-            self._found |= digest.tensors(layout.bucket, np.asarray(layout.leaves.numpy()))
+            self._found |= digest.tensors(layout.bucket, layout.leaves.numpy().view(np.uint64))
 
     def _drain(self, wires: Sequence[Wire]) -> None:
         """Waits until the device has done all that it was told."""

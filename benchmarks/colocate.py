@@ -1,0 +1,189 @@
+"""A run whose trainer and engine share one GPU, watched from outside: whose memory lies there in whose turn, and what a turn costs.
+
+``python -m benchmarks.colocate [--case quickstart large] [--device cuda] [--json FILE]`` makes the arithmetic example's model and data,
+runs them under ``myxo up --colocate``, and reads the GPU's memory fifty times a second meanwhile. *quickstart*: the example as it is.
+*large*: some 600 million random parameters in bfloat16, which learn nothing in a few steps, so that there is something to move.
+
+Columns. ``generating``, ``training``: GPU memory in use, median of the engine's turns, least of the trainer's. ``sleep``, ``wake``: until
+the engine has given its memory back, has all of it again. ``push``: weights by the memory lane; ``out``, ``back``: of what the trainer
+keeps in host memory. Seconds are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results" / "colocate.json"
+EXAMPLE = ROOT / "examples" / "arithmetic"
+LOOK_SECONDS = 0.02
+SETTLED_SECONDS = 0.1
+"""Of each turn's end that are looked at: by then everything has moved."""
+
+CASES: dict[str, tuple[list[str], list[str]]] = {
+    "quickstart": ([], ["--num-rollout", "20", "--eval-interval", "20"]),
+    "large": (
+        ["--layers", "16", "--hidden-size", "2048", "--demonstrations", "256", "--train", "1024", "--heldout", "32"],
+        [
+            *("--num-rollout", "5", "--train-dtype", "bfloat16", "--lr", "1e-6", "--save-interval", "100"),
+            *("--sft-steps", "2", "--sft-lr", "1e-6", "--no-save-hf"),
+        ],
+    ),
+}
+"""Options of ``prepare.py``, and flags of the run."""
+
+ENGINE_FLAGS = [
+    *("--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch", "--sglang-grammar-backend", "none"),
+    *("--sglang-mem-fraction-static", "0.3", "--sglang-cuda-graph-max-bs", "32"),
+]
+
+
+def main() -> int:
+    """The command line. Exits 1 where a run did not end well."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="+", choices=tuple(CASES), default=list(CASES))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--seconds", type=float, default=600, help="for one run")
+    parser.add_argument("--directory", type=Path, default=ROOT / "runs", help="where the runs lie")
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="more flags of the run")
+    parser.add_argument("--json", type=Path, help=f"write the figures there; the repository's are in {RESULTS}")
+    arguments = parser.parse_args()
+    rows, well = [], True
+    for case in arguments.case:
+        code, row = run(case, arguments.device, arguments.directory, arguments.seconds, arguments.flags)
+        rows.append(row)
+        well = well and code == 0
+        print(json.dumps(row), flush=True)
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return 0 if well else 1
+
+
+def run(case: str, device: str, directory: Path, seconds: float, flags: list[str]) -> tuple[int, dict[str, Any]]:
+    """The launcher's exit code and the case's figures."""
+    prepared, own = CASES[case]
+    name = f"colocate-{case}"
+    data, root = directory / f"{name}-data", directory / name
+    subprocess.run([sys.executable, str(EXAMPLE / "prepare.py"), str(data), *prepared], check=True)
+    shutil.rmtree(root, ignore_errors=True)
+    command = [
+        *(sys.executable, "-m", "shared.cli.main", "up", str(EXAMPLE / "quickstart.toml"), "--fresh", "--colocate"),
+        *("--name", name, "--dir", str(directory), "--hf-checkpoint", str(data / "model"), "--prompt-data", str(data / "train.jsonl")),
+        *("--eval-prompt-data", str(data / "heldout.jsonl"), "--sft-data", str(data / "sft.jsonl")),
+        *("--rollout-device", device, "--train-device", device, *(ENGINE_FLAGS if device == "cuda" else []), *own, *flags),
+    ]
+    memory = Memory() if device == "cuda" else None
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL)
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        code = process.wait(60)
+    samples = memory.stop() if memory is not None else []
+    return code, {"case": case, "device": device, "exit": code, **figures(root, samples)}
+
+
+def figures(root: Path, samples: list[tuple[float, int]]) -> dict[str, Any]:
+    """What logs, summary and the GPU's memory say.
+
+    Args:
+        samples: (seconds since the epoch, bytes in use), in order.
+    """
+    trainer, rollout = (lines(root / "logs" / name) for name in ("trainer-0.log", "rollout-0.log"))
+    taken, given = ([at(line) for line in trainer if line["event"] == event] for event in ("turn_taken", "turn_given"))
+    pushes = [line for line in trainer if line["event"] == "weights_pushed"]
+    moved = [line for line in trainer if line["event"] == "offloaded"]
+    summary = root / "summary.json"
+    told: dict[str, Any] = json.loads(summary.read_text()) if summary.exists() else {}
+    kept = ("steps", "audit", "accuracy_before", "accuracy_after", "reward_first", "reward_last", "mean_abs_logprob_diff", "wall_seconds")
+    return {
+        **{key: told.get(key) for key in kept},
+        "turns": len(given),
+        "memory_bytes": {
+            "generating": used(samples, [(begin, end) for begin in given for end in _next(taken, begin)], statistics.median),
+            "training": used(samples, [(begin, end) for begin in taken for end in _next(given, begin)], min),
+        },
+        "sleep_seconds": middle(line["seconds"] for line in rollout if line["event"] == "asleep"),
+        "wake_seconds": middle(line["seconds"] for line in trainer if line["event"] == "turn_given"),
+        "push_seconds": middle(line["seconds"] for line in pushes),
+        "push_wire_seconds": middle(line["wire_seconds"] for line in pushes),
+        "push_bytes": pushes[-1]["bytes"] if pushes else None,
+        "out_seconds": {
+            part: middle(line["seconds"] for line in moved if line["parts"] == [part]) for part in ("optimizer", "weights")
+        },
+        "out_bytes": {
+            part: max((line["bytes"] for line in moved if line["parts"] == [part]), default=0) for part in ("optimizer", "weights")
+        },
+        "back_seconds": middle(line["seconds"] for line in trainer if line["event"] == "brought_back"),
+    }
+
+
+class Memory:
+    """Reads how much of the GPU's memory is in use, on a thread, until `stop`."""
+
+    def __init__(self) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        self._samples: list[tuple[float, int]] = []
+        self._over = threading.Event()
+
+        def look() -> None:
+            while not self._over.wait(LOOK_SECONDS):
+                self._samples.append((time.time(), int(pynvml.nvmlDeviceGetMemoryInfo(device).used)))
+
+        self._thread = threading.Thread(target=look, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> list[tuple[float, int]]:
+        self._over.set()
+        self._thread.join()
+        return self._samples
+
+
+def used(samples: list[tuple[float, int]], spans: list[tuple[float, float]], pick: Callable[[list[int]], float]) -> float | None:
+    """Of the samples at the end of each span."""
+    times = [when for when, _ in samples]
+    found: list[int] = []
+    for begin, end in spans:
+        first = bisect_left(times, max(begin, end - SETTLED_SECONDS))
+        found += [size for _, size in samples[first : bisect_left(times, end)]]
+    return pick(found) if found else None
+
+
+def _next(times: list[float], after: float) -> list[float]:
+    return [found for found in times if found > after][:1]
+
+
+def middle(values: Any) -> float | None:
+    held = list(values)
+    return round(statistics.median(held), 4) if held else None
+
+
+def lines(log: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a service's log."""
+    if not log.exists():
+        return []
+    return [json.loads(line) for line in log.read_text(errors="replace").splitlines() if line.startswith("{") and line.endswith("}")]
+
+
+def at(line: dict[str, Any]) -> float:
+    """Seconds since the epoch."""
+    return datetime.fromisoformat(line["timestamp"]).timestamp()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

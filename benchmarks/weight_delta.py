@@ -1,0 +1,263 @@
+"""What a delta of the weights weighs: GRPO steps of a real optimizer, each version written whole, as xor and as overwrite.
+
+``python -m benchmarks.weight_delta [--case CASE] [--steps N] [--json FILE] [--write]``. Cases: ``quickstart`` (the quick start's model,
+float32, its learning rate) and ``quickstart-bf16`` (the same, lr 1e-6) run on a CPU; ``qwen3-0.6b`` (that model's shape, random weights,
+bfloat16, lr 1e-6) wants a GPU. Every case is a process of its own. Gradients are of GRPO's loss on random responses in groups of eight, half of which are
+rewarded; what a step changes is decided by Adam's learning rate far more than by the gradient.
+
+The last version is put together from each chain and compared with the trainer's weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "weight_delta.json"
+PAGE = Path(__file__).parents[1] / "docs" / "weights.md"
+GROUPS, SAMPLES = 4, 8
+BUCKET_BYTES = 512 * 1024**2
+FORMS = ("full", "xor", "overwrite")
+
+QWEN3_06B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """``tokens``: of a sample, half of them its response. ``device``: where it is run."""
+
+    dtype: str
+    lr: float
+    beta2: float
+    tokens: int
+    device: str
+
+
+CASES = {
+    "quickstart": Case("float32", 1e-4, 0.95, 40, "cpu"),
+    "quickstart-bf16": Case("bfloat16", 1e-6, 0.95, 40, "cpu"),
+    "qwen3-0.6b": Case("bfloat16", 1e-6, 0.98, 1024, "cuda"),
+}
+ON_CPU = [name for name, case in CASES.items() if case.device == "cpu"]
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", choices=CASES, help=f"default: {' '.join(ON_CPU)}")
+    parser.add_argument("--steps", type=int, default=5, help="versions after the first")
+    parser.add_argument("--json", type=Path, help=f"put the cases' figures there, beside those of other cases; {RESULTS.name} is shown")
+    parser.add_argument("--write", action="store_true", help="put the figures of RESULTS into the docs; nothing is measured")
+    parser.add_argument("--only", choices=CASES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.only is not None:
+        print(json.dumps(measure(arguments.only, arguments.steps)))
+        return 0
+    if arguments.write:
+        write(json.loads(RESULTS.read_text()))
+        return 0
+    rows: list[dict[str, Any]] = []
+    for case in arguments.case or ON_CPU:
+        environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if CASES[case].device == "cpu" else {})}
+        command = [sys.executable, "-m", "benchmarks.weight_delta", "--only", case, "--steps", str(arguments.steps)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+        if done.returncode:
+            print(f"{case}: failed with exit code {done.returncode}", file=sys.stderr)
+            return 1
+        rows += json.loads(done.stdout.strip().splitlines()[-1])
+    if arguments.json is not None:
+        measured = {row["case"] for row in rows}
+        kept = json.loads(arguments.json.read_text()) if arguments.json.exists() else []
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps([row for row in kept if row["case"] not in measured] + rows, indent=1) + "\n")
+    print(table(rows))
+    return 0
+
+
+def measure(name: str, steps: int) -> list[dict[str, Any]]:
+    """One case, in this process: a row for each step."""
+    from services.trainer.actor import Actor, ActorConfig
+    from services.trainer.objective import ObjectiveConfig, PolicyLoss
+    from shared.weights.snapshot_chain import Snapshots
+    from shared.weights.snapshot_copy import LocalCopy
+
+    case = CASES[name]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(place)
+        config = ActorConfig(dtype=case.dtype, lr=case.lr, adam_beta2=case.beta2, recompute=case.device == "cuda", timeout_seconds=600)
+        actor = Actor.create(config, checkpoint(name, directory / "model"), random=name == "qwen3-0.6b")
+        loss = PolicyLoss(ObjectiveConfig())
+        chains = {form: Snapshots(directory / form) for form in FORMS}
+        bases = {form: LocalCopy(directory / f"{form}-base") for form in FORMS[1:]}
+        before = exported(actor)
+        for form, snapshots in chains.items():
+            link, _ = written(snapshots, 0, before)
+            if form in bases:
+                bases[form].take(link)
+        for step in range(1, steps + 1):
+            result = actor.train_step(micro_batches(case, actor.architecture.vocab_size, step), loss)
+            assert result.skipped is None, result.skipped
+            tensors = exported(actor)
+            row = {"case": name, "dtype": case.dtype, "lr": case.lr, "step": step, "changed": round(changed(before, tensors), 5)}
+            for form, snapshots in chains.items():
+                link, seconds = written(snapshots, step, tensors, bases.get(form), form)
+                row |= {f"{form}_bytes": link.bytes, f"{form}_seconds": round(seconds, 3)}
+            chains["full"].retain(1)
+            rows.append(row)
+            before = tensors
+        for form in bases:
+            check_equal(LocalCopy(directory / "rebuilt").follow(chains[form], steps).path, before)
+            rows[-1][f"{form}_rebuilt"] = "bit-equal"
+        actor.close()
+    return rows
+
+
+def written(snapshots: Any, version: int, tensors: list[dict[str, Any]], base: Any = None, form: Any = "xor") -> tuple[Any, float]:
+    """A link, and the seconds that it took."""
+    from shared.weights.snapshot_draft import Draft
+
+    began = time.perf_counter()
+    draft = Draft(snapshots, version, base, form)
+    for bucket in tensors:
+        draft.add(bucket)
+    return draft.publish(), time.perf_counter() - began
+
+
+def checkpoint(name: str, directory: Path) -> Path:
+    """The case's model: only its shape where the weights are to be Megatron's random ones."""
+    if name == "qwen3-0.6b":
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(QWEN3_06B))
+    else:
+        command = [sys.executable, "examples/arithmetic/prepare.py", str(directory.parent / "data")]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        (directory.parent / "data" / "model").rename(directory)
+    return directory
+
+
+def exported(actor: Any) -> list[dict[str, Any]]:
+    """The weights as drafts take them, bucket by bucket."""
+    import torch
+
+    return [
+        {
+            name: (
+                str(tensor.dtype).removeprefix("torch."),
+                tuple(tensor.shape),
+                tensor.detach().cpu().clone().contiguous().view(-1).view(torch.uint8).numpy(),
+            )
+            for name, tensor in bucket
+        }
+        for bucket in actor.export(BUCKET_BYTES)
+    ]
+
+
+def micro_batches(case: Case, vocabulary: int, step: int) -> list[Any]:
+    """A step's groups, one micro-batch each."""
+    import numpy as np
+
+    from services.trainer.packing import TrainSample, pack
+
+    batches = []
+    response = case.tokens // 2
+    for group in range(GROUPS):
+        generator = np.random.default_rng([step, group])
+        prompt = generator.integers(0, vocabulary, case.tokens - response).astype(np.int32)
+        samples = [
+            TrainSample(
+                prompt_tokens=prompt,
+                response_tokens=generator.integers(0, vocabulary, response).astype(np.int32),
+                loss_mask=np.ones(response, np.uint8),
+                rollout_log_probs=np.full(response, -math.log(vocabulary), np.float32),
+                versions=np.zeros(response, np.int32),
+                advantage=1.0 if number % 2 else -1.0,
+                group=f"g{group}",
+                rollout_id=SAMPLES * group + number,
+            )
+            for number in range(SAMPLES)
+        ]
+        batches.append(pack(samples, case.tokens * SAMPLES, weights=[1.0 / (GROUPS * SAMPLES * response)] * SAMPLES))
+    return batches
+
+
+def changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> float:
+    """The share of all elements that differ between two versions."""
+    from shared.weights.manifest import ITEM_BYTES
+
+    differing = total = 0
+    for old, new in zip(before, after, strict=True):
+        for name, (dtype, _, data) in new.items():
+            words = f"u{ITEM_BYTES[dtype]}"
+            differing += int((old[name][2].view(words) != data.view(words)).sum())
+            total += len(data) // ITEM_BYTES[dtype]
+    return differing / total
+
+
+def check_equal(path: Path, tensors: list[dict[str, Any]]) -> None:
+    """Raises AssertionError."""
+    import numpy as np
+
+    from shared.weights.snapshot_copy import OpenTensors
+
+    with OpenTensors(sorted(path.glob("*.safetensors"))) as held:
+        names = [name for bucket in tensors for name in bucket]
+        assert sorted(held.tensors) == sorted(names)
+        for bucket in tensors:
+            for name, (dtype, shape, data) in bucket.items():
+                assert held.tensors[name] == (dtype, shape) and np.array_equal(held[name], data), name
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """Puts the table into the page about weights, between its marks."""
+    start, end = "<!-- weight_delta: python -m benchmarks.weight_delta --write -->\n", "<!-- /weight_delta -->"
+    before, _, rest = PAGE.read_text().partition(start)
+    _, _, after = rest.partition(end)
+    PAGE.write_text(before + start + table(rows) + "\n" + end + after)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The figures as a table."""
+    head = ["| model | dtype | lr | step | elements changed | full | xor | overwrite |", "|---|---|---|---|---|---|---|---|"]
+    return "\n".join([*head, *map(line, rows)])
+
+
+def line(row: dict[str, Any]) -> str:
+    """One step in a line of the table."""
+    full = row["full_bytes"]
+
+    def part(encoding: str) -> str:
+        size = row[f"{encoding}_bytes"]
+        return f"{size / 1e6:.2f} MB ({size / full:.1%})"
+
+    return (
+        f"| {row['case']} | {row['dtype']} | {row['lr']:g} | {row['step']} | {row['changed']:.1%} | {full / 1e6:.2f} MB | "
+        f"{part('xor')} | {part('overwrite')} |"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""The trainer, as a replica sees it in a push: requests by its handlers, bytes by one lane."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from shared.messages import WeightsAbort, WeightsCommit, WeightsPrepare, WeightsReceive, WeightsReceived
+from shared.weights import digest
+from shared.weights.digest import Known
+from tests.integration.engine.bench import Bench
+from tests.support.weights_group import WeightsGroup, known_of, manifest_of, parameters
+
+SECONDS = 120.0
+NUMBERS = itertools.count()
+
+
+class Source:
+    """One push of a model's parameters as ``version``.
+
+    Args:
+        world_size: more than 2: there is a member that never comes.
+    """
+
+    def __init__(self, desk: Bench, model: torch.nn.Module, version: int, world_size: int = 2) -> None:
+        self.weights, self.version = desk.rollout._weights, version
+        self.group = WeightsGroup(f"source-{next(NUMBERS)}", world_size)
+        self.tensors = parameters(model)
+        self.manifest = manifest_of(self.tensors)
+        self.known: dict[str, Known] = known_of(self.manifest, self.tensors)
+
+    @property
+    def digest(self) -> str:
+        return digest.version_digest(self.known)
+
+    async def prepare(self) -> None:
+        """Has the replica join, and joins if nobody else is to come."""
+        await self.weights._prepare(WeightsPrepare(version=self.version, lanes=[self.group.lane], rank=1, deadline=SECONDS))
+        if self.group.world_size == 2:
+            await asyncio.to_thread(self.group.meet)
+
+    async def receive(
+        self,
+        push: int = 1,
+        *,
+        check: bool = False,
+        only: slice = slice(None),
+        then: Callable[[WeightsGroup], None] = lambda group: None,
+        deadline: float = SECONDS,
+    ) -> WeightsReceived:
+        """Has the replica take what is sent meanwhile. ``only``: these buckets are. ``then``: what the source does next."""
+        order = WeightsReceive(version=self.version, push=push, lanes=[self.group.name], check=check, deadline=deadline)
+        self.group.announce(push, self.manifest)
+        sending = asyncio.create_task(asyncio.to_thread(self.group.send, self.manifest, self.tensors, only, then))
+        try:
+            answer = await self.weights._receive(order)
+        finally:
+            await sending
+        assert isinstance(answer, WeightsReceived)
+        return answer
+
+    async def commit(self, digest: str) -> None:
+        await self.weights._commit(WeightsCommit(version=self.version, digest=digest, deadline=SECONDS))
+
+    async def abort(self, version: int | None = None) -> None:
+        await self.weights._abort(WeightsAbort(version=self.version if version is None else version, reason="the test says so"))
+
+    def leave(self) -> None:
+        self.group.leave()

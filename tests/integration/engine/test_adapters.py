@@ -1,0 +1,79 @@
+"""A trainer's adapters in a real engine: nothing else travels, and both ends compute the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from services.rollout.engine.channel import Received
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.generation import GenerationRequest
+from services.trainer.actor import Actor
+from services.trainer.weights.sender import Sender, Sent
+from shared.weights.digest import version_digest
+from tests.integration.engine.conftest import Checkpoints
+from tests.integration.engine.load import SAMPLING, prompts
+from tests.support.weights_group import JOIN_SECONDS
+from tests.unit.trainer.megatron import rank_steps
+from tests.unit.trainer.megatron.tiny import pack
+
+SECONDS = 60.0
+
+
+@pytest.fixture
+def adapted(checkpoint: Checkpoints) -> Iterator[Actor]:
+    """A trainer of one rank, with adapters on what the engine serves."""
+    yield rank_steps.actor(checkpoint(0).path, lora_rank=4, lr=1e-2)
+    rank_steps.runtime.stop()
+
+
+async def test_adapters_alone_make_the_engine_compute_what_the_trainer_does(
+    client: EngineClient, adapted: Actor, checkpoint: Checkpoints
+) -> None:
+    sender = Sender(adapted.model, "group", SECONDS, 8192)
+    lanes = await asyncio.to_thread(sender.open, 2, 1)
+    await client.join_lanes(lanes, 1, timeout=JOIN_SECONDS)
+    await asyncio.to_thread(sender.join, JOIN_SECONDS)
+
+    def send(number: int) -> Sent:
+        return sender.finish(sender.stream(number, partial=False, seconds=SECONDS))
+
+    async def push(number: int, version: int, check: bool = False) -> Received:
+        """Returns what the engine says, once it is what the trainer has sent."""
+        await client.pause("in_place")
+        await client.begin_weight_update()
+        names = [lane.name for lane in lanes]
+        received, sent = await asyncio.gather(
+            client.receive(version, number, names, check=check, deadline=SECONDS), asyncio.to_thread(send, number)
+        )
+        await client.end_weight_update()
+        await client.set_weight_version(version)
+        await client.resume()
+        assert sent.error is None and received.digest == version_digest(sent.known) and received.bytes == sent.bytes
+        assert set(sent.known) == {name for name, _, _ in sender.cargo.adapters.tensors()}
+        return received
+
+    try:
+        for number, version in ((2, 1), (4, 2)):
+            rank_steps.steps(adapted, 2, first=number)
+            received = await push(number, version)
+            assert received.bytes < sum(tensor.nbytes for tensor in checkpoint(0).model.parameters()) / 2
+            assert (await push(number + 1, version, check=True)).differences == {}
+            prompt = prompts(1)[0]
+            (generation,) = await client.generate_group([GenerationRequest(prompt, 24, ignore_eos=True)], SAMPLING)
+            assert [span.version for span in generation.spans] == [version]
+            whole = torch.from_numpy(np.concatenate([prompt, generation.tokens]).astype(np.int64))
+            trainers = adapted.log_probs([pack([whole])])[0][len(prompt) - 1 : -1].numpy()
+            assert np.abs(trainers - generation.log_probs).max() < 1e-4
+            base = torch.log_softmax(checkpoint(0).model(whole[None]).logits[0], -1)[:-1].gather(1, whole[1:, None])
+            assert np.abs(base[len(prompt) - 1 :, 0].detach().numpy() - generation.log_probs).max() > 1e-2
+        rank_steps.steps(adapted, 1, first=6)
+        differing = (await push(7, 2, check=True)).differences
+        assert set(differing) == {name for name in rank_steps.exported(adapted) if "_proj." in name}
+    finally:
+        await client.leave_lanes()
+        sender.close()

@@ -1,0 +1,177 @@
+"""Replicas that help themselves to weights: from disk, whole and by deltas; from another engine that goes on generating."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.generation import GenerationRequest, Span
+from services.rollout.replica import NO_WEIGHTS
+from services.rollout.service import Rollout
+from shared import runs
+from shared.bus import Bus
+from shared.cancel import cancelled
+from shared.embedded import EmbeddedNats, EmbeddedValkey
+from shared.messages import WeightsLive, WeightsSnapshot
+from shared.service import Service
+from shared.weights.digest import Known
+from shared.weights.snapshot import Link
+from shared.weights.snapshot_chain import Snapshots
+from shared.weights.snapshot_copy import LocalCopy, OpenTensors
+from shared.weights.snapshot_draft import Draft
+from tests.integration.engine.conftest import Checkpoint, Checkpoints
+from tests.integration.engine.load import LONG, SAMPLING, generating, prompts
+from tests.integration.engine.reference import log_probs
+from tests.support.run_config import run_config
+from tests.support.waiting import until
+
+EXACT = 1e-5
+SECONDS = 120
+
+NewReplica = Callable[[str, EngineClient], Awaitable[Rollout]]
+
+
+@asynccontextmanager
+async def a_run(
+    nats: EmbeddedNats, valkey: EmbeddedValkey, name: str, directory: Path, model: Path, **weights: Any
+) -> AsyncIterator[NewReplica]:
+    """Makes a run and, on demand, its replicas: services around an engine each, which have no weights and look for some."""
+    config = run_config(directory, run={"name": name}, model={"hf_checkpoint": str(model)}, weights=weights)
+    made: list[tuple[Service, list[asyncio.Task[None]]]] = []
+    creator = await Bus.connect(nats.url, "test")
+    await runs.create(creator, config, valkey.url)
+    await creator.close()
+
+    async def replica(instance: str, client: EngineClient) -> Rollout:
+        service = Service("rollout", instance, name, await Bus.connect(nats.url, instance), config, valkey.url)
+        rollout = Rollout(service)
+        rollout._replica.client, service.state = client, "fenced"
+        await rollout._weights.listen()
+        await rollout._catch_up.listen()
+        rollout._replica.engine_up.set()
+        made.append((service, [asyncio.create_task(rollout._catch_up.keep())]))
+        return rollout
+
+    yield replica
+    for service, tasks in made:
+        await cancelled(tasks)
+        await service.store.close()
+        await service.bus.close()
+
+
+def write(snapshots: Snapshots, version: int, checkpoint: Checkpoint, base: LocalCopy | None = None) -> Link:
+    """A snapshot as a trainer writes it."""
+    draft = Draft(snapshots, version, base)
+    with OpenTensors([checkpoint.path / "model.safetensors"]) as held:
+        draft.add({name: (dtype, shape, held[name]) for name, (dtype, shape) in held.tensors.items()})
+        return draft.publish(lambda path: [shutil.copy(file, path) for file in checkpoint.path.glob("*.json")] and None)
+
+
+async def announce(service: Service, link: Link) -> None:
+    message = WeightsSnapshot(
+        version=link.version, digest=link.digest, form=link.kind, path=str(link.path), bytes=link.bytes, seconds=0.1, at=time.time()
+    )
+    await service.bus.put(service.subjects.weights_bucket, "snapshot", message.encode())
+
+
+async def serving(rollout: Rollout, version: int) -> None:
+    async def looked() -> bool:
+        return rollout._replica.serving and rollout._replica.version == version
+
+    await until(looked, f"{rollout._service.instance} serves version {version}", SECONDS)
+
+
+async def draws(client: EngineClient, checkpoint: Checkpoint, version: int) -> None:
+    """Assert that new requests are drawn by this checkpoint and labelled with ``version``."""
+    prompt = prompts(1)[0]
+    (generation,) = await client.generate_group([GenerationRequest(prompt, 24, ignore_eos=True)], SAMPLING)
+    assert generation.spans == (Span(0, 24, version),)
+    assert np.abs(log_probs(checkpoint.model, prompt, generation.tokens) - generation.log_probs).max() < EXACT
+
+
+@pytest.mark.timeout(900)
+async def test_versions_from_disk(
+    client: EngineClient, checkpoint: Checkpoints, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path
+) -> None:
+    """A whole one, then a delta while requests run, then one that is damaged: found, told, and mended by a whole one."""
+    snapshots, current = Snapshots(tmp_path / "weights"), LocalCopy(tmp_path / "weights" / ".current")
+    weights = {"update_weight_transport": "disk", "update_weight_mode": "delta", "update_weight_disk_dir": str(snapshots.directory)}
+    async with a_run(nats, valkey, run_name, tmp_path, checkpoint(0).path, **weights) as replica:
+        rollout = await replica("rollout-1", client)
+        service = rollout._service
+        first = write(snapshots, 1, checkpoint(1))
+        current.take(first)
+        await announce(service, first)
+        await serving(rollout, 1)
+        await draws(client, checkpoint(1), 1)
+        assert (await client.weights_state()).digest == first.digest
+
+        async with generating(client, 2) as running:
+            second = write(snapshots, 2, checkpoint(2), current)
+            assert second.kind == "delta"
+            await announce(service, second)
+            await serving(rollout, 2)
+            for _, generation in await running.result():
+                assert len(generation.tokens) == LONG and {span.version for span in generation.spans} == {1, 2}
+        await draws(client, checkpoint(2), 2)
+        assert (await client.weights_state()).digest == second.digest
+
+        third = write(snapshots, 3, checkpoint(1), current)
+        file = third.weights()[0]
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        await announce(service, third)
+
+        async def told() -> bool:
+            cards = await service.registry.alive("rollout")
+            return [card.gauges.get("broken_snapshot") for card in cards] == [3.0]
+
+        await until(told, "that the snapshot is broken", SECONDS)
+        assert rollout._replica.version == 2 and rollout._replica.serving
+        await draws(client, checkpoint(2), 2)
+        mended = write(snapshots, 3, checkpoint(1))
+        assert mended.digest == third.digest
+        await announce(service, mended)
+        await serving(rollout, 3)
+        await draws(client, checkpoint(1), 3)
+        assert service.metrics.values["broken_snapshot"] == -1
+
+
+@pytest.mark.timeout(900)
+async def test_weights_from_another_engine(
+    client: EngineClient,
+    overlapping_client: EngineClient,
+    checkpoint: Checkpoints,
+    nats: EmbeddedNats,
+    valkey: EmbeddedValkey,
+    run_name: str,
+    tmp_path: Path,
+) -> None:
+    """The lender's requests run on as if nothing were; the joiner serves what it serves, and knows its digest."""
+    with OpenTensors([checkpoint(1).path / "model.safetensors"]) as held:
+        known: dict[str, Known] = held.known()
+    async with a_run(nats, valkey, run_name, tmp_path, checkpoint(0).path) as replica:
+        lender = await replica("rollout-1", client)
+        await client.update_weights_from_disk(str(checkpoint(1).path), 5)
+        digest = await client.adopt(5, known)
+        await lender._replica.open_gate(5)
+        async with generating(client, 4) as running:
+            joiner = await replica("rollout-2", overlapping_client)
+            assert joiner._replica.version == NO_WEIGHTS
+            live = WeightsLive(version=5, replicas=["rollout-1"], seconds=1.0, bytes=1, digest=digest, at=time.time())
+            await joiner._service.bus.put(joiner._service.subjects.weights_bucket, "live", live.encode())
+            await serving(joiner, 5)
+            for _, generation in await running.result():
+                assert generation.spans == (Span(0, LONG, 5),)
+        await draws(overlapping_client, checkpoint(1), 5)
+        assert (await overlapping_client.weights_state()).digest == digest
+        cards = {card.instance: card.state for card in await joiner._service.registry.alive("rollout")}
+        assert cards == {"rollout-1": "ready", "rollout-2": "ready"}

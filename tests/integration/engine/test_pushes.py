@@ -1,0 +1,133 @@
+"""A replica in a push, from its first request to its last, and what it serves when something fails on the way."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.rollout import weights as protocol
+from services.rollout.engine.channel import ReceiverError
+from services.rollout.replica import NO_WEIGHTS
+from services.rollout.weights import PushRefused
+from shared.messages import WeightsOffer, WeightsReady, WeightsReceive
+from tests.integration.engine.bench import Bench, NewBench
+from tests.integration.engine.conftest import Checkpoints
+from tests.integration.engine.source import SECONDS, Source
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(600)
+
+
+async def draws(desk: Bench, version: int) -> None:
+    """Assert that groups are generated, of this version."""
+    await desk.task()
+    _, samples = await desk.generated()
+    assert {segment[2] for one in samples for segment in one.segments} == {version}
+
+
+async def test_from_offer_to_commit(new_bench: NewBench, checkpoint: Checkpoints) -> None:
+    """And once more over the same lane, with a check of what was loaded before it is served."""
+    desk = await new_bench()
+    source = Source(desk, checkpoint(1).model, 1)
+    await source.prepare()
+    assert desk.replica.serving, "preparing stopped the replica"
+    received = await source.receive()
+    assert not desk.replica.serving and received.digest == source.digest and received.differences == {}
+    await source.commit(received.digest)
+    assert desk.replica.serving and desk.replica.version == 1
+    ready = WeightsReady(replica="rollout-1", version=1, digest=source.digest)
+    assert await source.weights._offer(WeightsOffer(version=2)) == ready
+
+    newer = Source(desk, checkpoint(2).model, 2)
+    newer.group.leave()
+    newer.group = source.group
+    received = await newer.receive(2)
+    checked = await newer.receive(3, check=True)
+    assert checked.differences == {} and checked.digest == received.digest == newer.digest
+    await newer.commit(received.digest)
+    await draws(desk, 2)
+    source.leave()
+
+
+async def test_a_version_with_another_digest_is_not_served(new_bench: NewBench, checkpoint: Checkpoints) -> None:
+    """And a fenced replica takes the next push, in lanes of its own."""
+    desk = await new_bench()
+    source = Source(desk, checkpoint(1).model, 1)
+    await source.prepare()
+    with pytest.raises(PushRefused, match="version 2 is to be served, version None is being received"):
+        await Source(desk, checkpoint(1).model, 2).commit(source.digest)
+    received = await source.receive()
+    with pytest.raises(PushRefused, match=f"has digest 0123, the engine has {received.digest}"):
+        await source.commit("0123")
+    assert not desk.replica.serving and desk.replica.version == NO_WEIGHTS and desk.service.state == "fenced"
+    assert await source.weights._offer(WeightsOffer(version=1)) == WeightsReady(replica="rollout-1", version=NO_WEIGHTS)
+    with pytest.raises(PushRefused, match="the engine is in none"):
+        await source.receive(2, only=slice(0))
+    source.leave()
+    again = Source(desk, checkpoint(1).model, 1)
+    await again.prepare()
+    await again.commit((await again.receive()).digest)
+    await draws(desk, 1)
+    again.leave()
+
+
+async def test_a_push_that_is_aborted_before_anything_has_come(new_bench: NewBench, checkpoint: Checkpoints) -> None:
+    """The lanes are never all joined: nothing has changed, and the replica goes on. An abort of another push does nothing."""
+    desk = await new_bench()
+    source = Source(desk, checkpoint(1).model, 1, world_size=3)
+    await source.prepare()
+    await draws(desk, 0)
+    receiving = asyncio.create_task(source.receive(only=slice(0)))
+    await until(lambda: source.weights._receiving, "the engine at receiving", 60)
+    await source.abort(version=0)
+    assert not receiving.done()
+    await source.abort()
+    with pytest.raises(ReceiverError, match="called off"):
+        await receiving
+    assert desk.replica.serving and desk.replica.version == 0
+    await draws(desk, 0)
+    source.leave()
+
+
+async def test_a_source_that_dies_between_buckets(new_bench: NewBench, checkpoint: Checkpoints) -> None:
+    desk = await new_bench()
+    source = Source(desk, checkpoint(1).model, 1)
+    await source.prepare()
+    with pytest.raises(ReceiverError, match=f"the source of lane {source.group.name}"):
+        await source.receive(only=slice(2), then=lambda group: group.leave())
+    assert not desk.replica.serving and desk.service.state == "fenced"
+    again = Source(desk, checkpoint(1).model, 1)
+    await again.prepare()
+    await again.commit((await again.receive()).digest)
+    await draws(desk, 1)
+    again.leave()
+
+
+async def test_a_trainer_that_falls_silent_before_its_commit(
+    new_bench: NewBench, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "EXPIRY_MARGIN", -SECONDS + 5)
+    desk = await new_bench()
+    source = Source(desk, checkpoint(1).model, 1)
+    await source.prepare()
+    await source.receive()
+    assert desk.service.state == "updating"
+    await until(lambda: desk.service.state == "fenced", "the fence", 60)
+    with pytest.raises(PushRefused, match="version None is being received"):
+        await source.commit(source.digest)
+    source.leave()
+
+
+async def test_pushes_that_do_not_fit(new_bench: NewBench, checkpoint: Checkpoints) -> None:
+    desk = await new_bench()
+    await desk.serve(5)
+    source = Source(desk, checkpoint(1).model, 4)
+    with pytest.raises(PushRefused, match="version 4 is to be pushed, this replica serves 5"):
+        await source.prepare()
+    with pytest.raises(PushRefused, match="version 4 was sent, this replica serves 5"):
+        await source.receive(only=slice(0))
+    with pytest.raises(PushRefused, match=r"version 6 comes over lanes \['unheard-of'\]; the engine is in none"):
+        await source.weights._receive(WeightsReceive(version=6, push=1, lanes=["unheard-of"], deadline=SECONDS))
+    assert desk.replica.serving and desk.replica.version == 5
+    source.leave()

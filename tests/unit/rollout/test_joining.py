@@ -1,0 +1,38 @@
+"""Where a replica takes weights from, situation by situation."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.rollout.joining import FromDisk, FromPeer, Situation, choose
+
+NEW, PUSHES, PULLS = -1, True, False
+PEER, DISK = FromPeer("a", 7), FromDisk(7)
+
+CASES = {
+    # join_from, held, live, snapshot, peers, pushes → choice
+    "nothing is live yet: the first push comes": ("auto", NEW, -1, -1, (), PUSHES, None),
+    "a replica serves what is live": ("auto", NEW, 7, 5, ("a", "b"), PUSHES, PEER),
+    "a replica rather than the disk": ("auto", NEW, 7, 7, ("a",), PUSHES, PEER),
+    "nobody serves it, but it is on disk": ("auto", NEW, 7, 7, (), PUSHES, DISK),
+    "what is on disk is old: a push is as near": ("auto", NEW, 7, 5, (), PUSHES, None),
+    "the old one was asked for": ("disk", NEW, 8, 7, ("a",), PUSHES, DISK),
+    "only from replicas": ("peer", NEW, 7, 7, (), PUSHES, None),
+    "only by pushes": ("trainer", NEW, 7, 7, ("a",), PUSHES, None),
+    "who serves an older version gets the next push": ("auto", 5, 7, 7, ("a",), PUSHES, None),
+    "without pushes the first version is on disk": ("auto", NEW, -1, 7, (), PULLS, DISK),
+    "without pushes every version is": ("auto", 6, 6, 7, (), PULLS, DISK),
+    "a replica has read it already": ("auto", NEW, 7, 7, ("a",), PULLS, PEER),
+    "replicas serve what is overtaken": ("auto", NEW, 6, 7, ("a",), PULLS, DISK),
+    "only from disk": ("disk", NEW, 7, 7, ("a",), PULLS, DISK),
+    "for newcomers only": ("peer", 6, 7, 7, ("a",), PULLS, DISK),
+    "nobody lends the first one": ("peer", NEW, -1, 7, (), PULLS, DISK),
+    "it has the newest": ("auto", 7, 7, 7, ("a",), PULLS, None),
+    "versions never fall": ("auto", 8, 7, 7, ("a",), PULLS, None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_where_weights_come_from(case: str) -> None:
+    join_from, held, live, snapshot, peers, pushes, choice = CASES[case]
+    assert choose(join_from, Situation(held, live, snapshot, peers, pushes)) == choice  # type: ignore[arg-type]
