@@ -4,14 +4,16 @@
 runs them under ``myxo up --colocate``, and reads the GPU's memory fifty times a second meanwhile. *quickstart*: the example as it is.
 *large*: some 600 million random parameters in bfloat16, which learn nothing in a few steps, so that there is something to move.
 
-Columns. ``generating``, ``training``: GPU memory in use, median of the engine's turns, least of the trainer's. ``sleep``, ``wake``: until
-the engine has given its memory back, has all of it again. ``push``: weights by the memory lane; ``out``, ``back``: of what the trainer
-keeps in host memory. Seconds are medians.
+Columns. ``memory_bytes``: of the GPU in use, median at the ends of the engine's turns (``generating``), least at those of the trainer's
+(``training``). ``free_bytes``: as the trainer itself sees it once the engine has woken, and once it sleeps. ``sleep``, ``wake``: until the
+engine has given its memory back, has all of it again. ``push``: weights by the memory lane; ``out``, ``back``: of what the trainer keeps in
+host memory. Seconds are medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import statistics
@@ -38,7 +40,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["--layers", "16", "--hidden-size", "2048", "--demonstrations", "256", "--train", "1024", "--heldout", "32"],
         [
             *("--num-rollout", "5", "--train-dtype", "bfloat16", "--lr", "1e-6", "--save-interval", "100"),
-            *("--sft-steps", "2", "--sft-lr", "1e-6", "--no-save-hf"),
+            *("--sft-steps", "2", "--sft-lr", "1e-6", "--no-save-hf", "--sglang-dtype", "bfloat16"),
         ],
     ),
 }
@@ -90,7 +92,11 @@ def run(case: str, device: str, directory: Path, seconds: float, flags: list[str
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.terminate()
-        code = process.wait(60)
+        try:
+            code = process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
     samples = memory.stop() if memory is not None else []
     return code, {"case": case, "device": device, "exit": code, **figures(root, samples)}
 
@@ -114,6 +120,10 @@ def figures(root: Path, samples: list[tuple[float, int]]) -> dict[str, Any]:
         "memory_bytes": {
             "generating": used(samples, [(begin, end) for begin in given for end in _next(taken, begin)], statistics.median),
             "training": used(samples, [(begin, end) for begin in taken for end in _next(given, begin)], min),
+        },
+        "free_bytes": {
+            turn: middle(line["free_bytes"] for line in trainer if line["event"] == event and line.get("free_bytes") is not None)
+            for turn, event in (("generating", "turn_given"), ("training", "turn_taken"))
         },
         "sleep_seconds": middle(line["seconds"] for line in rollout if line["event"] == "asleep"),
         "wake_seconds": middle(line["seconds"] for line in trainer if line["event"] == "turn_given"),
@@ -174,10 +184,13 @@ def middle(values: Any) -> float | None:
 
 
 def lines(log: Path) -> list[dict[str, Any]]:
-    """The JSON lines of a service's log."""
-    if not log.exists():
-        return []
-    return [json.loads(line) for line in log.read_text(errors="replace").splitlines() if line.startswith("{") and line.endswith("}")]
+    """The JSON lines of a service's log; none where ranks have written into each other's."""
+    found = []
+    for line in log.read_text(errors="replace").splitlines() if log.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            if line.startswith("{"):
+                found.append(json.loads(line))
+    return found
 
 
 def at(line: dict[str, Any]) -> float:

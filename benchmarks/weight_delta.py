@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.weight_delta [--case CASE] [--steps N] [--json FILE] [--write]``. Cases: ``quickstart`` (the quick start's model,
 float32, its learning rate) and ``quickstart-bf16`` (the same, lr 1e-6) run on a CPU; ``qwen3-0.6b`` (that model's shape, random weights,
-bfloat16, lr 1e-6) wants a GPU. Every case is a process of its own. Gradients are of GRPO's loss on random responses in groups of eight, half of which are
-rewarded; what a step changes is decided by Adam's learning rate far more than by the gradient.
+bfloat16, lr 1e-6) wants a GPU. Every case is a process of its own. Gradients are of GRPO's loss on random responses in groups of eight,
+half of which are rewarded; what a step changes is decided by Adam's learning rate far more than by the gradient.
 
 The last version is put together from each chain and compared with the trainer's weights, bit for bit.
 """
@@ -24,6 +24,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "weight_delta.json"
 PAGE = Path(__file__).parents[1] / "docs" / "weights.md"
+PREPARE = Path(__file__).parents[1] / "examples" / "arithmetic" / "prepare.py"
 GROUPS, SAMPLES = 4, 8
 BUCKET_BYTES = 512 * 1024**2
 FORMS = ("full", "xor", "overwrite")
@@ -153,8 +154,8 @@ def checkpoint(name: str, directory: Path) -> Path:
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(QWEN3_06B))
     else:
-        command = [sys.executable, "examples/arithmetic/prepare.py", str(directory.parent / "data")]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        few = [f"--{what}={count}" for what, count in (("train", 1), ("heldout", 1), ("demonstrations", 1))]  # only the model is wanted
+        subprocess.run([sys.executable, str(PREPARE), str(directory.parent / "data"), *few], check=True, stdout=subprocess.DEVNULL)
         (directory.parent / "data" / "model").rename(directory)
     return directory
 

@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ ENGINE_FLAGS = {
     "sampling-backend": "pytorch",
     "grammar-backend": "none",
     "mem-fraction-static": 0.4,
+    "cuda-graph-max-bs": 32,
 }
 
 
@@ -78,6 +80,8 @@ class Bench:
         self.ranks = self.engines = arguments.gpus // 2
         self.on_gpu = arguments.device == "cuda"
         self.figures: dict[str, Any] = {}
+        self.with_steps = 2 + arguments.rounds
+        """From this version on, for as many rounds, a training step begins with the push."""
 
     def run(self) -> None:
         directory = Path(os.environ[DIRECTORY])
@@ -108,18 +112,15 @@ class Bench:
         channel = OrderChannel(600)
         if stage is None:
             while isinstance(order := channel.receive(), Push):
-                pusher.begin(order)
-                if order.version % 2:
-                    self._step(actor)
+                self._begin(actor, pusher, order)
                 pusher.wait()
             return
         stage.until("every engine", lambda cards: len(cards) == self.engines, START_SECONDS)
         log(f"{self.engines} engines are up")
         self._push(actor, pusher, channel, 0)  # makes the lanes, traces how the engines load
         self._push(actor, pusher, channel, 1)
-        plain, stepped = [], []
-        for version in range(2, 2 + 2 * self.arguments.rounds):
-            (stepped if version % 2 else plain).append(self._push(actor, pusher, channel, version))
+        plain = [self._push(actor, pusher, channel, version) for version in range(2, self.with_steps)]
+        stepped = [self._push(actor, pusher, channel, self.with_steps + number) for number in range(self.arguments.rounds)]
         best = min(plain, key=lambda result: result.wire_seconds)
         self.figures |= {
             "gpus": self.arguments.gpus,
@@ -127,6 +128,7 @@ class Bench:
             "bytes": best.bytes,
             "seconds": round(best.wire_seconds, 5),
             "median_seconds": round(statistics.median(result.wire_seconds for result in plain), 5),
+            "engine_seconds": round(best.engine_seconds, 5),
             "push_seconds": round(statistics.median(result.seconds for result in plain), 5),
             "gb_per_s": round(best.bytes / best.wire_seconds / 1e9, 1),
             "stall_seconds": round(statistics.median(result.stall for result in stepped), 5),
@@ -143,6 +145,7 @@ class Bench:
         channel.send(Leave(done=True))
         if self.on_gpu:
             alone = self.ranks == 1  # slime's way is measured without the gathering over ranks, which it does first
+            self._tell()  # what there is so far, should what follows fail
             tensors = [(name, tensor.clone()) for bucket in actor.export(SLIME_BUCKET) for name, tensor in bucket] if alone else []
             pusher.close()
             if tensors:
@@ -158,21 +161,31 @@ class Bench:
         self._tell()
 
     def _push(self, actor: Any, pusher: Any, channel: Any, version: int) -> Any:
-        """One push; an odd version's beside a training step."""
+        """One push."""
         end = time.monotonic() + 120
         while (push := pusher.due(version)) is None:
             if time.monotonic() > end:
                 raise SystemExit(f"no replica took version {version} within 120 s")
             time.sleep(0.05)
         channel.send(push)
-        pusher.begin(push)
-        if version % 2:
-            self._step(actor)
+        self._begin(actor, pusher, push)
         pusher.wait()
         results = pusher.results()
         if not results or len(results[-1].replicas) != self.engines:
             raise SystemExit(f"the push of version {version} failed: {results}")
-        return results[-1]
+        last = results[-1]
+        log(f"version {version}: {last.seconds:.4f} s, wire {last.wire_seconds:.4f}, engine {last.engine_seconds:.4f}")
+        return last
+
+    def _begin(self, actor: Any, pusher: Any, push: Any) -> None:
+        """The optimizer's update of the step before is over: a push waits for it on the device."""
+        if self.on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+        pusher.begin(push)
+        if 0 <= push.version - self.with_steps < self.arguments.rounds:
+            self._step(actor)
 
     def _step(self, actor: Any) -> None:
         from services.trainer.objective import ObjectiveConfig, PolicyLoss
@@ -269,10 +282,11 @@ def slime_way(url: str, tensors: list[tuple[str, Any]], rounds: int = 5) -> floa
     from torch.distributed import PrefixStore, TCPStore
     from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
+    minute = timedelta(seconds=60)
     store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     place = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2}
     joined = in_thread(post, url, "/init_weights_update_group", {**place, "group_name": "plain", "backend": "nccl"})
-    group, _ = _new_process_group_helper(2, 0, [], dist.Backend("nccl"), PrefixStore("plain", store), group_name="plain")
+    group, _ = _new_process_group_helper(2, 0, [], dist.Backend("nccl"), PrefixStore("plain", store), group_name="plain", timeout=minute)
     _world.pg_group_ranks[group] = {0: 0, 1: 1}
     joined.join(60)
     buckets, size = [[]], 0

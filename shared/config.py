@@ -101,8 +101,6 @@ class RunConfig(Section):
                 f"weights.join_from: {self.weights.join_from}, but colocated engines get all weights from the trainer, at the end of its "
                 "turn; use auto or trainer"
             )
-        if self.weights.update_weight_transport == "disk":
-            raise ValueError("weights.update_weight_transport: disk: colocated engines take weights from the trainer's memory; use nccl")
         engines, ranks = rollout.rollout_replicas * rollout.rollout_num_gpus_per_engine, trainer.actor_num_gpus_per_node
         if engines > ranks:
             raise ValueError(

@@ -308,7 +308,7 @@ class TrainerSection(Section):
     )
     offload_rollout: bool | None = Field(
         default=None,
-        description="colocated: while the trainer computes, engines give their GPU memory back; default: on CUDA yes; a CPU has none to give",
+        description="colocated: while the trainer computes, engines give their GPU memory back; default: on CUDA; a CPU has none to give",
         **MUTABLE,
     )
     torch_threads: int | None = Field(default=None, gt=0, description="CPU threads of a trainer rank", **MUTABLE)
@@ -370,7 +370,8 @@ class WeightsSection(Section):
         default="full", description="snapshots on disk: whole checkpoints, or what changed since the one before", **MUTABLE
     )
     update_weight_disk_dir: Path | None = Field(
-        default=None, description="where snapshots lie, for trainer and engines alike; default: weights in the run's directory"
+        default=None,
+        description="where snapshots lie, below the run's name, for trainer and engines alike; default: weights in the run's directory",
     )
     update_weight_delta_encoding: Literal["xor", "overwrite"] = Field(
         default="xor", description="a delta's tensors: old xor new, or positions and values of the elements that changed", **MUTABLE

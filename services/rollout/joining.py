@@ -261,7 +261,7 @@ class CatchUp:
     async def _from_disk(self, snapshot: WeightsSnapshot) -> None:
         """What lies there is read and put together before anything is closed: only the loading itself interrupts."""
         replica, started = self._replica, time.monotonic()
-        if replica.version == NO_WEIGHTS:
+        if replica.version == NO_WEIGHTS and not self._busy():
             self._service.state = CATCHING_UP
             await self._service.announce()
         try:
@@ -274,6 +274,9 @@ class CatchUp:
         except BrokenLink as error:
             await self._broken(snapshot, error)
             return
+        except MyxoError:
+            self._avoid(snapshot.at)
+            raise
         finally:
             if self._service.state == CATCHING_UP:
                 self._service.state = "fenced"
@@ -299,19 +302,20 @@ class CatchUp:
         try:
             return await asyncio.wait_for(asyncio.shield(self._pulling), seconds)
         except TimeoutError:
-            self._avoid(snapshot.at)
             raise DeadlineExceeded(f"version {snapshot.version}", str(source.directory), seconds, "it is tried again") from None
 
     async def _load(self, client: EngineClient, link: Link) -> None:
         """Loads a directory while nothing is generated; an engine that fails at it is fenced."""
         seconds, replica = self._config.push_timeout, self._replica
         replica.close_gate()
+        self._service.state = "updating"
         try:
             await client.pause(self._mode, deadline=seconds)
             await client.update_weights_from_disk(str(link.path.absolute()), link.version, flush=False, deadline=seconds)
-            digest = await client.adopt(link.version, link.tensors, deadline=seconds)
-            if digest != link.digest:
-                raise MyxoError(f"the engine takes version {link.version} for {digest}; on disk it is {link.digest}")
+            if self._service.config.trainer.lora_rank is None:  # else versions are known by their adapters, which are not in the snapshot
+                digest = await client.adopt(link.version, link.tensors, deadline=seconds)
+                if digest != link.digest:
+                    raise MyxoError(f"the engine takes version {link.version} for {digest}; on disk it is {link.digest}")
             await self._serve(client, link.version)
         except MyxoError as error:
             await replica.fence(f"version {link.version} could not be loaded from {link.path}: {error}")
@@ -324,6 +328,9 @@ class CatchUp:
         if newest is not None and newest.at != snapshot.at:
             return
         self._avoid(snapshot.at)
+        directory = Snapshots.of(self._service.config).directory
+        if not directory.is_dir():  # nothing that the trainer could mend
+            raise MyxoError(f"snapshots cannot be read here: there is no {directory}; mount the trainer's, or set update_weight_disk_dir")
         self._service.log.error("snapshot_broken", version=snapshot.version, link=error.version, error=str(error))
         self._service.metrics.set(BROKEN_GAUGE, snapshot.version)
         await self._service.announce()
@@ -363,6 +370,7 @@ class CatchUp:
 
     async def _resume(self, client: EngineClient) -> None:
         """An engine that was paused answers again; what it says without weights of a version goes to nobody."""
+        await quietly(lambda: client.end_weight_update(deadline=ASK_SECONDS))
         await quietly(lambda: client.resume(deadline=ASK_SECONDS))
 
 

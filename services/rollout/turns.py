@@ -132,7 +132,7 @@ class Turns:
     async def _watch_trainer(self) -> None:
         """Ends a turn whose trainer has fallen silent: without this the replica would sleep for ever."""
         while (left := self._asleep_until - time.monotonic()) > 0:
-            await asyncio.sleep(left)
+            await asyncio.sleep(min(left, LOOK_SECONDS))
         async with self._step:
             if self._asleep_until > time.monotonic():  # it has spoken while the step was not free
                 self._watch = asyncio.create_task(self._watch_trainer())

@@ -200,10 +200,10 @@ class WeightsReceiver:
     async def _abort(self, request: WeightsAbort) -> Message:
         if self._pushing not in (None, request.version):
             return Accepted()  # late: of another push
-        client = self._replica.client
-        if self._receiving and client is not None:
+        while self._receiving and self._pushing == request.version and self._replica.client is not None:
             with contextlib.suppress(MyxoError):  # then it ends with its own deadline
-                await client.abort_receive(deadline=END_SECONDS)
+                await self._replica.client.abort_receive(deadline=END_SECONDS)
+            await asyncio.sleep(LOOK_SECONDS)  # the order may have been on its way to the engine
         async with self._turn:
             if self._pushing == request.version:
                 await self._break_off(request.reason)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import structlog
+import torch
 
 from services.trainer.actor import Actor
 from services.trainer.link import Link
@@ -159,7 +160,7 @@ class Turns:
         self._asleep, self._since = True, time.monotonic()
         with contextlib.suppress(MyxoError, *TRANSIENT):
             link.look()
-        self._log.info("turn_taken", replicas=len(asleep), seconds=round(time.monotonic() - started, 3))
+        self._log.info("turn_taken", replicas=len(asleep), seconds=round(time.monotonic() - started, 3), free_bytes=_free())
 
     def _wake_engines(self, deadline: float) -> None:
         link = self._link
@@ -176,7 +177,8 @@ class Turns:
             return
         held = started - self._since
         link.gauges({"turn_seconds": held})
-        self._log.info("turn_given", replicas=len(awake), held=round(held, 3), seconds=round(time.monotonic() - started, 3))
+        seconds = round(time.monotonic() - started, 3)
+        self._log.info("turn_given", replicas=len(awake), held=round(held, 3), seconds=seconds, free_bytes=_free())
 
     def _await_engines(self, count: int) -> None:
         """An engine that is coming up must have done so: it would take memory in the middle of the trainer's turn."""
@@ -223,3 +225,8 @@ class Turns:
             await asyncio.sleep(RENEW_SECONDS)
             with contextlib.suppress(MyxoError, *TRANSIENT):
                 await self._ask_all("sleep", LASTS_SECONDS)
+
+
+def _free() -> int | None:
+    """Bytes of this rank's GPU that nobody has; None without one, and before this process uses it."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_initialized() else None

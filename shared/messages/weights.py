@@ -153,7 +153,7 @@ class WeightsLent(Message):
 
 
 class WeightsSleep(Message):
-    """Trainer takes its turn on the GPUs that it shares with the replica: the replica stops generating, keeps what it has, gives memory back.
+    """Trainer takes its turn on the GPUs that it shares with the replica, which stops generating, keeps what it has, gives memory back.
 
     ``lasts``: seconds after which a replica that was not asked again takes the trainer for gone, and wakes. ``deadline``: for the engine to
     be idle and out of the way. Subject ``<run>.rollout.<replica>.weights.sleep``.

@@ -25,8 +25,9 @@ class Snapshots:
 
     @classmethod
     def of(cls, config: RunConfig) -> Snapshots:
-        """A run's."""
-        return cls(config.weights.update_weight_disk_dir or config.run.root / "weights")
+        """A run's. A directory that runs may share has one by the run's name: what lies there, its trainer removes."""
+        shared = config.weights.update_weight_disk_dir
+        return cls(config.run.root / "weights" if shared is None else shared / config.run.name)
 
     def place(self, version: int) -> Path:
         return self.directory / directory_name(version)

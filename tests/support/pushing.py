@@ -85,11 +85,13 @@ class Replicated:
         """Of the replicas whose engines are up."""
         return {card.instance: card for card in self.link.replicas}
 
-    def until(self, what: str, condition: Callable[[dict[str, ServiceCard]], bool], seconds: float = START_SECONDS) -> None:
-        """Waits for the replicas' cards to be so."""
+    def until(
+        self, what: str, condition: Callable[[dict[str, ServiceCard]], bool], seconds: float = START_SECONDS, *, fragile: bool = True
+    ) -> None:
+        """Waits for the replicas' cards to be so. ``fragile``: unless one of the services has ended."""
         end = time.monotonic() + seconds
         while not condition(self.cards()):
-            if time.monotonic() > end:
+            if time.monotonic() > end or (fragile and any(one.process.poll() is not None for one in self.replicas.values())):
                 said = "\n".join(f"--- {name}\n{one.words()[-3000:]}" for name, one in self.replicas.items())
                 raise AssertionError(f"{what} did not come within {seconds:g} s; cards {self.cards()}\n{said}")
             time.sleep(0.05)

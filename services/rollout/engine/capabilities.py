@@ -99,7 +99,7 @@ async def read_capabilities(transport: EngineTransport, vocab_size: int | None, 
             weight_sessions=begin != HTTPStatus.NOT_FOUND,
             prefix_cache=not info["disable_radix_cache"],
             overlaps=not info["disable_overlap_schedule"],
-            ranks=int(info["tp_size"]),
+            ranks=int(info.get("tp_size") or 1),
         )
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise EngineError(transport.url, f"its description lacks something: {type(error).__name__} {error}") from error

@@ -34,7 +34,19 @@ def _kill_group_when_parent_ends() -> None:
     """Block until standard input ends, then kill this process group: the leash, the command, its children."""
     while os.read(0, 4096):
         pass
+    _remove(os.environ.get("MYXO_RECEIVER"))
     os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _remove(directory: str | None) -> None:
+    """The engine's directory of sockets, which the parent would have removed."""
+    try:
+        for name in os.listdir(directory) if directory else ():
+            os.unlink(f"{directory}/{name}")
+        if directory:
+            os.rmdir(directory)
+    except OSError:
+        pass  # the parent was at it already, or somebody has put something there
 
 
 def main(command: list[str]) -> int:

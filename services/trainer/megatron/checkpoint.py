@@ -27,12 +27,12 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 
 from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.directory import fsync_tree, publish, replaced_by, scratch, settle
 from services.trainer.megatron.model import Model
 from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.runtime import deadline, timeout_seconds, together
 from services.trainer.megatron.saving import Save, StagedShards
 from services.trainer.megatron.schedule import LearningRateSchedule
+from shared.directory import fsync_tree, publish, replaced_by, scratch, settle
 from shared.errors import ConfigError, MyxoError
 
 FORMAT = 2

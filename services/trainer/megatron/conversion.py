@@ -27,10 +27,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as write_shards
 
 from services.trainer.megatron import runtime
-from services.trainer.megatron.adapters import Adapters
+from services.trainer.megatron.adapters import DIRECTORY, Adapters, write
 from services.trainer.megatron.architecture import Architecture
 from services.trainer.megatron.checkpoint import FORMAT, MARKER, find_checkpoint, model_entries, sharded_modules
-from services.trainer.megatron.directory import fsync_tree, publish, scratch
 from services.trainer.megatron.export import HfWriter, copy_beside_weights
 from services.trainer.megatron.families import read_architecture
 from services.trainer.megatron.lora import Lora, attach
@@ -41,6 +40,7 @@ from services.trainer.megatron.reading import own_errors, read_tensors
 from services.trainer.megatron.runtime import ParallelLayout
 from services.trainer.megatron.shipping import plan
 from services.trainer.megatron.weights import LocalParameter, SafetensorsReader, draft_prefixes, parameters
+from shared.directory import fsync_tree, publish, scratch
 from shared.errors import ConfigError
 
 Progress = Callable[[int, int], None]
@@ -142,6 +142,8 @@ def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progres
             writer.add(tensors)
             done += sum(local[name].parameter.nbytes for name in names)
             progress(done, total)
+        if lora is not None and (whole := adapters.collect(group)) is not None:
+            write(writer.scratch / DIRECTORY, whole, lora, hf)
         writer.finish(model.config.params_dtype)
     return target
 

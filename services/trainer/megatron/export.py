@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.trainer.megatron import adapters
-from services.trainer.megatron.directory import fsync_tree, publish, scratch
 from services.trainer.megatron.model import Model
 from services.trainer.megatron.runtime import deadline, device, together
 from services.trainer.megatron.shipping import Cargo, Groups, Shipment
+from shared.directory import fsync_tree, publish, scratch
 
 Bucket = list[tuple[str, Tensor | None]]
 

@@ -57,7 +57,8 @@ class PushResult:
 
     Args:
         replicas: that serve the version now. seconds: from the offer to the last commit. wire_seconds: from the first bucket's export until
-            the last replica had loaded and checked everything. stall: that the trainer waited for it; the rest ran beside the training.
+            the last replica had loaded and checked everything. engine_seconds: of the slowest engine, from its first wait for a bucket to
+            the last one's loading and checking. stall: that the trainer waited for it; the rest ran beside the training.
             bytes: sent, by all stages together. digest: of the version.
     """
 
@@ -65,6 +66,7 @@ class PushResult:
     replicas: list[str]
     seconds: float
     wire_seconds: float
+    engine_seconds: float
     stall: float
     bytes: int
     digest: str
@@ -210,6 +212,7 @@ class Pusher:
             sent, known = self._streamed(push, push.number, end, last=not self._config.check_weight_update_equal)
             digest = self._received(asked, known, push.partial)
             wire_seconds = time.monotonic() - streaming
+            engine_seconds = max((answer.seconds for answer in _received(asked).values()), default=0.0)
             if self._config.check_weight_update_equal:
                 step = "check"
                 asked = self._receiving(push, push.number + 1, end, check=True)
@@ -223,7 +226,7 @@ class Pusher:
         if self._link is not None and committed:
             stall = self._reading.stall if self._reading is not None else 0.0
             seconds = time.monotonic() - started
-            self._report(PushResult(push.version, committed, seconds, wire_seconds, stall, sent, digest))
+            self._report(PushResult(push.version, committed, seconds, wire_seconds, engine_seconds, stall, sent, digest))
 
     def _join(self, push: Push, end: float) -> None:
         """Everyone is in new lanes."""
@@ -288,8 +291,8 @@ class Pusher:
                 return
             differing = {
                 name: f"the weights that it got have digest {answer.digest}, not {digest}"
-                for name, answer in asked.wait().answers.items()
-                if isinstance(answer, WeightsReceived) and answer.digest != digest
+                for name, answer in _received(asked.wait()).items()
+                if answer.digest != digest
             }
             if differing:
                 raise PeerFailure("receive", differing)
@@ -305,8 +308,8 @@ class Pusher:
                 return
             differing = {
                 name: f"{len(answer.differences)} tensors differ from the trainer's, first {next(iter(answer.differences.items()))}"
-                for name, answer in asked.wait().answers.items()
-                if isinstance(answer, WeightsReceived) and answer.differences
+                for name, answer in _received(asked.wait()).items()
+                if answer.differences
             }
             if differing:
                 raise PeerFailure("check", differing)
@@ -395,6 +398,11 @@ class Pusher:
     def _read(self) -> None:
         if self._reading is not None:
             self._reading.over()
+
+
+def _received(asked: Asked | None) -> dict[str, WeightsReceived]:
+    answers = asked.answers if asked is not None else {}
+    return {name: answer for name, answer in answers.items() if isinstance(answer, WeightsReceived)}
 
 
 def _left(end: float) -> float:

@@ -64,9 +64,9 @@ class SnapshotWriter:
         self._written: int | None = None  # by this life
         self._not_before = 0.0
         self._asked: dict[str, tuple[float, float]] = {}  # instance → (version that it asked to be mended, when that was done)
-        self._last: WeightsSnapshot | None = None
+        self._before: int | None = None  # by an earlier one, where this one has looked
+        self._snapshot_of: dict[int, WeightsSnapshot] = {}  # of versions that may still go live
         self._told: tuple[int, frozenset[str]] = (-1, frozenset())
-        self._snapshots.sweep()
 
     # --- rank 0's part
 
@@ -81,24 +81,29 @@ class SnapshotWriter:
         interval = self._weights.snapshot_interval
         if not interval or self._written == version:
             return False
-        before = self._written
-        if before is None:
+        if self._before is None:
             newest = self._snapshots.newest()
-            before = newest.version if newest is not None and newest.version <= version else 0
-        return version - before >= interval
+            self._before = newest.version if newest is not None and newest.version <= version else 0
+        return version - (self._before if self._written is None else self._written) >= interval
 
     def tell_live(self) -> None:
-        """Without pushes, replicas' cards alone say what is live: announces the version that was written last once one serves it."""
-        last, link = self._last, self._link
-        if not self.instead_of_pushes or link is None or last is None:
+        """Without pushes, replicas' cards alone say what is live: announces the newest of this life's versions that one of them serves."""
+        link = self._link
+        if not self.instead_of_pushes or link is None:
             return
-        serving = frozenset(card.instance for card in link.replicas if card.version == last.version)
-        if serving and (last.version, serving) != self._told:
-            live = WeightsLive(
-                version=last.version, replicas=sorted(serving), seconds=last.seconds, bytes=last.bytes, digest=last.digest, at=now()
-            )
-            link.weights_live(live)
-            self._told = last.version, serving
+        served = [card.version for card in link.replicas if card.version in self._snapshot_of]
+        if not served:
+            return
+        newest = self._snapshot_of[max(served)]
+        serving = frozenset(card.instance for card in link.replicas if card.version == newest.version)
+        if (newest.version, serving) == self._told:
+            return
+        live = WeightsLive(
+            version=newest.version, replicas=sorted(serving), seconds=newest.seconds, bytes=newest.bytes, digest=newest.digest, at=now()
+        )
+        link.weights_live(live)
+        self._told = newest.version, serving
+        self._snapshot_of = {version: written for version, written in self._snapshot_of.items() if version >= newest.version}
 
     def _wishes(self) -> list[ServiceCard]:
         """Replicas that cannot have what is on disk, and have not been helped a while ago."""
@@ -147,6 +152,8 @@ class SnapshotWriter:
         return None
 
     def _draft(self, version: int) -> Draft:
+        if self._written is None:
+            self._snapshots.sweep()
         self._snapshots.forget_after(version)
         base = self._base(version)
         return Draft(self._snapshots, version, base, self._weights.update_weight_delta_encoding)
@@ -185,7 +192,8 @@ class SnapshotWriter:
         )
         for card in self._wishes():
             self._asked[card.instance] = card.gauges[BROKEN_GAUGE], time.monotonic()
-        self._written, self._last, link = written.version, snapshot, self._link
+        self._written, link = written.version, self._link
+        self._snapshot_of[written.version] = snapshot
         bus, bucket = link.service.bus, link.service.subjects.weights_bucket
         link.call(bus.put(bucket, "snapshot", snapshot.encode(), deadline=REQUEST_SECONDS), REQUEST_SECONDS)
         try:

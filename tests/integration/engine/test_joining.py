@@ -103,8 +103,8 @@ async def test_versions_from_disk(
     client: EngineClient, checkpoint: Checkpoints, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path
 ) -> None:
     """A whole one, then a delta while requests run, then one that is damaged: found, told, and mended by a whole one."""
-    snapshots, current = Snapshots(tmp_path / "weights"), LocalCopy(tmp_path / "weights" / ".current")
-    weights = {"update_weight_transport": "disk", "update_weight_mode": "delta", "update_weight_disk_dir": str(snapshots.directory)}
+    snapshots, current = Snapshots(tmp_path / "weights" / run_name), LocalCopy(tmp_path / "current")
+    weights = {"update_weight_transport": "disk", "update_weight_mode": "delta", "update_weight_disk_dir": str(tmp_path / "weights")}
     async with a_run(nats, valkey, run_name, tmp_path, checkpoint(0).path, **weights) as replica:
         rollout = await replica("rollout-1", client)
         service = rollout._service

@@ -86,9 +86,12 @@ async def test_nothing_of_an_engine_outlives_a_killed_service(checkpoint: Checkp
 async def test_nothing_outlives_a_service_killed_while_starting(holder: subprocess.Popen[str]) -> None:
     group = int(first_line(holder))
     await until(lambda: len(group_members(group)) == 3, "the leash, the command and its child")
+    receiver = Path(psutil.Process(group).environ()["MYXO_RECEIVER"])
+    assert receiver.exists()
     holder.kill()
     holder.wait(60)
     await until(lambda: not group_members(group), "the end of the group")
+    assert not receiver.exists()
 
 
 async def test_the_command_dies_with_its_leash(holder: subprocess.Popen[str]) -> None:
@@ -116,8 +119,11 @@ async def test_stop_ends_everything_and_can_be_repeated(tmp_path: Path) -> None:
     await engine.stop(0)
     engine.start()
     await until(lambda: len(engine.processes()) == 3, "the leash, the command and its child")
+    receiver = engine.receiver
+    assert receiver is not None and receiver.stat().st_mode & 0o777 == 0o700  # whoever gets in there can change weights
     await engine.stop(30)
     assert engine.processes() == [] and not engine.alive()
+    assert not receiver.exists()
     await engine.stop(0)
     with pytest.raises(EngineStartError, match="started already"):
         engine.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 
@@ -18,10 +19,12 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 
+GROUPS = itertools.count()
+
 
 async def draws(desk: Bench, version: int) -> None:
     """Assert that groups are generated, of this version."""
-    await desk.task()
+    await desk.task(group=f"g{next(GROUPS):08d}")
     _, samples = await desk.generated()
     assert {segment[2] for one in samples for segment in one.segments} == {version}
 

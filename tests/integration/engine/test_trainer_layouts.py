@@ -16,7 +16,7 @@ import torch
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.generation import Generation, GenerationRequest
 from services.rollout.engine.process import EngineProcess
-from services.trainer.weights.sender import Sender
+from services.trainer.weights.sender import LaneKind, Sender
 from shared.messages import Sampling, WeightsLane
 from shared.weights.digest import Known, version_digest
 from tests.integration.engine.conftest import running_engine
@@ -30,12 +30,14 @@ SECONDS = 120.0
 NEW_TOKENS = 24
 PUSHES = 2
 KINDS = ["qwen3", "qwen3_moe"]
-LAYOUTS = [
-    ("qwen3", {"tensor_model_parallel_size": 2}),
-    ("qwen3", {"pipeline_model_parallel_size": 2}),
-    ("qwen3_moe", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    ("qwen3_moe", {"pipeline_model_parallel_size": 2}),
-    ("qwen3_moe", {"expert_model_parallel_size": 2}),
+LAYOUTS: list[tuple[str, dict[str, Any], LaneKind]] = [
+    ("qwen3", {"tensor_model_parallel_size": 2}, "group"),
+    ("qwen3", {"pipeline_model_parallel_size": 2}, "group"),
+    ("qwen3", {"tensor_model_parallel_size": 2}, "memory"),
+    ("qwen3_moe", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, "group"),
+    ("qwen3_moe", {"pipeline_model_parallel_size": 2}, "group"),
+    ("qwen3_moe", {"pipeline_model_parallel_size": 2}, "memory"),
+    ("qwen3_moe", {"expert_model_parallel_size": 2}, "group"),
 ]
 
 
@@ -73,18 +75,24 @@ def ranks() -> Iterator[World]:
     world.stop()
 
 
-@pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("kind", "layout", "carried_by"), LAYOUTS)
 async def test_log_probs_are_the_trainers(
-    kind: str, layout: dict[str, Any], checkpoints: Callable[[str], Path], engines: Callable[[str], EngineProcess], ranks: World, tmp_path: Path
+    kind: str,
+    layout: dict[str, Any],
+    carried_by: LaneKind,
+    checkpoints: Callable[[str], Path],
+    engines: Callable[[str], EngineProcess],
+    ranks: World,
+    tmp_path: Path,
 ) -> None:
     engine = await asyncio.to_thread(engines, kind)
     prompts = sequences(3, seed=5, longest=20)
     async with await EngineClient.connect(engine.url) as client:
         assert engine.receiver is not None  # it was started
         await client.open_receiver(engine.receiver)
-        trainer = asyncio.create_task(asyncio.to_thread(ranks.run, push_and_score, checkpoints(kind), layout, tmp_path))
+        trainer = asyncio.create_task(asyncio.to_thread(ranks.run, push_and_score, checkpoints(kind), layout, carried_by, tmp_path))
         lanes = [WeightsLane.model_validate(lane) for lane in await said(tmp_path, "lanes", trainer)]
-        assert len(lanes) == layout.get("pipeline_model_parallel_size", 1)
+        assert [lane.kind for lane in lanes] == [carried_by] * layout.get("pipeline_model_parallel_size", 1)
         await client.join_lanes(lanes, 1)
         for push in range(PUSHES):  # by load_weights, and as it learned from that
             await client.begin_weight_update()
@@ -100,11 +108,11 @@ async def test_log_probs_are_the_trainers(
         assert np.abs(answer.log_probs - scored[len(prompt) - 1 : -1]).max() < EXACT
 
 
-def push_and_score(hf_dir: Path, layout: dict[str, Any], place: Path) -> tuple[str, list[np.ndarray]]:
+def push_and_score(hf_dir: Path, layout: dict[str, Any], carried_by: LaneKind, place: Path) -> tuple[str, list[np.ndarray]]:
     """One rank: pushes the weights of one training step, then scores what the engine has drawn with them."""
     actor = rank_steps.actor(hf_dir, **layout)
     rank_steps.steps(actor, 1)
-    sender = Sender(actor.model, "group", SECONDS, bucket_bytes=16_384)
+    sender = Sender(actor.model, carried_by, SECONDS, bucket_bytes=16_384)
     lanes = sender.open(0, engine_ranks=1)
     if torch.distributed.get_rank() == 0:
         say(place, "lanes", [lane.model_dump() for lane in lanes])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from services.rollout.engine.errors import EngineError, InvalidRequest
 from services.rollout.engine.generation import GenerationRequest, Span
 from services.rollout.engine.process import EngineProcess
 from shared.weights import digest
-from tests.integration.engine.conftest import Checkpoints
+from tests.integration.engine.conftest import Checkpoints, fresh_client, running_engine
 from tests.integration.engine.load import LONG, SAMPLING, generating, prompts, requests
 from tests.integration.engine.reference import log_probs, log_probs_with_kept_cache
 from tests.support.weights_group import JOIN_SECONDS, Pusher, WeightsGroup, parameters
@@ -190,6 +191,33 @@ async def test_engines_side_by_side(client: EngineClient, overlapping_client: En
         assert {one.digest for one in taken} == {pusher.digest}
         await serves(client, checkpoint, 1, 1)
         await serves(overlapping_client, checkpoint, 1, 1)
+
+
+@pytest.fixture
+def engine_of_two(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineProcess]:
+    """An engine whose model is cut in two."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # the core of each; SGLang wants to be told where there is one NUMA node
+    with running_engine(checkpoint(0).path, tmp_path, {"tp-size": 2}) as process:
+        yield process
+
+
+@pytest.mark.extra
+async def test_an_engine_of_two_ranks(engine_of_two: EngineProcess, checkpoint: Checkpoints) -> None:
+    """Each receives the whole and keeps its part."""
+    lane = WeightsGroup(name(), 3)
+    async with fresh_client(engine_of_two, checkpoint(0)) as client:
+        assert client.capabilities.ranks == 2
+        await client.join_lanes([lane.lane], 1, timeout=JOIN_SECONDS)
+        await asyncio.to_thread(lane.meet)
+        pusher = Pusher([client], [lane])
+        for version in (1, 2):
+            (taken,) = await pusher.push(checkpoint(version).model, version)
+            assert taken.digest == pusher.digest
+        (checked,) = await pusher.send(pusher.sent, 2, check=True)
+        assert checked.differences == {}
+        await serves(client, checkpoint, 2, 2)
+        await client.leave_lanes()
+    lane.leave()
 
 
 async def test_orders_that_cannot_be_carried_out(engine: EngineProcess, client: EngineClient, pusher: Pusher) -> None:

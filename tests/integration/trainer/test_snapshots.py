@@ -187,6 +187,11 @@ def test_what_is_live_without_pushes(new_bench: NewBench) -> None:
     bench.writer.tell_live()
     live = bench.kept("live", WeightsLive)
     assert (live.version, live.replicas, live.digest) == (3, ["rollout-1"], written.digest)
+    for version in (4, 5):
+        bench.writer.write(version)
+    bench.card(4)  # behind the trainer, but ahead of what was live
+    bench.writer.tell_live()
+    assert bench.kept("live", WeightsLive).version == 4
 
 
 def test_snapshots_beside_pushes_are_rare(new_bench: NewBench) -> None:

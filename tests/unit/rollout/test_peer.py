@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,3 +149,35 @@ def test_bytes_that_changed_on_their_way(lender: Receiver, monkeypatch: pytest.M
     with pytest.raises(ReceiveError, match="1 tensors did not arrive as they were sent, strided among them"):
         borrow(borrower, lent(lender)["lane"])
     assert borrower.digest == ""
+
+
+DYING = """
+import json, os, signal, sys, time
+from services.rollout.engine.receiver import peer
+from tests.unit.rollout import test_peer as t
+peer.BUCKET_BYTES, give, given = 300, peer._LendersEnd.give, []
+def last_words(wire, flat, watch):
+    if given:
+        os.kill(os.getpid(), signal.SIGKILL)
+    given.append(flat)
+    return give(wire, flat, watch)
+peer._LendersEnd.give = last_words
+print(json.dumps(t.lent(t.receiver(1, version=3))["lane"]), flush=True)
+time.sleep(t.SECONDS)
+"""
+
+
+def test_a_lender_that_dies_in_the_middle() -> None:
+    """kill -9: the borrower says whom it waited for, long before the deadline, and holds nothing that it would take for a version."""
+    source = Path(__file__).parents[3]
+    borrower = receiver(2, version=1)
+    with subprocess.Popen([sys.executable, "-c", DYING], cwd=source, stdout=subprocess.PIPE, text=True) as lender:
+        try:
+            assert lender.stdout is not None
+            lane = json.loads(lender.stdout.readline())
+            with pytest.raises(ReceiveError, match=lane["name"]) as raised:
+                borrow(borrower, lane, seconds=600)
+        finally:
+            lender.kill()
+    assert borrower.version == (-1 if raised.value.touched else 1)
+    assert bool(borrower.digest) != raised.value.touched

@@ -19,6 +19,7 @@ SECTIONS: dict[str, type[Section]] = {section: section_model(section) for sectio
 MUTABLE = {
     "buffer_replicas",
     "colocate",
+    "check_weight_update_equal",
     "offload_train",
     "offload_rollout",
     "num_rollout",

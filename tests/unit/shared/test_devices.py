@@ -29,7 +29,9 @@ def test_the_trainer_comes_first_then_each_engine(tmp_path: Path, monkeypatch: p
 def test_colocated_engines_have_the_trainers_gpus_their_own_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpus", lambda: 4)
     config = run_config(
-        tmp_path, rollout={"rollout_replicas": 2, "rollout_num_gpus_per_engine": 2}, trainer={"actor_num_gpus_per_node": 4, "colocate": True}
+        tmp_path,
+        rollout={"rollout_replicas": 2, "rollout_num_gpus_per_engine": 2},
+        trainer={"actor_num_gpus_per_node": 4, "colocate": True},
     )
     assert devices.share_out(config) == {"trainer-0": "0,1,2,3", "rollout-0": "0,1,2,3", "rollout-1": "2,3,0,1"}
     assert devices.trainer_offloads(config)

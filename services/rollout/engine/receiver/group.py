@@ -117,6 +117,8 @@ class GroupWire:
         backend = self._lane.backend
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend {backend!r}, not 'gloo' or 'nccl'")
+        if (backend == "nccl") != (self._stream is not None):
+            raise ValueError(f"backend {backend!r} does not carry anything to a model on {self._device}")
         # the same keys as torch's own construction of a group beside the default one, which other members may use
         kind = "cuda" if backend == "nccl" else "cpu"
         store = PrefixStore(f"{kind}/", PrefixStore(f"{self.name}/", own))
@@ -131,8 +133,8 @@ class GroupWire:
                 options._timeout = datetime.timedelta(seconds=GROUP_SECONDS)
                 group = dist.ProcessGroupNCCL(store, self._rank, size, options)
         group._set_sequence_number_for_group()
-        first = torch.zeros(1, dtype=torch.uint8, device=self._device if backend == "nccl" else "cpu")
         with self._on_stream():
+            first = torch.zeros(1, dtype=torch.uint8, device=self._device)
             group.broadcast([first], self._options(seconds)).wait()
         if self._stream is not None:
             self._stream.synchronize()

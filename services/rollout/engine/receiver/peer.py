@@ -129,6 +129,10 @@ class _LendersEnd(GroupWire):
         """Whether the borrower needs nothing more."""
         return bool(self._the_store().check([_DONE]))
 
+    def on_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """Where buckets are filled and sent: beside the engine's own stream."""
+        return self._on_stream()
+
     def note(self, key: str, value: bytes) -> None:
         self._the_store().set(key, value)  # type: ignore[arg-type]  # bytes are fine
 
@@ -201,6 +205,8 @@ class _Loan:
 
     def run(self) -> None:
         wire, linger = self._wire, BROKEN_LINGER_SECONDS
+        if self._receiver.device.type == "cuda":
+            torch.cuda.set_device(self._receiver.device)  # of this thread
         try:
             wire.join(self._watch)
             self._send()
@@ -225,9 +231,10 @@ class _Loan:
         wire.note(_NAMED, json.dumps({"version": self._version, "digest": self._digest, "tensors": _as_json(self._known)}).encode())
         wire.note(f"manifest/{_LOAN}", b"M" + manifest.encoded)
         largest = max(bucket.nbytes for bucket in manifest.buckets)
-        buffers = [torch.empty(largest, dtype=torch.uint8, device=self._receiver.device) for _ in range(2)]
         hasher, under_way = _hasher(self._receiver.device), deque[Any]()
-        with wire._on_stream():
+        with wire.on_stream():
+            # of this stream's own memory: what the engine's stream has just given back it may still be reading
+            buffers = [torch.empty(largest, dtype=torch.uint8, device=self._receiver.device) for _ in range(2)]
             for number, bucket in enumerate(manifest.buckets):
                 if len(under_way) == len(buffers):
                     watch.until(under_way.popleft(), f"bucket {number - 2} of a loan", "the borrower")

@@ -283,7 +283,6 @@ class _Intake:
                 self._merge(manifest, tensors)
             self._drain(wires)
         differences = {name: int(count) for name, count in self._differences.items()}
-        found = receiver.known | self._found
         if not self._check and self._adapters:  # over its own checkpoint, whatever it held before: they are all that there is to know
             receiver.adopt(self._version, self._found)
         elif not self._check:
@@ -292,7 +291,7 @@ class _Intake:
             receiver.learn(receiver.version, self._found)
         size = sum(bucket.nbytes for manifest in manifests for bucket in manifest.buckets)
         seconds = time.monotonic() - started
-        named = receiver.digest if not self._check else digest.version_digest(found)
+        named = digest.version_digest(receiver.known | self._found) if self._check else receiver.digest
         return Received(named, size, seconds, {name: count for name, count in differences.items() if count})
 
     def _take_all(self, wires: Sequence[Wire], manifests: Sequence[Manifest]) -> None:

@@ -134,10 +134,11 @@ class Session:
                     session._handle(self)
 
         path = socket_path(self.directory, self.rank)
-        path.unlink(missing_ok=True)
-        self._server = socketserver.ThreadingUnixStreamServer(str(path), Connection)
+        opening = path.with_suffix(".opening")
+        self._server = socketserver.ThreadingUnixStreamServer(str(opening), Connection)
         self._server.daemon_threads = True
         self._server.block_on_close = False
+        opening.rename(path)  # who sees it can connect
         threading.Thread(target=self._server.serve_forever, args=(0.5,), name="receiver", daemon=True).start()
 
     def close(self) -> None:

@@ -12,6 +12,10 @@ from torch import Tensor
 from services.trainer.actor import Actor
 from services.trainer.megatron.adapters import Adapters
 from services.trainer.megatron.reference import FrozenWeights
+from services.trainer.megatron.shipping import Cargo, Groups
+from services.trainer.weights.adapter_stage import AdapterExport
+from services.trainer.weights.stage import view
+from shared.weights.manifest import Manifest
 from tests.unit.trainer.megatron.rank_steps import actor, exported, steps
 from tests.unit.trainer.megatron.tiny import pack, sequences
 
@@ -65,11 +69,15 @@ def saved_policies(hf_dir: Path, config: dict[str, Any], root: Path) -> dict[str
     return {"live": live, "saved": saved, "merged": merged, "own": (own, model.log_probs(batch)[0])}
 
 
-def stage_tensors(hf_dir: Path, config: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """What this rank's stage announces of its adapters, and what `gather` gives."""
+def pushed(hf_dir: Path, config: dict[str, Any]) -> tuple[Manifest, dict[str, Tensor]]:
+    """The manifest of this rank's stage, and on the stage's source what it fills the buckets with."""
     model = actor(hf_dir, **config)
     steps(model, 1)
-    held, group = Adapters(model.model), parallel_state.get_tensor_model_parallel_group()
-    announced = held.tensors()
-    gathered = {name: held.gather(name, group) for name, _, _ in announced}
-    return announced, {name: None if tensor is None else torch.clone(tensor) for name, tensor in gathered.items()}
+    groups = Groups.own()
+    export, sent = AdapterExport(Cargo(model.model, groups), bucket_bytes=1500), {}
+    for number, bucket in enumerate(export.manifest.buckets):
+        flat = torch.empty(bucket.nbytes, dtype=torch.uint8) if export.is_source else None
+        export.fill(number, flat)
+        sent |= {slot.name: view(flat, slot).clone() for slot in bucket.slots} if flat is not None else {}
+    groups.leave()
+    return export.manifest, sent

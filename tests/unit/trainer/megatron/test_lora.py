@@ -240,27 +240,28 @@ def test_a_checkpoint_is_converted_to_the_merged_model(hf, two_ranks, tmp_path):
     base = load_file(hf("qwen3") / "model.safetensors")
     changed = {name for name, tensor in converted.items() if not torch.equal(tensor, base[name])}
     assert changed == {name for name in base if "_proj." in name}
+    held = load_file(tmp_path / "hf" / "adapter" / "adapter_model.safetensors")
+    assert held.keys() == {name for name, _, _ in Adapters(actor.model).tensors()}
 
 
 @pytest.mark.parametrize("config", [TP2, PP2])
-def test_each_stage_gives_away_its_own_adapters(config, hf, two_ranks, make_actor):
+def test_a_push_carries_each_stages_adapters_and_nothing_else(config, hf, two_ranks, make_actor):
     actor = make_actor("qwen3", **LORA, target_modules=("q_proj", "down_proj"))
     rank_steps.steps(actor, 1)
     expected = lora_steps.adapters(actor)
-    assert [(name, tuple(tensor.shape)) for name, tensor in expected.items()] == [
-        (name, shape) for name, dtype, shape in Adapters(actor.model).tensors() if dtype == "float32"
-    ]
-    ranks = two_ranks.run(lora_steps.stage_tensors, hf("qwen3"), {**LORA, "target_modules": ("q_proj", "down_proj"), **config})
-    announced = [[name for name, _, _ in tensors] for tensors, _ in ranks]
+    ranks = two_ranks.run(lora_steps.pushed, hf("qwen3"), {**LORA, "target_modules": ("q_proj", "down_proj"), **config})
+    (first, sent), (second, others) = ranks
+    named = [[slot.name for slot in manifest.slots()] for manifest in (first, second)]
     if config == PP2:
-        assert [*announced[0], *announced[1]] == list(expected)
-        held = {**ranks[0][1], **ranks[1][1]}
+        assert [*named[0], *named[1]] == list(expected)
+        sent |= others
     else:
-        assert announced[0] == announced[1] == list(expected)
-        held = ranks[0][1]
-        assert set(ranks[1][1].values()) == {None}
+        assert named[0] == named[1] == list(expected) and not others
+    assert (first.kind, first.scale) == ("adapter", 1.5) and len(first.buckets) > 1
+    assert list(sent) == list(expected)
     for name, tensor in expected.items():
-        assert (held[name] - tensor).abs().max() < 1e-4
+        assert sent[name].shape == tensor.shape
+        assert (sent[name] - tensor).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(

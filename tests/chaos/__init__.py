@@ -1,0 +1,1 @@
+"""Failure tests: seeded, replayable by their seed."""

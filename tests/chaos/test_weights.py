@@ -1,0 +1,98 @@
+"""Fifty deaths in the middle of pushes: no replica ever serves a mixed version, and every one comes to serve a new one."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing as mp
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared import runs
+from shared.bus import Bus
+from shared.embedded import EmbeddedNats, EmbeddedValkey
+from shared.messages import ServiceCard
+from shared.registry import Registry
+from tests.chaos import parts
+from tests.support.run_config import run_config
+
+SEED = 6
+DEATHS = 50
+REPLICAS = 3
+RECOVERY_SECONDS = 120.0
+LONGEST_WAIT = 0.6
+"""Seconds before a death. A push takes some 50 ms, four begin in a second."""
+
+
+class Parts:
+    """The processes, by name, and how they are started again."""
+
+    def __init__(self, directory: Path, model: Path, environment: dict[str, str]) -> None:
+        self._context = mp.get_context("forkserver")
+        mp.set_forkserver_preload(["tests.chaos.parts"])
+        self._arguments = (str(directory), str(model), environment)
+        self.running: dict[str, Any] = {}
+        for name in ["trainer", *(f"rollout-{number}" for number in range(REPLICAS))]:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        work: Any = parts.trainer if name == "trainer" else parts.replica
+        arguments = self._arguments if name == "trainer" else (name, *self._arguments)
+        self.running[name] = self._context.Process(target=work, args=arguments, daemon=True)
+        self.running[name].start()
+
+    def kill(self, name: str) -> None:
+        self.running[name].kill()
+        self.running[name].join(60)
+
+    def stop(self) -> None:
+        for name in self.running:
+            self.kill(name)
+
+
+@pytest.mark.timeout(1200)
+async def test_fifty_deaths(mortal_nats: EmbeddedNats, valkey: EmbeddedValkey, tiny_model: Path, tmp_path: Path) -> None:
+    """kill -9 of replicas and of the trainer, one to three of them shortly after one another, at moments drawn by the seed."""
+    config = run_config(tmp_path, model={"hf_checkpoint": str(tiny_model)}, rollout={"rollout_device": "cpu"})
+    bus = await Bus.connect(mortal_nats.url, "test")
+    await runs.create(bus, config, valkey.url)
+    draw = random.Random(SEED)
+    environment = {"NATS_URL": mortal_nats.url, "REDIS_URL": valkey.url, "MYXO_RUN": config.run.name, "MYXO_LOG_LEVEL": "ERROR"}
+    running = Parts(tmp_path, tiny_model, environment)
+    registry, wrong = Registry(bus, config.run.name), tmp_path / "wrong"
+    try:
+        await serve_beyond(registry, -1, wrong, "the beginning")
+        deaths = 0
+        while deaths < DEATHS:
+            victims = draw.sample(sorted(running.running), draw.randint(1, 3))
+            for victim in victims:
+                await asyncio.sleep(draw.uniform(0, LONGEST_WAIT))
+                running.kill(victim)
+            version = await newest(registry)
+            for victim in victims:
+                running.start(victim)
+            deaths += len(victims)
+            await serve_beyond(registry, version, wrong, f"death {deaths} of seed {SEED}, of {victims}, at version {version}")
+    finally:
+        running.stop()
+        await bus.close()
+    assert not wrong.exists(), wrong.read_text()
+
+
+async def newest(registry: Registry) -> int:
+    return max((card.version for card in await registry.alive("rollout")), default=-1)
+
+
+async def serve_beyond(registry: Registry, version: int, wrong: Path, after: str) -> None:
+    """Waits until every replica serves a version newer than ``version``."""
+    end, cards = time.monotonic() + RECOVERY_SECONDS, list[ServiceCard]()
+    while time.monotonic() < end:
+        assert not wrong.exists(), f"after {after}: {wrong.read_text()}"
+        cards = await registry.alive("rollout")
+        if len(cards) == REPLICAS and all(card.version > version and card.state == "ready" for card in cards):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"after {after}: {[(card.instance, card.state, card.version) for card in cards]}")

@@ -1,0 +1,197 @@
+"""Orders to receivers in plain processes' place: threads that own a small model each, and a source in this one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from services.rollout.engine.channel import Channel, ReceiverError
+from services.rollout.engine.receiver.session import Session, socket_path
+from shared.errors import DeadlineExceeded
+from shared.weights import digest
+from tests.support.weights_group import WeightsGroup, known_of, manifest_of
+
+RANKS = 2
+SECONDS = 60.0
+
+
+class Model(nn.Module):
+    """One rank's rows of a matrix, and a vector that it cannot load where ``broken``."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.broken, self.loads = rank, False, 0
+        self.matrix = nn.Parameter(torch.zeros(3, 5), requires_grad=False)
+        self.vector = nn.Parameter(torch.zeros(7), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.loads += 1
+        for name, tensor in weights:
+            if name == "vector" and self.broken:
+                raise RuntimeError("no room for a vector")
+            self.get_parameter(name).copy_(tensor.narrow(0, 3 * self.rank, 3) if name == "matrix" else tensor)
+
+
+class Ranks:
+    """The receivers of one engine; ``wake`` has each do its next order, as SGLang would."""
+
+    def __init__(self, directory: Path, threads: list[threading.Thread]) -> None:
+        self.models = [Model(rank) for rank in range(RANKS)]
+        self.sessions = [Session(directory, rank) for rank in range(RANKS)]
+        self.channel = Channel(directory, RANKS)
+        self.threads = [
+            threading.Thread(target=session.serve, args=(model,), daemon=True)
+            for session, model in zip(self.sessions, self.models, strict=True)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    async def wake(self) -> None:
+        """Nothing: `Session.serve` looks by itself."""
+
+    async def receive(self, group: WeightsGroup, push: int = 1, seconds: float = SECONDS, **changes: Any) -> list[dict[str, Any]]:
+        order = {"verb": "receive", "version": push, "push": push, "lanes": [group.name], **changes}
+        return await self.channel.have_done(order, seconds, self.wake)
+
+    async def join(self, group: WeightsGroup) -> None:
+        lane = group.lane.model_dump(mode="json")
+        await self.channel.ask({"verb": "join", "lanes": [lane], "rank": 1, "timeout": SECONDS}, SECONDS)
+        await asyncio.to_thread(group.meet)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="myxo-") as path:  # pytest's own are too long for sockets
+        yield Path(path)
+
+
+@pytest.fixture
+def ranks(directory: Path) -> Iterator[Ranks]:
+    made = Ranks(directory, [])
+    asyncio.run(made.channel.wait_open(SECONDS))
+    yield made
+    for session in made.sessions:
+        session.stopping.set()
+    for thread in made.threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+
+
+def tensors(seed: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return {"matrix": torch.randn(6, 5, generator=random), "vector": torch.randn(7, generator=random)}
+
+
+def send(group: WeightsGroup, push: int, given: dict[str, Tensor]) -> tuple[str, threading.Thread]:
+    """The version's digest, and who sends."""
+    manifest = manifest_of(given, bucket_bytes=256)
+    group.announce(push, manifest)
+    sending = threading.Thread(target=group.send, args=(manifest, given), daemon=True)
+    sending.start()
+    return digest.version_digest(known_of(manifest, given)), sending
+
+
+async def test_each_rank_takes_its_part(ranks: Ranks) -> None:
+    """And is asked once: the second push goes by the plan of the first."""
+    group = WeightsGroup("tp", 1 + RANKS)
+    await ranks.join(group)
+    for push in (1, 2, 3):
+        given = tensors(push)
+        wanted, sending = send(group, push, given)
+        answers = await ranks.receive(group, push)
+        sending.join(SECONDS)
+        assert [answer["digest"] for answer in answers] == [wanted] * RANKS
+        for rank, model in enumerate(ranks.models):
+            assert torch.equal(model.matrix, given["matrix"][3 * rank : 3 * rank + 3]) and torch.equal(model.vector, given["vector"])
+            assert model.loads == 2  # once a bucket
+    states = await ranks.channel.ask({"verb": "state"}, SECONDS)
+    assert [(state["version"], state["digest"], state["lanes"]) for state in states] == [(3, wanted, ["tp"])] * RANKS
+    group.leave()
+
+
+async def test_a_rank_that_fails_ends_the_others(ranks: Ranks) -> None:
+    """One cannot load, the other waits for more: both end at once, and know nothing of what they hold."""
+    group = WeightsGroup("tp-broken", 1 + RANKS)
+    await ranks.join(group)
+    ranks.models[1].broken = True
+    given = tensors(1)
+    manifest = manifest_of(given | {"more": torch.zeros(90)}, bucket_bytes=256)
+    group.announce(1, manifest)
+    sending = threading.Thread(target=group.send, args=(manifest, given, slice(2)), daemon=True)
+    sending.start()
+    with pytest.raises(ReceiverError, match="rank 1: RuntimeError: no room for a vector") as failed:
+        await ranks.receive(group, seconds=600)
+    assert failed.value.touched
+    sending.join(SECONDS)
+    states = await ranks.channel.ask({"verb": "state"}, SECONDS)
+    assert [(state["version"], state["digest"], state["lanes"]) for state in states] == [(-1, "", [])] * RANKS
+    group.leave()
+
+
+async def test_a_push_that_its_source_gives_up(ranks: Ranks) -> None:
+    group = WeightsGroup("tp-aborted", 1 + RANKS)
+    await ranks.join(group)
+    group.store.set("aborted/1", "the optimizer was in the way")
+    with pytest.raises(ReceiverError, match="has given push 1 up: the optimizer was in the way") as given_up:
+        await ranks.receive(group)
+    assert not given_up.value.touched
+    group.leave()
+
+
+async def test_orders_that_nobody_does(directory: Path) -> None:
+    """A session whose model's thread is never asked: an order waits, and is gone when it is called off."""
+    session = Session(directory, 0)
+    session.open()
+    channel = Channel(directory, 1)
+    order = {"verb": "receive", "version": 1, "push": 1, "lanes": []}
+    woken = asyncio.Event()
+
+    async def wake() -> None:
+        woken.set()
+
+    asking = asyncio.create_task(channel.have_done(order, SECONDS, wake))
+    await asyncio.wait_for(woken.wait(), SECONDS)
+    await channel.abort()
+    with pytest.raises(ReceiverError, match="rank 0: called off before it began") as off:
+        await asking
+    assert not off.value.touched
+
+    async def fail() -> None:
+        raise ReceiverError("the endpoint", "the engine is dead", touched=False)
+
+    with pytest.raises(ReceiverError, match="the engine is dead") as dead:
+        await channel.have_done(order, SECONDS, fail)
+    assert not dead.value.touched
+    session.close()
+
+
+async def test_what_is_no_order(ranks: Ranks, directory: Path) -> None:
+    with pytest.raises(ReceiverError, match="order 'dance': not one of abort, adopt, .*join, leave, "):
+        await ranks.channel.ask({"verb": "dance"}, SECONDS)
+    with pytest.raises(ReceiverError, match=r"rank \d: KeyError: 'tensors'"):
+        await ranks.channel.ask({"verb": "adopt"}, SECONDS)
+    with pytest.raises(ReceiverError, match=r"rank \d: lanes .* are to be received from; this engine has joined none"):
+        await ranks.channel.have_done({"verb": "receive", "version": 1, "push": 1, "lanes": ["x"]}, SECONDS, ranks.wake)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(socket_path(directory, 0)))
+        stranger.sendall(b"\x80\x04]\x94.\n")
+        answer = json.loads(stranger.makefile().readline())
+    assert not answer["ok"] and not answer["touched"]
+    await ranks.channel.ask({"verb": "state"}, SECONDS)
+
+
+async def test_ranks_that_do_not_listen(ranks: Ranks, directory: Path) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"ranks \[2\] of the engine"):
+        await Channel(directory, RANKS + 1).wait_open(0.2)
+    with pytest.raises(ReceiverError, match="rank 2 cannot be reached"):
+        await Channel(directory, RANKS + 1).ask({"verb": "state"}, SECONDS)
