@@ -45,7 +45,8 @@ ENGINE_FLAGS = {
     "sampling-backend": "pytorch",
     "grammar-backend": "none",
     "mem-fraction-static": 0.4,
-    "cuda-graph-max-bs": 32,
+    "cuda-graph-max-bs-decode": 32,
+    "disable-prefill-cuda-graph": True,
 }
 
 
