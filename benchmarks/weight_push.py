@@ -103,7 +103,7 @@ class Bench:
         from services.trainer.actor import Actor, ActorConfig
         from services.trainer.orders import Leave, OrderChannel, Push
         from services.trainer.weights.pusher import Pusher
-        from shared.sections import WeightsSection
+        from shared.weights.section import WeightsSection
 
         weights = WeightsSection(update_weight_buffer_size=self.arguments.bucket_mib * 2**20, push_timeout=60)
         actor = Actor.create(

@@ -30,8 +30,8 @@ from shared.sections import (
     SftSection,
     StoreSection,
     TrainerSection,
-    WeightsSection,
 )
+from shared.weights.section import WeightsSection
 
 
 class RunConfig(Section):

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing as mp
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,14 @@ LONGEST_WAIT = 0.6
 
 
 class Parts:
-    """The processes, by name, and how they are started again."""
+    """The processes, by name (``trainer``, others are replicas), and how they are started again."""
 
-    def __init__(self, directory: Path, model: Path, environment: dict[str, str]) -> None:
+    def __init__(self, directory: Path, model: Path, environment: dict[str, str], names: Sequence[str]) -> None:
         self._context = mp.get_context("forkserver")
         mp.set_forkserver_preload(["tests.chaos.parts"])
         self._arguments = (str(directory), str(model), environment)
         self.running: dict[str, Any] = {}
-        for name in ["trainer", *(f"rollout-{number}" for number in range(REPLICAS))]:
+        for name in names:
             self.start(name)
 
     def start(self, name: str) -> None:
@@ -61,7 +62,7 @@ async def test_fifty_deaths(mortal_nats: EmbeddedNats, valkey: EmbeddedValkey, t
     await runs.create(bus, config, valkey.url)
     draw = random.Random(SEED)
     environment = {"NATS_URL": mortal_nats.url, "REDIS_URL": valkey.url, "MYXO_RUN": config.run.name, "MYXO_LOG_LEVEL": "ERROR"}
-    running = Parts(tmp_path, tiny_model, environment)
+    running = Parts(tmp_path, tiny_model, environment, ["trainer", *(f"rollout-{number}" for number in range(REPLICAS))])
     registry, wrong = Registry(bus, config.run.name), tmp_path / "wrong"
     try:
         await serve_beyond(registry, -1, wrong, "the beginning")

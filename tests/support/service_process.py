@@ -26,7 +26,7 @@ class ServiceProcess:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", f"services.{name}"],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]), **environment},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])), **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -15,7 +15,7 @@ from services.trainer.objective import reward_advantages
 from services.trainer.record.speed import Speed
 from services.trainer.record.weights_and_biases import WeightsAndBiases
 from services.trainer.record.writers import Prometheus, TensorBoard, Writer
-from services.trainer.weights.pusher import PushResult
+from services.trainer.weights.result import PushResult
 from shared.config import RunConfig
 from shared.messages import TrainerStep
 

@@ -104,7 +104,8 @@ class GroupLane:
     def announce(self, push: int, manifest: Manifest, seconds: float) -> None:
         self._push, self._end, self._waiting_for = push, time.monotonic() + seconds, "the engines to take its buckets"
         repeated = manifest.id == self._announced
-        self._store.set(f"manifest/{push}", b"=" if repeated else b"M" + manifest.encoded)  # type: ignore[arg-type]  # bytes are fine
+        with self._breaking():
+            self._store.set(f"manifest/{push}", b"=" if repeated else b"M" + manifest.encoded)  # type: ignore[arg-type]  # bytes are fine
         self._announced = manifest.id
         largest, count = max(bucket.nbytes for bucket in manifest.buckets), min(BUFFERS, len(manifest.buckets))
         if len(self._buffers) < count or self._buffers[0].numel() < largest:
@@ -113,30 +114,25 @@ class GroupLane:
     def buffer(self, number: int, nbytes: int) -> Tensor:
         before = self._works.pop(number - len(self._buffers), None)
         if before is not None:
-            if self._backend == "nccl":
-                before.wait()  # the current stream waits, this thread does not
-            else:
-                self._until(before.is_completed)
-                before.wait()
+            with self._breaking():
+                if self._backend != "nccl":
+                    self._until(before.is_completed)
+                before.wait()  # raises what went wrong; with NCCL the current stream waits, this thread does not
         return self._buffers[number % len(self._buffers)][:nbytes]
 
     def send(self, number: int, flat: Tensor) -> None:
         if self._aborted is not None or self._group is None:
             raise LaneBroken(self._aborted or f"lane {self.name} was not joined")
-        try:
+        with self._breaking():
             self._works[number] = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-        except RuntimeError as error:
-            raise LaneBroken(f"lane {self.name} broke: {error}") from error
 
     def finish(self) -> None:
         works, self._works = self._works, {}
         for work in works.values():
-            self._until(work.is_completed)
-            try:
+            with self._breaking():
+                self._until(work.is_completed)
                 if self._backend != "nccl":
-                    work.wait()  # raises what went wrong
-            except RuntimeError as error:
-                raise LaneBroken(f"lane {self.name} broke: {error}") from error
+                    work.wait()
 
     def abort(self, reason: str) -> None:
         if self._aborted is not None:
@@ -175,6 +171,16 @@ class GroupLane:
         ending = threading.Thread(target=_quietly, args=(work,), name=f"end-{self.name}", daemon=True)
         ending.start()
         ending.join(END_SECONDS)  # a process that exits in the middle of it would crash
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """What torch raises in the body means that the lane is broken."""
+        try:
+            yield
+        except LaneBroken:
+            raise
+        except RuntimeError as error:
+            raise LaneBroken(f"lane {self.name} broke: {error}") from error
 
     def _until(self, done: Callable[[], bool]) -> None:
         looked = time.monotonic()

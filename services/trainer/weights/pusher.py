@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +27,7 @@ from services.trainer.orders import Push
 from services.trainer.weights.calls import Asked, Calls, PeerFailure
 from services.trainer.weights.lane import LaneBroken
 from services.trainer.weights.replicas import Replicas, Target, guilty
+from services.trainer.weights.result import PushResult
 from services.trainer.weights.sender import LaneKind, Sender
 from shared.errors import MyxoError
 from shared.messages import (
@@ -41,39 +42,14 @@ from shared.messages import (
     WeightsReceive,
     WeightsReceived,
 )
-from shared.sections import WeightsSection
 from shared.weights.digest import Known, version_digest
+from shared.weights.section import WeightsSection
 
 OFFER_SECONDS = 5.0
 """How long a replica has to say that it can take a version."""
 
 ABORT_SECONDS = 10.0
 THREAD_MARGIN = 30.0
-
-
-@dataclass(frozen=True)
-class PushResult:
-    """What a push did.
-
-    Args:
-        replicas: that serve the version now. seconds: from the offer to the last commit. wire_seconds: from the first bucket's export until
-            the last replica had loaded and checked everything. engine_seconds: of the slowest engine, from its first wait for a bucket to
-            the last one's loading and checking. stall: that the trainer waited for it; the rest ran beside the training.
-            bytes: sent, by all stages together. digest: of the version.
-    """
-
-    version: int
-    replicas: list[str]
-    seconds: float
-    wire_seconds: float
-    engine_seconds: float
-    stall: float
-    bytes: int
-    digest: str
-
-    @property
-    def gb_per_s(self) -> float:
-        return self.bytes / max(self.wire_seconds, 1e-9) / 1e9
 
 
 class Pusher:
@@ -148,7 +124,7 @@ class Pusher:
 
         def work() -> None:
             try:
-                if place.type == "cuda":
+                if written is not None:
                     torch.cuda.set_device(place)
                     stream = torch.cuda.Stream()
                     stream.wait_event(written)

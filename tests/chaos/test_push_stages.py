@@ -1,0 +1,134 @@
+"""A replica killed -9 at each stage of a push: the other serves the version all the same, the dead one nothing until it has caught up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer.actor import Actor, ActorConfig
+from services.trainer.link import Link
+from services.trainer.megatron import runtime
+from services.trainer.weights.calls import Asked, Calls
+from services.trainer.weights.group import GroupLane
+from services.trainer.weights.pusher import Pusher
+from shared import runs
+from shared.bus import Bus
+from shared.embedded import EmbeddedNats, EmbeddedValkey
+from shared.messages import ServiceCard
+from tests.chaos.parts import BUCKET_BYTES, PUSH_SECONDS
+from tests.chaos.test_weights import Parts
+from tests.support.run_config import run_config
+
+SECONDS = 120.0
+VICTIM, SURVIVOR = "rollout-1", "rollout-0"
+BUCKET = 3
+"""In whose middle a replica dies."""
+
+
+class Stages(Calls):
+    """Has something done just before the replicas are asked for a step."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        self.before: dict[str, Callable[[], None]] = {}
+
+    def each(self, members: Any, verb: str, *rest: Any) -> Asked:
+        self.before.pop(verb, lambda: None)()
+        return super().each(members, verb, *rest)
+
+
+class Trainer:
+    """A trainer whose version v is a model full of the number v."""
+
+    def __init__(self, link: Link, model: Path) -> None:
+        self.link = link
+        weights = link.config.weights.model_copy(update={"update_weight_buffer_size": BUCKET_BYTES, "push_timeout": PUSH_SECONDS})
+        self.actor = Actor.create(ActorConfig(), model)
+        self.pusher = Pusher(link, self.actor.model, weights)
+        self.stages = self.pusher._calls = Stages(link)
+        self.version = -1
+
+    def next_version(self) -> None:
+        self.version += 1
+        self.actor.model.readers.wait("next version")
+        with torch.no_grad():
+            for module in self.actor.model.modules:
+                for parameter in module.parameters():
+                    parameter.fill_(self.version)
+
+    def until(self, what: str, condition: Callable[[dict[str, ServiceCard]], bool]) -> None:
+        """Pushes to whoever is behind, until the replicas' cards are so."""
+        end = time.monotonic() + SECONDS
+        while not condition(cards := {card.instance: card for card in self.link.replicas}):
+            assert time.monotonic() < end, f"{what} did not come within {SECONDS:g} s: {cards}"
+            if (push := self.pusher.due(self.version)) is not None:
+                self.pusher.begin(push)
+                self.pusher.wait()
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        self.pusher.close()
+        runtime.stop()
+
+
+@pytest.fixture
+def replicas(
+    mortal_nats: EmbeddedNats, valkey: EmbeddedValkey, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Parts]:
+    config = run_config(tmp_path, model={"hf_checkpoint": str(tiny_model)}, rollout={"rollout_device": "cpu"})
+
+    async def create() -> None:
+        bus = await Bus.connect(mortal_nats.url, "test")
+        await runs.create(bus, config, valkey.url)
+        await bus.close()
+
+    asyncio.run(create())
+    environment = {"NATS_URL": mortal_nats.url, "REDIS_URL": valkey.url, "MYXO_RUN": config.run.name, "MYXO_LOG_LEVEL": "ERROR"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    running = Parts(tmp_path, tiny_model, environment, [VICTIM, SURVIVOR])
+    yield running
+    running.stop()
+
+
+@pytest.mark.timeout(900)
+def test_a_death_at_each_stage(replicas: Parts, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    send, dying = GroupLane.send, list[str]()
+
+    def send_or_kill(lane: GroupLane, number: int, flat: torch.Tensor) -> None:
+        if dying and number == BUCKET:
+            replicas.kill(dying.pop())
+        send(lane, number, flat)
+
+    monkeypatch.setattr(GroupLane, "send", send_or_kill)
+    with Link() as link:
+        trainer = Trainer(link, tiny_model)
+        try:
+            for stage in ("offer", "prepare", "receive", "in the middle of a bucket", "commit", "after"):
+                trainer.next_version()
+                trainer.until(f"two replicas before {stage}", lambda cards: serve(cards, trainer.version, VICTIM, SURVIVOR))
+                trainer.next_version()
+                if stage == "in the middle of a bucket":
+                    dying.append(VICTIM)
+                elif stage != "after":
+                    if stage == "prepare":
+                        trainer.pusher._members = ()  # lanes are made anew only where that is needed
+                    trainer.stages.before[stage] = lambda: replicas.kill(VICTIM)
+                trainer.until(f"the survivor's version after a death at {stage}", lambda cards: serve(cards, trainer.version, SURVIVOR))
+                if stage == "after":
+                    replicas.kill(VICTIM)
+                assert not replicas.running[VICTIM].is_alive(), f"nobody died at {stage}"
+                replicas.start(VICTIM)
+                assert not (tmp_path / "wrong").exists(), (tmp_path / "wrong").read_text()
+        finally:
+            trainer.close()
+
+
+def serve(cards: dict[str, ServiceCard], version: int, *names: str) -> bool:
+    return all(name in cards and cards[name].version == version and cards[name].state == "ready" for name in names)
