@@ -32,6 +32,7 @@ from typing import Any
 from benchmarks.trainer_mfu import SHAPE, micro_batch
 
 RESULTS = Path(__file__).parent / "results" / "weight_push.json"
+PAGE = Path(__file__).parents[1] / "docs" / "weights.md"
 SLIME_BUCKET = 512 * 2**20
 RAW_BYTES, RAW_TIMES = 2**30, 8
 GENERATIONS, GENERATED = 32, 1500
@@ -58,8 +59,12 @@ def main() -> int:
     parser.add_argument("--bucket-mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", type=Path, help=f"write the figures there; the repository's are in {RESULTS}")
+    parser.add_argument("--write", action="store_true", help="put the figures of RESULTS into the docs; nothing is measured")
     parser.add_argument("--trace", type=Path, help="write a profile of one push there")
     arguments = parser.parse_args()
+    if arguments.write:
+        write(json.loads(RESULTS.read_text()))
+        return 0
     if "RANK" in os.environ:
         Bench(arguments).run()
         return 0
@@ -378,20 +383,37 @@ def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def write(rows: list[dict[str, Any]]) -> None:
+    """Puts the table into the page about weights, between its marks."""
+    start, end = "<!-- weight_push: python -m benchmarks.weight_push --write -->\n", "<!-- /weight_push -->"
+    before, _, rest = PAGE.read_text().partition(start)
+    PAGE.write_text(before + start + table(rows) + "\n" + end + rest.partition(end)[2])
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The figures as a table, the limit beside them."""
 
+    def cells(row: dict[str, Any]) -> Iterator[str]:
+        yield str(row["gpus"])
+        yield row["layout"]
+        yield f"{row['bytes'] / 1e9:.2f}"
+        yield f"{row['seconds']:.4f} ({row['median_seconds']:.4f})"
+        yield f"{row['gb_per_s']:.0f}"
+        yield f"{row['engine_seconds']:.4f}"
+        yield f"{row['bytes'] / row['engine_seconds'] / 1e9:.0f}"
+        yield str(row.get("raw_gb_per_s", "–"))
+        yield str(row.get("slime_way_gb_per_s", "–"))
+        yield f"{row['stall_seconds']:.4f} s"
+        gap, share = row.get("generation_stall_seconds"), row.get("generation_stall_of_push")
+        yield "–" if gap is None else f"{gap:.3f} s ({share} of the push)"
+
     def lines() -> Iterator[str]:
-        yield "| GPUs | layout | GB | seconds | GB/s | raw | slime's way | stall | generation's gap |"
-        yield "|---|---|---|---|---|---|---|---|---|"
+        heads = ["GPUs", "layout", "GB", "seconds (median)", "GB/s", "engine: seconds", "GB/s", "raw GB/s", "slime's way GB/s", "stall"]
+        heads.append("generation's gap")
+        yield "| " + " | ".join(heads) + " |"
+        yield "|---" * len(heads) + "|"
         for row in rows:
-            gap = "–"
-            if "generations" in row:
-                gap = f"{row['generation_stall_seconds']:.3f} s ({row['generation_stall_of_push']} of the push)"
-            yield (
-                f"| {row['gpus']} | {row['layout']} | {row['bytes'] / 1e9:.2f} | {row['seconds']:.4f} | {row['gb_per_s']:.0f} | "
-                f"{row.get('raw_gb_per_s', '–')} | {row.get('slime_way_gb_per_s', '–')} | {row['stall_seconds']:.4f} s | {gap} |"
-            )
+            yield "| " + " | ".join(cells(row)) + " |"
 
     return "\n".join(lines())
 
