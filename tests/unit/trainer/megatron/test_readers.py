@@ -1,0 +1,46 @@
+"""Whoever changes parameters waits for those who read them, and knows for how long."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from services.trainer.megatron.readers import Readers
+from shared.errors import DeadlineExceeded
+
+SECONDS = 60
+
+
+def test_nobody_waits_for_a_reading_that_is_over() -> None:
+    readers = Readers()
+    readers.wait("optimizer step")
+    reading = readers.begin("a push", SECONDS)
+    reading.over()
+    readers.wait("optimizer step")
+    assert reading.stall == 0.0
+
+
+def test_a_change_waits_for_the_end_of_a_reading() -> None:
+    readers, changed = Readers(), threading.Event()
+    reading = readers.begin("a push", SECONDS)
+
+    def change() -> None:
+        readers.wait("optimizer step")
+        changed.set()
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    while reading._waiting_since is None:
+        threading.Event().wait(0.001)
+    assert not changed.is_set()
+    reading.over()
+    changing.join(SECONDS)
+    assert changed.is_set() and reading.stall > 0
+
+
+def test_a_reading_without_an_end_is_an_error_that_names_it() -> None:
+    readers = Readers()
+    readers.begin("the push of version 7", 0.01)
+    with pytest.raises(DeadlineExceeded, match="the push of version 7.*no optimizer step"):
+        readers.wait("optimizer step")
