@@ -14,6 +14,7 @@ from tests.e2e.launched import LaunchedRun, gauge
 RUN_SECONDS = 1200
 
 
+@pytest.mark.extra
 @pytest.mark.timeout(RUN_SECONDS + 300)
 def test_versions_over_a_disk(small_run: Callable[..., Path], tmp_path: Path) -> None:
     """The replica dies once: its next life takes the newest version, without a word to the trainer."""

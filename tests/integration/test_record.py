@@ -17,9 +17,9 @@ from services.trainer.batches import TrainBatch
 from services.trainer.facts import Facts
 from services.trainer.link import Link
 from services.trainer.megatron.architecture import Architecture, Rope
-from services.trainer.push import PushResult
 from services.trainer.record import Record
 from services.trainer.record.speed import Speed
+from services.trainer.weights.result import PushResult
 from shared import replay, runs
 from shared.bus import Bus
 from shared.config import RunConfig
@@ -59,7 +59,8 @@ def recorded(config: RunConfig, directory: Path) -> str:
         now = time.time()
         first, second = batch(0, [[1.0, 1.0], [0.0, 1.0]]), batch(1, [[0.0, 0.0], [0.0, 1.0]])
         record.step(first, [result(1.0), result(3.0)], now, now + 2, optimized=1.0, token_means={"log_probs": -0.5})
-        record.push(PushResult(version=1, replicas=["rollout-0"], seconds=0.5, stall=0.1, bytes=100))
+        pushed = {"seconds": 0.5, "wire_seconds": 0.4, "engine_seconds": 0.3, "stall": 0.1}
+        record.push(PushResult(version=1, replicas=["rollout-0"], bytes=100, digest="d", **pushed))
         record.step(second, [result(1.0)], now + 3, now + 4)
         with urllib.request.urlopen(f"http://{link.service.card().http}/metrics", timeout=30) as answer:
             text: str = answer.read().decode()

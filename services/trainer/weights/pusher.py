@@ -171,7 +171,7 @@ class Pusher:
             asked.wait()
         except PeerFailure as error:
             self._log.warning("offer_declined", version=version, replicas=error.failures)
-            self._replicas.blame(error.failures, time.monotonic())
+            self._replicas.blame([target for target in targets if target.instance in error.failures], time.monotonic())
         return {name: answer for name, answer in asked.answers.items() if isinstance(answer, WeightsReady)}
 
     # --- on the push's thread
@@ -342,7 +342,7 @@ class Pusher:
 
     def _tell_failure(self, push: Push, step: str, error: Exception, members: Sequence[Target], failures: dict[str, str]) -> None:
         self._log.warning("push_failed", version=push.version, step=step, error=str(error), replicas=failures)
-        self._replicas.blame(failures, time.monotonic())
+        self._replicas.blame([target for target in members if target.instance in failures], time.monotonic())
         self._replicas.forget(target.instance for target in members)
         abort = WeightsAbort(version=push.version, reason=f"{step}: {error}")
         try:

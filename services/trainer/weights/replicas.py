@@ -29,7 +29,7 @@ class Replicas:
 
     def __init__(self) -> None:
         self._served: dict[str, tuple[str, int]] = {}  # instance → (incarnation, version) that it confirmed to us
-        self._failures: dict[str, tuple[int, float]] = {}  # instance → (in a row, not before)
+        self._failures: dict[str, tuple[str, int, float]] = {}  # instance → (life of its process, in a row, not before)
 
     def behind(self, cards: Iterable[ServiceCard], version: int, now: float) -> tuple[Target, ...]:
         """Those that do not serve ``version`` yet and may be offered it now. ``now``: monotonic seconds."""
@@ -41,8 +41,8 @@ class Replicas:
         incarnation, confirmed = self._served.get(card.instance, ("", -1))
         if incarnation == card.incarnation:  # the card may be older than the commit; a fenced replica has a new incarnation
             served = max(served, confirmed)
-        _, not_before = self._failures.get(card.instance, (0, 0.0))
-        return served < version and now >= not_before
+        blamed, _, not_before = self._failures.get(card.instance, ("", 0, 0.0))
+        return served < version and (now >= not_before or blamed != _life(card.incarnation))
 
     def confirmed(self, targets: Iterable[Target], version: int) -> None:
         """These serve a version."""
@@ -55,11 +55,18 @@ class Replicas:
         for name in names:
             self._served.pop(name, None)
 
-    def blame(self, names: Iterable[str], now: float) -> None:
-        """These are not offered anything for a while, longer each time."""
-        for name in names:
-            count = self._failures.get(name, (0, 0.0))[0] + 1
-            self._failures[name] = (count, now + min(BACK_OFF_MOST, BACK_OFF_SECONDS * 2 ** (count - 1)))
+    def blame(self, targets: Iterable[Target], now: float) -> None:
+        """These are not offered anything for a while, longer each time; a new process of that name begins without blame."""
+        for target in targets:
+            life, count, _ = self._failures.get(target.instance, ("", 0, 0.0))
+            count = count + 1 if life == _life(target.incarnation) else 1
+            pause = min(BACK_OFF_MOST, BACK_OFF_SECONDS * 2 ** (count - 1))
+            self._failures[target.instance] = (_life(target.incarnation), count, now + pause)
+
+
+def _life(incarnation: str) -> str:
+    """Of the process: what follows counts its engine's losses of weights."""
+    return incarnation.partition(".")[0]
 
 
 def guilty(members: Sequence[Target], answers: Mapping[str, str | None], failures: Mapping[str, str]) -> dict[str, str]:

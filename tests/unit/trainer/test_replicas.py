@@ -35,16 +35,20 @@ def test_a_commit_counts_before_the_card_says_so_and_only_for_that_life() -> Non
 def test_who_fails_is_left_alone_longer_each_time() -> None:
     replicas, now, pauses = Replicas(), 100.0, []
     for _ in range(8):
-        replicas.blame(["one"], now)
+        replicas.blame([ONE], now)
         pause = 0.0
         while not replicas.behind([card("one", 0)], 1, now + pause):
             pause += 0.5
         pauses.append(pause)
         now += pause
     assert pauses == sorted(pauses) and pauses[0] <= 1 and pauses[-1] == BACK_OFF_MOST
+    replicas.blame([ONE], now)
+    assert not replicas.behind([card("one", 0)], 1, now + 1.0)
+    assert not replicas.behind([card("one", -1, incarnation="a.1")], 1, now)  # that it was fenced does not clear it
+    assert replicas.behind([card("one", 0, incarnation="b")], 1, now)  # another life is not to blame
     replicas.confirmed([ONE], 1)
-    replicas.blame(["one"], now)
-    assert replicas.behind([card("one", 0, incarnation="b")], 1, now + 1.0)  # the count has begun anew
+    replicas.blame([ONE], now)
+    assert replicas.behind([card("one", 0)], 2, now + 1.0)  # the count has begun anew
 
 
 @pytest.mark.parametrize(
