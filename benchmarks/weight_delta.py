@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.trainer_mfu import SHAPE
+
 RESULTS = Path(__file__).parent / "results" / "weight_delta.json"
 PAGE = Path(__file__).parents[1] / "docs" / "weights.md"
 PREPARE = Path(__file__).parents[1] / "examples" / "arithmetic" / "prepare.py"
@@ -30,21 +32,7 @@ GROUPS, SAMPLES = 4, 8
 BUCKET_BYTES = 512 * 1024**2
 FORMS = ("full", "xor", "overwrite")
 
-QWEN3_06B = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-}
+QWEN3_06B = SHAPE | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,12 @@ ENVIRONMENT = "environment"
 STANDBY = "standby"
 """State of a service that waits for another one's end to take its place (`shared.lease`)."""
 
+CATCHING_UP = "catching up"
+"""State of a replica that takes its weights from elsewhere just now: the trainer offers it none."""
+
+BROKEN_SNAPSHOT = "broken_snapshot"
+"""Gauge of a replica: the version that it could not have from disk, -1: none. The trainer writes a whole snapshot when it sees one."""
+
 
 class Registry:
     """The run's service cards.

@@ -25,6 +25,7 @@ from services.rollout.replica import NO_WEIGHTS, Replica
 from shared.bus import TRANSIENT
 from shared.errors import DeadlineExceeded, MyxoError
 from shared.messages import Message, WeightsLane, WeightsLend, WeightsLent, WeightsLive, WeightsSnapshot
+from shared.registry import BROKEN_SNAPSHOT, CATCHING_UP
 from shared.service import Service
 from shared.weights.snapshot import BrokenLink, Link
 from shared.weights.snapshot_chain import Snapshots
@@ -38,10 +39,6 @@ RETRY_SECONDS = 5.0
 
 ASK_SECONDS = 10.0
 """For a replica's answer whether it lends."""
-
-CATCHING_UP = "catching up"
-BROKEN_GAUGE = "broken_snapshot"
-"""The version that could not be had from disk, -1: none. The trainer writes a whole snapshot when it sees one."""
 
 CACHE_VARIABLE = "MYXO_WEIGHTS_CACHE"
 """Where deltas are put together: a directory on this machine, of the size of one model."""
@@ -281,7 +278,7 @@ class CatchUp:
             if self._service.state == CATCHING_UP:
                 self._service.state = "fenced"
                 await self._service.announce()
-        self._service.metrics.set(BROKEN_GAUGE, -1)
+        self._service.metrics.set(BROKEN_SNAPSHOT, -1)
         self._service.log.info(
             "caught_up",
             source="disk",
@@ -332,7 +329,7 @@ class CatchUp:
         if not directory.is_dir():  # nothing that the trainer could mend
             raise MyxoError(f"snapshots cannot be read here: there is no {directory}; mount the trainer's, or set update_weight_disk_dir")
         self._service.log.error("snapshot_broken", version=snapshot.version, link=error.version, error=str(error))
-        self._service.metrics.set(BROKEN_GAUGE, snapshot.version)
+        self._service.metrics.set(BROKEN_SNAPSHOT, snapshot.version)
         await self._service.announce()
         await self._service.tell("snapshot_broken", str(error))
 

@@ -286,16 +286,21 @@ def together(what: str) -> Iterator[None]:
         raise PeerFailed(f"{what} failed on another trainer rank; its log names the cause")
 
 
-def gather_json(value: Any) -> list[Any]:
-    """``value`` of every rank, in rank order, on every rank. JSON, since pickles of received bytes are not read here."""
-    encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device())
-    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device())
-    sizes[dist.get_rank()] = encoded.numel()
-    dist.all_reduce(sizes)
-    mine = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device())
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """``value`` of every rank, in rank order, on every rank. JSON, since pickles of received bytes are not read here.
+
+    Args:
+        group: of gloo, to gather over; all ranks' own if None.
+    """
+    place = device() if group is None else torch.device("cpu")
+    encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(place)
+    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=place)
+    sizes[dist.get_rank(group)] = encoded.numel()
+    dist.all_reduce(sizes, group=group)
+    mine = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=place)
     mine[: encoded.numel()] = encoded
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
+    everyone = [torch.empty_like(mine) for _ in sizes]
+    dist.all_gather(everyone, mine, group=group)
     return [json.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(everyone, sizes.tolist(), strict=True)]
 
 

@@ -109,6 +109,11 @@ class Cargo:
         """The global rank that sends this stage's weights to the engines."""
         return self.sources[self.stage]
 
+    @property
+    def is_source(self) -> bool:
+        """Whether that is this rank."""
+        return self.source == dist.get_rank()
+
     def of_stage(self, stage: int) -> list[Shipment]:
         """What is given away by the ranks of a pipeline stage."""
         return [shipment for shipment in self.shipments if self._stage_of[shipment.owner] == stage]

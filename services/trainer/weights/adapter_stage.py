@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.megatron.runtime import deadline
@@ -21,10 +20,6 @@ class AdapterExport:
     def __init__(self, cargo: Cargo, bucket_bytes: int) -> None:
         self._cargo, self._adapters = cargo, cargo.adapters
         self.manifest: Manifest = lay_out(self._adapters.tensors(), bucket_bytes, "adapter", self._adapters.scale)
-
-    @property
-    def is_source(self) -> bool:
-        return self._cargo.source == dist.get_rank()
 
     @torch.no_grad()
     def fill(self, number: int, flat: Tensor | None) -> None:

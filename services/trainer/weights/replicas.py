@@ -6,13 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shared.messages import ServiceCard
+from shared.registry import CATCHING_UP
 
 BACK_OFF_SECONDS = 1.0
 BACK_OFF_MOST = 60.0
 """A replica that failed a push is offered the next one after 1, 2, 4, … seconds, 60 at most."""
-
-CATCHING_UP = "catching up"
-"""State of a replica that takes its weights from elsewhere just now."""
 
 
 @dataclass(frozen=True, order=True)

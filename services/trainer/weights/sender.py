@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,8 +56,8 @@ class Sender:
     def open(self, number: int, engine_ranks: int) -> list[WeightsLane]:
         """Makes new lanes in the place of what there were: one for each pipeline stage. ``number``: of the push."""
         self.drop()
-        export, addresses = self._export(partial=False), []
-        if export.is_source:
+        addresses = []
+        if self.cargo.is_source:
             self._lane = self._made(f"myxo-{self._life}-{number}-{self.cargo.stage}", 1 + engine_ranks)
             addresses = [self._lane.address().model_dump()]
         return [WeightsLane.model_validate(one) for told in self.agree(addresses) for one in told]
@@ -99,7 +98,7 @@ class Sender:
 
     def agree(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order, on every rank; JSON."""
-        return [value] if self._talk is None else gather_json(value, self._talk)
+        return [value] if self._talk is None else runtime.gather_json(value, self._talk)
 
     def abort(self, reason: str) -> None:
         """Ends what the lane waits for, from any thread."""
@@ -132,18 +131,6 @@ class Sender:
 
             return MemoryLane(name, world_size, self._seconds)
         return GroupLane(name, world_size, "nccl" if runtime.device().type == "cuda" else "gloo", self._seconds)
-
-
-def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """``value`` of every rank of a gloo group, in rank order, on every rank. JSON: no pickles of received bytes are read here."""
-    encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(sizes, torch.tensor([encoded.numel()]), group=group)
-    mine = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-    mine[: encoded.numel()] = encoded
-    everyone = [torch.empty_like(mine) for _ in sizes]
-    dist.all_gather(everyone, mine, group=group)
-    return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(everyone, sizes, strict=True)]
 
 
 def _broken(work: Callable[[], None]) -> str | None:

@@ -21,6 +21,7 @@ from services.trainer.link import REQUEST_SECONDS, Link, now
 from services.trainer.megatron.export import Bucket, copy_beside_weights, write_config
 from shared.config import RunConfig
 from shared.messages import ServiceCard, WeightsLive, WeightsSnapshot
+from shared.registry import BROKEN_SNAPSHOT
 from shared.weights.snapshot import BrokenLink
 from shared.weights.snapshot import Link as SnapshotLink
 from shared.weights.snapshot_chain import Snapshots
@@ -36,9 +37,6 @@ AHEAD = 2
 
 RETRY_SECONDS = 30.0
 """Pause after a snapshot that could not be written, and between two whole ones that a replica asked for in vain."""
-
-BROKEN_GAUGE = "broken_snapshot"
-"""Of a replica's card: the version that it could not have from disk; -1: none."""
 
 _DISK = (OSError, BrokenLink, TensorFileBroken)
 
@@ -111,7 +109,7 @@ class SnapshotWriter:
         return [card for card in self._link.replicas if self._wishes_one(card)]
 
     def _wishes_one(self, card: ServiceCard) -> bool:
-        broken = card.gauges.get(BROKEN_GAUGE, -1.0)
+        broken = card.gauges.get(BROKEN_SNAPSHOT, -1.0)
         asked, helped = self._asked.get(card.instance, (-1.0, 0.0))
         return broken >= 0 and (asked != broken or time.monotonic() > helped + RETRY_SECONDS)
 
@@ -191,7 +189,7 @@ class SnapshotWriter:
             at=now(),
         )
         for card in self._wishes():
-            self._asked[card.instance] = card.gauges[BROKEN_GAUGE], time.monotonic()
+            self._asked[card.instance] = card.gauges[BROKEN_SNAPSHOT], time.monotonic()
         self._written, link = written.version, self._link
         self._snapshot_of[written.version] = snapshot
         bus, bucket = link.service.bus, link.service.subjects.weights_bucket

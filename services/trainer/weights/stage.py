@@ -43,10 +43,6 @@ class StageExport:
             self._shipments.append(list(_of_bucket(bucket, shipments)))
         self._copies: dict[int, _Copies] = {}
 
-    @property
-    def is_source(self) -> bool:
-        return self._cargo.source == dist.get_rank()
-
     @torch.no_grad()
     def fill(self, number: int, flat: Tensor | None) -> None:
         """Puts bucket ``number`` into ``flat``: uint8 [its size] on the source; None elsewhere, and where its lane takes nothing any more.

@@ -74,9 +74,10 @@ def pushed(hf_dir: Path, config: dict[str, Any]) -> tuple[Manifest, dict[str, Te
     model = actor(hf_dir, **config)
     steps(model, 1)
     groups = Groups.own()
-    export, sent = AdapterExport(Cargo(model.model, groups), bucket_bytes=1500), {}
+    cargo = Cargo(model.model, groups)
+    export, sent = AdapterExport(cargo, bucket_bytes=1500), {}
     for number, bucket in enumerate(export.manifest.buckets):
-        flat = torch.empty(bucket.nbytes, dtype=torch.uint8) if export.is_source else None
+        flat = torch.empty(bucket.nbytes, dtype=torch.uint8) if cargo.is_source else None
         export.fill(number, flat)
         sent |= {slot.name: view(flat, slot).clone() for slot in bucket.slots} if flat is not None else {}
     groups.leave()

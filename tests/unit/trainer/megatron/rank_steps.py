@@ -266,7 +266,7 @@ def pushed(model: Actor, bucket_bytes: int = 4096) -> dict[str, Tensor]:
     ring = [torch.zeros(max(bucket.nbytes for bucket in buckets), dtype=torch.uint8) for _ in range(2)]
     for _ in range(2):
         for number, bucket in enumerate(buckets):
-            flat = ring[number % 2][: bucket.nbytes].zero_() if stage.is_source else None
+            flat = ring[number % 2][: bucket.nbytes].zero_() if cargo.is_source else None
             stage.fill(number, flat)
             if flat is not None:
                 found |= {slot.name: view(flat, slot).clone() for slot in bucket.slots}
