@@ -32,6 +32,7 @@ from services.trainer.weights.sender import LaneKind, Sender
 from shared.errors import MyxoError
 from shared.messages import (
     Accepted,
+    Message,
     WeightsAbort,
     WeightsCommit,
     WeightsLane,
@@ -358,7 +359,9 @@ class Pusher:
         self._link.weights_live(live)
         self._results.append(result)
 
-    def _asked(self, members, verb, message, reply, seconds):  # type: ignore[no-untyped-def]
+    def _asked(
+        self, members: Sequence[Target], verb: str, message: Callable[[Target], Message], reply: type[Message], seconds: float
+    ) -> Asked:
         assert self._calls is not None  # rank 0
         return self._calls.each(members, verb, message, reply, seconds)
 

@@ -135,7 +135,7 @@ class SnapshotWriter:
             pending: deque[Future[None]] = deque()
             for bucket in buckets:  # to the end whatever happens: the other ranks take part in it
                 if draft is not None and failure is None:
-                    pending.append(writer.submit(draft.add, _on_host(bucket)))
+                    pending.append(writer.submit(draft.add, on_host(bucket)))
                 while len(pending) >= AHEAD:
                     failure = failure or _failure(pending.popleft())
             for future in pending:
@@ -229,7 +229,7 @@ def _failure(done: Future[None]) -> Exception | None:
     return None
 
 
-def _on_host(bucket: Bucket) -> Tensors:
+def on_host(bucket: Bucket) -> Tensors:
     """The bucket's bytes in host memory; on a CPU where they lie."""
     tensors = {}
     for name, tensor in bucket:

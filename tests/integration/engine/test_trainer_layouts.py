@@ -1,24 +1,33 @@
-"""What the trainer's ranks push, split over them in any way, leaves the engine with the trainer's own log-probs."""
+"""What the trainer's ranks export, split over them in any way, leaves the engine with the trainer's own log-probs, by every transport."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.generation import Generation, GenerationRequest
 from services.rollout.engine.process import EngineProcess
+from services.trainer.actor import Actor
+from services.trainer.megatron.export import copy_beside_weights
 from services.trainer.weights.sender import LaneKind, Sender
+from services.trainer.weights.snapshots import on_host
 from shared.messages import Sampling, WeightsLane
 from shared.weights.digest import Known, version_digest
+from shared.weights.snapshot import Link
+from shared.weights.snapshot_chain import Snapshots
+from shared.weights.snapshot_copy import LocalCopy
+from shared.weights.snapshot_draft import Draft
 from tests.integration.engine.conftest import running_engine
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.unit.trainer.megatron import rank_steps
@@ -28,44 +37,46 @@ from tests.unit.trainer.megatron.world import World
 EXACT = 1e-4
 SECONDS = 120.0
 NEW_TOKENS = 24
-PUSHES = 2
-KINDS = ["qwen3", "qwen3_moe"]
-LAYOUTS: list[tuple[str, dict[str, Any], LaneKind]] = [
-    ("qwen3", {"tensor_model_parallel_size": 2}, "group"),
-    ("qwen3", {"pipeline_model_parallel_size": 2}, "group"),
-    ("qwen3", {"tensor_model_parallel_size": 2}, "memory"),
-    ("qwen3_moe", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, "group"),
-    ("qwen3_moe", {"pipeline_model_parallel_size": 2}, "group"),
-    ("qwen3_moe", {"pipeline_model_parallel_size": 2}, "memory"),
-    ("qwen3_moe", {"expert_model_parallel_size": 2}, "group"),
+BUCKET_BYTES = 16_384
+PUSHES, WHOLE, DELTA = 2, 3, 4  # as many versions are pushed; those of the snapshots
+
+Then = Literal["disk", "peer"]
+LAYOUTS: list[tuple[str, dict[str, Any], LaneKind, Then]] = [
+    ("qwen3", {"tensor_model_parallel_size": 2}, "group", "disk"),
+    ("qwen3", {"pipeline_model_parallel_size": 2}, "group", "disk"),
+    ("qwen3", {"tensor_model_parallel_size": 2}, "memory", "disk"),
+    ("qwen3_moe", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, "group", "disk"),
+    ("qwen3_moe", {"pipeline_model_parallel_size": 2}, "group", "disk"),
+    ("qwen3_moe", {"expert_model_parallel_size": 2}, "memory", "disk"),
+    ("qwen3_moe", {"expert_model_parallel_size": 2}, "group", "peer"),
 ]
+"""Model, layout, what carries the pushes, and where the engine that is looked at next has the version after them from."""
+
+Engines = Callable[..., EngineProcess]
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("checkpoints")
-    for kind in KINDS:
+    for kind in ("qwen3", "qwen3_moe"):
         make_checkpoint(kind, root / kind)
         character_tokenizer(PRINTABLE[: VOCAB - 4]).save_pretrained(root / kind)
     return lambda kind: root / kind
 
 
 @pytest.fixture(scope="module")
-def engines(checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], EngineProcess]]:
-    """``engines(kind)``: one that serves the checkpoint of that kind, started when it is first asked for."""
-    running: dict[str, Any] = {}
+def engines(checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """``engines(kind, number)``: one of those that serve the checkpoint of that kind, started when it is first asked for."""
+    running: dict[tuple[str, int], EngineProcess] = {}
+    with ExitStack() as stack:
 
-    def engine(kind: str) -> EngineProcess:
-        if kind not in running:
-            running[kind] = running_engine(checkpoints(kind), tmp_path_factory.mktemp(kind), {})
-            running[kind, "process"] = running[kind].__enter__()
-        process: EngineProcess = running[kind, "process"]
-        return process
+        def engine(kind: str, number: int = 0) -> EngineProcess:
+            if (kind, number) not in running:
+                process = stack.enter_context(running_engine(checkpoints(kind), tmp_path_factory.mktemp(kind), {}))
+                running[kind, number] = process
+            return running[kind, number]
 
-    yield engine
-    for kind in KINDS:
-        if kind in running:
-            running[kind].__exit__(None, None, None)
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -75,22 +86,19 @@ def ranks() -> Iterator[World]:
     world.stop()
 
 
-@pytest.mark.parametrize(("kind", "layout", "carried_by"), LAYOUTS)
+@pytest.mark.parametrize(("kind", "layout", "carried_by", "then"), LAYOUTS)
 async def test_log_probs_are_the_trainers(
     kind: str,
     layout: dict[str, Any],
     carried_by: LaneKind,
+    then: Then,
     checkpoints: Callable[[str], Path],
-    engines: Callable[[str], EngineProcess],
+    engines: Engines,
     ranks: World,
     tmp_path: Path,
 ) -> None:
-    engine = await asyncio.to_thread(engines, kind)
-    prompts = sequences(3, seed=5, longest=20)
-    async with await EngineClient.connect(engine.url) as client:
-        assert engine.receiver is not None  # it was started
-        await client.open_receiver(engine.receiver)
-        trainer = asyncio.create_task(asyncio.to_thread(ranks.run, push_and_score, checkpoints(kind), layout, carried_by, tmp_path))
+    async with connected(await asyncio.to_thread(engines, kind)) as client:
+        trainer = asyncio.create_task(asyncio.to_thread(ranks.run, trained, checkpoints(kind), layout, carried_by, tmp_path))
         lanes = [WeightsLane.model_validate(lane) for lane in await said(tmp_path, "lanes", trainer)]
         assert [lane.kind for lane in lanes] == [carried_by] * layout.get("pipeline_model_parallel_size", 1)
         await client.join_lanes(lanes, 1)
@@ -99,22 +107,85 @@ async def test_log_probs_are_the_trainers(
             got = await client.receive(push, push, [lane.name for lane in lanes])
             await client.end_weight_update()
             await client.set_weight_version(push)
-        requests = [GenerationRequest(prompt.int().numpy(), NEW_TOKENS, ignore_eos=True) for prompt in prompts]
-        answers: list[Generation] = await client.generate_group(requests, Sampling(temperature=1.0, max_new_tokens=1))
-        say(tmp_path, "drawn", [answer.tokens.tolist() for answer in answers])
-        digest, scores = (await trainer)[0]
-    assert got.digest == digest
-    for prompt, answer, scored in zip(prompts, answers, scores, strict=True):
-        assert np.abs(answer.log_probs - scored[len(prompt) - 1 : -1]).max() < EXACT
+        await client.leave_lanes()
+        pushed = await draw(client, tmp_path, "pushed")
+
+        digest = await said(tmp_path, "written", trainer)
+        link = LocalCopy(tmp_path / "copy").follow(Snapshots(tmp_path / "weights"), DELTA)
+        await client.update_weights_from_disk(str(link.path), DELTA)
+        assert await client.adopt(DELTA, link.tensors) == digest["snapshot"]
+        if then == "peer":
+            async with connected(await asyncio.to_thread(engines, kind, 1)) as joiner:
+                assert await borrowed(joiner, client) == digest["snapshot"]
+                loaded = await draw(joiner, tmp_path, "loaded")
+        else:
+            loaded = await draw(client, tmp_path, "loaded")
+        scores = (await trainer)[0]
+    assert got.digest == digest["push"] != digest["snapshot"]
+    for answers, scored in zip((pushed, loaded), scores, strict=True):
+        for prompt, answer, whole in zip(prompts(), answers, scored, strict=True):
+            assert np.abs(answer.log_probs - whole[len(prompt) - 1 : -1]).max() < EXACT
 
 
-def push_and_score(hf_dir: Path, layout: dict[str, Any], carried_by: LaneKind, place: Path) -> tuple[str, list[np.ndarray]]:
-    """One rank: pushes the weights of one training step, then scores what the engine has drawn with them."""
+# ------------------------------------------------------------------------------------------------------- the engines
+
+
+@asynccontextmanager
+async def connected(engine: EngineProcess) -> AsyncIterator[EngineClient]:
+    assert engine.receiver is not None  # it was started
+    async with await EngineClient.connect(engine.url) as client:
+        await client.open_receiver(engine.receiver)
+        yield client
+
+
+async def draw(client: EngineClient, place: Path, what: str) -> list[Generation]:
+    """Generations that the trainer is to score."""
+    requests = [GenerationRequest(prompt.int().numpy(), NEW_TOKENS, ignore_eos=True) for prompt in prompts()]
+    answers = await client.generate_group(requests, Sampling(temperature=1.0, max_new_tokens=1))
+    say(place, what, [answer.tokens.tolist() for answer in answers])
+    return answers
+
+
+async def borrowed(joiner: EngineClient, lender: EngineClient) -> str:
+    """The digest of what the joiner has taken from the lender."""
+    order = {"verb": "lend", "version": DELTA, "name": "lend-0-1-1", "address": "127.0.0.1", "seconds": SECONDS}
+    lanes = [answer["lane"] for answer in await lender.channel.ask(order, SECONDS)]
+    (answer,) = await joiner.load_by({"verb": "borrow", "version": DELTA, "lanes": lanes}, deadline=SECONDS)
+    await joiner.set_weight_version(DELTA)
+    return str(answer["digest"])
+
+
+def prompts() -> list[torch.Tensor]:
+    return sequences(3, seed=5, longest=20)
+
+
+# --------------------------------------------------------------------------------------------------------- the ranks
+
+
+def trained(hf_dir: Path, layout: dict[str, Any], carried_by: LaneKind, place: Path) -> list[list[np.ndarray]]:
+    """One rank: scores of what was drawn with the weights of one step, which it pushes, and of the next, which it writes to disk."""
     actor = rank_steps.actor(hf_dir, **layout)
     rank_steps.steps(actor, 1)
-    sender = Sender(actor.model, carried_by, SECONDS, bucket_bytes=16_384)
+    push = pushed_digest(actor, carried_by, place)
+    scores = [scored(actor, place / "pushed.json")]
+    snapshots = Snapshots(place / "weights")
+    whole = write_snapshot(actor, snapshots, WHOLE, None)
+    rank_steps.steps(actor, 1, first=1)
+    base = LocalCopy(place / "base")
+    if whole is not None:
+        base.take(whole)
+    link = write_snapshot(actor, snapshots, DELTA, base)
+    if link is not None:
+        assert link.kind == "delta"
+        say(place, "written", {"push": push, "snapshot": link.digest})
+    return [*scores, scored(actor, place / "loaded.json")]
+
+
+def pushed_digest(actor: Actor, carried_by: LaneKind, place: Path) -> str:
+    """Pushes to one engine, and tells of what."""
+    sender = Sender(actor.model, carried_by, SECONDS, bucket_bytes=BUCKET_BYTES)
     lanes = sender.open(0, engine_ranks=1)
-    if torch.distributed.get_rank() == 0:
+    if dist.get_rank() == 0:
         say(place, "lanes", [lane.model_dump() for lane in lanes])
     sender.join(SECONDS)
     known: dict[str, Known] = {}
@@ -123,11 +194,27 @@ def push_and_score(hf_dir: Path, layout: dict[str, Any], carried_by: LaneKind, p
         assert sent.error is None, sent.error
         for tensors in sender.agree({name: [one.dtype, one.shape, one.digest] for name, one in sent.known.items()}):
             known |= {name: Known(dtype, tuple(shape), digest) for name, (dtype, shape, digest) in tensors.items()}
-    drawn = wait_for(place / "drawn.json")
-    whole = [torch.cat([prompt, torch.tensor(tokens)]) for prompt, tokens in zip(sequences(3, seed=5, longest=20), drawn, strict=True)]
-    (scores,) = actor.log_probs([pack(whole)])
+    sender.agree(wait_for(place / "pushed.json"))  # the engine has everything
     sender.close()
-    return version_digest(known), [part.numpy() for part in scores[: sum(map(len, whole))].split([len(one) for one in whole])]
+    return version_digest(known)
+
+
+def write_snapshot(actor: Actor, snapshots: Snapshots, version: int, base: LocalCopy | None) -> Link | None:
+    """Rank 0's; None on the others."""
+    draft = Draft(snapshots, version, base) if dist.get_rank() == 0 else None
+    for bucket in actor.export(BUCKET_BYTES):
+        if draft is not None:
+            draft.add(on_host(bucket))
+    return None if draft is None else draft.publish(lambda directory: copy_beside_weights(actor.hf_dir, directory))
+
+
+def scored(actor: Actor, drawn: Path) -> list[np.ndarray]:
+    whole = [torch.cat([prompt, torch.tensor(tokens)]) for prompt, tokens in zip(prompts(), wait_for(drawn), strict=True)]
+    (scores,) = actor.log_probs([pack(whole)])
+    return [part.numpy() for part in scores[: sum(map(len, whole))].split([len(one) for one in whole])]
+
+
+# ------------------------------------------------------------------------------------- what one side says to the other
 
 
 def say(place: Path, what: str, value: Any) -> None:
