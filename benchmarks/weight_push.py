@@ -39,7 +39,14 @@ GENERATIONS, GENERATED = 32, 1500
 START_SECONDS = 300
 DIRECTORY = "WEIGHT_PUSH_DIRECTORY"
 TORCHRUN = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-SMALL = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 ENGINE_FLAGS = {
     "load-format": "dummy",
     "attention-backend": "triton",
