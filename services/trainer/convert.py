@@ -8,13 +8,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from shared.cli import exits
-from shared.errors import ConfigError, MyxoError
+from shared.cli.command import Parser, ended
+from shared.errors import ConfigError
 
 PROGRAM = "myxo convert"
 
@@ -25,32 +25,20 @@ layout; a checkpoint of the trainer, or one made here, becomes a Hugging Face ch
 the memory. TARGET appears complete or not at all. docs/models.md lists the families."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
-        sys.exit(exits.BAD_INPUT)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit code."""
     given = parser().parse_args(arguments)
-    try:
-        made = _convert(given)
-    except MyxoError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return exits.BAD_INPUT if isinstance(error, ConfigError) else exits.FAILED
-    except OSError as error:  # a full disk, a directory that may not be written
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return exits.FAILED
-    except KeyboardInterrupt:
-        return exits.INTERRUPTED
-    print(made)
-    return exits.DONE
+
+    def work() -> int:
+        print(_convert(given))
+        return exits.DONE
+
+    return ended(PROGRAM, work, OSError)  # a full disk, a directory that may not be written
 
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    top = _Parser(prog=PROGRAM, description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    top = Parser(prog=PROGRAM, description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     top.add_argument("source", metavar="SOURCE", type=Path, help="a Hugging Face checkpoint, or a directory of the trainer's checkpoints")
     top.add_argument("target", metavar="TARGET", type=Path, help="the directory to make; nothing may be there yet")
     dtype = "float32 or bfloat16, into torch_dist (default: that of SOURCE); the run's train_dtype must be the same"

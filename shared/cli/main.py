@@ -10,16 +10,13 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 
 from shared import __version__, flags, telemetry
 from shared.cli import exits, tools
-from shared.errors import ConfigError, MyxoError
-
-LONGEST_ERROR = 1000
-"""Characters of an error that are shown: one may hold a whole prompt."""
+from shared.cli.command import Parser, complain, ended
+from shared.errors import ConfigError
 
 _UP = """Run a config's run on this machine until it is finished, with live progress.
 
@@ -42,40 +39,26 @@ and long responses, of eight requests at once. One line a check; exits 1 where o
 _EXTRAS = {"tokenizers": "buffer", "jinja2": "buffer", "aiohttp": "reward"}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        _complain(f"{message} (see {self.prog} --help)", self.prog)
-        sys.exit(exits.BAD_INPUT)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's entry point. Returns the exit code."""
     parsed = parser().parse_args(arguments)
     telemetry.silence_logs()
     console = Console(highlight=False)
     try:
-        return _run(parsed, console)
-    except MyxoError as error:
-        _complain(str(error))
-        return exits.BAD_INPUT if isinstance(error, ConfigError) or type(error).__name__ == "NoSuchRun" else exits.FAILED
+        return ended("myxo", lambda: _run(parsed, console))
     except ModuleNotFoundError as error:
         if error.name not in _EXTRAS:
             raise
-        _complain(f"{error.name} is not installed: pip install 'myxo[{_EXTRAS[error.name]}]'")
+        complain(f"{error.name} is not installed: pip install 'myxo[{_EXTRAS[error.name]}]'", "myxo")
         return exits.FAILED
-    except BrokenPipeError:  # whoever read our output has seen enough
-        sys.stderr.close()
-        return exits.DONE
-    except KeyboardInterrupt:
-        return exits.INTERRUPTED
 
 
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     about = "RL post-training of language models as independent services on a message bus."
-    top = _Parser(prog="myxo", description=about, allow_abbrev=False)
+    top = Parser(prog="myxo", description=about, allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"myxo {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
     up = _with_config(commands, "up", "run a config's run on this machine", _UP)
     up.add_argument("--fresh", action="store_true", help="remove what the run has done so far and start it anew")
@@ -104,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _with_config(commands: argparse._SubParsersAction[_Parser], name: str, short: str, description: str) -> argparse.ArgumentParser:
+def _with_config(commands: argparse._SubParsersAction[Parser], name: str, short: str, description: str) -> argparse.ArgumentParser:
     command = commands.add_parser(
         name,
         help=short,
@@ -119,14 +102,14 @@ def _with_config(commands: argparse._SubParsersAction[_Parser], name: str, short
     return command
 
 
-def _with_run(commands: argparse._SubParsersAction[_Parser], name: str, short: str) -> argparse.ArgumentParser:
+def _with_run(commands: argparse._SubParsersAction[Parser], name: str, short: str) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=short, description=short[0].upper() + short[1:] + ".", allow_abbrev=False)
     command.add_argument("run", metavar="RUN", help="the run's id, or its directory")
     command.add_argument("--dir", type=Path, default=Path("runs"), help="where runs lie (default runs)")
     return command
 
 
-def _with_samples(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _with_samples(commands: argparse._SubParsersAction[Parser]) -> None:
     command = _with_run(commands, "samples", "the groups of a run, what became of them, and their samples")
     command.add_argument("group", metavar="GROUP", nargs="?", help="show this group; GROUP/INDEX: one sample of it in full")
     statuses = ("outstanding", "requeued", "ready", "batched", "trained", "dropped", "dead")
@@ -141,9 +124,9 @@ def _with_samples(commands: argparse._SubParsersAction[_Parser]) -> None:
     command.add_argument("--json", action="store_true", help="one JSON object a line, with all arrays")
 
 
-def _with_environment(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _with_environment(commands: argparse._SubParsersAction[Parser]) -> None:
     env = commands.add_parser("env", help="environments: check that one keeps the protocol", allow_abbrev=False)
-    verbs = env.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
+    verbs = env.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
     check = verbs.add_parser("check", help="try a live environment", description=_ENV_CHECK, allow_abbrev=False)
     check.add_argument("url", metavar="URL", help="http://host:port, https://… or nats:NAME")
     check.add_argument("--run", help="the run whose subjects a nats:NAME answers on; the server is that of NATS_URL")
@@ -154,7 +137,7 @@ def _with_environment(commands: argparse._SubParsersAction[_Parser]) -> None:
     check.add_argument("--json", action="store_true", help="as one JSON object")
 
 
-def _with_accounts(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _with_accounts(commands: argparse._SubParsersAction[Parser]) -> None:
     short = "make the accounts of a run on NATS and Redis"
     command = commands.add_parser("accounts", help=short, description=_ACCOUNTS, allow_abbrev=False)
     command.add_argument("directory", metavar="DIR", type=Path, help="where the files go")
@@ -167,7 +150,7 @@ def _with_accounts(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
 
-def _with_tools(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _with_tools(commands: argparse._SubParsersAction[Parser]) -> None:
     # no word is an option here, --help neither: all of them are for the tool
     for name, (_, short) in tools.TOOLS.items():
         command = commands.add_parser(name, help=short, add_help=False, prefix_chars="\0")
@@ -275,11 +258,6 @@ def _count(text: str) -> int:
     if count < 0:
         raise argparse.ArgumentTypeError(f"{text}: at least 0")
     return count
-
-
-def _complain(message: str, who: str = "myxo") -> None:
-    line = " ".join(message.split())
-    print(f"{who}: {line if len(line) <= LONGEST_ERROR else line[:LONGEST_ERROR] + ' …'}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,7 +15,8 @@ from services.buffer.simulation import picture, report
 from services.buffer.simulation.model import Model
 from services.buffer.simulation.run import ORDERS, POLICIES, Outcome, Plan, Setting, settings
 from shared.cli import exits
-from shared.errors import ConfigError, MyxoError
+from shared.cli.command import Parser, ended
+from shared.errors import ConfigError
 
 PROGRAM = "myxo simulate"
 
@@ -30,16 +29,11 @@ Prints what a synchronous run would use of its GPUs and by how much any schedule
 the speed-up, the ages of what was trained, and what was dropped or masked by length. docs/simulation.md tells what the model leaves out."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
-        sys.exit(exits.BAD_INPUT)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit code."""
     given = parser().parse_args(arguments)
-    try:
+
+    def work() -> int:
         _check(given)
         model = Model(**{field.name: getattr(given, field.name) for field in fields(Model)})
         windows = given.windows or [model.groups + 1, 2 * model.groups]
@@ -48,20 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = settings(given.policies, given.orders, windows)
         plan = Plan(model, wanted, given.bounds, given.steps, given.warm_up, given.seed, not given.no_interrupts)
         _simulate(plan, given.json, given.chart)
-    except MyxoError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return exits.BAD_INPUT if isinstance(error, ConfigError) else exits.FAILED
-    except BrokenPipeError:  # whoever read our output has seen enough
-        sys.stderr.close()
         return exits.DONE
-    except KeyboardInterrupt:
-        return exits.INTERRUPTED
-    return exits.DONE
+
+    return ended(PROGRAM, work)
 
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    top = _Parser(prog=PROGRAM, description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    top = Parser(prog=PROGRAM, description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     what = top.add_argument_group("what is compared")
     what.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="staleness policies (default all)")
     orders = "orders of the batches (default completion, for drop all of them)"

@@ -1,0 +1,46 @@
+"""How every command of ours reads its arguments and ends: an error is one line, and a code of `exits`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from shared.cli import exits
+from shared.errors import ConfigError, MyxoError
+
+LONGEST_ERROR = 1000
+"""Characters of an error that are shown: one may hold a whole prompt."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and where help is."""
+
+    def error(self, message: str) -> NoReturn:
+        complain(f"{message} (see {self.prog} --help)", self.prog)
+        sys.exit(exits.BAD_INPUT)
+
+
+def ended(program: str, work: Callable[[], int], *failures: type[Exception]) -> int:
+    """The exit code of ``work``, or of the error that it ended with, which is told.
+
+    Args:
+        failures: beside `MyxoError`, what may go wrong without being a fault of the program.
+    """
+    try:
+        return work()
+    except BrokenPipeError:  # whoever read our output has seen enough
+        sys.stderr.close()
+        return exits.DONE
+    except (MyxoError, *failures) as error:
+        complain(str(error), program)
+        return exits.BAD_INPUT if isinstance(error, ConfigError) or type(error).__name__ == "NoSuchRun" else exits.FAILED
+    except KeyboardInterrupt:
+        return exits.INTERRUPTED
+
+
+def complain(message: str, program: str) -> None:
+    """One line on the standard error."""
+    line = " ".join(message.split())
+    print(f"{program}: {line if len(line) <= LONGEST_ERROR else line[:LONGEST_ERROR] + ' …'}", file=sys.stderr)
