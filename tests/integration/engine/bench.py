@@ -45,6 +45,19 @@ class Bench:
         )
         await self.service.bus.publish(self.service.subjects.task(EVAL if group.startswith("eval.") else TRAIN), task)
 
+    async def in_decode(self, group: str, n: int, **changes: Any) -> bool:
+        """Sends a task. Returns once its samples have some tokens; False: they were all over before that was seen."""
+        tokens = self.rollout._tokens
+
+        async def seen() -> str | None:
+            if self.rollout._tokens > tokens:
+                return "over"
+            decoding = self.client._generating > 0 and (await self.client.load()).used_tokens > len(PROMPT) + 2 * n
+            return "in decode" if decoding else None
+
+        await self.task(group, n, **changes)
+        return bool(await until(seen, "samples in decode", 240) == "in decode")
+
     async def generated(self) -> tuple[Generated, list[Sample]]:
         """The next group that went on to be scored, with its samples."""
         [lease] = await until(lambda: self._generated.fetch(1), "a generated group", 240)

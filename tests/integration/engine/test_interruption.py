@@ -17,7 +17,6 @@ from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.load import LONG
 from tests.integration.engine.reference import log_probs
 from tests.integration.engine.source import Source
-from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -33,19 +32,14 @@ LONG_TASK: dict[str, Any] = {"n": SAMPLES, "sampling": Sampling(temperature=1.0,
 
 async def caught(desk: Bench) -> str:
     """Has a group generated until its engine, paused in place, is in the middle of it. Returns its id."""
-
-    async def some_tokens() -> bool:
-        return bool(desk.rollout._in_flight._requests) and (await desk.client.load()).used_tokens > len(PROMPT) + 2 * SAMPLES
-
     for number in range(7, 12):
         group = f"g{number:08d}"
-        await desk.task(group=group, **LONG_TASK)
-        await until(some_tokens, "samples in decode", 240)
-        await desk.client.pause("in_place")
-        if (await desk.client.load()).running:
-            return group
-        await desk.client.resume()  # a test process that was kept waiting came too late
-        await desk.generated()
+        if await desk.in_decode(group, **LONG_TASK):
+            await desk.client.pause("in_place")
+            if (await desk.client.load()).running:
+                return group
+            await desk.client.resume()
+        await desk.generated()  # a test process that was kept waiting came too late
     raise AssertionError("five groups in a row were over before they were seen in the middle")
 
 
