@@ -28,12 +28,13 @@ def ended(program: str, work: Callable[[], int], *failures: type[Exception]) -> 
     Args:
         failures: beside `MyxoError`, what may go wrong without being a fault of the program.
     """
+    told: tuple[type[Exception], ...] = (MyxoError, *failures)
     try:
         return work()
     except BrokenPipeError:  # whoever read our output has seen enough
         sys.stderr.close()
         return exits.DONE
-    except (MyxoError, *failures) as error:
+    except told as error:
         complain(str(error), program)
         return exits.BAD_INPUT if isinstance(error, ConfigError) or type(error).__name__ == "NoSuchRun" else exits.FAILED
     except KeyboardInterrupt:
