@@ -12,6 +12,7 @@ import pytest
 SECONDS = 600
 
 
+@pytest.mark.extra
 @pytest.mark.timeout(SECONDS + 60)
 def test_two_ranks_push_to_two_engines(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
