@@ -6,6 +6,7 @@ keep the same address over a restart, and what they stored.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import os
@@ -25,6 +26,9 @@ from shared.errors import DeadlineExceeded, MyxoError
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
+PORTS = 12_000
+"""Ports that `free_port` draws from."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -39,10 +43,29 @@ def die_with_parent() -> None:
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nobody listens on now."""
+    """A TCP port on loopback that nobody listens on now.
+
+    Who asks for it may listen on it only a minute later, as engines do. So it lies below those that the kernel gives to outgoing
+    connections, by default from 32768 on, one of which might have it by then.
+    """
+    begin = _first_ephemeral_port()
+    for _ in range(100):
+        port = begin - 1 - secrets.randbelow(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _first_ephemeral_port() -> int:
+    """proc(5), ip_local_port_range; where there is none of it, or no room below it, Linux's default."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32768
+    return first if first >= 1024 + PORTS else 32768
 
 
 class EmbeddedServer(ABC):
