@@ -9,8 +9,12 @@ class MyxoError(Exception):
     """Base of every error that Myxo raises on purpose; its message is one line, fit for a terminal."""
 
 
-class ConfigError(MyxoError):
-    """Bad input from a person: a config key, a flag, a path, a prompt file. Commands exit with code 2 on it.
+class BadInput(MyxoError):
+    """What a person gave cannot be used. Commands exit with code 2 on it."""
+
+
+class ConfigError(BadInput):
+    """Bad input that has a name: a config key, a flag, a path, a prompt file.
 
     Args:
         field: dotted name of the offending field, for example ``rollout.n_samples_per_prompt``.

@@ -10,7 +10,7 @@ from nats.js.errors import NotFoundError
 from shared import addresses, streams
 from shared.bus import Bus
 from shared.config import RunConfig, changes
-from shared.errors import ConfigError, MyxoError
+from shared.errors import BadInput, ConfigError
 from shared.ledger import LedgerRecord, RunFinished
 from shared.subjects import Subjects
 
@@ -21,7 +21,7 @@ RUNNING, FINISHED = "running", "finished"
 """Phases of a run."""
 
 
-class NoSuchRun(MyxoError):
+class NoSuchRun(BadInput):
     """The bus holds no run of that name."""
 
 

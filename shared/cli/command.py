@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from shared.cli import exits
-from shared.errors import ConfigError, MyxoError
+from shared.errors import BadInput, MyxoError
 
 LONGEST_ERROR = 1000
 """Characters of an error that are shown: one may hold a whole prompt."""
@@ -36,7 +36,7 @@ def ended(program: str, work: Callable[[], int], *failures: type[Exception]) -> 
         return exits.DONE
     except told as error:
         complain(str(error), program)
-        return exits.BAD_INPUT if isinstance(error, ConfigError) or type(error).__name__ == "NoSuchRun" else exits.FAILED
+        return exits.BAD_INPUT if isinstance(error, BadInput) else exits.FAILED
     except KeyboardInterrupt:
         return exits.INTERRUPTED
 

@@ -119,13 +119,14 @@ class EngineProcess:
             Seconds waited.
 
         Raises:
-            EngineStartError: its process ended; the message quotes the end of its log.
+            EngineStartError: its process ended, and with it all of its group; the message quotes the end of its log.
             DeadlineExceeded: it still runs but has not answered; the message quotes the end of its log.
         """
         begin = time.monotonic()
         async with aiohttp.ClientSession() as session:
             while True:
                 if not self.alive():
+                    await self._until(self._group_is_gone, KILL_SECONDS)
                     raise EngineStartError(
                         f"the engine at {self.url} ended before it was ready, with {self.cause_of_death()}; "
                         f"the end of its log {self.log_file}:\n{self.log_tail()}"

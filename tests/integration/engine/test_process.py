@@ -150,7 +150,7 @@ async def test_a_bad_flag_is_quoted(checkpoint: Checkpoints, tmp_path: Path) -> 
     engine.start()
     with pytest.raises(EngineStartError, match=r"before it was ready, with status 2: .* invalid choice: 'abacus'"):
         await engine.wait_ready(START_SECONDS)
-    await until(lambda: engine.processes() == [], "the end of the whole group")
+    assert engine.processes() == []
 
 
 async def test_what_kills_the_scheduler_is_quoted(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ async def test_what_kills_the_scheduler_is_quoted(checkpoint: Checkpoints, tmp_p
     engine.start()
     with pytest.raises(EngineStartError, match=r"with status 137 \(SIGKILL\): AssertionError: max_running_request is zero"):
         await engine.wait_ready(START_SECONDS)
-    await until(lambda: engine.processes() == [], "the end of the whole group")
+    assert engine.processes() == []
 
 
 async def test_an_engine_that_does_not_answer(tmp_path: Path) -> None:

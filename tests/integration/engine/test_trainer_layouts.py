@@ -47,6 +47,7 @@ LAYOUTS: list[tuple[str, dict[str, Any], LaneKind, Then]] = [
     ("qwen3", {"tensor_model_parallel_size": 2}, "memory", "disk"),
     ("qwen3_moe", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, "group", "disk"),
     ("qwen3_moe", {"pipeline_model_parallel_size": 2}, "group", "disk"),
+    ("qwen3_moe", {"pipeline_model_parallel_size": 2}, "memory", "disk"),
     ("qwen3_moe", {"expert_model_parallel_size": 2}, "memory", "disk"),
     ("qwen3_moe", {"expert_model_parallel_size": 2}, "group", "peer"),
 ]

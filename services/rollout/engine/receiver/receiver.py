@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from services.rollout.engine.receiver import plan
-from services.rollout.engine.receiver.wire import WIRES, Ring, Watch, Wire, aside
+from services.rollout.engine.receiver.wire import WIRES, Aborted, Ring, Watch, Wire, aside
 from shared.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.messages import WeightsLane
 from shared.weights import digest
@@ -80,6 +80,7 @@ class Receiver:
         self.before_change: set[Callable[[str], None]] = set()  # of those who read parameters meanwhile: told why they must stop
         self._digest: str | None = ""
         self._lanes: _Lanes | None = None
+        self._called_off: frozenset[str] = frozenset()  # lanes that an abort has left while they were being joined
         self._rings: list[Ring] = []
         self._layouts: dict[str, list[Layout]] = {}  # by manifest
         self._parameters: list[int] = []
@@ -139,6 +140,7 @@ class Receiver:
     def abort(self) -> None:
         """Leaves lanes that are still being joined. A push on its way in is ended by its own watch."""
         if self._lanes is not None and not self._lanes.joined:
+            self._called_off = frozenset(self.lanes)
             self.leave()
 
     def drop_views(self) -> None:
@@ -175,6 +177,8 @@ class Receiver:
 
     def _joined(self, names: Sequence[str], watch: Watch) -> list[Wire]:
         lanes = self._lanes
+        if lanes is None and self._called_off.issuperset(names):  # the order was on its way when its abort came
+            raise Aborted(f"the joining of lanes {sorted(names)} was called off")
         if lanes is None or set(names) - set(self.lanes):
             raise BadMessage(f"lanes {sorted(names)} are to be received from; this engine has joined {self.lanes or 'none'}")
         lanes.wait(watch)
