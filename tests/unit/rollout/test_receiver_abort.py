@@ -1,0 +1,23 @@
+"""An abort that comes before the order which it aborts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from services.rollout.engine.receiver.receiver import ReceiveError, Receiver
+from services.rollout.engine.receiver.wire import Watch
+from shared.embedded import free_port
+from shared.messages import WeightsLane
+
+
+def test_an_order_whose_lanes_were_called_off_says_so() -> None:
+    receiver = Receiver(torch.nn.Linear(1, 1), 0, "cpu")
+    lane = WeightsLane(kind="group", name="lane", address="127.0.0.1", port=free_port(), backend="gloo", world_size=3)
+    receiver.join([lane], 1, 30.0)
+    receiver.abort()
+    with pytest.raises(ReceiveError, match="was called off") as off:
+        receiver.receive(1, 1, ["lane"], Watch(30.0))
+    assert not off.value.touched
+    with pytest.raises(ReceiveError, match="has joined none"):
+        receiver.receive(1, 1, ["another"], Watch(30.0))
