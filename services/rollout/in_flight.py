@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
@@ -30,12 +31,20 @@ class Stopped(MyxoError):
         super().__init__(f"{group} was stopped {'for its age' if stale else 'because this replica leaves'}")
 
 
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """Requests of one group. ``oldest``: the version that its oldest token may be of."""
+
+    ids: list[str]
+    oldest: int
+
+
 class InFlight:
-    """The requests that the engine holds, by group."""
+    """The requests that the engine holds. Two attempts at a group may be among them: one whose lease ran out, and its successor."""
 
     def __init__(self, config: RunConfig) -> None:
         self._max_staleness, self._policy = config.rollout.max_staleness, config.rollout.staleness_policy
-        self._requests: dict[str, tuple[list[str], int]] = {}  # group → ids, version that its oldest token may be of
+        self._asked: set[_Asked] = set()
         self._leaving = False
 
     @contextlib.contextmanager
@@ -49,24 +58,24 @@ class InFlight:
             raise Stopped(group, stale=True)
         if self._leaving:
             raise Stopped(group, stale=False)
-        self._requests[group] = ([request.rid for request in requests], oldest)
+        asked = _Asked([request.rid for request in requests], oldest)
+        self._asked.add(asked)
         try:
             yield
         finally:
-            del self._requests[group]
+            self._asked.remove(asked)
 
     async def stop_stale(self, client: EngineClient, version: int) -> None:
         """Has the engine end what serving ``version`` makes stale. Raises as `EngineClient.abort`."""
-        stale = [rids for rids, oldest in self._requests.values() if self._is_lost(oldest, version)]
-        if stale:
-            await client.abort([rid for rids in stale for rid in rids])
+        if stale := [id for asked in self._asked if self._is_lost(asked.oldest, version) for id in asked.ids]:
+            await client.abort(stale)
 
     async def leave(self, client: EngineClient | None) -> None:
         """Has the engine end everything; returns once it has, or after `LEAVE_SECONDS`."""
         self._leaving = True
         with contextlib.suppress(TimeoutError, MyxoError):
             async with asyncio.timeout(LEAVE_SECONDS):
-                while self._requests and client is not None:
+                while self._asked and client is not None:
                     await client.abort_all()
                     await asyncio.sleep(LEAVE_PAUSE)  # a request may have been on its way
 

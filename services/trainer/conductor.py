@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from services.trainer.exchange import Exchange
-from services.trainer.link import Link
+from services.trainer.link import Link, StopAsked
 from services.trainer.orders import Leave, Order, Push, Snapshot, Train, Value, Wait
 from services.trainer.turns import Turns
 from services.trainer.weights.pusher import Pusher
@@ -67,7 +67,10 @@ class Batches:
 
     def next(self, step: int, version: int) -> Batch | Order:
         """The batch of ``step``, or what to do without it."""
-        answer = self._link.batch(step, version)
+        try:
+            answer = self._link.batch(step, version)
+        except StopAsked:
+            return Leave(done=False)
         if isinstance(answer, Batch):
             self._patience.end()
             return answer
@@ -137,7 +140,10 @@ class Conductor:
         """The batch after this one, where it is there already, or can be formed at once."""
         if step >= self._steps:
             return None
-        answer = self._link.batch(step, version_after(step, self._interval, self._steps), hold=False)
+        try:
+            answer = self._link.batch(step, version_after(step, self._interval, self._steps), hold=False)
+        except StopAsked:
+            return None
         return answer if isinstance(answer, Batch) else None
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from shared.bus import TRANSIENT
+from shared.cancel import cancelled
 from shared.config import RunConfig
 from shared.errors import DeadlineExceeded, MyxoError
 from shared.messages import (
@@ -36,10 +37,17 @@ BUFFER = "the buffer"
 REQUEST_SECONDS = 300.0
 """How long the buffer may be away (restarting, replaying its ledger) before the trainer gives up and is restarted itself."""
 
+STOP_SECONDS = 5.0
+"""How long the buffer has to answer a trainer that was asked to stop: whoever stops the trainer often stops the buffer with it."""
+
 LOOK_SECONDS = 0.5
 """How often the registry is read for replicas."""
 
 CALL_MARGIN = 10.0
+
+
+class StopAsked(DeadlineExceeded):
+    """The trainer was asked to stop, and what it waited for is not coming."""
 
 
 class Link:
@@ -84,7 +92,10 @@ class Link:
     # --- the buffer
 
     def batch(self, step: int, version: int, hold: bool = True) -> BatchAnswer:
-        """The batch of ``step``, or that it is not ready yet (within seconds; at once without ``hold``), or that the run is done."""
+        """The batch of ``step``, or that it is not ready yet (within seconds; at once without ``hold``), or that the run is done.
+
+        Raises StopAsked, as all calls to the buffer do.
+        """
         request = BatchRequest(step=step, version=version, hold=hold)
         answer = self.call(self._ask(self.service.subjects.batch, request, BatchAnswer), REQUEST_SECONDS)
         if isinstance(answer, RunDone):  # the buffer's card may not have said it yet, and nobody will look again
@@ -161,7 +172,21 @@ class Link:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _ask(self, subject: str, request: Any, reply: type[Result]) -> Result:
-        return await self.service.bus.request(subject, request, reply, deadline=REQUEST_SECONDS, whom=BUFFER)  # type: ignore[type-var]
+        asking = self.service.bus.request(subject, request, reply, deadline=REQUEST_SECONDS, whom=BUFFER)  # type: ignore[type-var]
+        answer, patience = asyncio.ensure_future(asking), asyncio.ensure_future(self._stop_outlasted())
+        try:
+            await asyncio.wait({answer, patience}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            raise StopAsked(f"an answer on {subject}", BUFFER, STOP_SECONDS, "the trainer was asked to stop, and does")
+        finally:
+            await cancelled([answer, patience])
+
+    async def _stop_outlasted(self) -> None:
+        """Returns `STOP_SECONDS` after the stop was asked for."""
+        while not self.stopping:
+            await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(STOP_SECONDS)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -6,6 +6,7 @@ Warm start, then: take an order; push the weights, or train a batch, report it, 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import asdict, replace
 
@@ -16,7 +17,7 @@ from services.trainer.conductor import Conductor
 from services.trainer.exchange import Exchange
 from services.trainer.figures import TokenSums
 from services.trainer.job import Job
-from services.trainer.link import Link
+from services.trainer.link import Link, StopAsked
 from services.trainer.megatron import runtime
 from services.trainer.megatron.reference import FrozenWeights
 from services.trainer.megatron.runtime import together
@@ -282,5 +283,6 @@ class Trainer(Job):
             self._exchange.forget("values", steps)
             steps = min(steps, self._exchange.saved("critic"))
         if steps > self._durable:
-            self._link.durable(steps)
-            self._durable = steps
+            with contextlib.suppress(StopAsked):
+                self._link.durable(steps)
+                self._durable = steps

@@ -18,6 +18,9 @@ NATS_IMAGE = "nats:2.12-alpine"
 LONG_LIVED = {"nats", "redis", "buffer", "rollout", "reward", "trainer"}
 """The services that stay up while a run goes on."""
 
+TOLD = {"nats": 5, "redis": 5, "router": 5, "submit": 5, "watch": 10, "reward": 15, "buffer": 15, "rollout": 15, "trainer": 15}
+"""Service → lines of its log that a failed assertion quotes; those that explain most come last."""
+
 COMMAND_SECONDS = 300
 BUILD_SECONDS = 2400
 
@@ -85,7 +88,7 @@ class Stack:
             if value:
                 return value
             assert time.monotonic() < end, f"{what} did not come within {seconds:g} s\n{self.said()}"
-            time.sleep(1.0)
+            time.sleep(2.0)
 
     def unhealthy(self) -> set[str]:
         """The services that stay up and are not healthy, or not there, now."""
@@ -93,7 +96,8 @@ class Stack:
 
     def said(self) -> str:
         """How the containers stand and what they said last, for a failed assertion."""
-        asked = (self._run("ps", "--all", seconds=120), self._run("logs", "--no-color", "--tail", "25", seconds=120))
+        asked = [self._run("logs", "--no-color", "--tail", str(lines), service, seconds=120) for service, lines in TOLD.items()]
+        asked += [self._run("ps", "--all", seconds=120), self._run("exec", "-T", "operator", "myxo", "status", self.run, seconds=120)]
         return "\n".join(done.stdout + done.stderr for done in asked)
 
     def _run(self, *arguments: str, seconds: float, **environment: str) -> subprocess.CompletedProcess[str]:
