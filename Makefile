@@ -43,9 +43,9 @@ quickstart: $(READY)
 	@$(BIN)/python examples/arithmetic/prepare.py runs/quickstart/data
 	@$(BIN)/myxo up examples/arithmetic/quickstart.toml --fresh
 
-# two at a time, file by file, the longest (chaos, e2e) first: most tests wait for processes to start
+# two at a time, file by file: most tests wait for processes to start
 test: $(READY)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not docker and not extra"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not docker and not extra"
 
 test-extra: $(READY)
 	@$(BIN)/python -m pytest -m extra

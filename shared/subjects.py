@@ -104,8 +104,13 @@ class Subjects:
         return f"{self.run}-leases"
 
     # payload keys in the store
-    def payload_key(self, group: str, attempt: int, part: int) -> str:
-        return f"{self.run}:group:{group}:{attempt}:{part}"
+    def payload_prefix(self, group: str, attempt: int) -> str:
+        """What all keys of an attempt at a group begin with."""
+        return f"{self.run}:group:{group}:{attempt}:"
+
+    def payload_key(self, group: str, attempt: int, part: int, generation: str = "0") -> str:
+        """``generation``: tells apart what was made of one attempt, which two may work at where a lease ran out."""
+        return f"{self.payload_prefix(group, attempt)}{generation}:{part}"
 
     def exchange_key(self, kind: str, what: str) -> str:
         """Of what the trainer's roles tell each other."""

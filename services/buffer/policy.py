@@ -188,15 +188,17 @@ def interrupted(state: BufferState, limits: Limits, message: Interrupted, now: f
 
 
 def unwanted(state: BufferState, message: Scored | Failed | Interrupted) -> list[str]:
-    """Payload keys of an outcome that nobody will ask for, once it has been decided on: of a group that has ended, or an attempt that was
-    given up. A second replica may have written them long after they were freed."""
+    """Payload keys of an outcome that nobody will ask for, once it has been decided on: of a group that has ended, of an attempt that was
+    given up, or of one that another generation was taken of. A second replica may have written them long after they were freed."""
     if message.payload is None:
         return []
     group = state.groups.get(message.group)
     if group is None:
         return message.payload.keys
-    kept = group.partial.keys if group.partial is not None else ()
-    return [key for key in message.payload.keys if key not in kept] if message.attempt < group.attempt else []
+    if message.attempt == group.attempt and group.scored is None:
+        return []
+    kept = {key for held in (group.partial, group.scored) if held is not None for key in held.keys}
+    return [key for key in message.payload.keys if key not in kept]
 
 
 def lost_payload(state: BufferState, name: str, now: float) -> list[LedgerRecord]:

@@ -253,11 +253,10 @@ class Buffer:
                 await lease.ack()
 
     def _tidy(self, message: Outcome) -> None:
-        """Frees what a late attempt has written; only keys of its own, whatever the message says."""
+        """Frees what a late attempt, or a second one, has written; only keys of its own, whatever the message says."""
         assert isinstance(message, Scored | Failed | Interrupted)  # the kinds of outcomes that there are
-        keys = policy.unwanted(self._state, message)
-        own = {self._service.subjects.payload_key(message.group, message.attempt, part) for part in range(len(keys))}
-        if late := [key for key in keys if key in own]:
+        own = self._service.subjects.payload_prefix(message.group, message.attempt)
+        if late := [key for key in policy.unwanted(self._state, message) if key.startswith(own)]:
             self._to_free.put_nowait(late)
 
     async def _watch_versions(self) -> None:

@@ -13,7 +13,7 @@ from shared import sample
 from shared.cancel import cancelled
 from shared.environment.protocol import EnvironmentFailed
 from shared.errors import BadMessage, DeadlineExceeded, MessageTooLarge, PayloadMissing
-from shared.messages import Failed, Generated, Outcome, Score, Scored
+from shared.messages import Failed, Generated, Outcome, Score, Scored, outcome_id
 from shared.queue import FETCH_SECONDS, Lease, WorkQueue
 from shared.sample import Sample
 from shared.service import Service
@@ -62,8 +62,7 @@ class Intake:
         await lease.ack()
 
     async def _publish(self, outcome: Outcome) -> None:
-        msg_id = f"{outcome.group}.{outcome.attempt}"
-        await self._service.bus.publish(self._service.subjects.scored, outcome, msg_id=msg_id, deadline=600)
+        await self._service.bus.publish(self._service.subjects.scored, outcome, msg_id=outcome_id(outcome), deadline=600)
 
     async def _outcome(self, lease: Lease[Generated]) -> Outcome:
         group, service = lease.message, self._service

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 
 from services.rollout.custom import CustomGenerate
 from services.rollout.engine.errors import EngineError, InvalidRequest
@@ -19,7 +20,7 @@ from shared.cancel import cancelled
 from shared.errors import BadMessage, DeadlineExceeded, MyxoError, PayloadMissing
 from shared.hooks import HookFailed
 from shared.ledger import is_evaluation
-from shared.messages import Failed, Generated, Interrupted, Message, Payload, Task
+from shared.messages import Failed, Generated, Interrupted, Payload, Task, outcome_id
 from shared.queue import Lease, WorkQueue
 from shared.sample import Sample
 from shared.service import Service
@@ -110,7 +111,7 @@ class Rollout:
                 else:
                     outcome = await self._generate(task, in_flight)
                     done = isinstance(outcome, Generated)
-                    await self._publish(service.subjects.generated(task.environment) if done else service.subjects.scored, task, outcome)
+                    await self._publish(service.subjects.generated(task.environment) if done else service.subjects.scored, outcome)
             await lease.ack()
         except asyncio.CancelledError:
             await lease.hand_back()
@@ -169,9 +170,9 @@ class Rollout:
             return []
 
     async def _stored(self, task: Task, samples: list[Sample]) -> Payload:
-        """Writes samples, before anybody hears of them."""
-        blobs = sample.encode(samples, self._config.store.blob_bytes)
-        keys = [self._service.subjects.payload_key(task.group, task.attempt, part) for part in range(len(blobs))]
+        """Writes samples, before anybody hears of them, under keys that nobody else writes: what a reference names never changes."""
+        blobs, generation = sample.encode(samples, self._config.store.blob_bytes), uuid.uuid4().hex[:8]
+        keys = [self._service.subjects.payload_key(task.group, task.attempt, part, generation) for part in range(len(blobs))]
         await self._service.store.write(dict(zip(keys, blobs, strict=True)))
         tokens = tuple(len(one.prompt) + len(one.response) for one in samples)
         return Payload(keys=keys, bytes=sum(len(blob) for blob in blobs), tokens=tokens)
@@ -194,10 +195,10 @@ class Rollout:
 
     async def _give_up(self, task: Task, reason: str) -> None:
         failed = Failed(group=task.group, attempt=task.attempt, reason=reason, by=self._service.instance)
-        await self._publish(self._service.subjects.scored, task, failed)
+        await self._publish(self._service.subjects.scored, failed)
 
-    async def _publish(self, subject: str, task: Task, message: Message) -> None:
-        await self._service.bus.publish(subject, message, msg_id=f"{task.group}.{task.attempt}", deadline=600)
+    async def _publish(self, subject: str, message: Generated | Interrupted | Failed) -> None:
+        await self._service.bus.publish(subject, message, msg_id=outcome_id(message), deadline=600)
 
     async def _measure(self) -> None:
         """Keeps the gauges."""

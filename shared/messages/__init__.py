@@ -7,7 +7,7 @@ The catalogue in ``docs/messages.md`` is generated from these models.
 
 from shared.messages.base import SCHEMA, Message, Part, Tokens
 from shared.messages.batch import Accepted, Batch, BatchAnswer, BatchGroup, BatchPending, BatchRequest, Durable, Refused, RunDone, Trained
-from shared.messages.group import Failed, Generated, Interrupted, Outcome, Payload, SampleMeta, Sampling, Score, Scored, Task
+from shared.messages.group import Failed, Generated, Interrupted, Outcome, Payload, SampleMeta, Sampling, Score, Scored, Task, outcome_id
 from shared.messages.registry import LeaseCard, ServiceCard, ServiceEvent, TrainerStep
 from shared.messages.weights import (
     WeightsAbort,
@@ -71,4 +71,5 @@ __all__ = [
     "WeightsSleep",
     "WeightsSnapshot",
     "WeightsWake",
+    "outcome_id",
 ]

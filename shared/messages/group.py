@@ -138,3 +138,10 @@ class Interrupted(Outcome):
     stale: bool
     replica: str
     payload: Payload | None = None
+
+
+def outcome_id(message: Generated | Outcome) -> str:
+    """Under which an outcome is published: repeated it counts once, while what another made of the same attempt is an outcome of its own,
+    whose payload the buffer hears of and frees."""
+    payload: Payload | None = getattr(message, "payload", None)
+    return payload.keys[0] if payload is not None and payload.keys else f"{message.group}.{message.attempt}"

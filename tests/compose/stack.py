@@ -88,7 +88,7 @@ class Stack:
             if value:
                 return value
             assert time.monotonic() < end, f"{what} did not come within {seconds:g} s\n{self.said()}"
-            time.sleep(2.0)
+            time.sleep(4.0)
 
     def unhealthy(self) -> set[str]:
         """The services that stay up and are not healthy, or not there, now."""

@@ -156,3 +156,16 @@ def shortened(one: Sample, length: int) -> Sample:
     one.response, one.log_probs, one.mask = one.response[:length], one.log_probs[:length], one.mask[:length]
     one.segments = [(0, length, 0)]
     return one
+
+
+async def test_what_two_replicas_made_of_one_attempt_lies_side_by_side(new_bench: NewBench) -> None:
+    """A task whose lease ran out is generated twice; each reference goes on naming the samples that it was made for."""
+    desk = await new_bench()
+    for _ in range(2):
+        await desk.task(n=4)
+    made = [await desk.generated() for _ in range(2)]
+    assert made[0][0].attempt == made[1][0].attempt
+    assert not set(made[0][0].payload.keys) & set(made[1][0].payload.keys)
+    for generated, _ in made:
+        samples = sample.decode(await desk.service.store.read(generated.payload.keys))
+        assert [one.meta() for one in samples] == generated.samples

@@ -102,6 +102,9 @@ def test_what_a_late_attempt_wrote_is_let_go_and_nothing_that_is_in_use() -> Non
     assert policy.unwanted(state, came_back("eval.heldout.0.0", samples=1)) == ["eval.heldout.0.0:0"]  # no such evaluation
     fold(state, policy.scored(state, LIMITS, [first], 0.0))
     assert policy.unwanted(state, first) == []  # delivered twice, in use
+    other = first.model_copy(update={"payload": Payload(keys=["another generation"], bytes=1)})
+    fold(state, policy.scored(state, LIMITS, [other], 0.0))
+    assert policy.unwanted(state, other) == ["another generation"]  # made of the same attempt by a second replica
     fold(state, policy.lost_payload(state, group_id(0), 0.0))
     assert policy.unwanted(state, first) == [f"{group_id(0)}:0"]
     score(state, 0, 1)
