@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +17,7 @@ from pydantic import ValidationError, model_validator
 
 from shared import config_files, data_files, megatron_flags
 from shared.algorithm import AlgorithmSection
-from shared.errors import ConfigError, nearest
+from shared.errors import BadInput, ConfigError, nearest, problems_of, raise_problems
 from shared.sections import (
     BusSection,
     DataSection,
@@ -32,6 +33,14 @@ from shared.sections import (
     TrainerSection,
 )
 from shared.weights.section import WeightsSection
+
+
+class Misfits(ValueError):
+    """Fields that do not go together. ``problems``: each ``section.field: what is wrong``."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("; ".join(problems))
 
 
 class RunConfig(Section):
@@ -53,6 +62,12 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        if problems := [*self._sizes(), *self._shared_gpus()]:
+            raise Misfits(problems)
+        return self
+
+    def _sizes(self) -> Iterator[str]:
+        """Yields which sizes do not go together, each as ``section.field: what is wrong``."""
         ranks, trainer = self.trainer.actor_num_gpus_per_node, self.trainer
         sizes = trainer.tensor_model_parallel_size, trainer.pipeline_model_parallel_size, trainer.context_parallel_size
         replica = math.prod(sizes)
@@ -61,71 +76,48 @@ class RunConfig(Section):
             if replica != sizes[0]:
                 field += " x pipeline_model_parallel_size x context_parallel_size"
                 product = " x ".join(map(str, sizes)) + f" = {replica}"
-            raise ValueError(f"{field}: {product} does not divide the {ranks} trainer ranks")
+            yield f"{field}: {product} does not divide the {ranks} trainer ranks"
         groups, n, steps = self.rollout.rollout_batch_size, self.rollout.n_samples_per_prompt, self.trainer.num_steps_per_rollout
         samples, size = groups * n, self.trainer.global_batch_size
         if size is not None and samples != size * steps:
-            raise ValueError(
+            yield (
                 f"trainer.global_batch_size: rollout_batch_size x n_samples_per_prompt = {groups} x {n} = {samples} samples are not "
                 f"global_batch_size x num_steps_per_rollout = {size} x {steps} = {size * steps}"
             )
-        if samples % (steps * (ranks // replica)):
-            raise ValueError(
+        if ranks % replica == 0 and samples % (steps * (ranks // replica)):
+            yield (
                 f"trainer.num_steps_per_rollout: rollout_batch_size x n_samples_per_prompt = {samples} samples do not divide "
                 f"into {steps} optimizer steps over {ranks // replica} data-parallel ranks"
             )
-        self._shares_gpus()
-        if self.algorithm.advantage_estimator in ("grpo", "gspo", "cispo") and self.rollout.n_samples_per_prompt < 2:
-            raise ValueError(
-                f"rollout.n_samples_per_prompt: {self.algorithm.advantage_estimator} compares the samples of a group; use at least 2"
-            )
-        return self
+        if self.algorithm.advantage_estimator in ("grpo", "gspo", "cispo") and n < 2:
+            yield f"rollout.n_samples_per_prompt: {self.algorithm.advantage_estimator} compares the samples of a group; use at least 2"
 
-    def _shares_gpus(self) -> None:
-        """Raises ValueError where what is asked of colocated services does not go together."""
+    def _shared_gpus(self) -> Iterator[str]:
+        """Yields what is asked of colocated services and does not go together."""
         trainer, rollout = self.trainer, self.rollout
         if not trainer.colocate:
             for field in ("offload_train", "offload_rollout"):
                 if getattr(trainer, field):
-                    raise ValueError(f"trainer.{field}: belongs to colocate = true: only what shares a GPU has to make room on it")
+                    yield f"trainer.{field}: belongs to colocate = true: only what shares a GPU has to make room on it"
             return
         if "auto" not in (trainer.train_device, rollout.rollout_device) and trainer.train_device != rollout.rollout_device:
-            raise ValueError(
+            yield (
                 f"rollout.rollout_device: {rollout.rollout_device}, but train_device is {trainer.train_device}; colocated services "
                 "compute on the same devices"
             )
         if self.weights.update_weight_transport == "disk":
-            raise ValueError("weights.update_weight_transport: disk, but colocated engines share the trainer's memory; leave it at nccl")
+            yield "weights.update_weight_transport: disk, but colocated engines share the trainer's memory; leave it at nccl"
         if self.weights.join_from in ("peer", "disk"):
-            raise ValueError(
+            yield (
                 f"weights.join_from: {self.weights.join_from}, but colocated engines get all weights from the trainer, at the end of its "
                 "turn; use auto or trainer"
             )
         engines, ranks = rollout.rollout_replicas * rollout.rollout_num_gpus_per_engine, trainer.actor_num_gpus_per_node
         if engines > ranks:
-            raise ValueError(
+            yield (
                 f"rollout.rollout_replicas: {rollout.rollout_replicas} engines of {rollout.rollout_num_gpus_per_engine} GPUs do not fit on "
                 f"the trainer's {ranks} (actor_num_gpus_per_node), which colocate makes them share"
             )
-
-    def check_paths(self) -> None:
-        """Refuses paths that do not exist. Raises ConfigError naming the field."""
-        model = self.model.hf_checkpoint
-        if not model.is_dir():
-            raise ConfigError("model.hf_checkpoint", str(model), "no such directory; give one with config.json and *.safetensors")
-        for name in ("config.json", "tokenizer.json"):
-            if not (model / name).is_file():
-                raise ConfigError("model.hf_checkpoint", str(model), f"the directory holds no {name}")
-        files = {
-            "data.prompt_data": self.data.prompt_data,
-            "eval.eval_prompt_data": self.eval.eval_prompt_data,
-            "sft.sft_data": self.sft.sft_data,
-        }
-        for field, value in files.items():
-            for path in data_files.paths(value):
-                if not path.is_file():
-                    expected = "JSONL file" if field == "sft.sft_data" else "JSONL or Parquet file"
-                    raise ConfigError(field, str(path), f"no such file; give a {expected}")
 
     def absolute(self, base: Path) -> RunConfig:
         """The same config with every path absolute, relative ones taken from ``base``."""
@@ -138,20 +130,22 @@ class RunConfig(Section):
 
 
 def parse(values: dict[str, Any]) -> RunConfig:
-    """Builds the config from nested plain values. Raises ConfigError: field, value, and what would be right."""
-    values = _checked(values)
+    """Builds the config from nested plain values. Raises ConfigError: field, value, and what would be right; Problems of several."""
+    known, problems = _known(values)
     try:
-        return RunConfig.model_validate(values)
+        config = RunConfig.model_validate(known)
     except ValidationError as error:
-        raise _config_error(error, values) from None
+        problems += _unless_told(_config_errors(error, values), problems)
+    raise_problems(problems)
+    return config
 
 
 def load(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> RunConfig:
     """Reads a TOML file over its bases, lays ``overrides`` (section → field → value) over it, makes paths absolute from here.
 
-    Raises ConfigError.
+    Raises ConfigError, or Problems of several.
     """
-    layers = config_files.read(path, _checked)
+    layers = config_files.read(path, _known)
     values = layers.values
     for section, fields in (overrides or {}).items():
         existing = values.setdefault(section, {})
@@ -163,13 +157,35 @@ def load(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> RunC
                 existing[field].update(value)
             else:
                 existing[field] = value
+    problems = layers.problems
     try:
-        return parse(values).absolute(Path.cwd())
-    except ConfigError as error:
-        origin = layers.origins.get(".".join(error.field.split(".")[:2]), path)
-        if origin == path:
-            raise
-        raise ConfigError(error.field, error.value, f"{error.expected} (in {origin})") from None
+        config = parse(values)
+    except BadInput as error:
+        problems += [_with_origin(problem, layers, path) for problem in _unless_told(problems_of(error), problems)]
+    raise_problems(problems)
+    return config.absolute(Path.cwd())
+
+
+def _unless_told(found: Iterable[BadInput], told: list[BadInput]) -> list[BadInput]:
+    """Leaves out what follows from a problem that was told: a section that is no table is missing, and so is a field that was misspelt."""
+    refused = [problem for problem in told if isinstance(problem, ConfigError)]
+    fields, hints = {problem.field for problem in refused}, {problem.expected.rpartition("did you mean ")[2] for problem in refused}
+
+    def follows(problem: BadInput) -> bool:
+        if not isinstance(problem, ConfigError):
+            return False
+        section, _, name = problem.field.rpartition(".")
+        return problem.field in fields or section in fields or f"{name}?" in hints
+
+    return [problem for problem in found if not follows(problem)]
+
+
+def _with_origin(problem: BadInput, layers: config_files.Layers, path: Path) -> BadInput:
+    """The same problem, naming the file that it comes from where that is a base of the config at ``path``."""
+    if not isinstance(problem, ConfigError):
+        return problem
+    origin = layers.origins.get(".".join(problem.field.split(".")[:2]), path)
+    return problem if origin == path else ConfigError(problem.field, problem.value, f"{problem.expected} (in {origin})")
 
 
 def field_sections() -> dict[str, str]:
@@ -211,45 +227,56 @@ def _without_secrets(value: Any) -> Any:
     return re.sub(r"://.*@", "://", value) if isinstance(value, str) else value
 
 
-def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """The same, Megatron's flags under their names. Raises ConfigError for sections, keys and flags that there are not."""
-    _refuse_unknown(values)
-    trainer = values.get("trainer", {})
-    if not isinstance(trainer.get("megatron"), dict):
-        return values
-    return {**values, "trainer": {**trainer, "megatron": megatron_flags.canonical(trainer["megatron"], field_sections())}}
+def _known(values: dict[str, Any]) -> tuple[dict[str, Any], list[BadInput]]:
+    """Returns the values that there are fields for, Megatron's flags under their names, and what is wrong with the others."""
+    known, problems = _known_fields(values)
+    trainer = known.get("trainer", {})
+    if isinstance(trainer, dict) and isinstance(trainer.get("megatron"), dict):
+        try:
+            known = {**known, "trainer": {**trainer, "megatron": megatron_flags.canonical(trainer["megatron"], field_sections())}}
+        except ConfigError as error:
+            problems.append(error)
+            known = {**known, "trainer": {key: value for key, value in trainer.items() if key != "megatron"}}
+    return known, problems
 
 
-def _refuse_unknown(values: dict[str, Any]) -> None:
-    sections = list(RunConfig.model_fields)
-    owners = field_sections()
+def _known_fields(values: dict[str, Any]) -> tuple[dict[str, Any], list[BadInput]]:
+    """Returns the fields that there are, and a ConfigError for each section and key that there is not."""
+    sections, owners = list(RunConfig.model_fields), field_sections()
+    known: dict[str, Any] = {}
+    problems: list[BadInput] = []
     for section, fields in values.items():
         if section not in sections:
-            if section in owners:
-                raise ConfigError(section, fields, f"belongs into the section [{owners[section]}]")
-            raise ConfigError(section, "…" if isinstance(fields, dict) else fields, f"unknown section; {nearest(section, sections)}")
-        if not isinstance(fields, dict):
-            raise ConfigError(section, fields, f"expected a section [{section}] with fields")
-        valid = list(section_model(section).model_fields)
-        for field, value in fields.items():
-            if field in valid:
-                continue
-            if field in owners:
-                raise ConfigError(f"{section}.{field}", value, f"unknown key here; it belongs into the section [{owners[field]}]")
-            raise ConfigError(f"{section}.{field}", value, f"unknown key; {nearest(field, valid)}")
+            elsewhere = f"belongs into the section [{owners[section]}]" if section in owners else None
+            shown = "…" if isinstance(fields, dict) and elsewhere is None else fields
+            problems.append(ConfigError(section, shown, elsewhere or f"unknown section; {nearest(section, sections)}"))
+        elif not isinstance(fields, dict):
+            problems.append(ConfigError(section, fields, f"expected a section [{section}] with fields"))
+        else:
+            valid = list(section_model(section).model_fields)
+            known[section] = {field: value for field, value in fields.items() if field in valid}
+            for field in (field for field in fields if field not in valid):
+                elsewhere = f"unknown key here; it belongs into the section [{owners[field]}]" if field in owners else None
+                problems.append(ConfigError(f"{section}.{field}", fields[field], elsewhere or f"unknown key; {nearest(field, valid)}"))
+    return known, problems
 
 
-def _config_error(error: ValidationError, values: dict[str, Any]) -> ConfigError:
-    first = error.errors()[0]
-    message = first["msg"].removeprefix("Value error, ")
-    location = [str(part) for part in first["loc"]]
-    if first["type"] == "value_error" and ": " in message:  # a validator over several fields names its own
+def _config_errors(error: ValidationError, values: dict[str, Any]) -> Iterator[ConfigError]:
+    """Yields what pydantic refused, each under its field."""
+    for found in error.errors():
+        reason = found.get("ctx", {}).get("error")
+        for message in reason.problems if isinstance(reason, Misfits) else [found["msg"].removeprefix("Value error, ")]:
+            yield _config_error(found["type"], [str(part) for part in found["loc"]], message, values)
+
+
+def _config_error(kind: str, location: list[str], message: str, values: dict[str, Any]) -> ConfigError:
+    if kind == "value_error" and ": " in message:  # a validator over several fields names its own
         field, message = message.split(": ", 1)
         location = field.split(".")
     value: Any = values
     for part in location:
         value = value.get(part) if isinstance(value, dict) else None
-    if first["type"] == "missing":
+    if kind == "missing":
         model = section_model(location[0]) if len(location) > 1 else None
         description = model.model_fields[location[1]].description if model and location[1] in model.model_fields else "a section"
         return ConfigError(".".join(location), None, f"required: {description}")

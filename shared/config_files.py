@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shared.errors import ConfigError
+from shared.errors import BadInput, ConfigError
 
 BASE = "base"
+
+Known = Callable[[dict[str, Any]], tuple[dict[str, Any], list[BadInput]]]
 
 
 @dataclass
@@ -22,11 +24,12 @@ class Layers:
     """What a file and its bases say together.
 
     Args:
-        values: section → field → value. origins: ``section.field`` → the file that said it last.
+        values: section → field → value. origins: ``section.field`` → the file that said it last. problems: what could not be taken.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Path] = field(default_factory=dict)
+    problems: list[BadInput] = field(default_factory=list)
 
     def lay(self, values: dict[str, Any], path: Path) -> None:
         """Lays a file's own values over what is there."""
@@ -41,24 +44,21 @@ class Layers:
                 self.origins[f"{section}.{name}"] = path
 
 
-def read(path: Path, checked: Callable[[dict[str, Any]], dict[str, Any]]) -> Layers:
+def read(path: Path, known: Known) -> Layers:
     """Reads the file and, under it, its bases.
 
     Args:
-        checked: takes one file's values, refuses what cannot stand in any, and gives them back in the form in which they can be laid
-            over one another.
+        known: takes one file's values, and returns those that can stand in it, in the form in which they can be laid over one another, and
+            what is wrong with the others; that is told with the file's name where it is a base.
 
-    Raises ConfigError: no readable TOML, a base that is not there or leads back to its own file, or what ``checked`` refuses; it names the
-    file.
+    Raises ConfigError: no readable TOML, or a base that is not there or leads back to its own file; it names the file.
     """
     layers = Layers()
-    _read(path, "CONFIG", str(path), (), layers, checked)
+    _read(path, "CONFIG", str(path), (), layers, known)
     return layers
 
 
-def _read(
-    path: Path, key: str, given: str, above: tuple[Path, ...], layers: Layers, checked: Callable[[dict[str, Any]], dict[str, Any]]
-) -> None:
+def _read(path: Path, key: str, given: str, above: tuple[Path, ...], layers: Layers, known: Known) -> None:
     where = f" (in {above[-1]})" if above else ""
     try:
         values = tomllib.loads(path.read_text())
@@ -72,13 +72,14 @@ def _read(
         if target.resolve() in [one.resolve() for one in chain]:
             circle = " → ".join(str(one) for one in (*chain, target))
             raise ConfigError(BASE, base, f"a file that does not lead back to itself: {circle}")
-        _read(target, BASE, base, chain, layers, checked)
-    try:
-        layers.lay(checked(values), path)
-    except ConfigError as error:
-        if not above:
-            raise
-        raise ConfigError(error.field, error.value, f"{error.expected} (in {path})") from None
+        _read(target, BASE, base, chain, layers, known)
+    taken, problems = known(values)
+    layers.lay(taken, path)
+    where = f" (in {path})" if above else ""
+    layers.problems += [
+        ConfigError(problem.field, problem.value, f"{problem.expected}{where}") if isinstance(problem, ConfigError) else problem
+        for problem in problems
+    ]
 
 
 def _bases(value: Any, path: Path) -> list[str]:

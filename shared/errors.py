@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 
 
 class MyxoError(Exception):
@@ -25,6 +26,27 @@ class ConfigError(BadInput):
     def __init__(self, field: str, value: object, expected: str) -> None:
         self.field, self.value, self.expected = field, value, expected
         super().__init__(f"{field} = {value!r}: {expected}")
+
+
+class Problems(BadInput):
+    """Several things are wrong with one input. ``problems``: at least two, in the order in which they are told."""
+
+    def __init__(self, problems: Sequence[BadInput]) -> None:
+        self.problems = list(problems)
+        super().__init__("; ".join(map(str, problems)))
+
+
+def problems_of(error: BadInput) -> list[BadInput]:
+    """Returns the single problems that an error stands for."""
+    return error.problems if isinstance(error, Problems) else [error]
+
+
+def raise_problems(problems: Sequence[BadInput]) -> None:
+    """Raises the only problem, or `Problems` where there are several; returns where there is none."""
+    if len(problems) > 1:
+        raise Problems(problems)
+    for problem in problems:
+        raise problem
 
 
 class DeadlineExceeded(MyxoError):

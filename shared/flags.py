@@ -15,43 +15,64 @@ from pydantic.fields import FieldInfo
 
 from shared import megatron_flags
 from shared.config import RunConfig, field_sections, section_model
-from shared.errors import ConfigError, nearest
+from shared.errors import BadInput, ConfigError, nearest, raise_problems
 
 SGLANG = "--sglang-"
 
+Overrides = dict[str, dict[str, Any]]
+"""Section → field → value."""
 
-def parse(arguments: list[str]) -> dict[str, dict[str, Any]]:
+
+def parse(arguments: list[str]) -> Overrides:
+    """Returns what `read` finds. Raises ConfigError for a flag that cannot be taken, or Problems of several."""
+    overrides, problems = read(arguments)
+    raise_problems(problems)
+    return overrides
+
+
+def read(arguments: list[str]) -> tuple[Overrides, list[BadInput]]:
     """Reads ``--name value``, ``--name=value``, ``--switch``, ``--no-switch`` into section → field → value.
 
     Values stay text where pydantic converts them; lists take the following words up to the next flag.
-    Raises ConfigError for an unknown flag or a missing value.
+    Returns the overrides, and a ConfigError for each unknown flag and each missing value; a refused flag takes its values with it.
     """
     owners = field_sections()
-    overrides: dict[str, dict[str, Any]] = {}
+    overrides: Overrides = {}
+    problems: list[BadInput] = []
     rest = list(arguments)
     while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            raise ConfigError(word, word, "expected a flag that starts with --")
-        flag, equals, inline = word.partition("=")
-        if flag.startswith(SGLANG):
-            # engine flags pass through verbatim: value if one follows, switch otherwise
-            value = inline if equals else (rest.pop(0) if rest and not rest[0].startswith("--") else True)
-            overrides.setdefault("rollout", {}).setdefault("sglang", {})[flag.removeprefix(SGLANG)] = value
-            continue
-        name = flag.removeprefix("--").replace("-", "_")
-        negated = name.startswith("no_") and name.removeprefix("no_") in owners
-        name = name.removeprefix("no_") if negated else name
-        if name not in owners:
-            given, value = _megatron(flag, flag.removeprefix("--").replace("-", "_"), equals, inline, rest)
-            overrides.setdefault("trainer", {}).setdefault("megatron", {})[given] = value
-            continue
-        info = section_model(owners[name]).model_fields[name]
-        if negated and bool not in _kinds(info.annotation):
-            raise ConfigError(flag, inline or "", f"unknown flag; {nearest(flag.replace('--no-', '--', 1), flags())}")
-        section, value = overrides.setdefault(owners[name], {}), _value(flag, info, equals, inline, negated, rest)
-        section[name] = {**section[name], **value} if isinstance(value, dict) and isinstance(section.get(name), dict) else value
-    return overrides
+        try:
+            _read_flag(rest, owners, overrides)
+        except ConfigError as error:
+            problems.append(error)
+            _following(rest)
+    return overrides, problems
+
+
+def _read_flag(rest: list[str], owners: dict[str, str], overrides: Overrides) -> None:
+    """Takes one flag and its values off ``rest``. Raises ConfigError."""
+    word = rest.pop(0)
+    if not word.startswith("--"):
+        raise ConfigError(word, word, "expected a flag that starts with --")
+    flag, equals, inline = word.partition("=")
+    if flag.startswith(SGLANG):
+        # engine flags pass through verbatim: value if one follows, switch otherwise
+        value = inline if equals else (rest.pop(0) if rest and not rest[0].startswith("--") else True)
+        overrides.setdefault("rollout", {}).setdefault("sglang", {})[flag.removeprefix(SGLANG)] = value
+        return
+    name = flag.removeprefix("--").replace("-", "_")
+    negated = name.startswith("no_") and name.removeprefix("no_") in owners
+    name = name.removeprefix("no_") if negated else name
+    if name not in owners:
+        given, value = _megatron(flag, flag.removeprefix("--").replace("-", "_"), equals, inline, rest)
+        overrides.setdefault("trainer", {}).setdefault("megatron", {})[given] = value
+        return
+    info = section_model(owners[name]).model_fields[name]
+    if negated and bool not in _kinds(info.annotation):
+        raise ConfigError(flag, inline or "", f"unknown flag; {nearest(flag.replace('--no-', '--', 1), flags())}")
+    value = _value(flag, info, equals, inline, negated, rest)
+    section = overrides.setdefault(owners[name], {})
+    section[name] = {**section[name], **value} if isinstance(value, dict) and isinstance(section.get(name), dict) else value
 
 
 def flags() -> list[str]:

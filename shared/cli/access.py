@@ -14,7 +14,7 @@ import nats.errors
 
 from shared import runs, streams
 from shared.bus import TRANSIENT, Bus, redacted
-from shared.cli import preflight
+from shared.cli.preflight.servers import check_store, connect, given_servers
 from shared.cli.rundir import RunDirectory, Servers, find, no_such_run
 from shared.config import RunConfig
 from shared.embedded import EmbeddedNats, EmbeddedValkey
@@ -66,9 +66,9 @@ async def reach(run: str, directory: Path) -> AsyncIterator[Access]:
 @contextlib.asynccontextmanager
 async def _reach(run: str, directory: Path) -> AsyncIterator[Access]:
     name, files = find(run, directory)
-    given = preflight.given_servers().nats_url
+    given = given_servers().nats_url
     if given is not None:
-        bus = await preflight.connect(given, name)
+        bus = await connect(given, name)
         try:
             if not await streams.exists(bus, name):
                 raise ConfigError("RUN", run, f"no such run on the NATS server at {redacted(given)}; `myxo submit CONFIG` makes one")
@@ -125,9 +125,9 @@ async def payloads(access: Access) -> AsyncIterator[Store]:
 
     Raises ConfigError where none is known or the given one does not answer, RunHeld where its servers are just coming or going.
     """
-    url = preflight.given_servers().redis_url
+    url = given_servers().redis_url
     if url is not None:
-        await preflight.check_store(url)
+        await check_store(url)
     else:
         url = _own_store(access) or _reachable(await runs.store_url(access.bus, access.run))
     if url is not None:

@@ -1,4 +1,4 @@
-"""How every command of ours reads its arguments and ends: an error is one line, and a code of `exits`."""
+"""How every command of ours reads its arguments and ends: each error is one line, all together a code of `exits`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from shared.cli import exits
-from shared.errors import BadInput, MyxoError
+from shared.errors import BadInput, MyxoError, problems_of
 
 LONGEST_ERROR = 1000
 """Characters of an error that are shown: one may hold a whole prompt."""
@@ -35,7 +35,8 @@ def ended(program: str, work: Callable[[], int], *failures: type[Exception]) -> 
         sys.stderr.close()
         return exits.DONE
     except told as error:
-        complain(str(error), program)
+        for problem in problems_of(error) if isinstance(error, BadInput) else [error]:
+            complain(str(problem), program)
         return exits.BAD_INPUT if isinstance(error, BadInput) else exits.FAILED
     except KeyboardInterrupt:
         return exits.INTERRUPTED

@@ -13,7 +13,7 @@ from rich.text import Text
 from shared import addresses
 from shared.bus import Bus, BusUnreachable, redacted
 from shared.cli import exits
-from shared.cli.preflight import ANSWER_SECONDS
+from shared.cli.preflight.servers import ANSWER_SECONDS
 from shared.environment import address
 from shared.environment.client import Environment, open_environment
 from shared.environment.conformance import Check, Conformance, Example

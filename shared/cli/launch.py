@@ -22,7 +22,7 @@ from shared.cli import erase, exits, report
 from shared.cli.access import told_when_lost
 from shared.cli.child import ServiceSpec
 from shared.cli.plan import TRAINERS, plan
-from shared.cli.preflight import GivenServers
+from shared.cli.preflight.servers import GivenServers
 from shared.cli.progress import Display, display
 from shared.cli.rundir import RunDirectory
 from shared.cli.rundir import Servers as Addresses

@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 
 from shared.cli.backoff import BackOff
-from shared.cli.preflight import GivenServers
+from shared.cli.preflight.servers import GivenServers
 from shared.cli.rundir import RunDirectory
 from shared.embedded import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.errors import MyxoError

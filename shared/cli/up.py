@@ -7,13 +7,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shared import addresses, extras, runs, telemetry
+from shared import addresses, runs, telemetry
 from shared.bus import redacted
-from shared.cli import exits, preflight, toml
+from shared.cli import exits, toml
 from shared.cli.access import told_when_lost
 from shared.cli.launch import Launch
 from shared.cli.plan import SERVICE_MODULES
+from shared.cli.preflight import checked_config, servers
 from shared.cli.rundir import RunDirectory
+from shared.config import RunConfig
 from shared.errors import ConfigError
 
 LAUNCHER = "launcher"
@@ -28,16 +30,15 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
 
     Raises ConfigError for bad input, MyxoError for what keeps the run from starting.
     """
-    config = preflight.checked_config(path, arguments)
-    extras.check(config)
+    config = checked_config(path, arguments)
     if dry_run:
         console.file.write(toml.dump(config))
         return exits.DONE
-    given = preflight.given_servers()
+    given = servers.given_servers()
     directory = RunDirectory(config.run.root)
     if fresh:
         directory.refuse_input_in_state(config)
-    asyncio.run(preflight.check_servers(given, config.run.name))
+    asyncio.run(servers.check_servers(given, config.run.name))
     directory.hold()
     try:
         if fresh:
@@ -55,8 +56,8 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
 
 def submit(path: Path, arguments: list[str], console: Console) -> int:
     """Makes the run on the bus of ``NATS_URL`` for services that are started elsewhere. Raises ConfigError."""
-    config = preflight.checked_config(path, arguments)
-    given = preflight.given_servers()
+    config = checked_config(path, arguments)
+    given = servers.given_servers()
     if given.nats_url is None:
         raise ConfigError("NATS_URL", None, "required in the environment: nats://[user:password@]host:port of the bus, or NATS_URL_FILE")
     if given.redis_url is None:
@@ -74,9 +75,9 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
     return exits.DONE
 
 
-async def _submit(config: preflight.RunConfig, nats_url: str, redis_url: str) -> None:
-    await preflight.check_store(redis_url)
-    bus = await preflight.connect(nats_url, config.run.name)
+async def _submit(config: RunConfig, nats_url: str, redis_url: str) -> None:
+    await servers.check_store(redis_url)
+    bus = await servers.connect(nats_url, config.run.name)
     try:
         with told_when_lost():
             await runs.create(bus, config, redis_url)

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from shared.bus import Bus
-from shared.cli.preflight import GivenServers
+from shared.cli.preflight.servers import GivenServers
 from shared.cli.rundir import RunDirectory
 from shared.cli.servers import Servers
 from shared.embedded import EmbeddedServer

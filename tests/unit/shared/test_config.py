@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from shared.cli.preflight import files
+from shared.cli.preflight.inspection import Inspection
 from shared.config import RunConfig, changes, field_sections, load, parse, section_model
-from shared.errors import ConfigError
+from shared.errors import ConfigError, Problems
 from shared.sections import Section
 from tests.support.run_config import run_config, values
 
@@ -346,7 +348,7 @@ def test_a_missing_file_a_broken_file_and_a_directory_are_refused(tmp_path: Path
 def test_overrides_do_not_hide_a_section_that_is_no_section(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('rollout = 3\n[run]\nname = "a"\n')
-    with pytest.raises(ConfigError, match=r"expected a section \[rollout\]"):
+    with pytest.raises(Problems, match=r"expected a section \[rollout\]"):
         load(path, {"rollout": {"num_rollout": "9", "sglang": {"a": "b"}}})
 
 
@@ -372,6 +374,12 @@ def test_changes_names_old_and_new_and_leaves_out_what_may_change(tmp_path: Path
     assert changes(old, new) == ["rollout.max_staleness: 1 → 3", "rollout.sglang: {} → {'a': 1}", "trainer.lr: 1e-06 → 1e-05"]
 
 
+def missing_files(config: RunConfig) -> list[ConfigError]:
+    """What the checks of a config's files find, in their order."""
+    inspection = Inspection(config)
+    return [problem for check in (files.check_model, files.check_data) for problem in check(inspection)]
+
+
 def test_paths_that_do_not_exist_are_refused_by_field(tmp_path: Path) -> None:
     config = run_config(tmp_path, eval={"eval_prompt_data": str(tmp_path / "eval.jsonl")}, sft={"sft_data": str(tmp_path / "sft.jsonl")})
     todo = [
@@ -383,11 +391,9 @@ def test_paths_that_do_not_exist_are_refused_by_field(tmp_path: Path) -> None:
         ("sft.sft_data", lambda: (tmp_path / "sft.jsonl").write_text("{}\n")),
     ]
     for field, remedy in todo:
-        with pytest.raises(ConfigError) as caught:
-            config.check_paths()
-        assert caught.value.field == field
+        assert missing_files(config)[0].field == field
         remedy()
-    config.check_paths()
+    assert not missing_files(config)
 
 
 @pytest.mark.parametrize(
@@ -403,3 +409,29 @@ def test_what_trains_is_refused_by_field_where_it_makes_no_sense(tmp_path: Path,
     with pytest.raises(ConfigError, match=words) as caught:
         run_config(tmp_path, trainer=trainer)
     assert caught.value.field == field
+
+
+def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text("[trainer]\nlearning_rate = 1\nclip_grad = -1.0\n")
+    config = tmp_path / "run.toml"
+    config.write_text(
+        'base = "base.toml"\n[run]\nname = "a"\n[model]\nhf_checkpoint = "m"\n[rollouts]\n[data]\nprompt_data = "a.jsonl"\n'
+        "[rollout]\nnum_rollouts = 3\nrollout_batch_size = 0\nn_samples_per_prompt = 1\n"
+    )
+    with pytest.raises(Problems) as caught:
+        load(config, {"eval": {"eval_interval": -1}})
+    told = [(problem.field, problem.expected) for problem in caught.value.problems if isinstance(problem, ConfigError)]
+    rollout = ["rollout.num_rollouts", "rollout.rollout_batch_size"]
+    assert sorted(field for field, _ in told) == ["eval.eval_interval", *rollout, "rollouts", "trainer.clip_grad", "trainer.learning_rate"]
+    assert all(expected.endswith(f"(in {tmp_path}/base.toml)") == field.startswith("trainer.") for field, expected in told)
+
+
+def test_sizes_that_do_not_go_together_are_told_at_once(tmp_path: Path) -> None:
+    rollout, trainer = {"rollout_batch_size": 3, "n_samples_per_prompt": 1}, {"global_batch_size": 7, "offload_train": True}
+    with pytest.raises(Problems) as caught:
+        run_config(tmp_path, rollout=rollout, trainer=trainer)
+    assert [str(problem).partition(" =")[0] for problem in caught.value.problems] == [
+        "trainer.global_batch_size",
+        "rollout.n_samples_per_prompt",
+        "trainer.offload_train",
+    ]

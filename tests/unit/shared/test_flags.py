@@ -113,3 +113,9 @@ def test_each_field_takes_its_own_default_back_as_a_flag(tmp_path: Path) -> None
         for owner, fields in flags.parse([f"--{field.replace('_', '-')}={default}"]).items():
             nested.setdefault(owner, {}).update(fields)
         assert parse(nested) == plain, field
+
+
+def test_every_flag_that_cannot_be_taken_is_told() -> None:
+    overrides, problems = flags.read(["--num-rolout", "3", "--rollout-batch-size", "8", "stray", "--lr"])
+    assert overrides == {"rollout": {"rollout_batch_size": "8"}}
+    assert [problem.field for problem in problems if isinstance(problem, ConfigError)] == ["--num-rolout", "stray", "--lr"]

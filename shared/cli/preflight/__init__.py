@@ -1,0 +1,60 @@
+"""Everything that can be wrong with a run's input, found before anything is started, all of it at once.
+
+A *check* takes an `Inspection` and yields ConfigErrors: the field, what was given, what would be right. It may also raise one, which then
+is its last. Checks are independent: each leaves out what it cannot look at for the sake of something that another check reports. A new
+one is a function in a module of this package, named after what it looks at, and stands in `CHECKS`. None needs a GPU, all together take
+seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from shared import flags
+from shared.cli.preflight import data, files, functions
+from shared.cli.preflight.inspection import Inspection
+from shared.config import RunConfig, load
+from shared.errors import BadInput, problems_of, raise_problems
+
+Check = Callable[[Inspection], Iterable[BadInput]]
+
+CHECKS: tuple[Check, ...] = (
+    files.check_model,
+    files.check_tokenizer,
+    files.check_data,
+    files.check_packages,
+    functions.check,
+    data.check_training_prompts,
+    data.check_heldout_prompts,
+    data.check_demonstrations,
+)
+"""In the order in which their problems are told; what takes longest stands last."""
+
+
+def checked_config(path: Path, arguments: list[str]) -> RunConfig:
+    """Returns the config with ``arguments`` (flags of `shared.flags`) laid over it, after all checks.
+
+    Tells on standard error how many prompts are left out, where the config leaves some out. Raises ConfigError, or Problems of several.
+    """
+    overrides, problems = flags.read(arguments)
+    try:
+        config = load(path, overrides)
+    except BadInput as error:
+        raise_problems([*problems, *problems_of(error)])
+        raise
+    raise_problems(problems)
+    raise_problems(inspect(config))
+    return config
+
+
+def inspect(config: RunConfig) -> list[BadInput]:
+    """Returns what all checks find, in their order."""
+    inspection, problems = Inspection(config), []
+    for check in CHECKS:
+        try:
+            for problem in check(inspection):
+                problems.append(problem)
+        except BadInput as error:
+            problems += problems_of(error)
+    return problems
