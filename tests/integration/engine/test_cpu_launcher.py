@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from services.rollout.engine.command import CPU_LAUNCHER, engine_site
 
@@ -16,10 +19,10 @@ spec.loader.exec_module(launcher)
 """
 
 
-def child(code: str) -> str:
-    """What a fresh process prints that has imported the launcher."""
-    environment = {"PYTHONPATH": str(engine_site()), "PATH": "/usr/bin:/bin"}
-    script = AS_SPAWNED.format(launcher=str(CPU_LAUNCHER)) + code
+def child(code: str, site: Path | None = None, before: str = "") -> str:
+    """What a fresh process prints that has imported the launcher, with ``site`` for the engine site, after ``before``."""
+    environment = {"PYTHONPATH": str(site or engine_site()), "PATH": "/usr/bin:/bin"}
+    script = before + AS_SPAWNED.format(launcher=str(CPU_LAUNCHER)) + code
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -34,6 +37,57 @@ def test_torchvision_is_whole() -> None:
     """transformers' image classes are imported through it."""
     code = "import torch, torchvision\nfrom torchvision.transforms.v2 import functional\nprint(torch.ops.torchvision.nms.__name__)"
     assert child(code) == "nms"
+
+
+TORCHVISION = """
+import contextlib, pathlib, torch
+with contextlib.suppress(OSError):
+    torch.ops.load_library(str(pathlib.Path(__file__).with_name("_C.so")))
+for name in ("nms", "qnms"):
+    torch.library.register_fake("torchvision::" + name)(lambda *tensors: None)
+"""
+"""What torchvision's import does with its operators."""
+
+REGISTERS = """
+import functools, pathlib, torch
+
+@functools.cache
+def load_library(path):
+    assert pathlib.Path(path).name == "_C.so", path
+    operators = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        operators.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return operators
+
+torch.ops.load_library = load_library
+"""
+"""A loader of an extension that registers operators when it is first loaded; the dispatcher refuses them a second time."""
+
+IMPORTED = "import torch, torchvision\nprint(torch.ops.torchvision.nms.__name__, torch.ops.torchvision.qnms.__name__)"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """An engine site with a torchvision whose extension is not a library."""
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").write_text(TORCHVISION)
+    (package / "_C.so").write_text("no library\n")
+    return tmp_path
+
+
+def test_operators_that_torchvision_registers_itself_are_left_to_it(site: Path) -> None:
+    """As beside torch for CUDA, where a second registration aborts the engine."""
+    assert child(IMPORTED, site, REGISTERS) == "nms qnms"
+
+
+def test_operators_are_declared_where_the_extension_does_not_load(site: Path) -> None:
+    assert child(IMPORTED, site) == "nms qnms"
+
+
+def test_operators_are_declared_where_there_is_no_extension(site: Path) -> None:
+    (site / "torchvision" / "_C.so").unlink()
+    assert child(IMPORTED, site) == "nms qnms"
 
 
 def test_kernels_can_be_defined_but_not_launched() -> None:

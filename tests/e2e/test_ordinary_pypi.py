@@ -1,0 +1,45 @@
+"""The quick start with nothing but PyPI to install from, where torch is the build for CUDA. Takes 10 GB of disk while it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_CLONED = shutil.ignore_patterns(".venv", "runs", "build", ".git", ".*_cache", "__pycache__", "*.egg-info", ".hypothesis")
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_FIND", "PIP_INDEX", "PIP_EXTRA", "TORCH_"))}
+
+pytestmark = [pytest.mark.extra, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Iterator[Path]:
+    """A copy of this checkout without an environment, taken away with the one that is made there."""
+    path = tmp_path / "clone"
+    shutil.copytree(ROOT, path, ignore=NOT_CLONED)
+    yield path
+    shutil.rmtree(path)
+
+
+def run(clone: Path, *command: str) -> str:
+    """What the command prints in the clone, with a pip that knows no index but its own."""
+    environment = ENVIRONMENT | {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
+    done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, timeout=3000, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def test_the_quick_start_runs_with_torch_for_cuda(clone: Path) -> None:
+    said = run(clone, "make", "quickstart")
+    assert "Downloading torch-2.13.0-" in said
+    assert run(clone, ".venv/bin/python", "-c", "import torch; print(torch.version.cuda)").strip() != "None"
+    summary = json.loads((clone / "runs" / "quickstart" / "summary.json").read_text())
+    assert (summary["finished"], summary["audit"]) == (True, "ok")
+    assert summary["accuracy_after"] > summary["accuracy_before"]
+    run(clone, ".venv/bin/python", "-m", "pytest", "tests/integration/engine/test_cpu_launcher.py")
