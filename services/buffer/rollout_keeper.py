@@ -1,0 +1,148 @@
+"""Keeps the responses of groups that have ended: reads their payloads before they are freed, and hands them to the disk's thread.
+
+It works behind the run: a group waits here with its payload in the store, which is freed once it was read. What cannot be kept (too much is
+waiting, the store has lost it, the disk does not take it) is left out and counted; neither a decision nor a batch ever waits for this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from redis.exceptions import RedisError
+
+from services.buffer import ended_groups
+from services.buffer.ended_groups import EndedGroup
+from services.buffer.prompts import Prompts
+from services.buffer.rollout_writer import QUEUE_BYTES, TOO_LARGE, RolloutWriter, WriteJob
+from shared import rollout_files
+from shared.errors import MyxoError, PayloadMissing
+from shared.ledger import eval_group_parts, group_number
+from shared.prompts import Prompt
+from shared.service import Service
+from shared.telemetry import Metrics
+
+RATE_BYTES = 16 << 20
+"""Payload bytes that are read each second at most: so much costs the buffer a twentieth of a core, and is more than a model generates."""
+
+BEHIND_BYTES = 256 << 20
+"""Payloads that may wait to be read, and stay in the store meanwhile."""
+
+BEHIND_GROUPS = 1 << 16
+"""Groups that may wait."""
+
+LOT_BYTES, LOT_GROUPS = 4 << 20, 64
+"""Payloads that are read together."""
+
+READ_SECONDS = 10.0
+"""How long the store has for a lot."""
+
+DRAIN_POLL_SECONDS = 0.02
+
+BEHIND, LOST, STORE = "behind", "lost", "store"
+"""Why a group is not kept: too many wait, the store has lost its payload, the store does not answer or refuses."""
+
+
+class RolloutKeeper:
+    """See the module's docstring.
+
+    Args:
+        free: has payload keys removed from the store.
+    """
+
+    def __init__(self, service: Service, prompts: Prompts, free: Callable[[list[str]], None]) -> None:
+        monitoring, directory = service.config.monitoring, service.config.run.root / rollout_files.DIRECTORY
+        self._store, self._prompts, self._free = service.store, prompts, free
+        self._share = monitoring.keep_rollouts
+        self._writer = RolloutWriter(directory, monitoring.keep_rollouts_bytes, monitoring.keep_rollouts_tokens, service.log)
+        self._waiting: deque[tuple[EndedGroup, bool]] = deque()
+        self._came = asyncio.Event()
+        self._behind = 0
+        self._awaited: set[str] = set()  # payload keys that are still to be read
+        self._released: set[str] = set()  # those of them that nobody else needs any more
+        self._hurry = asyncio.Event()
+        self._busy = False
+
+    def take(self, groups: list[EndedGroup], *, again: bool = False) -> None:
+        """Takes note of groups that have ended, before their payloads are released. ``again``: they may have been kept before."""
+        for group in ended_groups.chosen(groups, self._share):
+            if group.size > QUEUE_BYTES:
+                self._writer.skip(TOO_LARGE, f"{group.group}: a payload of {group.size} bytes")
+            elif self._behind + group.size > BEHIND_BYTES or len(self._waiting) >= BEHIND_GROUPS:
+                self._writer.skip(BEHIND)
+            else:
+                self._behind += group.size
+                self._awaited.update(group.keys)
+                self._waiting.append((group, again))
+                self._came.set()
+
+    def release(self, keys: Iterable[str]) -> None:
+        """Has payload keys freed: now, or once they were read."""
+        now = []
+        for key in keys:
+            if key in self._awaited:
+                self._released.add(key)
+            else:
+                now.append(key)
+        if now:
+            self._free(now)
+
+    async def run(self) -> None:
+        """Reads and hands on until cancelled."""
+        while True:
+            self._busy = False
+            self._came.clear()
+            if not self._waiting:
+                await self._came.wait()
+            self._busy, started = True, time.monotonic()
+            lot, size = [self._waiting.popleft()], 0
+            while self._waiting and len(lot) < LOT_GROUPS and (size := size + lot[-1][0].size) < LOT_BYTES:
+                lot.append(self._waiting.popleft())
+            await asyncio.gather(*(self._keep(group, again) for group, again in lot))
+            spent = time.monotonic() - started
+            pause = sum(group.size for group, _ in lot) / RATE_BYTES - spent
+            if pause > 0:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._hurry.wait(), pause)
+
+    async def _keep(self, group: EndedGroup, again: bool) -> None:
+        try:
+            blobs = await self._store.read(group.keys, deadline=READ_SECONDS)
+            prompt = self._prompt(group.group) if not group.keys else None
+            self._writer.offer(WriteJob(group, blobs, prompt, again))
+        except PayloadMissing as error:
+            if not again:  # else it was freed once it was kept
+                self._writer.skip(LOST, error)
+        except (MyxoError, RedisError) as error:
+            self._writer.skip(STORE, error)
+        finally:
+            self._behind -= group.size
+            self._awaited.difference_update(group.keys)
+            if freed := [key for key in group.keys if key in self._released]:
+                self._released.difference_update(freed)
+                self._free(freed)
+
+    def _prompt(self, name: str) -> Prompt | None:
+        """The prompt of a group that has no payload to read it from."""
+        heldout, parts = self._prompts.heldout, eval_group_parts(name)
+        if parts is None:
+            return self._prompts.training.at(group_number(name))
+        return heldout[parts[2]] if heldout is not None and parts[2] < len(heldout) else None
+
+    async def drain(self, seconds: float) -> None:
+        """Returns when all that was taken is on disk, or after ``seconds``."""
+        self._hurry.set()
+        end = time.monotonic() + seconds
+        while (self._waiting or self._busy or not self._writer.idle) and time.monotonic() < end:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+
+    def gauge(self, metrics: Metrics) -> None:
+        """Sets ``rollouts_kept``, ``rollouts_bytes``, ``rollouts_waiting`` and, by reason, ``rollouts_not_kept``."""
+        metrics.set("rollouts_kept", self._writer.written)
+        metrics.set("rollouts_bytes", self._writer.used)
+        metrics.set("rollouts_waiting", len(self._waiting))
+        for reason, count in dict(self._writer.skipped).items():
+            metrics.set("rollouts_not_kept", count, reason=reason)
