@@ -1,7 +1,8 @@
 """Keeps the responses of groups that have ended: reads their payloads before they are freed, and hands them to the disk's thread.
 
-It works behind the run: a group waits here with its payload in the store, which is freed once it was read. What cannot be kept (too much is
-waiting, the store has lost it, the disk does not take it) is left out and counted; neither a decision nor a batch ever waits for this.
+It works behind the run: a group waits here while its payload is in the store anyway, and a little longer (`HELD_BYTES`). What cannot be
+kept (it is to be freed and too much waits, the store has lost it, the disk does not take it) is left out and counted; neither a decision
+nor a batch ever waits for this.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from shared.telemetry import Metrics
 RATE_BYTES = 16 << 20
 """Payload bytes that are read each second at most: so much costs the buffer a twentieth of a core, and is more than a model generates."""
 
-BEHIND_BYTES = 256 << 20
-"""Payloads that may wait to be read, and stay in the store meanwhile."""
+HELD_BYTES = 64 << 20
+"""Payloads that nobody else needs any more and that stay in the store until they were read."""
 
-BEHIND_GROUPS = 1 << 16
+WAITING_GROUPS = 1 << 15
 """Groups that may wait."""
 
 LOT_BYTES, LOT_GROUPS = 4 << 20, 64
@@ -60,9 +61,9 @@ class RolloutKeeper:
         self._writer = RolloutWriter(directory, monitoring.keep_rollouts_bytes, monitoring.keep_rollouts_tokens, service.log)
         self._waiting: deque[tuple[EndedGroup, bool]] = deque()
         self._came = asyncio.Event()
-        self._behind = 0
-        self._awaited: set[str] = set()  # payload keys that are still to be read
-        self._released: set[str] = set()  # those of them that nobody else needs any more
+        self._awaited: dict[str, EndedGroup] = {}  # payload keys that are still to be read
+        self._held: dict[str, int] = {}  # those of them that nobody else needs any more, with their bytes
+        self._held_bytes = 0
         self._hurry = asyncio.Event()
         self._busy = False
 
@@ -71,24 +72,36 @@ class RolloutKeeper:
         for group in ended_groups.chosen(groups, self._share):
             if group.size > QUEUE_BYTES:
                 self._writer.skip(TOO_LARGE, f"{group.group}: a payload of {group.size} bytes")
-            elif self._behind + group.size > BEHIND_BYTES or len(self._waiting) >= BEHIND_GROUPS:
+            elif len(self._waiting) >= WAITING_GROUPS:
                 self._writer.skip(BEHIND)
             else:
-                self._behind += group.size
-                self._awaited.update(group.keys)
+                self._awaited.update(dict.fromkeys(group.keys, group))
                 self._waiting.append((group, again))
                 self._came.set()
 
     def release(self, keys: Iterable[str]) -> None:
-        """Has payload keys freed: now, or once they were read."""
+        """Has payload keys freed: now, or once they were read. Where too much is held already, the group is given up."""
         now = []
         for key in keys:
-            if key in self._awaited:
-                self._released.add(key)
-            else:
+            group = self._awaited.get(key)
+            if group is None:
                 now.append(key)
+            elif key not in self._held:
+                self._held[key] = size = group.size // len(group.keys)
+                self._held_bytes += size
+                if self._held_bytes > HELD_BYTES:
+                    self._writer.skip(BEHIND)
+                    now += self._let_go(group)
         if now:
             self._free(now)
+
+    def _let_go(self, group: EndedGroup) -> list[str]:
+        """Waits for a group's payload no longer; returns the keys that were only held for it."""
+        for key in group.keys:
+            self._awaited.pop(key, None)
+        freed = [key for key in group.keys if key in self._held]
+        self._held_bytes -= sum(self._held.pop(key) for key in freed)
+        return freed
 
     async def run(self) -> None:
         """Reads and hands on until cancelled."""
@@ -101,14 +114,17 @@ class RolloutKeeper:
             lot, size = [self._waiting.popleft()], 0
             while self._waiting and len(lot) < LOT_GROUPS and (size := size + lot[-1][0].size) < LOT_BYTES:
                 lot.append(self._waiting.popleft())
-            await asyncio.gather(*(self._keep(group, again) for group, again in lot))
+            read = sum(await asyncio.gather(*(self._keep(group, again) for group, again in lot)))
             spent = time.monotonic() - started
-            pause = sum(group.size for group, _ in lot) / RATE_BYTES - spent
+            pause = read / RATE_BYTES - spent
             if pause > 0:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._hurry.wait(), pause)
 
-    async def _keep(self, group: EndedGroup, again: bool) -> None:
+    async def _keep(self, group: EndedGroup, again: bool) -> int:
+        """Returns the bytes that were asked for."""
+        if group.keys and group.keys[0] not in self._awaited:  # given up
+            return 0
         try:
             blobs = await self._store.read(group.keys, deadline=READ_SECONDS)
             prompt = self._prompt(group.group) if not group.keys else None
@@ -119,11 +135,9 @@ class RolloutKeeper:
         except (MyxoError, RedisError) as error:
             self._writer.skip(STORE, error)
         finally:
-            self._behind -= group.size
-            self._awaited.difference_update(group.keys)
-            if freed := [key for key in group.keys if key in self._released]:
-                self._released.difference_update(freed)
+            if freed := self._let_go(group):
                 self._free(freed)
+        return group.size
 
     def _prompt(self, name: str) -> Prompt | None:
         """The prompt of a group that has no payload to read it from."""
