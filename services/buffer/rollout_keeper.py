@@ -26,8 +26,8 @@ from shared.prompts import Prompt
 from shared.service import Service
 from shared.telemetry import Metrics
 
-RATE_BYTES = 16 << 20
-"""Payload bytes that are read each second at most: so much costs the buffer a twentieth of a core, and is more than a model generates."""
+RATE_BYTES = 8 << 20
+"""Payload bytes that are read each second at most: about 900,000 generated tokens, for a twentieth of a core."""
 
 HELD_BYTES = 64 << 20
 """Payloads that nobody else needs any more and that stay in the store until they were read."""
@@ -130,7 +130,7 @@ class RolloutKeeper:
             prompt = self._prompt(group.group) if not group.keys else None
             self._writer.offer(WriteJob(group, blobs, prompt, again))
         except PayloadMissing as error:
-            if not again:  # else it was freed once it was kept
+            if not again and group.keys[0] in self._awaited:  # else it was freed once it was kept, or given up and is counted
                 self._writer.skip(LOST, error)
         except (MyxoError, RedisError) as error:
             self._writer.skip(STORE, error)

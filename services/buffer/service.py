@@ -238,7 +238,10 @@ class Buffer:
 
     async def _free(self) -> None:
         while True:
-            await self._service.store.free(await self._to_free.get())
+            keys = list(await self._to_free.get())
+            while not self._to_free.empty() and len(keys) < FETCH:
+                keys += self._to_free.get_nowait()
+            await self._service.store.free(keys)
 
     # --- what comes in
 

@@ -349,7 +349,13 @@ def test_what_a_model_wrote_cannot_steer_the_terminal(text: str, shown: str) -> 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("g00000012", (group_id(12), None)), ("g12/3", (group_id(12), 3)), ("12", (group_id(12), None)), ("0/0", (group_id(0), 0)), ("eval.a-b.0.1/2", ("eval.a-b.0.1", 2))],
+    [
+        ("g00000012", (group_id(12), None)),
+        ("g12/3", (group_id(12), 3)),
+        ("12", (group_id(12), None)),
+        ("0/0", (group_id(0), 0)),
+        ("eval.a-b.0.1/2", ("eval.a-b.0.1", 2)),
+    ],
 )
 def test_a_group_can_be_named_in_short(text: str, expected: tuple[str, int | None]) -> None:
     assert target(text) == expected
