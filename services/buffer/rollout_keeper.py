@@ -154,9 +154,8 @@ class RolloutKeeper:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     def gauge(self, metrics: Metrics) -> None:
-        """Sets ``rollouts_kept``, ``rollouts_bytes``, ``rollouts_waiting`` and, by reason, ``rollouts_not_kept``."""
+        """Sets ``rollouts_kept``, ``rollouts_bytes`` and, by reason, ``rollouts_not_kept``."""
         metrics.set("rollouts_kept", self._writer.written)
         metrics.set("rollouts_bytes", self._writer.used)
-        metrics.set("rollouts_waiting", len(self._waiting))
         for reason, count in dict(self._writer.skipped).items():
             metrics.set("rollouts_not_kept", count, reason=reason)
