@@ -8,7 +8,7 @@ group that was written by two buffers is told by its id and attempt.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -46,7 +46,7 @@ class RolloutSample(BaseModel):
 
     index: int
     reward: float | None = None
-    parts: dict[str, float | None] = {}
+    parts: Mapping[str, float | None] = {}
     removed: bool = False
     stale: bool = False
     finish: Literal["stop", "length", "abort"]
@@ -74,7 +74,7 @@ class RolloutRecord(BaseModel):
 
     group: str
     attempt: int
-    status: Literal["trained", "dropped", "dead", "evaluated", "failed"]
+    status: str
     dataset: str | None = None
     step: int | None = None
     version: int | None = None
@@ -200,7 +200,7 @@ def number(path: Path) -> int:
 
 
 def sample_of(
-    sample: Sample, group: Sample, reward: float | None, parts: dict[str, float], *, removed: bool, stale: bool, tokens: bool
+    sample: Sample, group: Sample, reward: float | None, parts: Mapping[str, float], *, removed: bool, stale: bool, tokens: bool
 ) -> RolloutSample:
     """What is kept of a sample. Nothing is validated: it comes from the store, and is checked when it is read.
 

@@ -73,8 +73,8 @@ async def browse(run: str, directory: Path, console: Console, listing: Listing, 
     kept = _only_rollouts(run, directory)
     if kept is not None:
         name, reader = kept.root.name, RolloutReader(kept.root / DIRECTORY)
-        for sequence, record in enumerate(reader.records()):
-            listing.add(facts_of(sequence, record))
+        for place, kept_group in enumerate(reader.records()):
+            listing.add(facts_of(place, kept_group))
         _tell_torn(reader)
         found = _Found(reader)
         rows, of = listing.rows()
@@ -107,13 +107,13 @@ async def show(run: str, directory: Path, console: Console, group: str, index: i
     pieces: Pieces | None = None
     if kept is not None:
         name, reader = kept.root.name, RolloutReader(kept.root / DIRECTORY)
-        record = reader.groups([group]).get(group)
+        kept_group = reader.groups([group]).get(group)
         _tell_torn(reader)
-        if record is None:
+        if kept_group is None:
             raise ConfigError("GROUP", group, f"no such group in {kept.root / DIRECTORY}/, which is all that is left of run {name}")
-        life.facts = facts_of(0, record)
+        life.facts = facts_of(0, kept_group)
         _check_index(life, index)
-        samples, absent = record.decoded(), None if record.samples else "none were kept"
+        samples, absent = kept_group.decoded(), None if kept_group.samples else "none were kept"
     else:
         async with reach(run, directory) as access:
             async for sequence, record in _ledger(access):
