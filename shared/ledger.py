@@ -124,15 +124,17 @@ class EvalStarted(LedgerRecord):
 class EvalScored(LedgerRecord):
     """One held-out prompt of evaluation ``version`` is scored or, without rewards, failed; its ``payload`` is freed.
 
-    ``oldest``/``newest``: versions that generated it.
+    ``oldest``/``newest``: versions that generated it. ``parts`` as in `ScoredGroup`; ``reason``: why it failed.
     """
 
     group: str
     dataset: str
     version: int
     rewards: list[float]
+    parts: tuple[dict[str, float], ...] = ()
     oldest: int
     newest: int
+    reason: str = ""
     payload: Payload | None = None
 
 

@@ -366,6 +366,18 @@ class MonitoringSection(Section):
     logprob_alarm: float = Field(
         default=0.1, gt=0, description="mean difference of engine's and trainer's log-probs at equal versions that is warned of", **MUTABLE
     )
+    keep_rollouts: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="share of the training groups whose prompts and responses the buffer writes to rollouts/ in the run's directory, "
+        "besides all held-out ones; 0 = nothing is kept",
+        **MUTABLE,
+    )
+    keep_rollouts_bytes: int = Field(default=2**31, ge=2**20, description="of rollouts/; beyond it the oldest files are removed", **MUTABLE)
+    keep_rollouts_tokens: bool = Field(
+        default=False, description="keep token ids, masks and log-probs there, too: about 20 bytes a token more", **MUTABLE
+    )
     save_debug_rollout_data: str | None = Field(
         default=None, description="path with {rollout_id}: each batch as `myxo replay` trains it again", **MUTABLE
     )

@@ -47,6 +47,10 @@ class Tokenizer:
         """The text of token ids, special tokens left out."""
         return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
 
+    def pieces(self, tokens: Sequence[int] | NDArray[np.int32]) -> list[str]:
+        """The text of each token id by itself, special tokens included; part of a character is shown as U+FFFD."""
+        return [str(self._tokenizer.decode([int(token)], skip_special_tokens=False)) for token in tokens]
+
     def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """Chat messages through the model's chat template, with the generation prompt.
 

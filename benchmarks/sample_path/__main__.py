@@ -133,7 +133,7 @@ def _ours(length: int, seconds: float, repetitions: int, tell: Tell, done: Calla
                 windows.append(ends.window(seconds))
                 done()
         tell(f"L = {length}, audit and limit")
-        asyncio.run(path.check(running, run_config))
+        asyncio.run(path.check(running, run_config, group_bytes))
         limit = statistics.median(raw.pace(running.valkey.url, os.urandom(group_bytes), SAMPLES, seconds / 3) for _ in range(repetitions))
         done()
     pace = statistics.median(window.pace for window in windows)

@@ -21,6 +21,7 @@ from tokenizers import models
 
 from benchmarks.sample_path.consumer import SAVE_EVERY
 from benchmarks.sample_path.content import SAMPLES, Prompts
+from services.buffer.rollout_keeper import HELD_BYTES
 from shared import replay, runs
 from shared.audit import Audit
 from shared.bus import Bus
@@ -193,7 +194,7 @@ async def make(running: Servers, run_config: RunConfig) -> None:
     await bus.close()
 
 
-async def check(running: Servers, run_config: RunConfig) -> None:
+async def check(running: Servers, run_config: RunConfig, group_bytes: int) -> None:
     """Proves that what was measured was a run: its ledger passes the audit, and payloads are freed behind checkpoints.
 
     Raises RuntimeError.
@@ -210,6 +211,7 @@ async def check(running: Servers, run_config: RunConfig) -> None:
         held = {tuple(key.split(b":")[:3]) for key in client.scan_iter(f"{RUN}:group:*", count=1000)}
     # in flight, not yet durable, and what the last checkpoint before the end let go of
     most = (MAX_STALENESS + 2 + 2 * SAVE_EVERY) * run_config.rollout.rollout_batch_size
+    most += HELD_BYTES // group_bytes  # whose responses are still to be kept
     if len(held) > most:
         raise RuntimeError(f"the store holds payloads of {len(held)} groups where {most} may not be freed yet")
 

@@ -35,6 +35,7 @@ def scored(state: BufferState, message: Scored, now: float) -> list[LedgerRecord
             dataset=current.dataset,
             version=current.version,
             rewards=[score.reward for score in message.scores],
+            parts=tuple(score.parts for score in message.scores) if any(score.parts for score in message.scores) else (),
             oldest=min((sample.oldest for sample in message.samples), default=current.version),
             newest=max((sample.newest for sample in message.samples), default=current.version),
             payload=message.payload,
@@ -55,6 +56,7 @@ def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord
         rewards=[],
         oldest=0,
         newest=0,
+        reason=f"{message.by}: {message.reason}",
         payload=message.payload,
         at=now,
     )

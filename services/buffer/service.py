@@ -14,12 +14,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from services.buffer import policy
+from services.buffer import ended_groups, policy
 from services.buffer.choice import BufferFilter
 from services.buffer.dispatch import Dispatch
 from services.buffer.journal import Journal
 from services.buffer.limits import Limits
 from services.buffer.prompts import Prompts, opened
+from services.buffer.rollout_keeper import RolloutKeeper
 from services.buffer.state import BufferState
 from shared import runs
 from shared.bus import TRANSIENT, WrongSequence
@@ -72,6 +73,9 @@ FOLLOW_SECONDS = 5.0
 HAND_OVER_SECONDS = 1.5
 """How long a buffer that is to stop waits for its last decision."""
 
+DRAIN_SECONDS = 1.5
+"""How long it then goes on keeping the responses of groups that have ended."""
+
 Request = TypeVar("Request", bound=Message)
 
 
@@ -92,6 +96,7 @@ class Buffer:
         self._turn = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._to_free: asyncio.Queue[list[str]] = asyncio.Queue()
+        self._keeper = RolloutKeeper(service, prompts, self._to_free.put_nowait)
         self._broken: asyncio.Queue[Exception] = asyncio.Queue()
 
     async def run(self) -> None:
@@ -129,7 +134,8 @@ class Buffer:
         self._log.info("active", followed=self._journal.last)
         took_over, service.state = service.state == STANDBY, "starting"
         self._state, released = await self._journal.recover()
-        self._to_free.put_nowait(released)
+        self._keeper.take(ended_groups.trained_not_durable(self._state, time.time()), again=True)
+        self._keeper.release(released)
         self._log.info("recovered", admitted=self._state.admitted, trained=self._state.trained, in_flight=self._state.in_flight)
         await self._again()
         await self._bus.serve(subjects.batch, BatchRequest, self._as_holder(self._on_batch))
@@ -139,11 +145,12 @@ class Buffer:
         if took_over:
             await service.announce()
             await service.tell("took_over")
-        work = (self._dispatch.run(), self._free(), self._outcomes(), self._watch_versions(), self._look(), self._until_broken())
-        async with service.background(*work):
+        looking = (self._watch_versions(), self._look(), self._until_broken())
+        async with service.background(self._dispatch.run(), self._keeper.run(), self._free(), self._outcomes(), *looking):
             await service.stopping.wait()
             with contextlib.suppress(asyncio.TimeoutError):  # the end comes between two decisions, and none follows
                 await asyncio.wait_for(self._turn.acquire(), HAND_OVER_SECONDS)
+            await self._keeper.drain(DRAIN_SECONDS)
 
     def _as_holder(self, handler: Callable[[Request], Awaitable[Message]]) -> Callable[[Request], Awaitable[Message]]:
         """Answers as the active buffer or not at all: whoever asked one that was deposed asks again, and then the next one."""
@@ -192,9 +199,9 @@ class Buffer:
         try:
             for record in records:
                 await self._journal.append([record])
+                self._keeper.take(ended_groups.ended(self._state, record))
                 self._state.apply(record)
-                if self._state.released:
-                    self._to_free.put_nowait(self._state.released)
+                self._keeper.release(self._state.released)
                 await self._act(record)
         except Exception as error:
             self._broken.put_nowait(error)
@@ -231,7 +238,10 @@ class Buffer:
 
     async def _free(self) -> None:
         while True:
-            await self._service.store.free(await self._to_free.get())
+            keys = list(await self._to_free.get())
+            while not self._to_free.empty() and len(keys) < FETCH:
+                keys += self._to_free.get_nowait()
+            await self._service.store.free(keys)
 
     # --- what comes in
 
@@ -257,7 +267,7 @@ class Buffer:
         assert isinstance(message, Scored | Failed | Interrupted)  # the kinds of outcomes that there are
         own = self._service.subjects.payload_prefix(message.group, message.attempt)
         if late := [key for key in policy.unwanted(self._state, message) if key.startswith(own)]:
-            self._to_free.put_nowait(late)
+            self._keeper.release(late)
 
     async def _watch_versions(self) -> None:
         """Learns the live version from its event at once, and from KV where an event was missed."""
@@ -360,6 +370,7 @@ class Buffer:
                 metrics.set(name, getattr(state, name))
             metrics.set("ready", len(state.ready))
             self._prompts.gauge(metrics)
+            self._keeper.gauge(metrics)
             metrics.set("outstanding", len(state.outstanding))
             metrics.set("eval_pending", sum(len(evaluation.pending()) for evaluation in state.evaluations.values()))
             for name, parts in queues.items():

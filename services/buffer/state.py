@@ -41,7 +41,7 @@ class Result:
     """What the state keeps of a scored group: what its batch is made of, as little as holds it.
 
     keys: of its payload, ``size`` bytes in all. oldest: version of the oldest trained token of all. rewards: float64 [m] of its m samples.
-    removed: positions of samples that a filter took out of the loss. tokens: of each sample, as in `Payload`.
+    removed: positions of samples that a filter took out of the loss. tokens: of each sample, as in `Payload`. parts: as in `ScoredGroup`.
     """
 
     attempt: int
@@ -52,6 +52,7 @@ class Result:
     rewards: array[float]
     tokens: array[int]
     removed: tuple[int, ...] = ()
+    parts: tuple[dict[str, float], ...] = ()
 
     @classmethod
     def of(cls, scored: ScoredGroup) -> Result:
@@ -59,7 +60,7 @@ class Result:
         trained = _without(samples, removed) if removed else samples
         oldest = min([sample.oldest for sample in trained], default=NOTHING_TRAINED)
         rewards, tokens = array("d", scored.rewards), array("I", payload.tokens)
-        return cls(scored.attempt, tuple(payload.keys), payload.bytes, oldest, samples, rewards, tokens, removed)
+        return cls(scored.attempt, tuple(payload.keys), payload.bytes, oldest, samples, rewards, tokens, removed, scored.parts)
 
     @property
     def newest(self) -> list[int]:

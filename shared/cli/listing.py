@@ -36,7 +36,7 @@ class Wanted:
     """Which groups to list; None: any.
 
     step: in the batch of that step. min_reward, max_reward: of the samples' mean. version: holds a trained token of that version, or
-    lies between two that do.
+    lies between two that do. evaluation: held-out prompts in place of training groups, of ``dataset``; version is that evaluated.
     """
 
     status: str | None = None
@@ -45,15 +45,21 @@ class Wanted:
     max_reward: float | None = None
     group: str | None = None
     version: int | None = None
+    evaluation: bool = False
+    dataset: str | None = None
 
     def admits(self, facts: Facts) -> bool:
         """Whether a group is wanted. One without rewards is within no bounds of reward, one without samples of no version."""
+        if (facts.dataset is not None) != self.evaluation or self.dataset not in (None, facts.dataset):
+            return False
         if self.status not in (None, facts.status) or self.step not in (None, facts.step) or self.group not in (None, facts.group):
             return False
         if self.min_reward is not None and (facts.reward is None or facts.reward < self.min_reward):
             return False
         if self.max_reward is not None and (facts.reward is None or facts.reward > self.max_reward):
             return False
+        if self.evaluation:
+            return self.version in (None, facts.version)
         return self.version is None or any(low <= self.version <= high for low, high in zip(facts.oldest, facts.newest, strict=True))
 
 
@@ -78,9 +84,13 @@ class Listing:
     def see(self, sequence: int, record: LedgerRecord) -> None:
         """Takes a record; they come in the ledger's order."""
         for facts in self.trails.see(sequence, record):
-            if self.wanted.admits(facts):
-                self.matched += 1
-                self._keep(self._kept, facts)
+            self.add(facts)
+
+    def add(self, facts: Facts) -> None:
+        """Takes a group that has ended."""
+        if self.wanted.admits(facts):
+            self.matched += 1
+            self._keep(self._kept, facts)
 
     def rows(self) -> tuple[list[Facts], int]:
         """The groups to show, and how many are wanted in all."""

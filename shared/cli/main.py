@@ -41,7 +41,7 @@ _EXTRAS = {"tokenizers": "buffer", "jinja2": "buffer", "aiohttp": "reward"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's entry point. Returns the exit code."""
-    parsed = parser().parse_args(arguments)
+    parsed = _parsed(arguments)
     telemetry.silence_logs()
     console = Console(highlight=False)
     try:
@@ -51,6 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         complain(f"{error.name} is not installed: pip install 'myxo[{_EXTRAS[error.name]}]'", "myxo")
         return exits.FAILED
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line. A GROUP may stand behind options: argparse takes an optional word only right behind the one before it."""
+    top = parser()
+    parsed, rest = top.parse_known_args(arguments)
+    if rest and parsed.command == "samples" and parsed.group is None and not rest[0].startswith("-"):
+        parsed.group, rest = rest[0], rest[1:]
+    if rest:
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    return parsed
 
 
 def parser() -> argparse.ArgumentParser:
@@ -112,13 +123,16 @@ def _with_run(commands: argparse._SubParsersAction[Parser], name: str, short: st
 def _with_samples(commands: argparse._SubParsersAction[Parser]) -> None:
     command = _with_run(commands, "samples", "the groups of a run, what became of them, and their samples")
     command.add_argument("group", metavar="GROUP", nargs="?", help="show this group; GROUP/INDEX: one sample of it in full")
-    statuses = ("outstanding", "requeued", "ready", "batched", "trained", "dropped", "dead")
+    statuses = ("outstanding", "requeued", "ready", "batched", "trained", "dropped", "dead", "evaluated", "failed")
     command.add_argument("--status", choices=statuses, help="only groups that are there now")
-    command.add_argument("--step", type=_count, metavar="K", help="only the batch of step K")
+    command.add_argument("--step", type=_count, metavar="K", help="only the batch of step K, with prompts and responses")
+    command.add_argument("--eval", action="store_true", help="held-out prompts that came back, with their responses; not training groups")
+    command.add_argument("--dataset", metavar="NAME", help="only the held-out set of that name; means --eval")
+    command.add_argument("--responses", action="store_true", help="prompts and responses of the listed groups")
     command.add_argument("--min-reward", type=_number, metavar="R", help="only groups whose samples' mean reward is at least R")
     command.add_argument("--max-reward", type=_number, metavar="R", help="… at most R")
     command.add_argument("--group", dest="only", metavar="G", help="only this group, as a line of the list")
-    command.add_argument("--version", type=_count, metavar="V", help="only groups with tokens of weight version V")
+    command.add_argument("--version", type=_count, metavar="V", help="only groups with tokens of weight version V; --eval: its evaluation")
     command.add_argument("--limit", type=_count, metavar="N", help="the last N in order (default 20; 0: all)")
     command.add_argument("--sort", choices=("age", "reward", "tokens"), help="what stands last: the newest (default), best, longest")
     command.add_argument("--json", action="store_true", help="one JSON object a line, with all arrays")
@@ -217,19 +231,25 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
 def _samples(parsed: argparse.Namespace, console: Console) -> int:
     from shared.cli.listing import Listing, Wanted
     from shared.cli.samples import browse, group_named, show, target
+    from shared.rollout_files import EVALUATED, FAILED
 
     options = {"--group": parsed.only, "--limit": parsed.limit, "--sort": parsed.sort}
-    options |= {f"--{name.replace('_', '-')}": getattr(parsed, name) for name in ("status", "step", "min_reward", "max_reward", "version")}
+    fields = ("status", "step", "min_reward", "max_reward", "version", "dataset")
+    options |= {f"--{name.replace('_', '-')}": getattr(parsed, name) for name in fields}
     given = [name for name, value in options.items() if value is not None]
+    given += [f"--{name}" for name in ("eval", "responses") if getattr(parsed, name)]
     if parsed.group is not None:
         if given:
             raise ConfigError("GROUP", parsed.group, f"{', '.join(given)} is for the list; leave it out, or leave GROUP out")
         group, index = target(parsed.group)
         return asyncio.run(show(parsed.run, parsed.dir, console, group, index, parsed.json))
     only = None if parsed.only is None else group_named(parsed.only)
-    wanted = Wanted(parsed.status, parsed.step, parsed.min_reward, parsed.max_reward, only, parsed.version)
+    evaluation = parsed.eval or parsed.dataset is not None or parsed.status in (EVALUATED, FAILED) or (only or "").startswith("eval.")
+    bounds = (parsed.min_reward, parsed.max_reward)
+    wanted = Wanted(parsed.status, parsed.step, *bounds, only, parsed.version, evaluation, parsed.dataset)
     listing = Listing(wanted, parsed.sort or "age", 20 if parsed.limit is None else parsed.limit)
-    return asyncio.run(browse(parsed.run, parsed.dir, console, listing, parsed.json))
+    with_texts = parsed.responses or parsed.step is not None or evaluation
+    return asyncio.run(browse(parsed.run, parsed.dir, console, listing, parsed.json, with_texts))
 
 
 def _without_help(command: str, words: list[str]) -> list[str]:

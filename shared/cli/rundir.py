@@ -8,6 +8,7 @@ DIR/NAME/
   logs/           one file an instance
   checkpoints/ tensorboard/ reference/ hf/   the trainer's
   prompts/        which prompts are left out, what a custom data source has given
+  rollouts/       the responses of groups that have ended (`shared.rollout_files`)
   summary.json reward.png         what `myxo summary` makes
 ```
 Whatever else lies there is the user's and never touched.
@@ -38,6 +39,7 @@ STATE = (
     "reference",
     "hf",
     "prompts",
+    "rollouts",
     "summary.json",
     "reward.png",
     "servers.json",
@@ -47,7 +49,7 @@ STATE = (
 HOLD_SECONDS = 1.0
 """How long to try for the lock: a command that only looks whether it is held has it for an instant."""
 
-_MARKS = ("lock", "nats", "logs", "servers.json")
+_MARKS = ("lock", "nats", "logs", "rollouts", "servers.json")
 
 
 class RunHeld(MyxoError):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -24,12 +25,22 @@ CELL = 9
 BEGINNING = 60
 """Characters of a response that a group's overview shows."""
 
+SHOWN = 600
+"""Characters of a prompt or response that a list of groups shows."""
 
-def page(run: str, life: Life, samples: Sequence[Sample], index: int | None, absent: str | None, width: int) -> RenderableType:
+NOT_KEPT = "not kept: only their text is; keep_rollouts_tokens keeps ids, masks and log-probs as well"
+
+Pieces = Callable[[Sequence[int]], list[str]]
+"""The text of each of some token ids."""
+
+
+def page(
+    run: str, life: Life, samples: Sequence[Sample], index: int | None, absent: str | None, width: int, pieces: Pieces | None = None
+) -> RenderableType:
     """A group: all its samples in a line each, or the one of ``index`` in full.
 
     Args:
-        absent: why there are no samples, where there are none. width: of the terminal, in characters.
+        absent: why there are no samples, where there are none. width: of the terminal, in characters. pieces: None without a tokenizer.
     """
     facts = life.facts
     assert facts is not None  # pages are made of groups that were found
@@ -40,13 +51,52 @@ def page(run: str, life: Life, samples: Sequence[Sample], index: int | None, abs
     if index is None and samples:
         parts += [*_titled("prompt", prompt_text(samples[0].prompt_text)), Text(), _hint(run, facts.group)]
     elif index is not None and absent is None:
-        parts += _in_full(samples[index], facts, index, width)
-    parts += [Text(), Text("provenance", style="bold"), _provenance(life)]
+        parts += _in_full(samples[index], facts, index, width, pieces)
+    if life.passages:
+        parts += [Text(), Text("provenance", style="bold"), _provenance(life)]
     return Group(*parts)
 
 
-def as_plain(run: str, life: Life, samples: Sequence[Sample], index: int | None, absent: str | None) -> dict[str, Any]:
-    """The same as plain data for JSON, with whole arrays. What is no number there is None."""
+def responses(run: str, rows: Sequence[Facts], samples: Mapping[str, Sequence[Sample]], absent: Mapping[str, str]) -> RenderableType:
+    """Prompt and responses of each of some groups, long ones cut. ``absent``: why a group has none."""
+    parts: list[RenderableType] = []
+    for facts in rows:
+        parts += [Text(), Text.assemble((facts.group, "bold"), "  ", printable(facts.where()))]
+        found = samples.get(facts.group, ())
+        if not found:
+            parts.append(Text(f"No samples to show: {absent.get(facts.group, 'none were kept')}.", style="yellow"))
+            continue
+        parts += _named("prompt", prompt_text(found[0].prompt_text))
+        for index, sample in enumerate(found):
+            reward = reward_of(facts, index)
+            removed = ", removed" if index in facts.removed else ""
+            parts += _named(f"{index}: {'no reward' if reward is None else f'reward {reward:.4g}'}{removed}", sample.text)
+    return Group(*parts, Text(), Text(f"All of one: myxo samples {run} GROUP, of one sample: myxo samples {run} GROUP/INDEX", style="dim"))
+
+
+def texts(facts: Facts, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Prompt and responses of a group as plain data for JSON."""
+    return {
+        "prompt_text": _json_value(samples[0].prompt_text) if samples else None,
+        "label": samples[0].label if samples else None,
+        "samples": [
+            {
+                "index": sample.index,
+                "text": sample.text,
+                "finish": sample.finish,
+                "reward": reward_of(facts, index),
+                "reward_parts": parts_of(facts, index),
+                "removed": index in facts.removed,
+            }
+            for index, sample in enumerate(samples)
+        ],
+    }
+
+
+def as_plain(
+    run: str, life: Life, samples: Sequence[Sample], index: int | None, absent: str | None, pieces: Pieces | None = None
+) -> dict[str, Any]:
+    """The same as plain data for JSON, with whole arrays. What is no number there is None, and so is what was not kept."""
     facts = life.facts
     assert facts is not None
     return {
@@ -55,7 +105,7 @@ def as_plain(run: str, life: Life, samples: Sequence[Sample], index: int | None,
         "durable": life.trails.durable(facts),
         "payload": life.payload.model_dump() if life.payload else None,
         "absent": absent,
-        "samples": [_sample(sample, facts) for sample in samples if index in (None, sample.index)],
+        "samples": [_sample(sample, facts, pieces) for sample in samples if index in (None, sample.index)],
         "provenance": [asdict(passage) for passage in life.passages],
     }
 
@@ -78,13 +128,16 @@ def prompt_text(prompt: Any) -> str:
     return "\n".join(f"{role}: {content}" for role, content in said)
 
 
-def token_lines(sample: Sample, width: int) -> Iterator[str]:
-    """The response's tokens in blocks of as many columns as fit: position, id, mask, weight version and log-prob under each other."""
+def token_lines(sample: Sample, width: int, pieces: Pieces | None = None) -> Iterator[str]:
+    """The response's tokens in blocks of as many columns as fit: position, id, text, mask, weight version and log-prob under each other."""
     across, versions = max(1, (width - CELL) // CELL), sample.versions()
+    texts = [_cell(text) for text in pieces(sample.response.tolist())] if pieces else []
     for begin in range(0, len(sample.response), across):
         part = slice(begin, begin + across)
         yield _row("position", range(begin, min(begin + across, len(sample.response))))
         yield _row("token", sample.response[part])
+        if texts:
+            yield _row("text", texts[part])
         yield _row("mask", sample.mask[part])
         yield _row("version", versions[part])
         yield _row("log-prob", [f"{value:.3f}" for value in sample.log_probs[part]])
@@ -110,11 +163,13 @@ def _overview(facts: Facts, samples: Sequence[Sample]) -> Table:
     for index, reward in enumerate(facts.rewards):
         sample = samples[index] if index < len(samples) else None
         text = " ".join(sample.text.split()) if sample else ""
+        versions = [version for _, _, version in sample.segments] if sample else []
+        oldest, newest = facts.oldest[index : index + 1], facts.newest[index : index + 1]
         lines.add_row(
             str(index),
             f"{reward:.4g}" + (" (removed)" if index in facts.removed else ""),
-            str(facts.tokens[index]),
-            span(facts.oldest[index : index + 1], facts.newest[index : index + 1]),
+            str(_length(facts, index, sample) or "–"),
+            span(versions, versions) if facts.dataset is not None else span(oldest, newest),
             sample.finish if sample else "–",
             Text(printable(text if len(text) <= BEGINNING else text[:BEGINNING] + " …")),
         )
@@ -125,17 +180,32 @@ def _hint(run: str, group: str) -> Text:
     return Text(f"One of them in full: myxo samples {run} {group}/0", style="dim")
 
 
-def _in_full(sample: Sample, facts: Facts, index: int, width: int) -> list[RenderableType]:
+def _length(facts: Facts, index: int, sample: Sample | None) -> int:
+    """Tokens of a response; 0 where nobody knows."""
+    if index < len(facts.tokens):
+        return facts.tokens[index]
+    return sample.segments[-1][1] if sample is not None and sample.segments else 0
+
+
+def _has_ids(sample: Sample) -> bool:
+    """Whether the sample's arrays are there, not only its text."""
+    return bool(len(sample.prompt)) or not sample.segments
+
+
+def _in_full(sample: Sample, facts: Facts, index: int, width: int, pieces: Pieces | None) -> list[RenderableType]:
     reward, parts = reward_of(facts, index), parts_of(facts, index)
     segments = ", ".join(f"tokens {start}–{end - 1} under version {version}" for start, end, version in sample.segments)
     trained = 0 if index in facts.removed else int(np.count_nonzero(sample.mask[sample.versions() >= facts.mask_below]))
+    there = _has_ids(sample)
+    tokens = f"{len(sample.prompt)} prompt, {len(sample.response)} response, {trained} of them trained"
+    ids = " ".join(str(token) for token in sample.prompt)
     lines = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in (
         ("reward", "none" if reward is None else f"{reward:g}"),
         *((f"reward {name}", f"{value:g}") for name, value in parts.items()),
         ("label", "none" if sample.label is None else str(sample.label)),
         ("finish", sample.finish),
-        ("tokens", f"{len(sample.prompt)} prompt, {len(sample.response)} response, {trained} of them trained"),
+        ("tokens", tokens if there else f"{_length(facts, index, sample)} response"),
         ("versions", segments or "none"),
         *((f"metadata {key}", str(value)) for key, value in sample.metadata.items()),
     ):
@@ -145,8 +215,8 @@ def _in_full(sample: Sample, facts: Facts, index: int, width: int) -> list[Rende
         lines,
         *_titled("prompt", prompt_text(sample.prompt_text)),
         *_titled("response", sample.text),
-        *_titled("prompt tokens", " ".join(str(token) for token in sample.prompt)),
-        *_titled("response tokens", "\n".join(token_lines(sample, width)).rstrip("\n")),
+        *(_titled("prompt tokens", ids) if there else ()),
+        *_titled("response tokens", "\n".join(token_lines(sample, width, pieces)).rstrip("\n") if there else NOT_KEPT),
     ]
 
 
@@ -162,15 +232,32 @@ def _titled(title: str, text: str) -> list[RenderableType]:
     return [Text(), Text(title, style="bold"), Text(printable(text))]
 
 
+def _named(name: str, text: str) -> list[RenderableType]:
+    shown = text if len(text) <= SHOWN else f"{text[:SHOWN]} … ({len(text) - SHOWN} more characters)"
+    return [Text(name, style="dim"), Padding(Text(printable(shown)), (0, 0, 0, 2))]
+
+
+def _cell(text: str) -> str:
+    """A token's text in one column: white space visible, the rest cut."""
+    shown = printable(text.replace("\n", "\\n").replace("\t", "\\t").replace(" ", "␣"))
+    return shown if len(shown) < CELL else shown[: CELL - 2] + "…"
+
+
 def _row(name: str, values: Sequence[Any] | np.ndarray[Any, Any]) -> str:
     return name.ljust(CELL) + "".join(str(value).rjust(CELL) for value in values)
 
 
-def _sample(sample: Sample, facts: Facts) -> dict[str, Any]:
+def _sample(sample: Sample, facts: Facts, pieces: Pieces | None) -> dict[str, Any]:
     names = ("index", "finish", "label", "metadata", "prompt_text", "text", "prompt", "response", "mask", "log_probs", "segments")
     fields = {name: _json_value(getattr(sample, name)) for name in names}
     scored = {"reward": reward_of(facts, sample.index), "reward_parts": parts_of(facts, sample.index)}
-    return {**fields, "versions": sample.versions().tolist(), **scored, "removed": sample.index in facts.removed}
+    arrays = {
+        "versions": sample.versions().tolist(),
+        "response_pieces": pieces(sample.response.tolist()) if pieces else None,
+    }
+    if not _has_ids(sample):
+        arrays = dict.fromkeys((*arrays, "prompt", "response", "mask", "log_probs"))
+    return {**fields, **arrays, **scored, "removed": sample.index in facts.removed}
 
 
 def _json_value(value: Any) -> Any:

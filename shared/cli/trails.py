@@ -15,6 +15,8 @@ from shared.ledger import (
     BatchFormed,
     BatchTrained,
     CheckpointDurable,
+    EvalScored,
+    EvalStarted,
     GroupDead,
     GroupRequeued,
     GroupsAdmitted,
@@ -22,13 +24,14 @@ from shared.ledger import (
     GroupsScored,
     LedgerRecord,
     ScoredGroup,
+    eval_group_parts,
     group_id,
 )
 from shared.messages import Payload
+from shared.rollout_files import DEAD, DROPPED, EVALUATED, FAILED, TRAINED, RolloutRecord
 
 OUTSTANDING, REQUEUED, READY, BATCHED = "outstanding", "requeued", "ready", "batched"
-TRAINED, DROPPED, DEAD = "trained", "dropped", "dead"
-STATUSES = (OUTSTANDING, REQUEUED, READY, BATCHED, TRAINED, DROPPED, DEAD)
+STATUSES = (OUTSTANDING, REQUEUED, READY, BATCHED, TRAINED, DROPPED, DEAD, EVALUATED, FAILED)
 """Where a group can be: with the rollout and reward services (at first, or again), back with rewards, in a batch, at one of the ends."""
 
 
@@ -38,7 +41,8 @@ class Facts:
 
     rewards, tokens, oldest, newest: one entry a sample, of the attempt that came back; empty while none has. parts: the samples' named
     rewards, where they have some; removed: positions of those that a filter took out of the loss. ``version``: that its batch is trained
-    on, which masks tokens older than ``mask_below``. ``started``/``ended``: of the generation.
+    on, which masks tokens older than ``mask_below``, or that it evaluates. ``started``/``ended``: of the generation. dataset: of a held-out
+    prompt. keys: of its payload.
     """
 
     group: str
@@ -59,6 +63,8 @@ class Facts:
     replica: str = ""
     started: float = 0.0
     ended: float = 0.0
+    dataset: str | None = None
+    keys: tuple[str, ...] = ()
 
     @property
     def reward(self) -> float | None:
@@ -68,7 +74,7 @@ class Facts:
     @property
     def seconds(self) -> float | None:
         """How long its samples took to generate."""
-        return self.ended - self.started if self.rewards else None
+        return self.ended - self.started if self.rewards and self.ended else None
 
     def came_back(self, scored: ScoredGroup) -> None:
         """Takes what an attempt came back with."""
@@ -79,11 +85,12 @@ class Facts:
         self.newest = tuple(sample.newest for sample in scored.samples)
         self.replica = sys.intern(scored.replica)
         self.started, self.ended = scored.started, scored.ended
+        self.keys = tuple(scored.payload.keys)
 
     def forget_samples(self) -> None:
         """Nothing of an attempt that was given up stands any more."""
         self.rewards = self.tokens = self.oldest = self.newest = self.removed = ()
-        self.parts, self.replica = (), ""
+        self.parts, self.replica, self.keys = (), "", ()
 
     def where(self) -> str:
         """The status in words."""
@@ -92,12 +99,49 @@ class Facts:
                 return f"in batch of step {self.step}"
             case "trained":
                 return f"trained at step {self.step}"
+            case "evaluated":
+                return f"evaluated at version {self.version}"
             case _:
                 return f"{self.status} ({self.reason})" if self.reason else self.status
 
     def as_plain(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {**asdict(self), "reward": self.reward, "seconds": self.seconds}
+        facts = {**asdict(self), "reward": self.reward, "seconds": self.seconds}
+        del facts["keys"]
+        return facts
+
+
+def scored_for_evaluation(sequence: int, record: EvalScored) -> Facts:
+    """The facts of a held-out prompt that came back, or was given up."""
+    status = EVALUATED if record.rewards else FAILED
+    facts = Facts(record.group, sequence, record.at, status=status, reason=record.reason, version=record.version, dataset=record.dataset)
+    if record.rewards:
+        facts.rewards, facts.parts, facts.oldest, facts.newest = tuple(record.rewards), record.parts, (record.oldest,), (record.newest,)
+    return facts
+
+
+def facts_of(sequence: int, record: RolloutRecord) -> Facts:
+    """The facts of a group as far as its kept responses tell them, where there is no ledger any more. ``sequence``: a place among them."""
+    samples = record.samples
+    versions = [[version for _, _, version in sample.segments] or [0] for sample in samples]
+    return Facts(
+        record.group,
+        sequence,
+        record.at,
+        attempt=record.attempt,
+        status=record.status,
+        reason=record.reason,
+        step=record.step,
+        version=record.version,
+        mask_below=record.mask_below,
+        rewards=tuple(sample.reward or 0.0 for sample in samples),
+        parts=tuple({name: value or 0.0 for name, value in sample.parts.items()} for sample in samples),
+        removed=tuple(position for position, sample in enumerate(samples) if sample.removed),
+        tokens=tuple(sample.length for sample in samples),
+        oldest=tuple(map(min, versions)),
+        newest=tuple(map(max, versions)),
+        dataset=record.dataset,
+    )
 
 
 @dataclass
@@ -137,6 +181,8 @@ class Trails:
                 return self._ended(self._batches.pop(step, []), sequence, record, TRAINED, "")
             case CheckpointDurable(steps=steps):
                 self.durable_steps = max(self.durable_steps, steps)
+            case EvalScored():
+                return [scored_for_evaluation(sequence, record)]
             case _:
                 pass
         return []
@@ -144,6 +190,18 @@ class Trails:
     def durable(self, facts: Facts) -> bool:
         """Whether the group is trained and in a durable checkpoint: its payload is freed then."""
         return facts.status == TRAINED and facts.step is not None and facts.step < self.durable_steps
+
+    def gone(self, facts: Facts | None) -> str | None:
+        """Why the store has no samples of a group; None where it should."""
+        if facts is None or facts.status in (OUTSTANDING, REQUEUED):
+            return "its samples are still with the rollout and reward services"
+        if facts.status in (DROPPED, EVALUATED):
+            return f"its samples were freed when it was {facts.status}"
+        if facts.status in (DEAD, FAILED):
+            return "its samples were freed when it was given up"
+        if self.durable(facts):
+            return f"its samples were freed: step {facts.step} is trained and in a durable checkpoint"
+        return None
 
     def _changed(self, names: Iterable[str], sequence: int, record: LedgerRecord) -> list[Facts]:
         found = [self.open[name] for name in names if name in self.open]
@@ -196,15 +254,8 @@ class Life:
             self.passages.append(Passage(sequence, record.at, record.event(), what))
 
     def gone(self) -> str | None:
-        """Why there are no samples to read; None where there should be."""
-        facts = self.facts
-        if facts is None or facts.status in (OUTSTANDING, REQUEUED):
-            return "its samples are still with the rollout and reward services"
-        if facts.status in (DROPPED, DEAD):
-            return f"its samples were freed when it was {facts.status if facts.status == DROPPED else 'given up'}"
-        if self.trails.durable(facts):
-            return f"its samples were freed: step {facts.step} is trained and in a durable checkpoint"
-        return None
+        """Why the store has no samples of it; None where it should."""
+        return self.trails.gone(self.facts)
 
     def _told(self, record: LedgerRecord, before: str | None) -> str | None:
         facts, name = self.facts, self.group
@@ -230,9 +281,19 @@ class Life:
                 return f"in the batch of step {step}, on version {version}{masked}"
             case BatchTrained(step=step, started=started, ended=ended) if facts is not None and facts.step == step and before == BATCHED:
                 return f"trained in step {step}, {ended - started:.1f} s"
+            case EvalStarted(dataset=dataset, version=version, prompts=prompts) if _is_of(name, dataset, version, prompts):
+                return f"sent out for the evaluation of version {version}"
+            case EvalScored(group=group, rewards=scores, reason=reason) if group == name:
+                return "scored, rewards " + " ".join(f"{reward:g}" for reward in scores) if scores else f"failed: {reason}"
             case CheckpointDurable(steps=steps) if facts is not None and self.trails.durable(facts) and not self._durable:
                 self._durable = True
                 return f"a checkpoint of {steps} steps is durable, its samples are freed"
             case _:
                 pass
         return None
+
+
+def _is_of(group: str, dataset: str, version: int, prompts: int) -> bool:
+    """Whether a group is one of the held-out prompts of an evaluation."""
+    parts = eval_group_parts(group)
+    return parts is not None and parts[:2] == (dataset, version) and parts[2] < prompts

@@ -142,7 +142,7 @@ def everything(run: str, other: str) -> Table:
 
 
 STORE = {
-    BUFFER: {"PING", "EXISTS", "UNLINK"},
+    BUFFER: {"PING", "GET", "EXISTS", "UNLINK"},
     ROLLOUT: {"PING", "GET", "SET"},
     REWARD: {"PING", "GET"},
     TRAINER: {"PING", "GET"},

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared import runs, sample
+from shared import rollout_files, runs, sample
 from shared.bus import Bus
 from shared.cli.rundir import RunDirectory, Servers
 from shared.config import RunConfig
@@ -29,6 +29,7 @@ from shared.ledger import (
     group_id,
 )
 from shared.messages import Payload
+from shared.rollout_files import RolloutRecord
 from shared.sample import Sample
 from shared.store import Store
 from shared.subjects import Subjects
@@ -241,3 +242,79 @@ async def test_a_given_bus_beside_a_stopped_runs_own_store(
     own.stop()
     await asyncio.to_thread(check_sample, myxo, run_name, "--dir", config.run.dir, environment={"NATS_URL": nats.url})
     assert not files.is_held()
+
+
+# --- what is kept in rollouts/
+
+
+def keep(config: RunConfig, number: int, status: str = "trained", **fields: object) -> RolloutRecord:
+    """The record that the buffer writes of a group, appended to the run's files."""
+    made = samples_of(number)
+    values = {"group": group_id(number), "attempt": 0, "step": number, "version": 0, "at": BEGIN + 8, "label": "5", **fields}
+    kept = [rollout_files.sample_of(one, made[0], 1.0, {}, removed=False, stale=False, tokens=False) for one in made]
+    values = {"prompt": f"prompt {number}", "metadata": {"difficulty": number}, "samples": kept, **values}
+    record = RolloutRecord.model_construct(status=status, **values)
+    directory = config.run.root / rollout_files.DIRECTORY
+    directory.mkdir(parents=True, exist_ok=True)
+    with rollout_files.path_of(directory, 0).open("ab") as file:
+        file.write(record.line())
+    return record
+
+
+def test_what_the_store_has_freed_is_read_from_the_kept_responses(myxo: Myxo, stopped_run: RunConfig) -> None:
+    root = stopped_run.run.root
+    keep(stopped_run, 0)
+    keep(stopped_run, 3, "dead", step=None, reason="reward-0: the verifier hung", samples=[])
+    code, out, err = myxo.run("samples", root, "g0")
+    assert (code, err) == (0, "")
+    for part in ("the answer of 0/0", "the answer of 0/1", "prompt 0", "trained at step 0", "admitted while version 0 was live"):
+        assert part in out
+    code, out, _ = myxo.run("samples", root, "g0/1", "--json")
+    (sample,) = json.loads(out)["samples"]
+    assert (code, sample["text"], sample["segments"], sample["response"]) == (0, "the answer of 0/1", [[0, 2, 0], [2, 4, 1]], None)
+    code, out, _ = myxo.run("samples", root, "--step", "0")
+    assert code == 0
+    for part in ("trained at step 0", "prompt 0", "the answer of 0/0", "the answer of 0/1"):
+        assert part in out
+    with rollout_files.files(root / rollout_files.DIRECTORY)[0].open("ab") as file:
+        file.write(b'{"group":"g0000')
+    code, out, err = myxo.run("samples", root, "--responses", "--json")
+    rows = {row["group"]: row for row in map(json.loads, out.splitlines())}
+    assert (code, len(rows), "1 line of rollouts/ cut off" in err) == (0, 5, True)
+    texts = [[one["text"] for one in row["samples"]] for row in rows.values()]
+    assert sorted(map(len, texts)) == [0, 0, 2, 2, 2], "kept or still in the store; the dead one has none, and one is lost"
+    assert "test:group:g00000002" in rows["g00000002"]["absent"] and "given up" in rows["g00000003"]["absent"]
+
+
+def test_where_only_the_kept_responses_are_left_they_are_the_list(myxo: Myxo, tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    for number in range(3):
+        keep(config, number)
+    for number, version in ((10, 0), (11, 2)):
+        keep(config, number, "evaluated", group=f"eval.heldout.{version}.0", dataset="heldout", step=None, version=version)
+    where = ("--dir", config.run.dir)
+    code, out, err = myxo.run("samples", "test", *where)
+    assert (code, err) == (0, "")
+    assert "3 groups" in out and "trained at step 2" in out and "eval." not in out
+    code, out, err = myxo.run("samples", "test", "--step", "1", *where)
+    assert (code, err, "1 groups" in out, "the answer of 1/1" in out) == (0, "", True, True)
+    code, out, err = myxo.run("samples", "test", "--eval", "--version", "2", *where)
+    assert (code, err) == (0, "")
+    assert "evaluated at version 2" in out and "the answer of 11/0" in out and "the answer of 10/0" not in out
+    code, out, err = myxo.run("samples", "test", "eval.heldout.2.0/1", *where)
+    assert (code, err) == (0, "")
+    assert "the answer of 11/1" in out and "keep_rollouts_tokens" in out
+    code, out, err = myxo.run("samples", "test", "g9", *where)
+    assert (code, out) == (2, "")
+    assert "which is all that is left of run test" in err
+
+
+def test_words_and_options_stand_in_any_order(myxo: Myxo, tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    keep(config, 1)
+    where = ("--dir", config.run.dir)
+    for words in (("test", *where, "1"), (*where, "test", "1"), ("test", "--json", "1", *where), ("--json", "test", *where, "1")):
+        code, out, err = myxo.run("samples", *words)
+        assert (code, err, "the answer of 1/1" in out) == (0, "", True)
+    code, _, err = myxo.run("samples", "test", *where, "1", "2")
+    assert (code, "unrecognized arguments: 2" in err) == (2, True)

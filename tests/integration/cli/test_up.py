@@ -76,6 +76,15 @@ def test_a_run_goes_to_its_end_and_says_so_again(myxo: Myxo, config_file: Config
     assert (code, err) == (0, ""), f"{out}\n{err}"
     assert (summary(root)["steps"], summary(root)["audit"]) == (9, "ok")
 
+    for step in (0, 8):  # nothing of it is in the store any more
+        code, out, err = myxo.run("samples", root, "--step", str(step), "--json")
+        assert (code, err) == (0, "")
+        rows = [json.loads(line) for line in out.splitlines()]
+        assert [(row["status"], row["durable"], len(row["samples"]), row["absent"]) for row in rows] == [("trained", True, 2, None)] * 2
+        assert all(sample["text"] for row in rows for sample in row["samples"])
+    code, out, _ = myxo.run("samples", "--dir", root.parent, "test", "--eval", "--version", "0", "--json")
+    assert (code, [len(json.loads(line)["samples"]) for line in out.splitlines()]) == (0, [1] * 4)
+
     code, out, _ = myxo.run("logs", root, "-n", "500")
     assert code == 0
     assert "run_finished" in out

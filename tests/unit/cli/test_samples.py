@@ -21,6 +21,8 @@ from shared.ledger import (
     BatchFormed,
     BatchTrained,
     CheckpointDurable,
+    EvalScored,
+    EvalStarted,
     GroupDead,
     GroupRequeued,
     GroupsAdmitted,
@@ -30,6 +32,7 @@ from shared.ledger import (
     RunFinished,
     ScoredGroup,
     VersionLive,
+    eval_group_id,
     group_id,
 )
 from shared.messages import Payload, SampleMeta
@@ -294,6 +297,63 @@ def test_tokens_stand_in_columns_with_their_mask_version_and_log_prob() -> None:
     assert len(list(token_lines(sample(), width=1))) == 5 * 6  # the narrowest terminal shows one token a block
 
 
+def test_tokens_have_their_text_where_there_is_a_tokenizer() -> None:
+    def pieces(tokens: list[int]) -> list[str]:
+        return [{11: " a\n", 12: "\x1b", 13: "a longer one"}.get(token, "x") for token in tokens]
+
+    lines = [line.split() for line in token_lines(sample(), 40, pieces)]
+    assert lines[2] == ["text", "␣a\\n", "\\x1b", "a␣longe…"]
+    plain = as_plain("r", life(2), [sample(), sample(1)], 0, None, pieces)
+    assert plain["samples"][0]["response_pieces"] == [" a\n", "\x1b", "a longer one", "x", "x"]
+
+
+# --- held-out prompts
+
+
+def evaluated(row: int, rewards: list[float], **fields: object) -> EvalScored:
+    values = {"dataset": "heldout", "version": 2, "oldest": 2, "newest": 3, "at": 120.0 + row, **fields}
+    return EvalScored(group=eval_group_id("heldout", 2, row), rewards=rewards, **values)  # type: ignore[arg-type]
+
+
+EVALUATION: list[LedgerRecord] = [
+    *LEDGER,
+    EvalStarted(dataset="heldout", version=2, prompts=3, at=119.0),
+    evaluated(1, [1.0], parts=({"form": 0.5},)),
+    evaluated(0, [], reason="rollout-0: too long"),
+]
+
+
+def test_held_out_prompts_are_listed_by_themselves() -> None:
+    assert len(listing(ledger=EVALUATION).rows()[0]) == 9, "training groups only"
+    rows = listing(Wanted(evaluation=True), ledger=EVALUATION).rows()[0]
+    assert [(facts.group, facts.where()) for facts in rows] == [
+        ("eval.heldout.2.1", "evaluated at version 2"),
+        ("eval.heldout.2.0", "failed (rollout-0: too long)"),
+    ]
+    assert (rows[0].rewards, rows[0].parts, rows[0].seconds) == ((1.0,), ({"form": 0.5},), None)
+    for wanted, count in (
+        (Wanted(evaluation=True, version=2), 2),
+        (Wanted(evaluation=True, version=3), 0),
+        (Wanted(evaluation=True, dataset="other"), 0),
+        (Wanted(evaluation=True, min_reward=0.5), 1),
+    ):
+        assert listing(wanted, ledger=EVALUATION).rows()[1] == count
+
+
+def test_the_page_of_a_held_out_prompt() -> None:
+    found = Life(eval_group_id("heldout", 2, 1))
+    for sequence, record in enumerate(EVALUATION, 1):
+        found.see(sequence, record)
+    assert [passage.what for passage in found.passages] == ["sent out for the evaluation of version 2", "scored, rewards 1"]
+    assert found.gone() == "its samples were freed when it was evaluated"
+    kept = sample(group=found.group, prompt=np.array([], np.int32), response=np.array([], np.int32), text="sieben")
+    assert "sieben" in shown(found, [kept], None)
+    text = shown(found, [kept], 0)
+    assert "sieben" in text and "5 response" in text and "keep_rollouts_tokens" in text
+    (plain,) = as_plain("r", found, [kept], None, None)["samples"]
+    assert (plain["response"], plain["mask"], plain["text"], plain["reward_parts"]) == (None, None, "sieben", {"form": 0.5})
+
+
 def test_what_was_masked_and_removed_and_the_parts_of_a_reward_are_shown() -> None:
     back = scored(0, (1.5, 0.5), (0, 3))
     back.parts, back.removed = [{"format": 0.5, "answer": 1.0}, {"format": 0.5, "answer": 0.0}], [1]
@@ -349,13 +409,19 @@ def test_what_a_model_wrote_cannot_steer_the_terminal(text: str, shown: str) -> 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("g00000012", (group_id(12), None)), ("g12/3", (group_id(12), 3)), ("12", (group_id(12), None)), ("0/0", (group_id(0), 0))],
+    [
+        ("g00000012", (group_id(12), None)),
+        ("g12/3", (group_id(12), 3)),
+        ("12", (group_id(12), None)),
+        ("0/0", (group_id(0), 0)),
+        ("eval.a-b.0.1/2", ("eval.a-b.0.1", 2)),
+    ],
 )
 def test_a_group_can_be_named_in_short(text: str, expected: tuple[str, int | None]) -> None:
     assert target(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "x", "g", "g1/", "g1/x", "-1", "g1/2/3", "1" * 40, "eval.heldout.0.1", "٣"])
+@pytest.mark.parametrize("text", ["", "x", "g", "g1/", "g1/x", "-1", "g1/2/3", "1" * 40, "eval.heldout.0", "eval.a b.0.1", "٣"])
 def test_what_is_no_group_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="GROUP"):
         target(text)
