@@ -11,10 +11,11 @@ import base64
 import logging
 import pickle
 from collections.abc import Coroutine, Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from services.rollout.engine.capabilities import NOT_CHANGED, Capabilities, EngineLoad, parse_load, read_capabilities
+from services.rollout.engine.capabilities import NOT_CHANGED, Capabilities, EngineLoad, parse_drawn, parse_load, read_capabilities
 from services.rollout.engine.channel import Channel, Received, ReceiverError, WeightsState
 from services.rollout.engine.command import RECEIVER_LOADER
 from services.rollout.engine.errors import EngineError, EngineUnreachable, InvalidRequest
@@ -189,6 +190,16 @@ class EngineClient:
     async def load(self, *, deadline: float = CONTROL_SECONDS) -> EngineLoad:
         """How busy the engine is. Its scheduler need not answer, so this works in the middle of a push too."""
         return parse_load(await self._transport.get("/v1/loads?include=core", deadline, NOT_CHANGED))
+
+    async def drawn_tokens(self, *, deadline: float = CONTROL_SECONDS) -> int | None:
+        """How many tokens the engine has drawn since it started, for everybody; see `parse_drawn`. None: it does not count them."""
+        try:
+            text = await self._transport.get("/metrics", deadline, NOT_CHANGED)
+        except EngineError as error:
+            if error.status == HTTPStatus.NOT_FOUND:  # launched without --enable-metrics
+                return None
+            raise
+        return parse_drawn(str(text), self.capabilities.overlaps)
 
     async def served_version(self, *, deadline: float = CONTROL_SECONDS) -> int:
         """The weight version that the engine itself names; also corrects ``version``."""
