@@ -34,8 +34,8 @@ async def test_tokens_count_as_they_are_drawn_and_the_rate_adds_up_to_them(new_b
     for _ in range(3):  # a group that draws its end tokens early is over before it is seen
         await desk.task(n=SAMPLES, sampling=Sampling(temperature=1.0, max_new_tokens=TOKENS))
         done = desk.rollout._tokens
-        early = await until(lambda: gauges["generated_tokens"] > done or desk.rollout._tokens > done, "tokens", 240)
-        under_way = early and desk.rollout._tokens == done
+        await until(lambda done=done: max(gauges["generated_tokens"], desk.rollout._tokens) > done, "tokens", 240)
+        under_way = desk.rollout._tokens == done
         _, samples = await desk.generated()
         if under_way:
             break
