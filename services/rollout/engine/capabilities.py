@@ -78,7 +78,7 @@ def parse_drawn(text: str, overlaps: bool) -> int | None:
 
     SGLang counts what its decode steps draw, step by step. The first token of a sample is drawn by its prefill, and is not among them; it
     is taken from the number of samples whose prefill began. An engine that overlaps its steps computes, and counts, one token beyond each
-    sample's end in exchange. A sample that was retracted is short of one token for each time.
+    sample's end in exchange.
     """
     if DRAWN not in text:
         return None

@@ -36,6 +36,8 @@ async def test_tokens_count_as_they_are_drawn_and_the_rate_adds_up_to_them(new_b
         done = desk.rollout._tokens
         await until(lambda done=done: max(gauges["generated_tokens"], desk.rollout._tokens) > done, "tokens", 240)
         under_way = desk.rollout._tokens == done
+        await desk.client.pause("retract")  # as in a push
+        await desk.client.resume()
         _, samples = await desk.generated()
         if under_way:
             break
