@@ -35,7 +35,7 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
     if config.algorithm.has_critic:
         counts["critic"] = 1
     shares = devices.share_out(config)
-    specs = []
+    specs: list[ServiceSpec] = []
     for service, count in counts.items():
         for number in range(count):
             instance = f"{service}-{number}"
