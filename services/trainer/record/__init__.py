@@ -83,7 +83,7 @@ class Record:
                 "staleness_max": batch.figures.staleness_max,
                 "masked_tokens": batch.figures.masked_tokens,
                 "removed_samples": batch.figures.removed_samples,
-                "train_tokens_per_s": performance["wall_tok_per_s"],
+                **({"train_tokens_per_s": performance["wall_tok_per_s"]} if "wall_tok_per_s" in performance else {}),
                 "train_compute_tokens_per_s": performance["actor_train_tok_per_s"],
                 "wait_time_ratio": performance["wait_time_ratio"],
             }
@@ -150,7 +150,7 @@ class Record:
     def _performance(self, batch: TrainBatch, started: float, ended: float, optimized: float | None) -> dict[str, float]:
         seconds = max(ended - started, 1e-9)
         training = max(seconds if optimized is None else optimized, 1e-9)
-        waited = 0.0 if self._last_end is None else started - self._last_end
+        waited, first = (0.0, True) if self._last_end is None else (started - self._last_end, False)
         self._last_end = ended
         found = {
             "step_time": seconds,
@@ -158,8 +158,9 @@ class Record:
             "train_wait_time": waited,
             "wait_time_ratio": waited / (waited + seconds),
             "actor_train_tok_per_s": batch.figures.tokens / training,
-            "wall_tok_per_s": batch.figures.tokens / (waited + seconds),
         }
+        if not first:  # nobody knows what the first step waited for
+            found["wall_tok_per_s"] = batch.figures.tokens / (waited + seconds)
         return found | (self._speed.of_step([item.tokens for item in batch.deal.items], training) if self._speed is not None else {})
 
     def _rollout(self, batch: TrainBatch) -> dict[str, float]:
