@@ -92,6 +92,7 @@ def _names() -> list[str]:
         (run.environment("<environment>", "<verb>"), "request and reply", "plain maps, the [environment protocol](environments.md)"),
         (run.event("weights", "live"), f"stream `{run.events_stream}`, oldest discarded when full", "`WeightsLive`"),
         (run.event("trainer", "step"), f"stream `{run.events_stream}`", "`TrainerStep`"),
+        (run.event("trainer", "warm_start"), f"stream `{run.events_stream}`", "`WarmStartEnded`"),
         (run.event("service", "<what>"), f"stream `{run.events_stream}`", "`ServiceEvent`"),
     ]
     buckets = [

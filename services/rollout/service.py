@@ -14,6 +14,7 @@ from services.rollout.joining import CatchUp
 from services.rollout.partial import Partial, restored, samples_of
 from services.rollout.replica import Replica
 from services.rollout.router import Router, router_url
+from services.rollout.token_rate import DrawnTokens, TokenRate
 from services.rollout.weights import WeightsReceiver
 from shared import sample
 from shared.cancel import cancelled
@@ -40,8 +41,8 @@ HAND_ON_SECONDS = 1.5
 RETRY_SECONDS = 1.0
 """Pause after an engine could not be asked to end what is stale."""
 
-RATE_SECONDS = 2.0
-"""Period over which tokens per second are measured."""
+RATE_SECONDS = 1.0
+"""How often the engine's count of tokens is read, and the gauges are set."""
 
 
 class Rollout:
@@ -202,16 +203,14 @@ class Rollout:
 
     async def _measure(self) -> None:
         """Keeps the gauges."""
-        last, at = self._tokens, time.monotonic()
+        drawn, rate, metrics = DrawnTokens(), TokenRate(), self._service.metrics
         while True:
-            await asyncio.sleep(RATE_SECONDS)
-            now = time.monotonic()
-            metrics = self._service.metrics
-            metrics.set("generated_tokens_per_s", (self._tokens - last) / (now - at))
-            metrics.set("generated_tokens", self._tokens)
+            tokens = await drawn.read(self._replica.client, self._tokens)
+            metrics.set("generated_tokens_per_s", rate.note(time.monotonic(), tokens))
+            metrics.set("generated_tokens", tokens)
             metrics.set("running_groups", len(self._running))
             metrics.set("running_samples", self._samples_running)
-            last, at = self._tokens, now
+            await asyncio.sleep(RATE_SECONDS)
 
 
 async def serve(service: Service) -> None:

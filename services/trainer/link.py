@@ -27,6 +27,7 @@ from shared.messages import (
     ServiceCard,
     Trained,
     TrainerStep,
+    WarmStartEnded,
     WeightsLive,
 )
 from shared.service import Service, attended, connect
@@ -116,6 +117,10 @@ class Link:
     def report_step(self, step: TrainerStep) -> None:
         """Publishes the step's measurements, without waiting."""
         self._spawn(self.service.event("trainer", "step", step))
+
+    def report_warm_start(self, ended: WarmStartEnded) -> None:
+        """Publishes how the warm start went, without waiting."""
+        self._spawn(self.service.event("trainer", "warm_start", ended))
 
     def tell(self, what: str, detail: str) -> None:
         """Publishes an event about this service, without waiting."""

@@ -46,6 +46,8 @@ class ReplayLink:
         """One line of JSON on standard output."""
         print(json.dumps({"step": step.step, "version": step.version, **step.metrics}), flush=True)
 
+    def report_warm_start(self, ended: object) -> None: ...
+
     def tell(self, what: str, detail: str) -> None:
         print(f"{what}: {detail}", file=sys.stderr, flush=True)
 

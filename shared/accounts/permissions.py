@@ -196,6 +196,7 @@ def _trainer(names: Subjects) -> BusRights:
         names.replica_weights(ANY, ANY),
         names.event("weights", "live"),
         names.event("trainer", "step"),
+        names.event("trainer", "warm_start"),
         *_read(names.weights_bucket),
         f"$KV.{names.weights_bucket}.live",
         f"$KV.{names.weights_bucket}.snapshot",

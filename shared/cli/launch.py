@@ -105,7 +105,7 @@ class Launch:
 
     async def _with_bus(self, bus: Bus) -> int:
         run, config = self._run, self._config
-        specs = plan(config, self._servers.nats_url)
+        specs = plan(config, self._servers.nats_url, os.environ.get("MYXO_HTTP", ""))
         if self._given.nats_url is not None and await streams.exists(bus, run):
             await self._refuse_others(bus, None if self._fresh else {spec.instance for spec in specs})
         if self._signals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shared.cli.durations import duration
 from shared.cli.view import View
 
 PLAIN_SECONDS = 5.0
@@ -122,8 +124,7 @@ def what_happened(view: View) -> str:
         parts.append(f"waiting for {view.waiting_for}")
     if view.reward is not None:
         parts.append(f"reward {view.reward:.3f}")
-    if view.heldout is not None:
-        parts.append(f"held-out {view.heldout:.3f} (v{view.heldout_version})")
+    parts += [f"eval/{name} {found.mean_reward:.3f} (v{found.version})" for name, found in view.evaluations.items()]
     if view.staleness_max is not None:
         parts.append(f"staleness {view.staleness_mean or 0:.2f} mean {view.staleness_max:.0f} max")
     if view.live_version >= 0:
@@ -135,8 +136,8 @@ def what_happened(view: View) -> str:
     return "  ".join(parts)
 
 
-def panel(view: View, elapsed: float | None = None, left: float | None = None) -> RenderableType:
-    """The whole view as a panel. ``elapsed``, ``left``: seconds, where they are known."""
+def panel(view: View, elapsed: float | None = None, remaining: float | None = None) -> RenderableType:
+    """The whole view as a panel. ``elapsed``, ``remaining``: seconds, where they are known."""
     head = Table.grid(padding=(0, 1), expand=True)
     head.add_column(ratio=1)
     head.add_column(justify="right")
@@ -145,16 +146,20 @@ def panel(view: View, elapsed: float | None = None, left: float | None = None) -
     figures = Table.grid(padding=(0, 2))
     for _ in range(4):
         figures.add_column(no_wrap=True)
-    heldout = "–" if view.heldout is None else f"{view.heldout:.3f} at v{view.heldout_version}"
     staleness = "–" if view.staleness_max is None else f"{view.staleness_mean or 0:.2f} mean, {view.staleness_max:.0f} max of {view.bound}"
-    rows = [
-        ("reward", _number(view.reward), "held-out accuracy", heldout),
-        ("staleness", staleness, "live version", "–" if view.live_version < 0 else str(view.live_version)),
-        ("generation", _rate("", view.generated_per_s) or "–", "training", _rate("", view.trained_per_s) or "–"),
-        ("groups in flight", _count(view.in_flight), "restarts", str(view.restarts)),
+    computing = "" if view.computed_per_s is None else f", {_tokens(view.computed_per_s)} computing"
+    cells = [
+        ("reward", _number(view.reward)),
+        *((f"eval/{name}", f"{found.mean_reward:.3f} at v{found.version}") for name, found in view.evaluations.items()),
+        ("live version", "–" if view.live_version < 0 else str(view.live_version)),
+        ("staleness", staleness),
+        ("generation", _rate("", view.generated_per_s) or "–"),
+        ("training", (_rate("", view.trained_per_s) or "–") + computing),
+        ("groups in flight", _count(view.in_flight)),
+        ("restarts", str(view.restarts)),
     ]
-    for row in rows:
-        figures.add_row(*(Text(cell, style="dim" if place % 2 == 0 else "") for place, cell in enumerate(row)))
+    for left, right in itertools.zip_longest(cells[::2], cells[1::2], fillvalue=("", "")):
+        figures.add_row(*(Text(cell, style="dim" if place % 2 == 0 else "") for place, cell in enumerate((*left, *right))))
     parts: list[RenderableType] = [head, figures]
     if view.queues:
         depths = ", ".join(f"{name} {waiting} waiting + {held} held" for name, (waiting, held) in view.queues.items())
@@ -163,7 +168,7 @@ def panel(view: View, elapsed: float | None = None, left: float | None = None) -
         parts.append(Text(f"waiting for {view.waiting_for}", style="yellow"))
     parts.append(services_table(view))
     return Panel(
-        Group(*parts), title=f"[bold]{view.run}[/]", subtitle=None if elapsed is None else _times(elapsed, left), border_style="cyan"
+        Group(*parts), title=f"[bold]{view.run}[/]", subtitle=None if elapsed is None else _times(elapsed, remaining), border_style="cyan"
     )
 
 
@@ -179,16 +184,6 @@ def services_table(view: View) -> Table:
     return table
 
 
-def duration(seconds: float) -> str:
-    """For people: 45s, 2m10s, 3h05m."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-
-
 def _times(elapsed: float, left: float | None) -> str:
     return f"{duration(elapsed)}" + ("" if left is None else f", about {duration(left)} left")
 
@@ -196,8 +191,11 @@ def _times(elapsed: float, left: float | None) -> str:
 def _rate(name: str, tokens: float | None) -> str:
     if tokens is None:
         return ""
-    amount = f"{tokens:.0f}" if tokens < 10_000 else f"{tokens / 1000:.1f}k"
-    return f"{name} {amount} tokens/s".strip()
+    return f"{name} {_tokens(tokens)} tokens/s".strip()
+
+
+def _tokens(count: float) -> str:
+    return f"{count:.0f}" if count < 10_000 else f"{count / 1000:.1f}k"
 
 
 def _number(value: float | None) -> str:

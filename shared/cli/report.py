@@ -12,7 +12,7 @@ from rich.text import Text
 from shared.bus import Bus
 from shared.cli import chart, exits
 from shared.cli.access import reach
-from shared.cli.progress import duration
+from shared.cli.durations import duration
 from shared.cli.rundir import RunDirectory
 from shared.cli.summary import Summary, collect
 
@@ -29,7 +29,7 @@ async def report(bus: Bus, run: str, directory: RunDirectory, console: Console) 
     elif not chart.available():
         console.print("No picture: matplotlib is not installed (pip install 'myxo[report]').", markup=False)
     else:
-        chart.draw(summary, tally.rewards, directory.chart)
+        chart.draw(summary, tally.rewards, tally.warm_start, directory.chart)
         console.print(f"Picture: {directory.chart}", soft_wrap=True, highlight=False)
     console.print(f"Summary: {directory.summary}", soft_wrap=True, highlight=False)
     return exits.DONE if summary.audit == "ok" else exits.FAILED
@@ -53,7 +53,8 @@ def table(summary: Summary) -> Table:
     groups = summary.groups
     lines = [
         ("steps", f"{summary.steps} in {duration(summary.wall_seconds)}" + ("" if summary.finished else ", not finished")),
-        ("held-out accuracy", f"{_number(summary.accuracy_before)} → {_number(summary.accuracy_after)}"),
+        *_warm_start(summary),
+        *_evaluations(summary),
         ("training reward", f"{_number(summary.reward_first)} → {_number(summary.reward_last)} (first and last 10 % of steps)"),
         ("staleness", f"{_number(summary.mean_staleness, 2)} mean, {summary.max_staleness_seen} max, bound {summary.max_staleness}"),
         ("generation", f"{summary.generation_seconds:.1f} s"),
@@ -74,6 +75,22 @@ def table(summary: Summary) -> Table:
     for violation in [] if summary.audit == "ok" else summary.audit:
         rows.add_row(Text("violation", style="bold red"), Text(violation))
     return rows
+
+
+def _warm_start(summary: Summary) -> list[tuple[str, str]]:
+    warm = summary.warm_start
+    return [("warm start", f"{warm.steps} SFT steps, loss {warm.loss_first:.3f} → {warm.loss_last:.3f}")] if warm is not None else []
+
+
+def _evaluations(summary: Summary) -> list[tuple[str, str]]:
+    """A line for each held-out set: mean reward under the first and under the last version that was evaluated."""
+    lines = []
+    for name in dict.fromkeys(evaluation.dataset for evaluation in summary.evaluations):
+        found = [evaluation for evaluation in summary.evaluations if evaluation.dataset == name]
+        first, last = found[0], found[-1]
+        end = f" → {last.mean_reward:.3f} (v{first.version} → v{last.version})" if len(found) > 1 else f" (v{first.version})"
+        lines.append((f"eval/{name}", f"{first.mean_reward:.3f}{end}, mean reward"))
+    return lines
 
 
 def _number(value: float | None, digits: int = 3) -> str:

@@ -29,6 +29,9 @@ async def status(run: str, directory: Path, console: Console, as_json: bool) -> 
             _print_json(console, {"phase": phase, "running": True, **_plain(view)})
         else:
             console.print(panel(view))
+            for line in view.services:
+                if line.http:
+                    console.print(f"metrics of {line.instance}: http://{line.http}/metrics", style="dim", soft_wrap=True)
     return 0
 
 

@@ -24,7 +24,7 @@ from shared.ledger import (
     LedgerRecord,
     ScoredGroup,
 )
-from shared.messages import ServiceEvent, TrainerStep
+from shared.messages import ServiceEvent, TrainerStep, WarmStartEnded
 from shared.subjects import Subjects
 
 EDGE = 0.1
@@ -36,8 +36,10 @@ DIFF_SUM, DIFF_COUNT = "agreement_abs_diff", "agreement_tokens"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation that ended. ``step``: training steps in the weights; ``samples``: rewards that ``mean_reward`` is the mean of."""
+    """An evaluation of one held-out set that ended. ``dataset``: its name; ``step``: training steps in the weights; ``samples``: rewards
+    that ``mean_reward`` is the mean of."""
 
+    dataset: str
     version: int
     step: int
     mean_reward: float
@@ -57,10 +59,20 @@ class Groups:
 
 
 @dataclass(frozen=True)
+class WarmStart:
+    """The supervised warm start: its optimizer steps, the loss (nats a token) of the first and the last of them (means of `EDGE`)."""
+
+    steps: int
+    loss_first: float
+    loss_last: float
+
+
+@dataclass(frozen=True)
 class Summary:
     """The content of summary.json. Times in seconds; what was not measured is None.
 
-    accuracy_before/after: mean reward of the held-out prompts under version 0 and under the newest evaluated version after it.
+    accuracy_before/after: mean reward of the held-out set `eval_name` under version 0 and under the newest evaluated version after it;
+    ``evaluations`` has every set by its name.
     max_staleness: the run's bound; the other staleness figures are over the samples of all batches.
     overlap_seconds: how long some group was generated while some step was trained, of generation_seconds and training_seconds, in
     which at least one was. trained_tokens: response tokens of the trained samples.
@@ -81,6 +93,7 @@ class Summary:
     reward_first: float | None
     reward_last: float | None
     mean_abs_logprob_diff: float | None
+    warm_start: WarmStart | None
     trained_tokens: int
     wall_seconds: float
     groups: Groups
@@ -104,7 +117,10 @@ class Tally:
 
     config: RunConfig
     rewards: list[float] = field(default_factory=list)
-    """Mean reward of each trained step's samples, in order of the steps."""
+    """Mean reward of each trained step's samples (`rollout/raw_reward`), in order of the steps; NaN where none is known."""
+
+    warm_start: WarmStartEnded | None = None
+    """The newest report of a warm start: one that was interrupted began anew."""
 
     def __post_init__(self) -> None:
         self._audit = Audit(self.config.rollout.max_staleness, self.config.rollout.rollout_batch_size)
@@ -112,7 +128,7 @@ class Tally:
         self._batches: dict[int, list[ScoredGroup]] = {}
         self._generation: list[Interval] = []
         self._training: list[Interval] = []
-        self._evaluations: dict[int, Evaluation] = {}
+        self._evaluations: dict[tuple[str, int], Evaluation] = {}
         self._tokens = 0
         self._diffs: dict[int, tuple[float, float]] = {}
         self._restarts: Counter[str] = Counter()
@@ -137,9 +153,10 @@ class Tally:
                 self._batches[step] = [self._scored.pop(name) for name in names if name in self._scored]
             case BatchTrained(step=step, started=started, ended=ended):
                 self._training.append((started, ended))
-                self._trained(self._batches.pop(step, []))
+                self._trained(step, self._batches.pop(step, []))
             case EvalEnded() if record.samples:
-                self._evaluations[record.version] = Evaluation(
+                self._evaluations[record.dataset, record.version] = Evaluation(
+                    dataset=record.dataset,
                     version=record.version,
                     step=min(record.version * self.config.weights.update_weights_interval, self.config.rollout.num_rollout),
                     mean_reward=record.mean_reward,
@@ -162,14 +179,15 @@ class Tally:
         """The sum of all that was taken."""
         report = self._audit.report()
         samples = report.staleness.total()
-        evaluations = [self._evaluations[version] for version in sorted(self._evaluations)]
+        evaluations = [self._evaluations[key] for key in sorted(self._evaluations)]
+        own = [evaluation for evaluation in evaluations if evaluation.dataset == self.config.eval.eval_name]
         compared = sum(count for _, count in self._diffs.values())
         edge = math.ceil(len(self.rewards) * EDGE)
         return Summary(
             run=self.config.run.name,
             steps=report.steps,
-            accuracy_before=evaluations[0].mean_reward if evaluations and evaluations[0].version == 0 else None,
-            accuracy_after=evaluations[-1].mean_reward if evaluations and evaluations[-1].version > 0 else None,
+            accuracy_before=own[0].mean_reward if own and own[0].version == 0 else None,
+            accuracy_after=own[-1].mean_reward if own and own[-1].version > 0 else None,
             max_staleness=self.config.rollout.max_staleness,
             max_staleness_seen=report.max_staleness,
             mean_staleness=sum(age * count for age, count in report.staleness.items()) / samples if samples else None,
@@ -180,6 +198,7 @@ class Tally:
             reward_first=_mean(self.rewards[:edge]),
             reward_last=_mean(self.rewards[-edge:] if edge else []),
             mean_abs_logprob_diff=sum(total for total, _ in self._diffs.values()) / compared if compared else None,
+            warm_start=self._warm_start(),
             trained_tokens=self._tokens,
             wall_seconds=self._last_at - self._first_at if self._first_at is not None else 0.0,
             groups=Groups(report.admitted, report.trained, dict(report.dropped), dict(report.dead), report.in_flight),
@@ -189,16 +208,26 @@ class Tally:
             evaluations=evaluations,
         )
 
-    def _trained(self, groups: Sequence[ScoredGroup]) -> None:
+    def _trained(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         rewards = [reward for group in groups for reward in group.rewards]
-        mean = _mean(rewards)
-        if mean is not None:
-            self.rewards.append(mean)
+        self.rewards.extend([math.nan] * (step - len(self.rewards)))
+        if step == len(self.rewards):  # one that was trained twice is the audit's affair
+            self.rewards.append(sum(rewards) / len(rewards) if rewards else math.nan)
         self._tokens += sum(sample.tokens for group in groups for sample in group.samples)
 
 
+    def _warm_start(self) -> WarmStart | None:
+        if self.warm_start is None or not self.warm_start.losses:
+            return None
+        losses = self.warm_start.losses
+        edge = math.ceil(len(losses) * EDGE)
+        return WarmStart(self.warm_start.steps, sum(losses[:edge]) / edge, sum(losses[-edge:]) / edge)
+
+
 def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    """The mean of those that are numbers."""
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else None
 
 
 async def collect(bus: Bus, run: str) -> Tally:
@@ -209,6 +238,8 @@ async def collect(bus: Bus, run: str) -> Tally:
         tally.see(record)
     async for _, step in replay.read(bus, names.events_stream, TrainerStep, subject=names.event("trainer", "step")):
         tally.see_step(step)
+    async for _, ended in replay.read(bus, names.events_stream, WarmStartEnded, subject=names.event("trainer", "warm_start")):
+        tally.warm_start = ended
     async for _, event in replay.read(bus, names.events_stream, ServiceEvent, subject=names.event("service", "restarted")):
         tally.see_restart(event)
     return tally

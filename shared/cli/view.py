@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from shared.cli.durations import duration
 from shared.cli.supervisor import InstanceStatus, cause
 from shared.config import RunConfig
 from shared.messages import ServiceCard
@@ -18,7 +19,8 @@ QUEUES = ("task", "eval", "generated", "scored")
 
 @dataclass(frozen=True)
 class InstanceLine:
-    """One service. ``version``: weights it serves (-1: none); ``restarts``: None where this process is not its launcher."""
+    """One service. ``version``: weights it serves (-1: none); ``restarts``: None where this process is not its launcher; ``http``: the
+    ``host:port`` of its ``/healthz`` and ``/metrics``, empty where none is known."""
 
     service: str
     instance: str
@@ -26,11 +28,24 @@ class InstanceLine:
     version: int
     restarts: int | None
     detail: str
+    http: str = ""
+
+
+@dataclass(frozen=True)
+class EvaluationLine:
+    """The newest evaluation of one held-out set. ``version``: the weights that it was made with."""
+
+    mean_reward: float
+    version: int
 
 
 @dataclass(frozen=True)
 class View:
-    """See the module's docstring. ``queues``: name → (waiting, in workers' hands); rates in tokens a second."""
+    """See the module's docstring. ``queues``: name → (waiting, in workers' hands).
+
+    Rates are in tokens a second: ``generated_per_s`` over the last seconds, ``trained_per_s`` over the newest step and the wait before it,
+    ``computed_per_s`` over that step's optimizer steps alone. ``evaluations``: by the held-out sets' names.
+    """
 
     run: str
     steps: int
@@ -38,12 +53,12 @@ class View:
     bound: int
     reward: float | None = None
     loss: float | None = None
-    heldout: float | None = None
-    heldout_version: int | None = None
+    evaluations: dict[str, EvaluationLine] = field(default_factory=dict)
     staleness_mean: float | None = None
     staleness_max: float | None = None
     generated_per_s: float | None = None
     trained_per_s: float | None = None
+    computed_per_s: float | None = None
     live_version: int = -1
     in_flight: int | None = None
     ready_groups: int | None = None
@@ -76,7 +91,6 @@ def look(
     buffer, trainer = _newest(cards, "buffer"), _newest(cards, "trainer")
     served = [card.version for card in cards if card.service == "trainer"]  # the version its last push made live
     rates = [card.gauges["generated_tokens_per_s"] for card in cards if "generated_tokens_per_s" in card.gauges]
-    heldout = f"eval_{config.eval.eval_name}"
     steps = max(buffer.get("trained_steps", 0), trainer.get("step", 0), before.steps if before else 0)
     return View(
         run=config.run.name,
@@ -85,12 +99,12 @@ def look(
         bound=config.rollout.max_staleness,
         reward=trainer.get("reward", before.reward if before else None),
         loss=trainer.get("loss", before.loss if before else None),
-        heldout=buffer.get(heldout, before.heldout if before else None),
-        heldout_version=_whole(buffer.get(f"{heldout}_version", before.heldout_version if before else None)),
+        evaluations={**(before.evaluations if before else {}), **_evaluations(buffer)},
         staleness_mean=trainer.get("staleness_mean", before.staleness_mean if before else None),
         staleness_max=trainer.get("staleness_max", before.staleness_max if before else None),
         generated_per_s=sum(rates) if rates else None,
         trained_per_s=trainer.get("train_tokens_per_s"),
+        computed_per_s=trainer.get("train_compute_tokens_per_s"),
         live_version=max(int(buffer.get("live_version", -1)), *served, before.live_version if before else -1),
         in_flight=_whole(buffer.get("in_flight")),
         ready_groups=_whole(buffer.get("ready")),
@@ -152,7 +166,20 @@ def present(cards: Sequence[ServiceCard], statuses: Sequence[InstanceStatus]) ->
 def _sft(cards: Sequence[ServiceCard]) -> str | None:
     trainer = _newest(cards, "trainer")
     done, total = trainer.get("sft_step"), trainer.get("sft_steps")
-    return f"SFT step {done or 0:.0f}/{total:.0f}" if total and (done or 0) < total else None
+    if not total or (done or 0) >= total:
+        return None
+    parts = [f"SFT step {done or 0:.0f}/{total:.0f}"]
+    if "sft_loss" in trainer:
+        parts.append(f"loss {trainer['sft_loss']:.3f}")
+    if "sft_seconds_left" in trainer:
+        parts.append(f"about {duration(trainer['sft_seconds_left'])} left")
+    return ", ".join(parts)
+
+
+def _evaluations(buffer: dict[str, float]) -> dict[str, EvaluationLine]:
+    """From the gauges ``eval_<name>`` and ``eval_<name>_version``, in the names' order."""
+    names = sorted(gauge.removeprefix("eval_") for gauge in buffer if gauge.startswith("eval_") and f"{gauge}_version" in buffer)
+    return {name: EvaluationLine(buffer[f"eval_{name}"], int(buffer[f"eval_{name}_version"])) for name in names}
 
 
 def _lines(cards: Sequence[ServiceCard], statuses: Sequence[InstanceStatus]) -> tuple[InstanceLine, ...]:
@@ -167,7 +194,8 @@ def _lines(cards: Sequence[ServiceCard], statuses: Sequence[InstanceStatus]) -> 
         if status is not None and status.due_in is not None:
             state, detail = "down", f"{cause(status.last_code)}, again in {status.due_in:.0f} s"
         service = status.service if status else by_instance[instance].service
-        lines.append(InstanceLine(service, instance, state, card.version if card else -1, status.restarts if status else None, detail))
+        restarts, http = status.restarts if status else None, card.http if card else ""
+        lines.append(InstanceLine(service, instance, state, card.version if card else -1, restarts, detail, http))
     return (*lines, *(InstanceLine(card.service, card.instance, card.state, -1, None, card.detail or card.http) for card in environments))
 
 

@@ -15,6 +15,22 @@ class TrainerStep(Message):
     metrics: dict[str, float]
 
 
+class WarmStartEnded(Message):
+    """Event ``<run>.trainer.warm_start``: the supervised warm start took ``steps`` steps. ``losses``: the mean loss (nats a token) of each
+    ``every`` steps in order, the last of them of what is left over."""
+
+    steps: int
+    every: int
+    losses: list[float]
+
+    @classmethod
+    def of(cls, losses: list[float], points: int = 200) -> WarmStartEnded:
+        """The message for the losses of all steps, in at most ``points`` numbers."""
+        every = -(-len(losses) // points) or 1
+        parts = [losses[begin : begin + every] for begin in range(0, len(losses), every)]
+        return cls(steps=len(losses), every=every, losses=[sum(part) / len(part) for part in parts])
+
+
 class ServiceEvent(Message):
     """Event ``<run>.service.<what>``: a service joined, left, was fenced, failed."""
 

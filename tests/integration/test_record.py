@@ -24,7 +24,7 @@ from shared import replay, runs
 from shared.bus import Bus
 from shared.config import RunConfig
 from shared.embedded import EmbeddedNats, EmbeddedValkey
-from shared.messages import Batch, BatchGroup, Payload, ServiceCard, TrainerStep
+from shared.messages import Batch, BatchGroup, Payload, ServiceCard, TrainerStep, WarmStartEnded
 from shared.registry import Registry
 from shared.subjects import Subjects
 from tests.support.run_config import run_config
@@ -56,6 +56,9 @@ def recorded(config: RunConfig, directory: Path) -> str:
         record = Record(link, directory, config)
         record._speed = SPEED
         record.sft(1, 2, result(4.0))
+        assert "sft_seconds_left" not in link.service.metrics.values
+        record.sft(2, 2, result(2.0))
+        assert link.service.metrics.values["sft_seconds_left"] == 0
         now = time.time()
         first, second = batch(0, [[1.0, 1.0], [0.0, 1.0]]), batch(1, [[0.0, 0.0], [0.0, 1.0]])
         record.step(first, [result(1.0), result(3.0)], now, now + 2, optimized=1.0, token_means={"log_probs": -0.5})
@@ -94,7 +97,7 @@ async def test_a_step_is_written_everywhere(
     written = {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert written["train/loss"] == [2.0, 1.0]
     assert written["train/agreement_tokens"] == [8.0, 4.0]
-    assert written["sft/loss"] == [4.0]
+    assert written["sft/loss"] == [4.0, 2.0]
     assert written["train/grad_norm"] == [6.0, 2.0]
     assert written["rollout/raw_reward"] == [0.75, 0.25]
     assert written["rollout/rewards"] == pytest.approx([0.0, 0.0], abs=1e-6)
@@ -111,6 +114,9 @@ async def test_a_step_is_written_everywhere(
     assert written["perf/train_wait_time"] == pytest.approx([0.0, 1.0])
     assert written["perf/wait_time_ratio"] == pytest.approx([0.0, 0.5])
     assert written["perf/actor_train_tok_per_s"] == pytest.approx([22.0, 22.0])
+    assert written["perf/wall_tok_per_s"] == pytest.approx([11.0]), "from the second step on: 22 tokens in 1 s of waiting and 1 s of work"
+    wall = written["perf/train_wait_time"][1] + written["perf/step_time"][1]
+    assert written["perf/wall_tok_per_s"][0] * wall == pytest.approx(22), "rate times wall time is what was trained"
     expected = SPEED.of_step([5, 6, 5, 6], 1.0)
     assert written["perf/actor_train_tflops"] == pytest.approx([expected["actor_train_tflops"]] * 2)
     assert written["perf/actor_train_mfu"] == pytest.approx([expected["actor_train_mfu"]] * 2)
@@ -121,5 +127,7 @@ async def test_a_step_is_written_everywhere(
     names = Subjects(run_name)
     steps = replay.read(bus, names.events_stream, TrainerStep, subject=names.event("trainer", "step"))
     told = [event async for _, event in steps]
+    ended = replay.read(bus, names.events_stream, WarmStartEnded, subject=names.event("trainer", "warm_start"))
+    assert [event async for _, event in ended] == [WarmStartEnded(steps=2, every=1, losses=[4.0, 2.0])]
     assert [event.metrics["loss"] for event in told] == [2.0, 1.0]
     assert told[0].metrics["agreement_abs_diff"] == 2.0

@@ -26,6 +26,7 @@ def subjects(run: str) -> Table:
         names.ledger("groups_admitted"): ({BUFFER} | PEOPLE, PEOPLE),
         names.event("weights", "live"): ({TRAINER} | PEOPLE, {BUFFER} | PEOPLE),
         names.event("trainer", "step"): ({TRAINER} | PEOPLE, PEOPLE),
+        names.event("trainer", "warm_start"): ({TRAINER} | PEOPLE, PEOPLE),
         names.event("service", "joined"): (SERVICES | PEOPLE, PEOPLE),
         names.batch: ({TRAINER} | PEOPLE, {BUFFER}),
         names.trained: ({TRAINER} | PEOPLE, {BUFFER}),

@@ -11,10 +11,11 @@ import base64
 import logging
 import pickle
 from collections.abc import Coroutine, Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from services.rollout.engine.capabilities import NOT_CHANGED, Capabilities, EngineLoad, parse_load, read_capabilities
+from services.rollout.engine.capabilities import NOT_CHANGED, Capabilities, EngineLoad, parse_drawn, parse_load, read_capabilities
 from services.rollout.engine.channel import Channel, Received, ReceiverError, WeightsState
 from services.rollout.engine.command import RECEIVER_LOADER
 from services.rollout.engine.errors import EngineError, EngineUnreachable, InvalidRequest
@@ -79,7 +80,7 @@ class EngineClient:
         self._channel: Channel | None = None
         self._session_open = False
         self._background: set[asyncio.Task[None]] = set()
-        self._generating = 0
+        self._generating = self._retracted = 0
         self.occupation = Occupation(transport, lambda: self._generating)
 
     @classmethod
@@ -168,7 +169,9 @@ class EngineClient:
         where = f"{self.url}/generate"
         if resumed_half_loaded != self._resumed_half_loaded:
             raise EngineError(where, "went on with half-loaded weights while it generated this; it is discarded")
-        return parse_group(answer, requests, version, self._late_versions, where)
+        generations = parse_group(answer, requests, version, self._late_versions, where)
+        self._retracted += sum(generation.retractions for generation in generations)
+        return generations
 
     async def abort(self, rids: Sequence[str], *, deadline: float = CONTROL_SECONDS) -> None:
         """End these requests; each comes back to its caller with what it has. Unknown ids are ignored."""
@@ -189,6 +192,21 @@ class EngineClient:
     async def load(self, *, deadline: float = CONTROL_SECONDS) -> EngineLoad:
         """How busy the engine is. Its scheduler need not answer, so this works in the middle of a push too."""
         return parse_load(await self._transport.get("/v1/loads?include=core", deadline, NOT_CHANGED))
+
+    async def drawn_tokens(self, *, deadline: float = CONTROL_SECONDS) -> int | None:
+        """How many tokens the engine has drawn since it started, for everybody; see `parse_drawn`. None: it does not count them.
+
+        A sample that was put back draws its next token in a prefill again, which the engine does not count: for the groups of this client
+        these tokens are added when their group ends.
+        """
+        try:
+            text = await self._transport.get("/metrics", deadline, NOT_CHANGED)
+        except EngineError as error:
+            if error.status == HTTPStatus.NOT_FOUND:  # launched without --enable-metrics
+                return None
+            raise
+        drawn = parse_drawn(str(text), self.capabilities.overlaps)
+        return None if drawn is None else drawn + self._retracted
 
     async def served_version(self, *, deadline: float = CONTROL_SECONDS) -> int:
         """The weight version that the engine itself names; also corrects ``version``."""

@@ -89,7 +89,7 @@ def engine_command(
     device: str,
     weight_version: int = 0,
     random_seed: int | None = None,
-    enable_metrics: bool = False,
+    enable_metrics: bool = True,
     flags: Mapping[str, FlagValue] | None = None,
     threads: int | None = None,
     exposed: bool = False,
@@ -101,7 +101,7 @@ def engine_command(
         port: of 127.0.0.1, free. device: ``cpu`` or ``cuda``.
         weight_version: the version that ``model_path`` holds; the engine labels its tokens with it.
         random_seed: of the engine's sampling; None lets SGLang draw one.
-        enable_metrics: serve Prometheus metrics at ``/metrics``.
+        enable_metrics: serve Prometheus metrics at ``/metrics``, from which the service takes how many tokens were drawn.
         flags: the run's ``sglang`` table, names with or without the leading dashes, ``-`` or ``_``.
         threads: torch's threads per engine process on a CPU; None leaves it to torch.
         exposed: listen on all addresses, for a router; control calls (one of them unpickles) then need a key.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,14 +40,9 @@ def _kill_group_when_parent_ends() -> None:
 
 
 def _remove(directory: str | None) -> None:
-    """The engine's directory of sockets, which the parent would have removed."""
-    try:
-        for name in os.listdir(directory) if directory else ():
-            os.unlink(f"{directory}/{name}")
-        if directory:
-            os.rmdir(directory)
-    except OSError:
-        pass  # the parent was at it already, or somebody has put something there
+    """The engine's directory of sockets and metrics, which the parent would have removed; it may be at it already."""
+    if directory:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def main(command: list[str]) -> int:

@@ -89,11 +89,13 @@ class EngineProcess:
             raise EngineStartError(f"the engine cannot be started at {self.url}: somebody listens there; give it another port")
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         self.receiver = Path(tempfile.mkdtemp(prefix="myxo-engine-"))
+        metrics = self.receiver / "metrics"  # SGLang's own temporary directory would stay behind when the engine is killed
+        metrics.mkdir()
         with self.log_file.open("ab") as log:
             self._log_start = log.tell()
             self._leash = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(LEASH), *self.command.argv],
-                env=os.environ | self.command.env | {RECEIVER_VARIABLE: str(self.receiver)},
+                env=os.environ | self.command.env | {RECEIVER_VARIABLE: str(self.receiver), "PROMETHEUS_MULTIPROC_DIR": str(metrics)},
                 stdin=subprocess.PIPE,  # never written; its end is how the leash learns that this service is gone
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,7 @@ from services.trainer.record.weights_and_biases import WeightsAndBiases
 from services.trainer.record.writers import Prometheus, TensorBoard, Writer
 from services.trainer.weights.result import PushResult
 from shared.config import RunConfig
-from shared.messages import TrainerStep
+from shared.messages import TrainerStep, WarmStartEnded
 
 SUMS = ("agreement_abs_diff", "agreement_tokens")
 """Metrics of the loss that stay sums over a batch's optimizer steps; the others are means."""
@@ -41,6 +42,8 @@ class Record:
         self._speed = Speed.of(actor) if actor is not None else None
         self._job = job
         self._last_end: float | None = None
+        self._sft_losses: list[float] = []
+        self._sft_first = 0.0
         self._equal: dict[str, float] = {}
         self._evaluated: dict[str, int] = {}
 
@@ -80,7 +83,8 @@ class Record:
                 "staleness_max": batch.figures.staleness_max,
                 "masked_tokens": batch.figures.masked_tokens,
                 "removed_samples": batch.figures.removed_samples,
-                "train_tokens_per_s": performance["actor_train_tok_per_s"],
+                **({"train_tokens_per_s": performance["wall_tok_per_s"]} if "wall_tok_per_s" in performance else {}),
+                "train_compute_tokens_per_s": performance["actor_train_tok_per_s"],
                 "wait_time_ratio": performance["wait_time_ratio"],
             }
         )
@@ -93,9 +97,18 @@ class Record:
         self._link.gauges({"step": batch.step + 1, **{name: metrics[name] for name in ("value_loss", "value_clipfrac", "grad_norm")}})
 
     def sft(self, step: int, steps: int, result: StepResult) -> None:
-        """One step of the warm start."""
+        """One step of the warm start, the ``step``-th of ``steps``; the last one's end is told with all losses."""
         self._write(step, {"sft/loss": result.loss, "sft/lr": result.lr})
-        self._link.gauges({"sft_step": step, "sft_steps": steps, "sft_loss": result.loss})
+        gauges = {"sft_step": step, "sft_steps": steps, "sft_loss": result.loss}
+        now = time.monotonic()
+        if step == 1:
+            self._sft_losses, self._sft_first = [], now  # the first step warms the device up: the pace is that of the others
+        else:
+            gauges["sft_seconds_left"] = (now - self._sft_first) / (step - 1) * (steps - step)
+        self._sft_losses.append(result.loss)
+        self._link.gauges(gauges)
+        if step == steps:
+            self._link.report_warm_start(WarmStartEnded.of(self._sft_losses))
 
     def push(self, result: PushResult) -> None:
         """One push of weights; its step is the version."""
@@ -137,7 +150,7 @@ class Record:
     def _performance(self, batch: TrainBatch, started: float, ended: float, optimized: float | None) -> dict[str, float]:
         seconds = max(ended - started, 1e-9)
         training = max(seconds if optimized is None else optimized, 1e-9)
-        waited = 0.0 if self._last_end is None else started - self._last_end
+        waited, first = (0.0, True) if self._last_end is None else (started - self._last_end, False)
         self._last_end = ended
         found = {
             "step_time": seconds,
@@ -146,6 +159,8 @@ class Record:
             "wait_time_ratio": waited / (waited + seconds),
             "actor_train_tok_per_s": batch.figures.tokens / training,
         }
+        if not first:  # nobody knows what the first step waited for
+            found["wall_tok_per_s"] = batch.figures.tokens / (waited + seconds)
         return found | (self._speed.of_step([item.tokens for item in batch.deal.items], training) if self._speed is not None else {})
 
     def _rollout(self, batch: TrainBatch) -> dict[str, float]:

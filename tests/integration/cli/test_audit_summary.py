@@ -219,7 +219,10 @@ async def test_the_status_of_a_run_whose_services_are_alive(
     await write(bus, config, records()[:7])
     registry = Registry(bus, run_name)
     gauges = {"trained_steps": 1.0, "in_flight": 2.0, "queue_task": 5.0, "queue_task_held": 1.0}
-    card = ServiceCard(service="buffer", instance="buffer-7", host="h", pid=1, http="", state="ready", gauges=gauges, at=0)
+    gauges |= {"eval_gsm8k": 0.5, "eval_gsm8k_version": 1.0}
+    card = ServiceCard(
+        service="buffer", instance="buffer-7", host="h", pid=1, http="127.0.0.1:9464", state="ready", gauges=gauges, at=0
+    )
 
     async def beat() -> None:
         while True:
@@ -230,13 +233,16 @@ async def test_the_status_of_a_run_whose_services_are_alive(
     try:
         code, out, _ = await asyncio.to_thread(myxo.run, "status", run_name, environment={"NATS_URL": nats.url})
         assert code == 0
-        for part in ("buffer-7", "ready", "1/2", "task 5 waiting + 1 held"):
+        metrics = "metrics of buffer-7: http://127.0.0.1:9464/metrics"
+        for part in ("buffer-7", "ready", "1/2", "task 5 waiting + 1 held", "eval/gsm8k", "0.500 at v1", metrics):
             assert part in out
         code, out, _ = await asyncio.to_thread(myxo.run, "status", run_name, "--json", environment={"NATS_URL": nats.url})
     finally:
         beating.cancel()
     status = json.loads(out)
     assert (status["running"], status["steps"], status["queues"]) == (True, 1, {"task": [5, 1]})
+    assert status["evaluations"] == {"gsm8k": {"mean_reward": 0.5, "version": 1}}
+    assert [service["http"] for service in status["services"]] == ["127.0.0.1:9464"]
 
 
 async def test_submit_puts_the_run_on_the_bus(

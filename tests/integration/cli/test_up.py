@@ -249,6 +249,6 @@ def test_the_live_panel_on_a_terminal(myxo: Myxo, config_file: ConfigFile, root:
     os.close(master)
     assert process.wait(COMMAND_SECONDS) == 0
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode(errors="replace"))
-    for part in ("waiting for", "step", "4/4", "trainer-0", "held-out accuracy", "audit"):
+    for part in ("waiting for", "step", "4/4", "trainer-0", "eval/heldout", "audit"):
         assert part in text, part
     assert "Traceback" not in text

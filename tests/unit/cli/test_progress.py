@@ -7,8 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from shared.cli.progress import LiveDisplay, Pace, PlainDisplay, display, duration, panel
-from shared.cli.view import InstanceLine, View
+from shared.cli.durations import duration
+from shared.cli.progress import LiveDisplay, Pace, PlainDisplay, display, panel
+from shared.cli.view import EvaluationLine, InstanceLine, View
 
 VIEW = View(
     run="tiny",
@@ -16,12 +17,12 @@ VIEW = View(
     of=10,
     bound=1,
     reward=0.5,
-    heldout=0.25,
-    heldout_version=2,
+    evaluations={"gsm8k": EvaluationLine(0.25, 2), "math": EvaluationLine(-1.0, 0)},
     staleness_mean=0.75,
     staleness_max=1,
     generated_per_s=12_345,
     trained_per_s=800,
+    computed_per_s=1100,
     live_version=3,
     in_flight=8,
     queues={"task": (3, 4)},
@@ -73,7 +74,10 @@ def lines(*shown: tuple[View, float]) -> list[str]:
 
 def test_a_plain_line_says_it_all() -> None:
     (line,) = lines((VIEW, 61.0))
-    for part in ("step 3/10", "reward 0.500", "held-out 0.250 (v2)", "staleness 0.75 mean 1 max", "v3", "replicas 1/1", "restarts 2"):
+    for part in (
+        "step 3/10", "reward 0.500", "eval/gsm8k 0.250 (v2)", "eval/math -1.000 (v0)",
+        "staleness 0.75 mean 1 max", "v3", "replicas 1/1", "restarts 2",
+    ):
         assert part in line
     for part in ("gen 12.3k tokens/s", "train 800 tokens/s", "queues task 3+4", "1m01s"):
         assert part in line
@@ -100,7 +104,10 @@ def test_the_panel_shows_figures_and_services() -> None:
     out = io.StringIO()
     Console(file=out, width=100).print(panel(VIEW, 70.0, 30.0))
     text = out.getvalue()
-    for part in ("3/10", "0.500", "0.250 at v2", "0.75 mean, 1 max of 1", "rollout-0", "4 groups", "restarted 2×", "1m10s, about 30s left"):
+    for part in (
+        "3/10", "0.500", "eval/gsm8k", "0.250 at v2", "-1.000 at v0",
+        "800 tokens/s, 1100 computing", "0.75 mean, 1 max of 1", "rollout-0", "4 groups", "restarted 2×", "1m10s, about 30s left",
+    ):
         assert part in text, part
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from shared.cli.report import table
 from shared.cli.summary import Tally
 from shared.config import RunConfig
 from shared.ledger import (
@@ -25,7 +29,7 @@ from shared.ledger import (
     VersionLive,
     group_id,
 )
-from shared.messages import Payload, SampleMeta, ServiceEvent, TrainerStep
+from shared.messages import Payload, SampleMeta, ServiceEvent, TrainerStep, WarmStartEnded
 from tests.support.run_config import run_config
 
 
@@ -107,6 +111,42 @@ def test_every_figure(config: RunConfig) -> None:
     assert [(one.version, one.step, one.mean_reward) for one in summary.evaluations] == [(0, 0, 0.25), (2, 2, 0.75)]
 
 
+def test_every_held_out_set_is_kept_apart(config: RunConfig) -> None:
+    """Before and after are those of the config's own set."""
+    other = [evaluation(version, mean).model_copy(update={"dataset": "extra"}) for version, mean in ((0, -1.0), (2, -0.5))]
+    summary = tally(config, [*RECORDS, *other]).summary()
+    assert (summary.accuracy_before, summary.accuracy_after) == (0.25, 0.75)
+    found = [(one.dataset, one.version, one.mean_reward) for one in summary.evaluations]
+    assert found == [("extra", 0, -1.0), ("extra", 2, -0.5), ("heldout", 0, 0.25), ("heldout", 2, 0.75)]
+    out = io.StringIO()
+    Console(file=out, width=120).print(table(summary))
+    for line in ("eval/extra", "-1.000 → -0.500 (v0 → v2), mean reward", "eval/heldout", "0.250 → 0.750"):
+        assert line in out.getvalue()
+
+
+def test_the_warm_start_is_summed_up(config: RunConfig) -> None:
+    result = tally(config, RECORDS)
+    assert result.summary().warm_start is None
+    result.warm_start = WarmStartEnded.of([4.0 - step / 100 for step in range(300)])
+    summary = result.summary()
+    assert summary.warm_start is not None and len(result.warm_start.losses) == 150
+    assert (summary.warm_start.steps, summary.warm_start.loss_first) == (300, pytest.approx(3.855))
+    assert summary.warm_start.loss_last == pytest.approx(1.155)
+    out = io.StringIO()
+    Console(file=out, width=120).print(table(summary))
+    assert "300 SFT steps, loss 3.855 → 1.155" in out.getvalue()
+
+
+def test_a_step_without_known_rewards_is_a_gap(config: RunConfig) -> None:
+    """It does not move the later steps' rewards to the left."""
+    first, second = (BatchTrained(step=step, version=step, started=0.0, ended=1.0, at=112.0) for step in (0, 1))
+    result = tally(config, [*RECORDS[:6], first])
+    result.see(second)  # of a batch that no record tells of
+    result.see(second)
+    assert result.rewards[0] == 0.25 and math.isnan(result.rewards[1]) and len(result.rewards) == 2
+    json.dumps(result.summary().as_json(), allow_nan=False)
+
+
 def test_the_keys_of_the_file(config: RunConfig) -> None:
     content = json.loads(json.dumps(tally(config, RECORDS).summary().as_json()))
     assert {
@@ -124,6 +164,7 @@ def test_the_keys_of_the_file(config: RunConfig) -> None:
         "reward_first",
         "reward_last",
         "mean_abs_logprob_diff",
+        "warm_start",
         "trained_tokens",
         "wall_seconds",
         "groups",

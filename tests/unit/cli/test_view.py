@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared.cli.supervisor import InstanceStatus
-from shared.cli.view import look, waiting_for
+from shared.cli.view import EvaluationLine, look, waiting_for
 from shared.config import RunConfig
 from shared.messages import ServiceCard
 from tests.support.run_config import run_config
@@ -49,8 +49,8 @@ EVERYBODY = [card("buffer"), card("reward"), card("rollout", version=0), card("t
 def test_nothing_is_known_at_first(config: RunConfig) -> None:
     view = look(config, [])
     assert (view.steps, view.of, view.live_version) == (0, 4, -1)
-    assert view.reward is view.heldout is view.generated_per_s is view.in_flight is None
-    assert view.queues == {}
+    assert view.reward is view.generated_per_s is view.in_flight is None
+    assert view.queues == view.evaluations == {}
     assert view.waiting_for == "a buffer service"
 
 
@@ -67,12 +67,14 @@ def test_everything_is_taken_from_the_cards(config: RunConfig) -> None:
         queue_task_held=4,
         queue_scored=0,
     )
-    trainer = card("trainer", step=2, reward=0.5, loss=-0.1, staleness_mean=0.75, staleness_max=1, train_tokens_per_s=100)
+    speeds = {"train_tokens_per_s": 100, "train_compute_tokens_per_s": 150}
+    trainer = card("trainer", step=2, reward=0.5, loss=-0.1, staleness_mean=0.75, staleness_max=1, **speeds)
     rollouts = [card("rollout", number=n, version=1, generated_tokens_per_s=50, running_groups=2, running_samples=8) for n in range(2)]
     view = look(config, [buffer, trainer, *rollouts])
-    assert (view.steps, view.reward, view.loss, view.heldout, view.heldout_version) == (2, 0.5, -0.1, 0.25, 0)
+    assert (view.steps, view.reward, view.loss) == (2, 0.5, -0.1)
+    assert view.evaluations == {"heldout": EvaluationLine(0.25, 0)}
     assert (view.staleness_mean, view.staleness_max, view.live_version) == (0.75, 1, 1)
-    assert (view.generated_per_s, view.trained_per_s) == (100, 100)
+    assert (view.generated_per_s, view.trained_per_s, view.computed_per_s) == (100, 100, 150)
     assert (view.in_flight, view.ready_groups) == (6, 1)
     assert view.queues == {"task": (3, 4), "scored": (0, 0)}
     assert view.replicas_ready == (2, 2)
@@ -83,6 +85,22 @@ def test_figures_survive_a_restart_of_the_service_they_came_from(config: RunConf
     before = look(config, [card("buffer", trained_steps=3, live_version=2), card("trainer", reward=0.5)])
     after = look(config, [card("rollout", version=2)], [status("buffer", due_in=2.0, restarts=1)], before=before)
     assert (after.steps, after.reward, after.live_version, after.restarts) == (3, 0.5, 2, 1)
+
+
+def test_held_out_sets_are_known_by_their_names(config: RunConfig) -> None:
+    """Whatever they are called; the newest figures of each stay when the buffer is away."""
+    gauges = {"eval_live": 0.5, "eval_live_version": 2, "eval_gsm8k": -1.5, "eval_gsm8k_version": 4, "eval_pending": 3, "live_version": 9}
+    view = look(config, [card("buffer", **gauges)])
+    assert view.evaluations == {"gsm8k": EvaluationLine(-1.5, 4), "live": EvaluationLine(0.5, 2)}
+    later = look(config, [card("buffer", eval_live=0.75, eval_live_version=6)], before=view)
+    assert later.evaluations == {"gsm8k": EvaluationLine(-1.5, 4), "live": EvaluationLine(0.75, 6)}
+
+
+def test_the_warm_start_tells_its_loss_and_the_time_left(config: RunConfig) -> None:
+    gauges = {"sft_step": 10, "sft_steps": 500, "sft_loss": 2.31449, "sft_seconds_left": 83}
+    view = look(config, [*EVERYBODY[:3], card("trainer", "warm start", **gauges)])
+    assert view.waiting_for == "SFT step 10/500, loss 2.314, about 1m23s left"
+    assert next(line.detail for line in view.services if line.service == "trainer") == view.waiting_for
 
 
 def test_steps_never_fall(config: RunConfig) -> None:

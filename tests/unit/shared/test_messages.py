@@ -89,6 +89,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "lanes": [LANE],
     },
     "TrainerStep": {"step": 0, "version": 1, "started": 1.0, "ended": 2.0, "metrics": {"loss": 0.5}},
+    "WarmStartEnded": {"steps": 3, "every": 2, "losses": [2.0, 1.0]},
     "ServiceEvent": {"service": "buffer", "instance": "b", "what": "joined", "at": 1.0},
     "ServiceCard": {"service": "buffer", "instance": "b", "host": "h", "pid": 1, "http": "127.0.0.1:1", "state": "ready", "at": 1.0},
     "GroupsAdmitted": {"first": 0, "count": 2, "version": 0, "at": 1.0},

@@ -39,4 +39,4 @@ def test_every_metric_of_the_losses_has_its_line() -> None:
 
 def test_speeds_on_the_page_are_measured() -> None:
     sources = "\n".join(path.read_text() for path in (ROOT / "services" / "trainer" / "record").glob("*.py"))
-    assert documented("perf") == set(re.findall(r'"((?:step_time|actor_train|train_wait|wait_time|update_weights)\w*)"', sources))
+    assert documented("perf") == set(re.findall(r'"((?:step_time|wall_tok|actor_train|train_wait|wait_time|update_weights)\w*)"', sources))

@@ -1,0 +1,79 @@
+"""How fast the engine generates: its own count of drawn tokens, read now and then, and the rate over a sliding window.
+
+A count that grows when a group ends jumps when several end together. The engine counts each token as it is drawn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.errors import EngineError
+from shared.errors import DeadlineExceeded
+
+WINDOW_SECONDS = 5.0
+
+READ_SECONDS = 5.0
+"""Deadline for reading an engine's count. While it does not answer, no new tokens are known, and the rate falls."""
+
+
+class TokenRate:
+    """Tokens a second over the last ``window_s`` seconds.
+
+    A reading divides what came in the window by the whole window, also at the start, so that the rate's integral over a run is the run's
+    tokens; it is 0 once nothing has come for a window. Between two readings tokens count as evenly drawn.
+    """
+
+    def __init__(self, window_s: float = WINDOW_SECONDS) -> None:
+        self._window_s = window_s
+        self._readings: deque[tuple[float, float]] = deque()
+
+    def note(self, now: float, tokens: float) -> float:
+        """Returns the rate at ``now`` (monotonic seconds), when ``tokens`` have been drawn in all."""
+        self._readings.append((now, tokens))
+        begin = now - self._window_s
+        while len(self._readings) > 1 and self._readings[1][0] <= begin:
+            self._readings.popleft()
+        return (tokens - self._at(begin)) / self._window_s
+
+    def _at(self, moment: float) -> float:
+        """Tokens that had been drawn at ``moment``, which is not after the second of the readings that are left."""
+        (earlier, low), (later, high) = self._readings[0], self._readings[min(1, len(self._readings) - 1)]
+        if moment <= earlier or later == earlier:
+            return low
+        return low + (high - low) * (moment - earlier) / (later - earlier)
+
+
+class DrawnTokens:
+    """Counts the tokens that the replica's engines have drawn, one engine after another.
+
+    Attributes:
+        total: tokens in all, of finished, aborted and unfinished samples alike, without prompts.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._engine: EngineClient | None = None
+        self._last = self._delivered = 0
+
+    async def read(self, client: EngineClient | None, delivered: int) -> int:
+        """Returns ``total``, brought up to date.
+
+        Args:
+            client: of the present engine, None while there is none. delivered: tokens of the groups that have ended; they are counted where
+                an engine does not count by itself (`[rollout.sglang] enable_metrics = false`, or an old SGLang).
+        """
+        ended, self._delivered = delivered - self._delivered, delivered
+        if client is None:
+            return self.total
+        try:
+            drawn = await client.drawn_tokens(deadline=READ_SECONDS)
+        except (DeadlineExceeded, EngineError):  # `Replica.keep_engine` deals with an engine that is gone
+            return self.total
+        if drawn is None:
+            self.total += ended
+        elif client is self._engine:
+            self.total += max(0, drawn - self._last)
+        if drawn is not None:  # what a new engine has drawn before was its own warm-up
+            self._engine, self._last = client, drawn
+        return self.total

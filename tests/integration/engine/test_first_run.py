@@ -1,0 +1,88 @@
+"""docs/first-run.md as it stands: its files written, its commands run, its reward at work in a run, its agent on a real engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cli.command import COMMAND_SECONDS, ROOT
+from tests.integration.engine.bench import NewBench
+
+PAGE = (ROOT / "docs" / "first-run.md").read_text()
+FILES: dict[str, str] = dict(re.findall(r"^`([\w./-]+)`:\n\n```\w+\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+COMMANDS = [line for block in re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE) for line in block.splitlines()]
+CHECKS, RUNS = ([line for line in COMMANDS if line.endswith(" --dry-run") == dry] for dry in (True, False))
+
+
+@pytest.fixture
+def page(tmp_path: Path, tiny_model: Path) -> Path:
+    """A directory with the page's files, and a model where it wants one."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "my-model").symlink_to(tiny_model)
+    return tmp_path
+
+
+def myxo(directory: Path, line: str, module: str = "shared.cli.main") -> str:
+    """What a command of the page prints, run in ``directory`` as a user would; it must succeed."""
+    program, *words = line.split()
+    assert program == "myxo"
+    given = {key: value for key, value in os.environ.items() if key not in ("NATS_URL", "REDIS_URL", "MYXO_RUN", "MYXO_INSTANCE")}
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        cwd=directory,
+        env={**given, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_SECONDS,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), line
+    return done.stdout
+
+
+def test_the_page_has_all_four_and_each_is_short() -> None:
+    assert set(FILES) == {"data/train.jsonl", "first-run.toml", "evaluated.toml", "my-model.toml", "my_reward.py", "my_agent.py"}
+    assert (len(CHECKS), len(RUNS)) == (5, 1)
+    for name, text in FILES.items():
+        lines = [line for line in text.splitlines() if line and not line.startswith(("[", "import ", "from "))]
+        assert len(lines) <= 12, name
+
+
+@pytest.mark.parametrize("line", CHECKS)
+def test_its_configs_pass_the_check(page: Path, line: str) -> None:
+    printed = myxo(page, line)
+    assert f'prompt_data = "{page}/data/train.jsonl"' in printed
+    for name, flag in re.findall(r"--(custom-[a-z-]+) (\S+)", line):
+        assert f'{name.replace("-", "_")} = "{flag}"' in printed
+
+
+@pytest.mark.parametrize("line", RUNS)
+def test_its_reward_scores_a_run(page: Path, line: str) -> None:
+    """Rollout and trainer are stand-ins: eight tokens a response, which is the label or wrong. Data, buffer and reward are real."""
+    printed = myxo(page, line, "tests.integration.cli.standin_myxo")
+    summary = json.loads((page / "runs" / "first-run" / "summary.json").read_text())
+    assert (summary["steps"], summary["finished"], summary["audit"]) == (4, True, "ok"), printed
+    right = summary["reward_first"] - 0.1 * (1 - 8 / 16)
+    assert 0 <= right <= 1 and right * 8 == pytest.approx(round(right * 8)), "eight samples, right or not, half as long as they may be"
+    assert summary["groups"]["dead"] == {}
+
+
+async def test_its_agent_talks_to_an_engine(new_bench: NewBench, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(page))
+    desk = await new_bench(rollout={"custom_generate_function_path": "my_agent:generate"})
+    await desk.task(n=2)
+    group, samples = await desk.generated()
+    assert len(samples) == 2
+    for one in samples:
+        before, words, after = one.text.partition(" So the answer is ")
+        assert before and words and after
+        assert 0 < int(one.mask.sum()) == len(one.response) - len(words), "the agent's own words are not trained"
+    assert [meta.tokens for meta in group.samples] == [len(one.response) for one in samples]

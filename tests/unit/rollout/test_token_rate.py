@@ -1,0 +1,79 @@
+"""The rate of generation: its integral over a run is the run's tokens, whatever groups end when."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from services.rollout.engine.capabilities import parse_drawn
+from services.rollout.engine.errors import EngineUnreachable
+from services.rollout.token_rate import WINDOW_SECONDS, DrawnTokens, TokenRate
+
+
+def integral(times: list[float], counts: list[float]) -> tuple[float, list[float]]:
+    """Rate times time over all readings, and the rates."""
+    rate = TokenRate()
+    rates = [rate.note(now, count) for now, count in zip(times, counts, strict=True)]
+    return sum(value * (now - before) for value, now, before in zip(rates[1:], times[1:], times, strict=False)), rates
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.3])
+def test_rate_times_time_is_the_true_count(jitter: float) -> None:
+    """A minute of generation at changing speeds, then a pause: regular readings give the count itself, irregular ones nearly."""
+    dice = random.Random(3)
+    times, counts = [0.0], [0.0]
+    for second in range(80):
+        speed = 0 if second in range(20, 31) or second >= 60 else dice.choice([100, 1000, 3000])
+        times.append(times[-1] + 1 + dice.uniform(-jitter, jitter))
+        counts.append(counts[-1] + speed * (times[-1] - times[-2]))
+    total, rates = integral(times, counts)
+    assert total == pytest.approx(counts[-1], rel=0.02 if jitter else 1e-9)
+    assert max(rates) <= 3000 * (1 + 1e-9), "no rate is above the fastest second"
+    assert rates[28] == rates[-1] == 0, "nothing was drawn for a window"
+
+
+def test_a_pause_ends_in_zero_and_a_long_gap_between_readings_is_spread() -> None:
+    rate = TokenRate()
+    assert rate.note(0.0, 0) == 0
+    assert rate.note(1.0, 500) == 500 / WINDOW_SECONDS, "before the first reading nothing was drawn"
+    assert rate.note(21.0, 2500) == 100, "2000 tokens in 20 s"
+    assert rate.note(21.0 + WINDOW_SECONDS, 2500) == 0
+
+
+PAGE = """\
+# HELP sglang:realtime_tokens_total Total number of tokens processed
+sglang:realtime_tokens_total{dp_rank="0",mode="prefill_compute"} 960.0
+sglang:realtime_tokens_total{dp_rank="0",mode="decode"} 1.9136e+04
+sglang:realtime_tokens_total{dp_rank="1",mode="decode"} 4.0
+sglang:queue_time_seconds_count{dp_rank="0"} 64.0
+sglang:queue_time_seconds_sum{dp_rank="0"} 0.5
+"""
+
+
+def test_the_engines_own_count() -> None:
+    assert parse_drawn(PAGE, overlaps=False) == 19136 + 4 + 64
+    assert parse_drawn(PAGE, overlaps=True) == 19136 + 4
+    assert parse_drawn("sglang:gen_throughput{} 3.0\n", overlaps=False) is None
+
+
+class Engine:
+    """What `DrawnTokens` asks of a client."""
+
+    def __init__(self, *answers: int | Exception | None) -> None:
+        self._answers = list(answers)
+
+    async def drawn_tokens(self, *, deadline: float) -> int | None:
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+async def test_engines_come_and_go_and_some_do_not_count() -> None:
+    drawn = DrawnTokens()
+    first, second, third = Engine(1, 11, EngineUnreachable("", "gone")), Engine(1, 21), Engine(None, None)
+    assert [await drawn.read(first, 0) for _ in range(3)] == [0, 10, 10], "its warm-up does not count"
+    assert await drawn.read(None, 0) == 10
+    assert [await drawn.read(second, 30) for _ in range(2)] == [10, 30]
+    assert [await drawn.read(third, ended) for ended in (30, 37)] == [30, 37], "then groups count when they end"
