@@ -17,6 +17,7 @@ from pydantic import ValidationError, model_validator
 from shared import config_files, data_files, megatron_flags
 from shared.algorithm import AlgorithmSection
 from shared.errors import ConfigError, nearest
+from shared.hub import names
 from shared.sections import (
     BusSection,
     DataSection,
@@ -32,6 +33,9 @@ from shared.sections import (
     TrainerSection,
 )
 from shared.weights.section import WeightsSection
+
+MODEL_FIELDS = ("hf_checkpoint", "critic_load")
+"""Fields that hold the path of a model, or its name on the hub."""
 
 
 class RunConfig(Section):
@@ -112,7 +116,8 @@ class RunConfig(Section):
         """Refuses paths that do not exist. Raises ConfigError naming the field."""
         model = self.model.hf_checkpoint
         if not model.is_dir():
-            raise ConfigError("model.hf_checkpoint", str(model), "no such directory; give one with config.json and *.safetensors")
+            expected = "no such directory; give one with config.json and *.safetensors, or ORG/NAME of a model on the hub"
+            raise ConfigError("model.hf_checkpoint", str(model), expected)
         for name in ("config.json", "tokenizer.json"):
             if not (model / name).is_file():
                 raise ConfigError("model.hf_checkpoint", str(model), f"the directory holds no {name}")
@@ -124,15 +129,17 @@ class RunConfig(Section):
         for field, value in files.items():
             for path in data_files.paths(value):
                 if not path.is_file():
-                    expected = "JSONL file" if field == "sft.sft_data" else "JSONL or Parquet file"
-                    raise ConfigError(field, str(path), f"no such file; give a {expected}")
+                    raise ConfigError(field, str(path), "no such file; give a JSONL or Parquet file, or hf:ORG/NAME:SPLIT")
 
     def absolute(self, base: Path) -> RunConfig:
-        """The same config with every path absolute, relative ones taken from ``base``."""
+        """The same config with every path absolute, relative ones taken from ``base``; models that are none become names on the hub."""
         sections = {}
         for section in type(self).model_fields:
             value: Section = getattr(self, section)
-            paths = {field: data_files.absolute(item, base) for field, item in value}
+            paths = {
+                field: names.model_path(item, base) if field in MODEL_FIELDS and item is not None else data_files.absolute(item, base)
+                for field, item in value
+            }
             sections[section] = value.model_copy(update=paths)
         return self.model_copy(update=sections)
 

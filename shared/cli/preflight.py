@@ -5,6 +5,7 @@ Each check raises ConfigError: the field, what was given, what would be right.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from shared.bus import Bus, BusUnreachable, redacted
 from shared.config import RunConfig, load
 from shared.demonstrations import DemonstrationFile
 from shared.errors import ConfigError
+from shared.hub import pins, resolve
 from shared.prompts import PromptFile, TrainingPrompts, eval_prompts, training_prompts
 from shared.store import Store, StoreUnreachable
 from shared.subjects import Subjects
@@ -33,12 +35,17 @@ LONGEST_LINE = 1000
 """Characters that are shown about prompts that are left out: one may be long."""
 
 
-def checked_config(path: Path, arguments: list[str]) -> RunConfig:
+def checked_config(path: Path, arguments: list[str], *, fresh: bool = False) -> RunConfig:
     """Reads the config with ``arguments`` (flags of `shared.flags`) laid over it and checks all files it names, line by line.
 
-    Tells on standard error how many prompts are left out, where the config leaves some out.
+    Names on the hub are pinned in what is returned, and their files on this machine. Tells on standard error how many prompts are left out,
+    where the config leaves some out.
+
+    Args:
+        fresh: whether the run of that name begins anew, whatever its names on the hub were pinned to before.
     """
-    config = load(path, flags.parse(arguments))
+    frozen = _pinned(load(path, flags.parse(arguments)), fresh)
+    config = resolve.local(frozen)
     config.check_paths()
     tokenizer = Tokenizer(config.model.hf_checkpoint)
     _check_functions(config)
@@ -49,7 +56,26 @@ def checked_config(path: Path, arguments: list[str]) -> RunConfig:
         _check_prompts(heldout, "eval.eval_prompt_data")
     if config.sft.sft_data is not None:
         _check_demonstrations(DemonstrationFile(config, tokenizer))
-    return config
+    return frozen
+
+
+def _pinned(config: RunConfig, fresh: bool) -> RunConfig:
+    """The config with its names on the hub pinned, as they were when the run of that name began."""
+    if not resolve.found(config):
+        return config
+    known = None if fresh else pins.read(config.run.root)
+    url = given_servers().nats_url
+    if known is None and not fresh and url is not None:
+        known = asyncio.run(_pins_on_bus(url, config.run.name))
+    return resolve.pinned(config, known)
+
+
+async def _pins_on_bus(url: str, run: str) -> dict[str, str]:
+    bus = await connect(url, run)
+    try:
+        return await pins.on_bus(bus, run)
+    finally:
+        await bus.close()
 
 
 def _check_functions(config: RunConfig) -> None:

@@ -7,6 +7,7 @@ DIR/NAME/
   nats/ valkey/   what the embedded servers keep
   logs/           one file an instance
   checkpoints/ tensorboard/ reference/ hf/   the trainer's
+  hub.json        commits of the models and data sets that are named on the hub
   prompts/        which prompts are left out, what a custom data source has given
   summary.json reward.png         what `myxo summary` makes
 ```
@@ -37,6 +38,7 @@ STATE = (
     "tensorboard",
     "reference",
     "hf",
+    "hub.json",
     "prompts",
     "summary.json",
     "reward.png",

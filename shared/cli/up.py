@@ -15,6 +15,7 @@ from shared.cli.launch import Launch
 from shared.cli.plan import SERVICE_MODULES
 from shared.cli.rundir import RunDirectory
 from shared.errors import ConfigError
+from shared.hub import pins
 
 LAUNCHER = "launcher"
 """The instance under which the launcher's own log lines stand."""
@@ -28,7 +29,7 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
 
     Raises ConfigError for bad input, MyxoError for what keeps the run from starting.
     """
-    config = preflight.checked_config(path, arguments)
+    config = preflight.checked_config(path, arguments, fresh=fresh)
     extras.check(config)
     if dry_run:
         console.file.write(toml.dump(config))
@@ -43,6 +44,7 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
         if fresh:
             directory.clear()
         directory.logs.mkdir(parents=True, exist_ok=True)
+        pins.write(directory.root, config)
         with directory.log(LAUNCHER).open("a", buffering=1) as log:
             telemetry.configure_logs(config.run.name, LAUNCHER, LAUNCHER, stream=log)
             try:
