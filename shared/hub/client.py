@@ -37,6 +37,10 @@ class Unreachable(HubError):
     """The hub did not answer, or is not to be asked."""
 
 
+class NoSuchRepository(HubError):
+    """The hub has none of that name, or none for this account."""
+
+
 @dataclass(frozen=True)
 class Listing:
     """What a repository holds at a commit: file → bytes, None where the hub does not say. ``cached``: why nothing more of it can be had
@@ -160,7 +164,7 @@ class Hub:
                 return HubError(f"the {what} has no revision {name.revision!r} on {where}")
             case errors.RepositoryNotFoundError() | errors.HFValidationError():
                 private = "or the account of HF_TOKEN may not see it" if _has_token() else "or it is private: then set HF_TOKEN"
-                return HubError(f"there is no {what} on {where} ({private})")
+                return NoSuchRepository(f"there is no {what} on {where} ({private})")
             case errors.HfHubHTTPError() if status == 401:
                 return HubError(f"{where} refuses the HF_TOKEN given for {what}; set a valid one, or none")
             case errors.HfHubHTTPError() if status is not None and status < 500:

@@ -39,8 +39,8 @@ def rows_file(hub: Hub, name: HubName) -> Path:
         return path
     try:
         listing = hub.look(name)
-    except Unreachable as reason:
-        known = hub.cached_listing(name, reason)
+    except Unreachable as unreachable:
+        known = hub.cached_listing(name, unreachable)
         if known is None:
             raise
         listing = known

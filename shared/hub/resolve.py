@@ -15,7 +15,7 @@ from shared.config import RunConfig
 from shared.data_files import DataFile
 from shared.errors import ConfigError
 from shared.hub import datasets, models, names
-from shared.hub.client import Hub, HubError, Unreachable
+from shared.hub.client import Hub, HubError, NoSuchRepository, Unreachable
 from shared.hub.names import HubName
 
 MODELS = ("model.hf_checkpoint", "trainer.critic_load")
@@ -123,15 +123,18 @@ def _new_value(field: str, value: Any, change: Change) -> Any:
 
 def _new_path(field: str, path: Path, change: Change) -> Path:
     name = _read(field, str(path))
+    is_model = field in MODELS
+    nor = f"; nor is there a directory {name.repo} here" if is_model and not Path(name.repo).exists() else ""
     try:
         return change(field, name)
     except Unreachable as error:
-        here = "a directory" if field in MODELS else "a file"
-        elsewhere = "run `myxo up CONFIG --dry-run` where there is a network and bring its HF_HOME"
-        raise ConfigError(field, str(path), f"{error}, and the cache {Hub.of().home} lacks it; give {here}, or {elsewhere}") from error
-    except HubError as error:
-        nor = "" if field not in MODELS or Path(name.repo).exists() else f"; nor is there a directory {name.repo} here"
+        here = "a directory" if is_model else "a file"
+        instead = f"give {here}, or run `myxo up CONFIG --dry-run` where there is a network and bring its HF_HOME"
+        raise ConfigError(field, str(path), f"{error}, and the cache {Hub.of().home} lacks it{nor}; {instead}") from error
+    except NoSuchRepository as error:
         raise ConfigError(field, str(path), f"{error}{nor}") from error
+    except HubError as error:
+        raise ConfigError(field, str(path), str(error)) from error
 
 
 def _read(field: str, text: str) -> HubName:

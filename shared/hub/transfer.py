@@ -131,7 +131,7 @@ def _meter(transfer: _Transfer) -> type[Any]:
     """The progress bar that huggingface_hub is given: it shows nothing and counts into ``transfer``."""
     from tqdm import tqdm
 
-    class Meter(tqdm):  # type: ignore[type-arg]
+    class Meter(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{key: value for key, value in options.items() if key != "name"} | {"disable": True})
 
