@@ -20,6 +20,7 @@ from shared.config import RunConfig, load
 from shared.demonstrations import DemonstrationFile
 from shared.errors import ConfigError
 from shared.hub import pins, resolve
+from shared.hub.client import Hub
 from shared.prompts import PromptFile, TrainingPrompts, eval_prompts, training_prompts
 from shared.store import Store, StoreUnreachable
 from shared.subjects import Subjects
@@ -44,8 +45,9 @@ def checked_config(path: Path, arguments: list[str], *, fresh: bool = False) -> 
     Args:
         fresh: whether the run of that name begins anew, whatever its names on the hub were pinned to before.
     """
-    frozen = _pinned(load(path, flags.parse(arguments)), fresh)
-    config = resolve.local(frozen)
+    hub = Hub.of()
+    frozen = _pinned(load(path, flags.parse(arguments)), fresh, hub)
+    config = resolve.local(frozen, hub=hub)
     config.check_paths()
     tokenizer = Tokenizer(config.model.hf_checkpoint)
     _check_functions(config)
@@ -59,7 +61,7 @@ def checked_config(path: Path, arguments: list[str], *, fresh: bool = False) -> 
     return frozen
 
 
-def _pinned(config: RunConfig, fresh: bool) -> RunConfig:
+def _pinned(config: RunConfig, fresh: bool, hub: Hub) -> RunConfig:
     """The config with its names on the hub pinned, as they were when the run of that name began."""
     if not resolve.found(config):
         return config
@@ -67,7 +69,7 @@ def _pinned(config: RunConfig, fresh: bool) -> RunConfig:
     url = given_servers().nats_url
     if known is None and not fresh and url is not None:
         known = asyncio.run(_pins_on_bus(url, config.run.name))
-    return resolve.pinned(config, known)
+    return resolve.pinned(config, known, hub=hub)
 
 
 async def _pins_on_bus(url: str, run: str) -> dict[str, str]:

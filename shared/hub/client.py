@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import json
@@ -57,7 +58,8 @@ class Hub:
 
     Args:
         endpoint: the hub's URL. home, cache: where files are kept; ``home`` for what is made of them. offline: whether the network is not
-            to be used. listings: what was seen of repositories so far, by kind, repository and commit.
+            to be used. listings: what was seen of repositories so far, by kind, repository and commit. current: the commits that
+            revisions had when the hub was asked for them.
     """
 
     endpoint: str
@@ -65,6 +67,7 @@ class Hub:
     cache: Path
     offline: bool
     listings: dict[tuple[str, str, str], Listing] = field(default_factory=dict)
+    current: dict[tuple[str, str, str], str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Hub:
@@ -91,12 +94,15 @@ class Hub:
         return ref.read_text().strip() if ref.is_file() else None
 
     def remember(self, name: HubName) -> None:
-        """Notes in the cache which commit a revision has, so that the name can be read without a network."""
+        """Notes in the cache which commit a revision has, so that the name can be read without a network: where the hub has just said so,
+        or nothing is noted. A cache that cannot be written does without."""
         assert name.commit is not None
-        ref = self.storage(name) / "refs" / name.revision
-        if name.commit != name.revision and self.cached_commit(name) != name.commit:
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            ref.write_text(name.commit)
+        noted, said = self.cached_commit(name), self.current.get((name.kind, name.repo, name.revision))
+        if name.commit not in (name.revision, noted) and (noted is None or said == name.commit):
+            ref = self.storage(name) / "refs" / name.revision
+            with contextlib.suppress(OSError):
+                ref.parent.mkdir(parents=True, exist_ok=True)
+                ref.write_text(name.commit)
 
     def look(self, name: HubName) -> Listing:
         """What the repository holds now, or at the name's commit. Raises Unreachable, HubError."""
@@ -108,6 +114,8 @@ class Hub:
         require("huggingface_hub")
         found = self._asked(name)
         self.listings[name.kind, name.repo, found.commit] = found
+        if name.commit is None:
+            self.current[name.kind, name.repo, name.revision] = found.commit
         return found
 
     def _asked(self, name: HubName) -> Listing:

@@ -35,40 +35,42 @@ _TOKENIZER_ONLY = ("buffer",)
 Change = Callable[[str, HubName], Path]
 
 
-def pinned(config: RunConfig, known: Mapping[str, str] | None = None) -> RunConfig:
+def pinned(config: RunConfig, known: Mapping[str, str] | None = None, *, hub: Hub | None = None) -> RunConfig:
     """The same config with every name pinned to a commit.
 
     Args:
-        known: what names of this run were pinned to before, by the text of the name; see `shared.hub.pins`.
+        known: what names of this run were pinned to before, by the text of the name; see `shared.hub.pins`. hub: default, as the
+            environment says; one for several calls asks the hub once.
 
     Raises ConfigError by field.
     """
-    hub = Hub.of()
+    asked = hub or Hub.of()
 
     def change(field: str, name: HubName) -> Path:
         if name.commit is None:
             earlier = (known or {}).get(str(name))
-            name = _read(field, earlier) if earlier is not None else name.pinned(_commit(hub, name))
+            name = _read(field, earlier) if earlier is not None else name.pinned(_commit(asked, name))
         return Path(str(name))
 
     return _changed(config, (*MODELS, *DATA), change)
 
 
-def local(config: RunConfig, fields: Collection[str] = (*MODELS, *DATA), *, weights: bool = True) -> RunConfig:
+def local(config: RunConfig, fields: Collection[str] = (*MODELS, *DATA), *, weights: bool = True, hub: Hub | None = None) -> RunConfig:
     """The same config with paths in the place of pinned names, what is not in the cache downloaded. Without names, the config itself.
 
     Args:
-        fields: those whose files are needed; names in others stay. weights: whether those of models are.
+        fields: those whose files are needed; names in others stay. weights: whether those of models are. hub: as
+            for `pinned`.
 
     Raises ConfigError by field.
     """
-    hub = Hub.of()
+    asked = hub or Hub.of()
 
     def change(field: str, name: HubName) -> Path:
         if name.commit is None:
             raise HubError("has no commit; the config of a run has one with each name")
-        path = models.directory(hub, name, weights=weights) if field in MODELS else datasets.rows_file(hub, name)
-        hub.remember(name)
+        path = models.directory(asked, name, weights=weights) if field in MODELS else datasets.rows_file(asked, name)
+        asked.remember(name)
         return path
 
     return _changed(config, fields, change)

@@ -18,6 +18,9 @@ from shared.hub.names import HubName
 STALL_SECONDS = 120.0
 """How long a download may go without a byte."""
 
+XET_STALL_SECONDS = 20.0
+"""The same for Xet, the hub's storage for large files, whose client tries for minutes: then it is given up for plain HTTP."""
+
 LINE_SECONDS = 10.0
 """How often a line tells how far a download has got."""
 
@@ -47,9 +50,11 @@ def download(hub: Hub, name: HubName, listing: Listing, files: Sequence[str]) ->
             thread.join(_LOOK_SECONDS)
             if thread.is_alive():
                 shown.show(transfer.bytes)
-            if time.monotonic() - transfer.moved > STALL_SECONDS:
-                hint = "if the hub's storage for large files is blocked here, set HF_HUB_DISABLE_XET=1"
-                raise Unreachable(f"{hub.endpoint} has sent nothing of {transfer.file} for {STALL_SECONDS:.0f} s; {hint}")
+            silent = time.monotonic() - transfer.moved
+            if silent > XET_STALL_SECONDS:
+                transfer.leave_xet()
+            if silent > STALL_SECONDS:
+                raise Unreachable(f"{hub.endpoint} has sent nothing of {transfer.file} for {STALL_SECONDS:.0f} s")
     finally:
         shown.close(transfer.failure is None and not thread.is_alive())
     if transfer.failure is not None:
@@ -79,6 +84,7 @@ class _Transfer:
         self._hub, self._name, self._files = hub, name, files
         self.bytes, self.file, self.moved = 0, files[0], time.monotonic()
         self.failure: Exception | None = None
+        self._over_xet = False
 
     def run(self) -> None:
         try:
@@ -96,17 +102,26 @@ class _Transfer:
         from huggingface_hub import constants
         from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
+        self._over_xet, before = not constants.HF_HUB_DISABLE_XET, self.bytes
         try:
             self._get(file)
         except (EntryNotFoundError, HfHubHTTPError, httpx.HTTPError):
             raise
         except Exception as error:
-            if constants.HF_HUB_DISABLE_XET or getattr(error, "errno", None) is not None:
+            if not self._over_xet or getattr(error, "errno", None) is not None:
                 raise
-            # large files come from a storage of their own, which a firewall may keep away; the hub itself has them too
-            print(f"myxo: {file}: {type(error).__name__}; once more over plain HTTP", file=sys.stderr)
-            constants.HF_HUB_DISABLE_XET = True
+            # a firewall may keep Xet away, and the hub itself has all files, too
+            print(f"myxo: {file}: {type(error).__name__}; once more over plain HTTP", file=sys.stderr, flush=True)
+            constants.HF_HUB_DISABLE_XET, self._over_xet = True, False
+            self.bytes, self.moved = before, time.monotonic()
             self._get(file)
+
+    def leave_xet(self) -> None:
+        """Ends a download over Xet, which begins again over plain HTTP; of any other nothing."""
+        if self._over_xet:
+            from huggingface_hub.utils import _xet
+
+            _xet.abort_xet_session()
 
     def _get(self, file: str) -> None:
         from huggingface_hub import hf_hub_download
@@ -123,8 +138,9 @@ class _Transfer:
         )
 
     def count(self, size: float) -> None:
-        self.bytes += int(size)
-        self.moved = time.monotonic()
+        if size:
+            self.bytes += int(size)
+            self.moved = time.monotonic()
 
 
 def _meter(transfer: _Transfer) -> type[Any]:
@@ -141,7 +157,8 @@ def _meter(transfer: _Transfer) -> type[Any]:
 
         def update_transfer(self, n: float | None = 1) -> None:
             """Bytes over the network, of what `update` counts as well."""
-            transfer.moved = time.monotonic()
+            if n:
+                transfer.moved = time.monotonic()
 
     return Meter
 

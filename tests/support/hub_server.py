@@ -14,12 +14,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from shared.embedded import free_port
+
 
 class HubServer:
     """A hub with the repositories that a test commits to it. Use as a context manager.
 
     ``asked``: ``METHOD path`` of every request. ``gated``: repositories that need ``token``. ``cut``: file → how many bytes come before the
-    connection breaks off, once each where ``heals``.
+    connection breaks off, once each where ``heals``. ``over_xet``: files that are offered over Xet as well, whose storage does not
+    answer.
     """
 
     def __init__(self) -> None:
@@ -28,6 +31,8 @@ class HubServer:
         self.token = "hf_of-a-test"
         self.cut: dict[str, int] = {}
         self.heals = True
+        self.over_xet: set[str] = set()
+        self._storage = free_port()
         self._commits: dict[str, dict[str, dict[str, bytes]]] = {}
         self._refs: dict[str, dict[str, str]] = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -65,6 +70,8 @@ class HubServer:
             words = words[1:] if kind == "datasets" else words
             repo, revision, file = "/".join(words[:2]), words[3], "/".join(words[4:])
         key = f"{kind}/{repo}"
+        if words[-2] == "xet-read-token":
+            return 200, {}, json.dumps({"accessToken": "x", "exp": 1 << 40, "casUrl": f"http://127.0.0.1:{self._storage}"}).encode()
         if key not in self._commits:
             return 401 if token is None else 404, {"X-Error-Code": "RepoNotFound"}, b""
         sha = self._refs[key].get(revision, revision)
@@ -79,7 +86,10 @@ class HubServer:
             return 401 if token is None else 403, {"X-Error-Code": "GatedRepo"}, b""
         if file not in files:
             return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha}, b""
-        return 200, {"ETag": f'"{hashlib.sha1(files[file]).hexdigest()}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}, files[file]
+        headers = {"ETag": f'"{hashlib.sha1(files[file]).hexdigest()}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
+        if file in self.over_xet:
+            headers |= {"X-Xet-Hash": "0" * 64, "Link": f'<{self.url}/api/{key}/xet-read-token/main>; rel="xet-auth"'}
+        return 200, headers, files[file]
 
 
 def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:

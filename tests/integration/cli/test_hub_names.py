@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,9 +54,7 @@ def test_a_run_keeps_the_commits_that_it_began_with(myxo: Myxo, config_file: Con
 
 def test_names_without_a_network(myxo: Myxo, config_file: ConfigFile, hub: HubServer) -> None:
     config = config_file(**NAMED)
-    began = time.monotonic()
     code, out, err = myxo.run("up", config, environment={"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}"})
     assert (code, out, len(err.splitlines())) == (2, "", 1), err
-    assert time.monotonic() - began < 10
     assert "model.hf_checkpoint = 'hf:org/model'" in err
     assert "cannot be reached" in err

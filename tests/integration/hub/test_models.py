@@ -10,13 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants
 
 from shared import runs
 from shared.bus import Bus
 from shared.config import RunConfig
 from shared.embedded import free_port
 from shared.errors import ConfigError
-from shared.hub import client, pins, resolve
+from shared.hub import client, pins, resolve, transfer
 from tests.integration.hub.conftest import MODEL
 from tests.support.hub_server import HubServer
 from tests.support.run_config import run_config
@@ -73,6 +74,7 @@ def test_a_branch_that_moves_does_not_move_a_run(hub: HubServer, tmp_path: Path)
     old = hub.commit("models", "org/model", MODEL)
     config = resolve.pinned(named(tmp_path))
     pins.write(tmp_path, config)
+    resolve.local(config)
     new = hub.commit("models", "org/model", {**MODEL, "model.safetensors": b"trained on"})
     assert str(resolve.pinned(named(tmp_path)).model.hf_checkpoint) == f"hf:org/model@main={new}"
     again = resolve.pinned(named(tmp_path), pins.read(tmp_path))
@@ -175,6 +177,16 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(hub: HubServer, tmp_pat
     directory = resolve.local(resolve.pinned(named(tmp_path))).model.hf_checkpoint
     assert (directory / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
     assert len([line for line in hub.asked if line.startswith("GET") and line.endswith("/model.safetensors")]) == 2
+
+
+def test_where_xet_is_blocked_plain_http_is_used(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    monkeypatch.setattr(transfer, "XET_STALL_SECONDS", 0.3)
+    hub.commit("models", "org/model", MODEL)
+    hub.over_xet.add("model.safetensors")
+    directory = resolve.local(resolve.pinned(named(tmp_path))).model.hf_checkpoint
+    assert (directory / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+    assert any("xet-read-token" in line for line in hub.asked)
 
 
 def test_a_file_in_the_cache_that_is_not_whole_comes_again(hub: HubServer, tmp_path: Path) -> None:
