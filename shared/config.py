@@ -18,6 +18,7 @@ from pydantic import ValidationError, model_validator
 from shared import config_files, data_files, megatron_flags
 from shared.algorithm import AlgorithmSection
 from shared.errors import BadInput, ConfigError, nearest, problems_of, raise_problems
+from shared.hub import names
 from shared.sections import (
     BusSection,
     DataSection,
@@ -33,6 +34,9 @@ from shared.sections import (
     TrainerSection,
 )
 from shared.weights.section import WeightsSection
+
+MODEL_FIELDS = ("hf_checkpoint", "critic_load")
+"""Fields that hold the path of a model, or its name on the hub."""
 
 
 class Misfits(ValueError):
@@ -120,11 +124,14 @@ class RunConfig(Section):
             )
 
     def absolute(self, base: Path) -> RunConfig:
-        """The same config with every path absolute, relative ones taken from ``base``."""
+        """The same config with every path absolute, relative ones taken from ``base``; models that are none become names on the hub."""
         sections = {}
         for section in type(self).model_fields:
             value: Section = getattr(self, section)
-            paths = {field: data_files.absolute(item, base) for field, item in value}
+            paths = {
+                field: names.model_path(item, base) if field in MODEL_FIELDS and item is not None else data_files.absolute(item, base)
+                for field, item in value
+            }
             sections[section] = value.model_copy(update=paths)
         return self.model_copy(update=sections)
 

@@ -1,7 +1,8 @@
 """A file of prompts as a config names it: a path, a slice of its rows, a weight.
 
 As text ``train.jsonl``, ``train.jsonl@[100:200]`` (slime's suffix; rows as Python slices them), ``train.jsonl@[:-50]*0.5``; in TOML also
-``{ path = "train.jsonl@[100:200]", weight = 0.5 }``.
+``{ path = "train.jsonl@[100:200]", weight = 0.5 }``. In the place of the path may stand a split of a data set on the hub
+(`shared.hub.names`): ``hf:org/name:train@[100:200]``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from shared.hub import names
 
 _TEXT = re.compile(r"(?P<path>.+?)(?:@\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\])?(?:\*(?P<weight>\d+(?:\.\d*)?(?:e[+-]?\d+)?))?", re.DOTALL)
 _BRACKETS = re.compile(r"@\[[^\]]*\](?:\*.*)?\Z")
@@ -39,7 +42,7 @@ class DataFile:
 
     def under(self, base: Path) -> DataFile:
         """The same with an absolute path."""
-        return replace(self, path=base / self.path)
+        return replace(self, path=_under(self.path, base))
 
     def __str__(self) -> str:
         """Text that `parse` reads back."""
@@ -60,6 +63,8 @@ def parse(text: str) -> DataFile:
     path, start, stop, weight = match["path"], match["start"], match["stop"], match["weight"]
     if _BRACKETS.search(path):
         raise ValueError(f"{text!r} has no slice of rows in its brackets; {EXPECTED}")
+    if names.is_name(path):
+        names.dataset(path)
     file = DataFile(Path(path), None if start is None else int(start), None if stop is None else int(stop))
     return file if weight is None else replace(file, weight=_weight(float(weight)))
 
@@ -85,7 +90,7 @@ def _entry(value: Any, weights: bool) -> DataFile:
         case _:
             raise ValueError(f"{value!r} is no file; {EXPECTED}, or {{ path = …, weight = … }}")
     if not weights and file.weight != 1:
-        raise ValueError(f"{str(file)!r} has a weight; held-out prompts are all used, each once")
+        raise ValueError(f"{str(file)!r} has a weight; held-out prompts and demonstrations are all used, each once")
     return file
 
 
@@ -117,16 +122,20 @@ def plain_values(value: Path | list[DataFile] | None) -> str | list[str] | None:
 
 
 def paths(value: object) -> list[Path]:
-    """The paths in a config's value: of a path, of a list of files, none otherwise."""
+    """The paths in a config's value: of a path, of a list of files, none otherwise. Names on the hub are none."""
     if isinstance(value, Path):
-        return [value]
-    return [item.path for item in value if isinstance(item, DataFile)] if isinstance(value, list) else []
+        return [] if names.is_name(value) else [value]
+    return [path for item in value if isinstance(item, DataFile) for path in paths(item.path)] if isinstance(value, list) else []
 
 
 def absolute(value: Any, base: Path) -> Any:
     """A config's value with its paths made absolute from ``base``; anything else as it is."""
     if isinstance(value, Path):
-        return base / value
+        return _under(value, base)
     if isinstance(value, list) and value and isinstance(value[0], DataFile):
         return [file.under(base) for file in value]
     return value
+
+
+def _under(path: Path, base: Path) -> Path:
+    return path if names.is_name(path) else base / path

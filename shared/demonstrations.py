@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.config import RunConfig
+from shared.data_files import files
 from shared.errors import ConfigError
-from shared.jsonl import JsonLines
+from shared.rows import open_rows
 from shared.tokenizer import Tokenizer
 
 TRAINED_ROLE = "assistant"
@@ -71,7 +72,7 @@ class DemonstrationFile:
         assert config.sft.sft_data is not None  # only made for runs with a warm start
         if not tokenizer.stop_ids:
             raise ConfigError("model.hf_checkpoint", str(config.model.hf_checkpoint), "names no eos token for demonstrations to end with")
-        self._lines = JsonLines(config.sft.sft_data, "sft.sft_data")
+        self._lines = open_rows(files(config.sft.sft_data), "sft.sft_data")
         self._sft, self._data, self._tokenizer = config.sft, config.data, tokenizer
 
     def __len__(self) -> int:

@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 
 from shared import data_files
 from shared.data_files import DataFile
 from shared.environment import address
 from shared.errors import nearest
+from shared.hub import names
 from shared.subjects import RUN_ID
 
 MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}
@@ -60,7 +61,10 @@ class RunSection(Section):
 class ModelSection(Section):
     """The policy."""
 
-    hf_checkpoint: Path = Field(description="directory with config.json, safetensors and tokenizer.json of the initial policy")
+    hf_checkpoint: Annotated[Path, AfterValidator(names.checked_model)] = Field(
+        description="the initial policy: a directory with config.json, safetensors and tokenizer.json, or a name on the Hugging Face hub, "
+        "ORG/NAME or ORG/NAME@REVISION"
+    )
 
 
 class DataSection(Section):
@@ -71,11 +75,10 @@ class DataSection(Section):
     ] = Field(
         default=None,
         description="JSONL or Parquet files of prompts: PATH, PATH@[start:stop] for a part of its rows, PATH@[start:stop]*WEIGHT to draw "
-        "from it more or less often; needed unless data_source is given",
+        "from it more or less often; hf:ORG/NAME:SPLIT in the place of PATH is a split of a data set on the Hugging Face hub; needed "
+        "unless data_source is given",
     )
-    data_source: str | None = Field(
-        default=None, pattern=HOOK, description="package.module:function that makes a source of prompts"
-    )
+    data_source: str | None = Field(default=None, pattern=HOOK, description="package.module:function that makes a source of prompts")
     input_key: str = Field(default="prompt", description="key of the prompt: text, or a list of chat messages")
     label_key: str | None = Field(default="label", description="key of the reference answer")
     metadata_key: str = Field(default="metadata", description="key of an object handed on to the environment")
@@ -245,7 +248,9 @@ class TrainerSection(Section):
     actor_num_gpus_per_node: int = Field(default=1, ge=1, le=8, description="trainer ranks on this node (processes on a CPU)")
     critic_num_gpus_per_node: int | None = Field(default=None, ge=1, le=8, description="the critic's ranks (ppo); default: the actor's")
     critic_lr: float | None = Field(default=None, gt=0, description="the critic's learning rate; default: lr")
-    critic_load: Path | None = Field(default=None, description="HF checkpoint that the critic starts from; default: hf_checkpoint")
+    critic_load: Annotated[Path | None, AfterValidator(names.checked_model)] = Field(
+        default=None, description="HF checkpoint that the critic starts from, named as hf_checkpoint; default: that"
+    )
     tensor_model_parallel_size: int = Field(default=1, ge=1, description="tensor parallel size")
     pipeline_model_parallel_size: int = Field(default=1, ge=1, description="pipeline stages")
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1, description="model chunks of each pipeline stage")
@@ -336,7 +341,9 @@ class TrainerSection(Section):
 class SftSection(Section):
     """Supervised warm start before the first rollout."""
 
-    sft_data: Path | None = Field(default=None, description="JSONL file of demonstrations; none = no warm start")
+    sft_data: Annotated[Path | list[DataFile] | None, PlainValidator(data_files.validator("sft.sft_data", weights=False)), PlainValues] = (
+        Field(default=None, description="files of demonstrations, named as in eval_prompt_data; none = no warm start")
+    )
     sft_prompt_key: str = Field(default="prompt", description="key of the prompt, as in [data]")
     sft_response_key: str = Field(default="response", description="key of the demonstrated response (text)")
     sft_messages_key: str = Field(
@@ -401,7 +408,6 @@ class StoreSection(Section):
 
     blob_bytes: int = Field(default=262144, gt=0, description="a group's samples are split over blobs of about this size")
     appendfsync: Literal["always", "everysec", "no"] = Field(default="everysec", description="durability of the embedded Valkey's log")
-
 
 
 def _check_url(field: str, url: str) -> None:

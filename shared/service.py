@@ -28,6 +28,7 @@ from shared.bus import TRANSIENT, Bus, BusUnreachable
 from shared.cancel import cancelled
 from shared.config import RunConfig
 from shared.errors import ConfigError, DeadlineExceeded, MyxoError
+from shared.hub import resolve
 from shared.messages import Message, ServiceCard, ServiceEvent
 from shared.registry import HEARTBEAT, Registry
 from shared.store import Store, StoreUnreachable
@@ -152,10 +153,14 @@ def default_instance(service: str) -> str:
 
 
 async def connect(name: str, role: str | None = None) -> Service:
-    """Connects to bus and store and reads the run's config. ``name``: the service. ``role``: its account's, where that is not its name."""
+    """Connects to bus and store and reads the run's config, models and data that it names on the hub as paths on this machine.
+
+    Args:
+        name: the service. role: its account's, where that is not its name.
+    """
     url, run = environment()
     bus = await Bus.connect(url, name=f"{run}/{name}", inbox=Subjects(run).inbox(role or name))
-    config = await runs.load(bus, run)
+    config = await asyncio.to_thread(resolve.for_service, await runs.load(bus, run), name)
     redis_url = addresses.redis_url() or await runs.store_url(bus, run)
     if not redis_url:
         raise ConfigError("REDIS_URL", None, "required (or REDIS_URL_FILE): the run does not say where its payloads lie")

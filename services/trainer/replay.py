@@ -85,12 +85,14 @@ def launch(arguments: list[str]) -> None:
     from services.trainer.dumps import DumpedBatches
     from shared import config as configs
     from shared import flags
+    from shared.hub import pins, resolve
 
     if len(arguments) < 2 or arguments[0].startswith("-"):
         print(USAGE)
         sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
     path, template, *rest = arguments
     config = configs.load(Path(path), flags.parse(rest))
+    config = resolve.local(resolve.pinned(config, pins.read(config.run.root)), resolve.MODELS)
     directory = config.run.root.with_name(f"{config.run.name}-replay")
     config = replayed(config, directory, DumpedBatches(template).steps)
     shutil.rmtree(directory, ignore_errors=True)

@@ -7,6 +7,7 @@ DIR/NAME/
   nats/ valkey/   what the embedded servers keep
   logs/           one file an instance
   checkpoints/ tensorboard/ reference/ hf/   the trainer's
+  hub.json        commits of the models and data sets that are named on the hub
   prompts/        which prompts are left out, what a custom data source has given
   rollouts/       the responses of groups that have ended (`shared.rollout_files`)
   summary.json reward.png         what `myxo summary` makes
@@ -38,6 +39,7 @@ STATE = (
     "tensorboard",
     "reference",
     "hf",
+    "hub.json",
     "prompts",
     "rollouts",
     "summary.json",

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from shared import flags
-from shared.cli.preflight import data, files, functions
+from shared.cli.preflight import data, files, functions, hub_names
 from shared.cli.preflight.inspection import Inspection
 from shared.config import RunConfig, load
 from shared.errors import BadInput, problems_of, raise_problems
+from shared.hub import resolve
+from shared.hub.client import Hub
 
 Check = Callable[[Inspection], Iterable[BadInput]]
 
@@ -32,10 +34,14 @@ CHECKS: tuple[Check, ...] = (
 """In the order in which their problems are told; what takes longest stands last."""
 
 
-def checked_config(path: Path, arguments: list[str]) -> RunConfig:
-    """Returns the config with ``arguments`` (flags of `shared.flags`) laid over it, after all checks.
+def checked_config(path: Path, arguments: list[str], *, fresh: bool = False) -> RunConfig:
+    """Returns the config with ``arguments`` (flags of `shared.flags`) laid over it, after all checks; its names on the hub are pinned, and
+    their files on this machine.
 
     Tells on standard error how many prompts are left out, where the config leaves some out. Raises ConfigError, or Problems of several.
+
+    Args:
+        fresh: whether the run of that name begins anew, whatever its names on the hub were pinned to before.
     """
     overrides, problems = flags.read(arguments)
     try:
@@ -44,7 +50,9 @@ def checked_config(path: Path, arguments: list[str]) -> RunConfig:
         raise_problems([*problems, *problems_of(error)])
         raise
     raise_problems(problems)
-    raise_problems(inspect(config))
+    hub = Hub.of()
+    config = hub_names.pinned(config, hub, fresh=fresh)
+    raise_problems(inspect(resolve.local(config, hub=hub)))
     return config
 
 

@@ -13,7 +13,8 @@ def check_model(inspection: Inspection) -> Iterator[ConfigError]:
     """Yields what is missing of the model's directory."""
     model = inspection.config.model.hf_checkpoint
     if not model.is_dir():
-        yield ConfigError("model.hf_checkpoint", str(model), "no such directory; give one with config.json and *.safetensors")
+        expected = "no such directory; give one with config.json and *.safetensors, or ORG/NAME of a model on the hub"
+        yield ConfigError("model.hf_checkpoint", str(model), expected)
         return
     for name in ("config.json", "tokenizer.json"):
         if not (model / name).is_file():
@@ -35,10 +36,9 @@ def check_data(inspection: Inspection) -> Iterator[ConfigError]:
         "sft.sft_data": config.sft.sft_data,
     }
     for field, value in fields.items():
-        expected = "JSONL file" if field == "sft.sft_data" else "JSONL or Parquet file"
         for path in data_files.paths(value):
             if not path.is_file():
-                yield ConfigError(field, str(path), f"no such file; give a {expected}")
+                yield ConfigError(field, str(path), "no such file; give a JSONL or Parquet file, or hf:ORG/NAME:SPLIT")
 
 
 def check_packages(inspection: Inspection) -> Iterator[ConfigError]:

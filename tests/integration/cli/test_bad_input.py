@@ -74,7 +74,7 @@ def test_files_slices_and_weights_that_are_none(myxo: Myxo, config_file: ConfigF
     line = refused(myxo, "up", config, "--prompt-data", prompts, tmp_path / "none.jsonl")
     assert f"data.prompt_data = '{tmp_path}/none.jsonl': no such file" in line
     assert "the weight 0.01 of 9 prompts rounds to none" in refused(myxo, "up", config, "--prompt-data", f"{prompts}*0.01")
-    assert "held-out prompts are all used, each once" in refused(myxo, "up", config, "--eval-prompt-data", f"{heldout}*2")
+    assert "demonstrations are all used, each once" in refused(myxo, "up", config, "--eval-prompt-data", f"{heldout}*2")
     write_jsonl(other := tmp_path / "other.jsonl", [*PROMPTS[:2], {"prompt": "1+1="}])
     assert f"{other}:3" in refused(myxo, "up", config, "--prompt-data", prompts, f"{other}@[-1:]")
 

@@ -1,0 +1,206 @@
+"""Models by name: what is downloaded, what is pinned, and what is said where that does not work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import constants
+
+from shared import runs
+from shared.bus import Bus
+from shared.config import RunConfig
+from shared.embedded import free_port
+from shared.errors import ConfigError
+from shared.hub import client, pins, resolve, transfer
+from tests.integration.hub.conftest import MODEL
+from tests.support.hub_server import HubServer
+from tests.support.run_config import run_config
+
+
+def named(tmp_path: Path, name: str = "org/model") -> RunConfig:
+    return run_config(tmp_path, model={"hf_checkpoint": name}).absolute(tmp_path)
+
+
+def refused(tmp_path: Path, name: str = "org/model") -> str:
+    """The error of a name that cannot be used."""
+    with pytest.raises(ConfigError) as caught:
+        resolve.local(resolve.pinned(named(tmp_path, name)))
+    assert caught.value.field == "model.hf_checkpoint"
+    assert "\n" not in str(caught.value)
+    return caught.value.expected
+
+
+def test_only_what_is_needed_is_downloaded_and_only_once(hub: HubServer, tmp_path: Path) -> None:
+    commit = hub.commit("models", "org/model", MODEL)
+    config = resolve.pinned(named(tmp_path))
+    assert str(config.model.hf_checkpoint) == f"hf:org/model@main={commit}"
+    buffer = resolve.for_service(config, "buffer").model.hf_checkpoint
+    assert sorted(path.name for path in buffer.iterdir()) == ["config.json", "tokenizer.json", "tokenizer_config.json"]
+    directory = resolve.for_service(config, "rollout").model.hf_checkpoint
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert (directory / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+    assert directory == tmp_path / "hf" / "hub" / "models--org--model" / "snapshots" / commit
+    hub.asked.clear()
+    assert resolve.for_service(config, "trainer").model.hf_checkpoint == directory
+    assert resolve.for_service(config, "reward") is config
+    assert hub.asked == []
+
+
+def test_of_several_weight_files_the_index_says_which(hub: HubServer, tmp_path: Path) -> None:
+    shards = {f"model-0000{number}-of-00002.safetensors": b"x" * number for number in (1, 2)}
+    index = json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}).encode()
+    beside = {name: content for name, content in MODEL.items() if name != "model.safetensors"}
+    hub.commit("models", "org/model", {**beside, **shards, "consolidated.safetensors": b"again", "model.safetensors.index.json": index})
+    config = resolve.pinned(named(tmp_path))
+    directory = resolve.local(config).model.hf_checkpoint
+    assert sorted(path.name for path in directory.glob("*.safetensors")) == sorted(shards)
+    (directory / "model-00002-of-00002.safetensors").unlink()
+    assert resolve.local(config).model.hf_checkpoint == directory
+    assert (directory / "model-00002-of-00002.safetensors").is_file()
+
+
+def test_a_branch_that_moves_does_not_move_a_run(hub: HubServer, tmp_path: Path) -> None:
+    old = hub.commit("models", "org/model", MODEL)
+    config = resolve.pinned(named(tmp_path))
+    pins.write(tmp_path, config)
+    resolve.local(config)
+    new = hub.commit("models", "org/model", {**MODEL, "model.safetensors": b"trained on"})
+    assert str(resolve.pinned(named(tmp_path)).model.hf_checkpoint) == f"hf:org/model@main={new}"
+    again = resolve.pinned(named(tmp_path), pins.read(tmp_path))
+    assert str(again.model.hf_checkpoint) == f"hf:org/model@main={old}"
+    assert (resolve.local(again).model.hf_checkpoint / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+    other = resolve.pinned(named(tmp_path, f"org/model@{new}"), pins.read(tmp_path))
+    assert str(other.model.hf_checkpoint) == f"hf:org/model@{new}"
+
+
+async def test_the_bus_tells_the_commits_of_a_run(hub: HubServer, tmp_path: Path, bus: Bus, run_name: str) -> None:
+    commit = hub.commit("models", "org/model", MODEL)
+    config = named(tmp_path)
+    config = resolve.pinned(config.model_copy(update={"run": config.run.model_copy(update={"name": run_name})}))
+    assert await pins.on_bus(bus, run_name) == {}
+    await runs.create(bus, config, None)
+    assert await pins.on_bus(bus, run_name) == {"hf:org/model": f"hf:org/model@main={commit}"}
+
+
+def test_what_is_in_the_cache_needs_no_network(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.commit("models", "org/model", MODEL)
+    hub.commit("models", "org/model", {**MODEL, "config.json": b"[]"}, branch="v1")
+    config = resolve.pinned(named(tmp_path))
+    directory = resolve.local(config).model.hf_checkpoint
+    hub.asked.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert resolve.pinned(named(tmp_path)) == config
+    assert resolve.local(config).model.hf_checkpoint == directory
+    line = refused(tmp_path, "org/model@v1")
+    assert "HF_HUB_OFFLINE is set, and the cache " in line
+    assert f"{tmp_path}/hf" in line
+    assert hub.asked == []
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    assert resolve.pinned(named(tmp_path)) == config
+    (directory / "model.safetensors").unlink()
+    assert "cannot be reached" in refused(tmp_path)
+
+
+def test_no_network_is_told_at_once(tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    began = time.monotonic()
+    line = refused(tmp_path)
+    assert time.monotonic() - began < 10
+    assert line.startswith(f"{endpoint} cannot be reached (")
+    assert "; nor is there a directory org/model here; give a directory, or run `myxo up CONFIG --dry-run` where there is a network" in line
+
+
+def test_a_hub_that_keeps_silent_is_given_up(tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "REQUEST_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert "cannot be reached" in refused(tmp_path)
+    monkeypatch.setattr(client, "REQUEST_SECONDS", 60)
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert "no answer within" in refused(tmp_path)
+
+
+def test_names_and_revisions_that_there_are_not(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.commit("models", "org/model", MODEL)
+    line = refused(tmp_path, "org/modell")
+    assert (
+        f"there is no model org/modell on {hub.url} (or it is private: then set HF_TOKEN); nor is there a directory org/modell here" in line
+    )
+    monkeypatch.setenv("HF_TOKEN", "hf_another")
+    assert "the account of HF_TOKEN may not see it" in refused(tmp_path, "org/modell")
+    assert f"the model org/model has no revision 'v9' on {hub.url}" in refused(tmp_path, "org/model@v9")
+    assert "there is no model a--b/c" in refused(tmp_path, "a--b/c")
+
+
+def test_a_gated_model_needs_a_token(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.commit("models", "org/model", MODEL)
+    hub.gated.add("org/model")
+    assert f"gated, and no HF_TOKEN is set: accept its terms at {hub.url}/org/model" in refused(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "hf_another")
+    assert "the account of HF_TOKEN has no access" in refused(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    assert resolve.local(resolve.pinned(named(tmp_path))).model.hf_checkpoint.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("absent", "words"),
+    [
+        ("model.safetensors", "the repository holds no *.safetensors (but .bin, .gguf)"),
+        ("tokenizer.json", "the repository holds no tokenizer.json"),
+        ("config.json", "the repository holds no config.json"),
+    ],
+)
+def test_a_repository_without_what_a_run_needs(hub: HubServer, tmp_path: Path, absent: str, words: str) -> None:
+    hub.commit("models", "org/model", {name: content for name, content in MODEL.items() if name != absent})
+    assert words in refused(tmp_path)
+    assert hub.downloads() == []
+
+
+def test_a_download_that_breaks_off_goes_on_where_it_was(hub: HubServer, tmp_path: Path) -> None:
+    hub.commit("models", "org/model", MODEL)
+    hub.cut["model.safetensors"] = 1000
+    directory = resolve.local(resolve.pinned(named(tmp_path))).model.hf_checkpoint
+    assert (directory / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+    assert len([line for line in hub.asked if line.startswith("GET") and line.endswith("/model.safetensors")]) == 2
+
+
+def test_where_xet_is_blocked_plain_http_is_used(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    monkeypatch.setattr(transfer, "XET_STALL_SECONDS", 0.3)
+    hub.commit("models", "org/model", MODEL)
+    hub.over_xet.add("model.safetensors")
+    directory = resolve.local(resolve.pinned(named(tmp_path))).model.hf_checkpoint
+    assert (directory / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+    assert any("xet-read-token" in line for line in hub.asked)
+
+
+def test_a_file_in_the_cache_that_is_not_whole_comes_again(hub: HubServer, tmp_path: Path) -> None:
+    hub.commit("models", "org/model", MODEL)
+    config = resolve.pinned(named(tmp_path))
+    directory = resolve.local(config).model.hf_checkpoint
+    (directory / "model.safetensors").resolve().write_bytes(b"cut")
+    (directory / "config.json").unlink()
+    assert (resolve.local(config).model.hf_checkpoint / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+
+
+def test_room_is_looked_for_before(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.commit("models", "org/model", MODEL)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=6999))
+    place = tmp_path / "hf" / "hub"
+    assert refused(tmp_path) == f"7.0 kB to download, and {place} has 7.0 kB free; set HF_HOME to a directory with room"
+    assert "model.safetensors" not in hub.downloads()
