@@ -10,6 +10,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from services.buffer import reward_parts
+from services.buffer.reward_parts import PartMoments
 from shared.ledger import (
     BatchFormed,
     BatchTrained,
@@ -41,7 +43,7 @@ class Result:
     """What the state keeps of a scored group: what its batch is made of, as little as holds it.
 
     keys: of its payload, ``size`` bytes in all. oldest: version of the oldest trained token of all. rewards: float64 [m] of its m samples.
-    removed: positions of samples that a filter took out of the loss. tokens: of each sample, as in `Payload`.
+    removed: positions of samples that a filter took out of the loss. tokens: of each sample, as in `Payload`. parts: named rewards.
     """
 
     attempt: int
@@ -52,6 +54,7 @@ class Result:
     rewards: array[float]
     tokens: array[int]
     removed: tuple[int, ...] = ()
+    parts: dict[str, PartMoments] | None = None
 
     @classmethod
     def of(cls, scored: ScoredGroup) -> Result:
@@ -59,7 +62,8 @@ class Result:
         trained = _without(samples, removed) if removed else samples
         oldest = min([sample.oldest for sample in trained], default=NOTHING_TRAINED)
         rewards, tokens = array("d", scored.rewards), array("I", payload.tokens)
-        return cls(scored.attempt, tuple(payload.keys), payload.bytes, oldest, samples, rewards, tokens, removed)
+        parts = reward_parts.of_group(scored.parts) if scored.parts else None
+        return cls(scored.attempt, tuple(payload.keys), payload.bytes, oldest, samples, rewards, tokens, removed, parts)
 
     @property
     def newest(self) -> list[int]:

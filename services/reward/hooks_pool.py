@@ -16,6 +16,7 @@ from shared.sample import Sample
 
 _SCORE = TypeAdapter(Score)
 
+
 class HooksPool(WorkerPool):
     """``reward_workers`` processes with all functions of the config that the reward service calls. Its calls raise as `ask` does."""
 

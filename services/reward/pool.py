@@ -77,9 +77,7 @@ class WorkerPool:
         """Kills every worker."""
         await asyncio.gather(*(worker.kill() for worker in (*self._workers, *self._leaving)))
 
-    async def _once(
-        self, request: object, what: str, whom: str, deadline: float, waits: bool, exclusive: bool
-    ) -> dict[str, object] | None:
+    async def _once(self, request: object, what: str, whom: str, deadline: float, waits: bool, exclusive: bool) -> dict[str, object] | None:
         """An answer; None where its process ended with several calls in hand."""
         worker = await self._place(waits, exclusive)
         ended = True
