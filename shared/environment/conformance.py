@@ -34,7 +34,9 @@ LONG = 100_000
 
 BEYOND_ASCII = ("答えは42です", "\U0001f9ee ∑ = 42", "one\u2028two\x00three", "\u202e24")
 
-_CRASH = re.compile(r"NoneType|Traceback|\b(Attribute|Type|Key|Index|Name)Error\b|of (null|undefined)\b|null ?pointer|nil pointer", re.IGNORECASE)
+_CRASH = re.compile(
+    r"NoneType|Traceback|\b(Attribute|Type|Key|Index|Name)Error\b|of (null|undefined)\b|null ?pointer|nil pointer", re.IGNORECASE
+)
 """How programs word that they did not expect a null: nobody chose to say that."""
 
 Result = Literal["ok", "warning", "FAILED"]

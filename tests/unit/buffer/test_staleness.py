@@ -226,7 +226,7 @@ def test_named_rewards_reach_the_trainer_as_a_few_numbers_a_name() -> None:
 
 def test_names_of_rewards_without_end_do_not_fill_a_message() -> None:
     run = limits(samples=100)
-    scores = [Score(reward=1.0, parts={f"{group}.{sample}.{name}": 1.0 for name in range(9)}) for group in range(2) for sample in range(100)]
+    scores = [Score(reward=1.0, parts={f"{sample}.{name}": 1.0 for name in range(9)}) for sample in range(200)]
     lots = [scored(group, ((0, 0),) * 100, scores=scores[100 * group : 100 * group + 100]) for group in range(2)]
     state = at_step(run, 0, *lots)
     formed(state, run, 0)
