@@ -185,10 +185,13 @@ class RewardSection(Section):
     rm_url: str | None = Field(default=None, description="the environment of remote_rm: http://host:port or nats:NAME", **MUTABLE)
     environments: dict[str, str] = Field(default={}, description="more environments: name = http://host:port or nats:NAME", **MUTABLE)
     environment_concurrency: int = Field(
-        default=16, gt=0, description="groups in an external environment's hands at once, for each reward service", **MUTABLE
+        default=16,
+        gt=0,
+        description="groups in the hands of an external environment, or of an async custom_rm_path, at once, for each reward service",
+        **MUTABLE,
     )
     reward_timeout: float = Field(default=30, gt=0, description="seconds for scoring one group", **MUTABLE)
-    reward_workers: int = Field(default=1, gt=0, description="processes of each verifier in a reward service", **MUTABLE)
+    reward_workers: int = Field(default=1, gt=0, description="processes of each verifier and of hooks in a reward service", **MUTABLE)
     reward_replicas: int = Field(default=1, gt=0, description="reward services that `myxo up` starts", **MUTABLE)
 
     @model_validator(mode="after")

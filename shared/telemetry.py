@@ -88,4 +88,6 @@ class Metrics:
 
 
 def _legal(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "_" for letter in name)
+    """Prometheus takes ASCII letters and digits; other letters stand as their code points, so that names in them stay apart."""
+    known = (letter if letter.isascii() and letter.isalnum() else f"u{ord(letter):x}" if letter.isalnum() else "_" for letter in name)
+    return "".join(known)

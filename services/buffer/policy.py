@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
-from services.buffer import evaluation, order, staleness
+from services.buffer import evaluation, order, reward_parts, staleness
 from services.buffer.limits import Limits
 from services.buffer.staleness import Verdict
 from services.buffer.state import BufferState, Group, Result
@@ -263,7 +263,8 @@ def batch(state: BufferState, step: int) -> Batch | None:
                 stale=scored.stale(record.mask_below),
             )
         )
-    return Batch(step=step, version=record.version, mask_below=record.mask_below, groups=groups)
+    parts = reward_parts.of_batch(sample for group in record.groups if group.scored is not None for sample in group.scored.parts)
+    return Batch(step=step, version=record.version, mask_below=record.mask_below, groups=groups, parts=parts)
 
 
 def trained(state: BufferState, step: int, version: int, started: float, ended: float, now: float) -> list[LedgerRecord]:

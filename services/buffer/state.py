@@ -7,6 +7,7 @@ end (trained and durable, dropped, or dead), so memory follows what is in flight
 
 from __future__ import annotations
 
+import sys
 from array import array
 from dataclasses import dataclass, field
 
@@ -60,7 +61,8 @@ class Result:
         trained = _without(samples, removed) if removed else samples
         oldest = min([sample.oldest for sample in trained], default=NOTHING_TRAINED)
         rewards, tokens = array("d", scored.rewards), array("I", payload.tokens)
-        return cls(scored.attempt, tuple(payload.keys), payload.bytes, oldest, samples, rewards, tokens, removed, scored.parts)
+        parts = tuple({sys.intern(name): value for name, value in sample.items()} for sample in scored.parts)  # names are kept once
+        return cls(scored.attempt, tuple(payload.keys), payload.bytes, oldest, samples, rewards, tokens, removed, parts)
 
     @property
     def newest(self) -> list[int]:

@@ -53,6 +53,12 @@ class Channel:
             raise EOFError
         return codec.unpack(self._requests.read(int.from_bytes(head, "big")))
 
+    async def stream(self) -> asyncio.StreamReader:
+        """The requests from here on, for `read`."""
+        stream = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), self._requests)
+        return stream
+
     def send(self, answer: object) -> None:
         """Sends one answer. Raises as `frame` does."""
         self._answers.write(frame(answer))

@@ -13,6 +13,7 @@ import inspect
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -51,6 +52,12 @@ class Functions:
         name = config.rollout.dynamic_sampling_filter_path
         if name in BUILT_IN:
             self._paths[KEEP], self._functions[KEEP] = name, BUILT_IN[name]
+
+    def waiting(self) -> list[str]:
+        """The verbs, score and select, whose functions are all async: while one waits, others may be called."""
+        found = {"score": [self._functions[field] for field in self._functions if field == SCORE]}
+        found["select"] = [self._functions[field] for field in self._functions if field != SCORE]
+        return [verb for verb, functions in found.items() if functions and all(map(_is_async, functions))]
 
     async def score(self, stored: list[StoredSample]) -> list[Score]:
         """One score a sample, by ``custom_rm_path``. Raises HookFailed.
@@ -121,3 +128,8 @@ class Functions:
 
     def _failed(self, field: str, reason: str) -> HookFailed:
         return HookFailed(field, self._paths[field], reason)
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    found = function.func if isinstance(function, partial) else function
+    return inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None))  # noqa: B004

@@ -16,28 +16,43 @@ from shared.sample import Sample
 
 _SCORE = TypeAdapter(Score)
 
+
 class HooksPool(WorkerPool):
     """``reward_workers`` processes with all functions of the config that the reward service calls. Its calls raise as `ask` does."""
 
     def __init__(self, config: RunConfig, module: str = "services.reward.hooks_worker") -> None:
+        self._waiting: set[str] = set()
         self._config, found = config, paths(config, "reward")
         self._scoring = f"{SCORE} = {found.get(SCORE)}"
         self._selecting = ", ".join(f"{field} = {path}" for field, path in found.items() if field != SCORE)
         whom = f"the functions {', '.join(found.values())}"
         super().__init__(whom, config.reward.reward_workers, module, [], {"config": config.model_dump_json()})
 
+    async def start(self) -> None:
+        await super().start()
+        self._waiting = set(self.ready.get("waits", ()))
+
+    @property
+    def scores_at_once(self) -> int | None:
+        """Groups that the async ``custom_rm_path`` may have in hand; None: it is plain, a worker has one. Known once started."""
+        return self._config.reward.environment_concurrency if "score" in self._waiting else None
+
     async def score(self, samples: list[Sample]) -> list[Score]:
         """One score a sample, by ``custom_rm_path``."""
         request = {"verb": "score", "samples": self._blobs(samples)}
-        answer = await self.ask(request, f"{len(samples)} rewards", self._scoring, self._config.reward.reward_timeout)
+        answer = await self._asked(request, f"{len(samples)} rewards", self._scoring)
         return self._scores(answer, len(samples))
 
     async def select(self, samples: list[Sample], scores: list[Score]) -> Verdict:
         """What the filters make of a scored group."""
         request = {"verb": "select", "samples": self._blobs(samples), "scores": [asdict(score) for score in scores]}
-        answer = await self.ask(request, "a verdict", self._selecting, self._config.reward.reward_timeout)
+        answer = await self._asked(request, "a verdict", self._selecting)
         filtered = answer.get("filtered")
         return Verdict(None if filtered is None else str(filtered), self._scores(answer, len(samples)))
+
+    async def _asked(self, request: dict[str, object], what: str, whom: str) -> dict[str, object]:
+        timeout = self._config.reward.reward_timeout
+        return await self.ask(request, what, whom, timeout, waits=request["verb"] in self._waiting)
 
     def _blobs(self, samples: list[Sample]) -> list[bytes]:
         return sample.encode(samples, self._config.store.blob_bytes)

@@ -1,18 +1,19 @@
-"""The user's own functions in a process apart, killed from outside when they take too long.
+"""The user's own functions in a process apart, killed from outside when they hold it up.
 
-``python -m services.reward.hooks_worker``; it speaks `services.reward.frames`. In, once: ``{"config": JSON}``; out: ``{"ready": True}``,
-or ``{"refused": [field, value, expected]}`` where a function cannot be imported. Then in: ``{"verb": "score", "samples": [blob, …]}``, out:
-``{"scores": [score, …]}``; in: ``{"verb": "select", "samples": [blob, …], "scores": [score, …]}``, out: ``{"filtered": reason or nil,
-"scores": [score, …]}``; either may be answered with ``{"error": text}``. Blobs are those of `shared.sample`.
+``python -m services.reward.hooks_worker``; it speaks as `services.reward.pool.WorkerPool` says. In, once: ``{"config": JSON}``; out:
+``{"ready": True, "waits": [verb, …]}`` with the verbs whose functions are async, or ``{"refused": [field, value, expected]}`` where a
+function cannot be imported. Then in: ``{"verb": "score", "samples": [blob, …]}``, out: ``{"scores": [score, …]}``; in: ``{"verb": "select",
+"samples": [blob, …], "scores": [score, …]}``, out: ``{"filtered": reason or nil, "scores": [score, …]}``; either may be answered with
+``{"error": text}``. Blobs are those of `shared.sample`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from dataclasses import asdict
 from typing import Any
 
+from services.reward import frames
 from services.reward.frames import Channel
 from services.reward.functions import Functions
 from shared import sample
@@ -22,20 +23,52 @@ from shared.errors import ConfigError
 from shared.hooks import HookFailed
 from shared.messages import Score
 
+FIRST_STEPS_SECONDS = 0.001
+"""How long a call has the event loop for itself before the next one is taken up. One that computes without ever waiting then is done before
+the next one's deadline begins, although its function is async."""
+
 
 def main() -> None:
     """Answers requests until the service is gone."""
     die_with_parent()
     channel = Channel()
-    with contextlib.suppress(EOFError), asyncio.Runner() as runner:  # one loop for all calls: functions may keep connections
-        try:
-            functions = Functions(RunConfig.model_validate_json(channel.receive()["config"]))
-        except ConfigError as error:
-            channel.send({"refused": [error.field, str(error.value), error.expected]})
-            return
-        channel.send({"ready": True})
+    number, setup = channel.receive()
+    try:
+        functions = Functions(RunConfig.model_validate_json(setup["config"]))
+    except ConfigError as error:
+        channel.send([number, {"refused": [error.field, str(error.value), error.expected]}])
+        return
+    channel.send([number, {"ready": True, "waits": functions.waiting()}])
+    try:
+        asyncio.run(_serve(channel, functions))  # one loop for all calls: functions may keep connections
+    except* EOFError:
+        pass
+
+
+async def _serve(channel: Channel, functions: Functions) -> None:
+    """Raises EOFError when the service is gone; what a call raises ends the process."""
+    requests, calls, waiting = await channel.stream(), dict[int, asyncio.Task[None]](), functions.waiting()
+    async with asyncio.TaskGroup() as running:
         while True:
-            channel.send(runner.run(_answer(functions, channel.receive())))
+            number, request = await frames.read(requests)
+            if request is None:  # it is late
+                if number in calls:
+                    calls[number].cancel()
+                channel.send([number, {"error": "cancelled"}])
+                continue
+            channel.send([number, None])
+            calls[number] = running.create_task(_call(channel, functions, number, request))
+            calls[number].add_done_callback(lambda _, number=number: calls.pop(number))  # type: ignore[misc]
+            if request["verb"] in waiting:
+                await asyncio.sleep(FIRST_STEPS_SECONDS)
+
+
+async def _call(channel: Channel, functions: Functions, number: int, request: dict[str, Any]) -> None:
+    try:
+        answer = await _answer(functions, request)
+    except asyncio.CancelledError:  # late, or the function's own doing
+        answer = {"error": "the call was cancelled"}
+    channel.send([number, answer])
 
 
 async def _answer(functions: Functions, request: dict[str, Any]) -> dict[str, object]:

@@ -1,127 +1,144 @@
-"""Worker processes that answer within a deadline or are killed and replaced."""
+"""Worker processes that answer within a deadline or are killed and replaced.
+
+A process has one call in hand that holds up its event loop, and beside it any number of calls that only wait (``waits``). Where one ends
+that had several, each of these is made once more, alone in a process: so none pays for what another did.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-import os
-import signal
-import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
+from typing import Any
 
-from services.reward import frames
-from shared.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError
+from services.reward.process import START_SECONDS, Worker, WorkerBlocked, WorkerFailed, WorkerGone
+from shared.errors import BadMessage, DeadlineExceeded
 
-START_SECONDS = 120.0
-"""How long a fresh process may take to load its libraries; a call's deadline runs only once it has."""
-
-_CREDENTIALS = ("NATS_URL", "REDIS_URL")
-"""Beginnings of variables that no worker needs, and that what it starts (code of a model's, say) should not inherit."""
-
-
-class WorkerFailed(MyxoError):
-    """A worker could not answer this; the text says why."""
+__all__ = ["START_SECONDS", "VerifierPool", "WorkerFailed", "WorkerPool"]
 
 
 class WorkerPool:
-    """``size`` processes, each of which answers one request at a time.
+    """``size`` processes, and at most as many that end with what they have in hand.
 
     Args:
-        whom: what they are, for errors. module: what they run; arguments: of it. It reads and writes `services.reward.frames`.
+        whom: what they are, for errors. module: what they run; arguments: of it. It reads and writes `services.reward.frames`: a request
+            is ``[number, request]`` and is answered with ``[number, None]`` when it is taken up and with ``[number, answer]``, a map, when
+            it is done; the request None cancels the call of its number, which is answered at once.
         setup: the first request, answered when the process is ready: ``{"ready": True}`` or ``{"refused": [field, value, expected]}``.
     """
 
     def __init__(self, whom: str, size: int, module: str, arguments: list[str], setup: object) -> None:
         self._whom, self._size, self._command = whom, size, ["-m", module, *arguments]
         self._setup = setup
-        self._idle: asyncio.Queue[Process | None] = asyncio.Queue()
-        for _ in range(size):
-            self._idle.put_nowait(None)  # a process still to be started
-        self._running: set[Process] = set()
+        self._workers = [self._fresh() for _ in range(size)]
+        self._leaving: set[Worker] = set()
+        self._line = asyncio.Lock()  # first come, first served: a call that needs a process of its own gets one
+        self._changed = asyncio.Event()
 
     async def start(self) -> None:
         """Starts the workers, so that the first call does not wait for imports. Raises as `ask` does."""
-        for _ in range(self._size):
-            self._idle.get_nowait()
-        for worker in await asyncio.gather(*(self._spawn() for _ in range(self._size))):
-            self._idle.put_nowait(worker)
+        workers = list(self._workers)
+        started = await asyncio.gather(*(worker.start() for worker in workers), return_exceptions=True)
+        for failed in [error for error in started if error is not None]:
+            await self.close()
+            raise failed
 
-    async def ask(self, request: object, what: str, whom: str, deadline: float) -> dict[str, object]:
+    @property
+    def ready(self) -> dict[str, Any]:
+        """What the first worker said when it was ready."""
+        return self._workers[0].ready
+
+    @property
+    def processes(self) -> list[Process]:
+        """Those that run."""
+        found = [worker.process for worker in (*self._workers, *self._leaving) if worker.process is not None]
+        return [process for process in found if process.returncode is None]
+
+    async def ask(self, request: object, what: str, whom: str, deadline: float, *, waits: bool = False) -> dict[str, object]:
         """The answer of a worker, without an error in it.
 
         Args:
-            what: is awaited. whom: from whom. deadline: seconds from when a worker has the request.
+            what: is awaited. whom: from whom. deadline: seconds from when a worker takes the request up. waits: the call gives way to
+                others while it waits (it is async): a worker may have many such in hand.
 
-        Raises DeadlineExceeded (the worker is killed and replaced), WorkerFailed, BadMessage for a request that is too long, or
-        ConfigError where a fresh worker refuses the run.
+        Raises DeadlineExceeded (the call is cancelled, or its worker killed and replaced), WorkerFailed, BadMessage for a request that is
+        too long, or ConfigError where a fresh worker refuses the run.
         """
-        data = frames.frame(request)
-        worker = await self._idle.get()
-        answer: dict[str, object] | None = None
-        try:
-            worker = worker or await self._spawn()
-            answer = await asyncio.wait_for(self._exchange(worker, data), deadline)
-        except TimeoutError:
-            raise DeadlineExceeded(what, whom, deadline, "its process was killed, the group is given up") from None
-        finally:
-            if answer is None and worker is not None:
-                await self._kill(worker)
-                worker = None
-            self._idle.put_nowait(worker)
+        answer = await self._once(request, what, whom, deadline, waits, exclusive=False)
+        if answer is None:
+            answer = await self._once(request, what, whom, deadline, waits, exclusive=True)
+        if answer is None:  # alone in its process a call has an answer or an error of its own, unless the pool was closed
+            raise WorkerFailed(f"{self._whom}'s process was ended")
         if "error" in answer:
             raise WorkerFailed(str(answer["error"]))
         return answer
 
     async def close(self) -> None:
         """Kills every worker."""
-        for worker in list(self._running):
-            await self._kill(worker)
+        await asyncio.gather(*(worker.kill() for worker in (*self._workers, *self._leaving)))
 
-    async def _spawn(self) -> Process:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(_CREDENTIALS)}
-        # in a process group of its own: what a function starts is killed with it
-        worker = await asyncio.create_subprocess_exec(
-            sys.executable, *self._command, stdin=PIPE, stdout=PIPE, env=environment, process_group=0
-        )
-        self._running.add(worker)
-        answer: dict[str, object] = {}
+    async def _once(self, request: object, what: str, whom: str, deadline: float, waits: bool, exclusive: bool) -> dict[str, object] | None:
+        """An answer; None where its process ended with several calls in hand."""
+        worker = await self._place(waits, exclusive)
+        ended = True
         try:
-            answer = await asyncio.wait_for(self._exchange(worker, frames.frame(self._setup)), START_SECONDS)
+            await worker.start()
+            answer = await worker.ask(request, deadline, waits=waits)
+            ended = False
+            return answer
+        except BadMessage:  # it was not sent
+            ended = False
+            raise
         except TimeoutError:
-            raise DeadlineExceeded("its first answer", self._whom, START_SECONDS, "its process was killed") from None
-        except WorkerFailed as error:
-            words = "process ended before it was ready; its last words are in the service's log"
-            raise WorkerFailed(f"{self._whom}'s {words} ({error})") from error
+            raise DeadlineExceeded(what, whom, deadline, "its call was cancelled, the group is given up") from None
+        except WorkerBlocked:
+            alone = worker.calls == 1 and not worker.retired
+            await worker.kill()
+            if alone:
+                raise DeadlineExceeded(what, whom, deadline, "its process was killed, the group is given up") from None
+            return None
+        except WorkerGone as error:
+            if error.alone:
+                raise WorkerFailed(str(error)) from None
+            return None
         finally:
-            if "ready" not in answer:
-                await self._kill(worker)
-        if isinstance(refused := answer.get("refused"), list):
-            raise ConfigError(*refused)
-        return worker
+            worker.retired |= ended  # what a late call has left behind (threads, children) ends with its process
+            worker.calls -= 1
+            worker.blocking, worker.exclusive = worker.blocking and waits, False
+            await self._tidy()
 
-    async def _exchange(self, worker: Process, data: bytes) -> dict[str, object]:
-        assert worker.stdin is not None and worker.stdout is not None  # both are pipes
-        try:
-            worker.stdin.write(data)
-            await worker.stdin.drain()
-            answer = await frames.read(worker.stdout)
-        except EOFError:
-            raise WorkerFailed(f"{self._whom}'s process ended in the middle of a call") from None
-        except BadMessage as error:
-            raise WorkerFailed(f"{self._whom}'s process answered {error}") from error
-        except ConnectionError as error:
-            raise WorkerFailed(f"{self._whom}'s process broke off: {error}") from error
-        if not isinstance(answer, dict):
-            raise WorkerFailed(f"{self._whom}'s process answered {str(answer)[:80]!r}")
-        return answer
+    async def _place(self, waits: bool, exclusive: bool) -> Worker:
+        """The worker with the fewest calls that may take one more."""
+        async with self._line:
+            while True:
+                await self._tidy()
+                self._changed.clear()
+                if found := [worker for worker in self._workers if self._may_take(worker, waits, exclusive)]:
+                    break
+                await self._changed.wait()
+            worker = min(found, key=lambda one: (one.calls, one.process is None))
+            worker.calls += 1
+            worker.blocking, worker.exclusive = worker.blocking or not waits, exclusive
+            return worker
 
-    async def _kill(self, worker: Process) -> None:
-        self._running.discard(worker)
-        if worker.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.pid, signal.SIGKILL)
-        await worker.wait()
+    def _may_take(self, worker: Worker, waits: bool, exclusive: bool) -> bool:
+        if worker.retired or worker.exclusive or (worker.process is None and len(self._leaving) >= self._size):
+            return False
+        return not worker.calls if exclusive else waits or not worker.blocking
+
+    async def _tidy(self) -> None:
+        """Replaces the workers that are retired, and kills those of them that have nothing in hand any more."""
+        for index, worker in enumerate(self._workers):
+            if worker.retired:
+                self._workers[index] = self._fresh()
+                self._leaving.add(worker)
+        for worker in [worker for worker in self._leaving if not worker.calls]:
+            await worker.kill()
+            self._leaving.discard(worker)
+        self._changed.set()
+
+    def _fresh(self) -> Worker:
+        return Worker(self._whom, self._command, self._setup)
 
 
 class VerifierPool(WorkerPool):

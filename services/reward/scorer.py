@@ -34,9 +34,14 @@ class Scorer(ABC):
     """
 
     def __init__(self, name: str, limit: int) -> None:
-        self.name, self.limit = name, limit
+        self.name, self._limit = name, limit
         self.open = asyncio.Event()
         """Set while groups may be taken from the queue; those that wait there are not lost."""
+
+    @property
+    def limit(self) -> int:
+        """Groups in hand at once."""
+        return self._limit
 
     @abstractmethod
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
@@ -79,6 +84,11 @@ class CustomScorer(Scorer):
         super().__init__(CUSTOM, config.reward_workers * IN_HAND)
         self._pool = pool
         self.open.set()
+
+    @property
+    def limit(self) -> int:
+        """As is known once the pool has started: those that wait at once in an async function."""
+        return max(self._limit, self._pool.scores_at_once or 0)
 
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
         return await self._pool.score(samples)

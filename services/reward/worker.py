@@ -1,7 +1,7 @@
 """A verifier in a process of its own, killed from outside when it takes too long.
 
-``python -m services.reward.worker math``; it speaks `services.reward.frames`. In, once: ``{}``; out, when everything is loaded:
-``{"ready": True}``; then in: ``{"responses": [text, …], "label": text}``; out: ``{"rewards": [float, …]}`` or ``{"error": text}``.
+``python -m services.reward.worker math``; it speaks as `services.reward.pool.WorkerPool` says. In, once: ``{}``; out, when everything is
+loaded: ``{"ready": True}``; then in: ``{"responses": [text, …], "label": text}``; out: ``{"rewards": [float, …]}`` or ``{"error": text}``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ def main() -> None:
     verifier = VERIFIERS[name]
     verifier("", "x")  # loads what it imports on first use: sympy takes seconds, and no call's deadline should pay them
     with contextlib.suppress(EOFError):
-        channel.receive()
-        channel.send({"ready": True})
+        number, _ = channel.receive()
+        channel.send([number, {"ready": True}])
         while True:
-            request = channel.receive()
+            number, request = channel.receive()
+            channel.send([number, None])
             try:
                 answer: dict[str, object] = {"rewards": [float(verifier(text, request["label"])) for text in request["responses"]]}
             except Exception as error:  # whatever a verifier raises is the sample's fate, not this process's
                 answer = {"error": f"verifier {name}: {type(error).__name__}: {error}"}
-            channel.send(answer)
+            channel.send([number, answer])
 
 
 if __name__ == "__main__":

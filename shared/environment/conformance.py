@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,11 @@ LONG = 100_000
 """Characters of the long response."""
 
 BEYOND_ASCII = ("答えは42です", "\U0001f9ee ∑ = 42", "one\u2028two\x00three", "\u202e24")
+
+_CRASH = re.compile(
+    r"NoneType|Traceback|\b(Attribute|Type|Key|Index|Name)Error\b|of (null|undefined)\b|null ?pointer|nil pointer", re.IGNORECASE
+)
+"""How programs word that they did not expect a null: nobody chose to say that."""
 
 Result = Literal["ok", "warning", "FAILED"]
 
@@ -83,10 +89,10 @@ class Conformance:
             ("a response of 100 kB", lambda: self._scored(["7 " * (LONG // 2)])),
             ("unknown fields in the request", self._unknown_fields),
             (f"{CONCURRENT} requests at once", self._concurrent),
+            ("no label", self._no_label),
         ]
         should: list[tuple[str, Callable[[], Awaitable[str]]]] = [
             ("a prompt of chat messages", self._chat),
-            ("no label", self._no_label),
             ("the same request twice", lambda: self._twice([responses[0], responses[-1]])),
         ]
         for name, check in must:
@@ -135,9 +141,9 @@ class Conformance:
         try:
             return _rewards(await self._score(request))
         except EnvironmentFailed as error:
-            if error.own_words:
+            if error.own_words and not _CRASH.search(error.own_words):
                 return f"refused, and why: {error.own_words}"
-            raise
+            raise EnvironmentFailed(error.whom, f"a prompt may have none: score it, or say why not; {error.reason}") from None
 
     async def _twice(self, responses: list[str]) -> str:
         request = self._request(responses)

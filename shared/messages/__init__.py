@@ -6,7 +6,19 @@ The catalogue in ``docs/messages.md`` is generated from these models.
 """
 
 from shared.messages.base import SCHEMA, Message, Part, Tokens
-from shared.messages.batch import Accepted, Batch, BatchAnswer, BatchGroup, BatchPending, BatchRequest, Durable, Refused, RunDone, Trained
+from shared.messages.batch import (
+    Accepted,
+    Batch,
+    BatchAnswer,
+    BatchGroup,
+    BatchPending,
+    BatchRequest,
+    Durable,
+    Refused,
+    RewardPart,
+    RunDone,
+    Trained,
+)
 from shared.messages.group import Failed, Generated, Interrupted, Outcome, Payload, SampleMeta, Sampling, Score, Scored, Task, outcome_id
 from shared.messages.registry import LeaseCard, ServiceCard, ServiceEvent, TrainerStep, WarmStartEnded
 from shared.messages.weights import (
@@ -45,6 +57,7 @@ __all__ = [
     "Part",
     "Payload",
     "Refused",
+    "RewardPart",
     "RunDone",
     "SampleMeta",
     "Sampling",

@@ -34,6 +34,16 @@ class BatchGroup(Part):
     stale: tuple[int, ...] = ()
 
 
+class RewardPart(Part):
+    """One named reward over the ``samples`` of a batch that have it. ``std``: the population's."""
+
+    samples: int
+    mean: float
+    std: float
+    min: float
+    max: float
+
+
 class BatchAnswer(Message):
     """Base of what a `BatchRequest` may be answered with."""
 
@@ -41,13 +51,14 @@ class BatchAnswer(Message):
 class Batch(BatchAnswer):
     """The groups of one training step. ``version``: the weight version that staleness was bounded against.
 
-    ``mask_below``: tokens of older versions leave the loss.
+    ``mask_below``: tokens of older versions leave the loss. ``parts``: named rewards of its samples.
     """
 
     step: int
     version: int
     mask_below: int = 0
     groups: list[BatchGroup]
+    parts: dict[str, RewardPart] = {}
 
 
 class BatchPending(BatchAnswer):

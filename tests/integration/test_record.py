@@ -24,7 +24,7 @@ from shared import replay, runs
 from shared.bus import Bus
 from shared.config import RunConfig
 from shared.embedded import EmbeddedNats, EmbeddedValkey
-from shared.messages import Batch, BatchGroup, Payload, ServiceCard, TrainerStep, WarmStartEnded
+from shared.messages import Batch, BatchGroup, Payload, RewardPart, ServiceCard, TrainerStep, WarmStartEnded
 from shared.registry import Registry
 from shared.subjects import Subjects
 from tests.support.run_config import run_config
@@ -39,7 +39,8 @@ def batch(step: int, rewards: list[list[float]]) -> TrainBatch:
     for number, values in enumerate(rewards):
         payload = Payload(keys=[f"k{number}"], bytes=1, tokens=tuple(5 + index for index in range(len(values))))
         groups.append(BatchGroup(group=f"g{number}", payload=payload, rewards=values))
-    given = Batch(step=step, version=step, groups=groups)
+    parts = {"is short?": RewardPart(samples=4, mean=0.25 + step, std=0.5, min=0.0, max=1.0)}
+    given = Batch(step=step, version=step, groups=groups, parts=parts)
     rows = [(3 + index, 0, 3 + index, index, step, index == len(values) - 1, 0) for values in rewards for index in range(len(values))]
     known = Facts(np.array(rows, dtype=np.float64))
     return TrainBatch(shares.deal(given, 1, 1, 1000), known, facts.figures(given, known), [])
@@ -107,6 +108,8 @@ async def test_a_step_is_written_everywhere(
     assert written["rollout/log_probs"] == [-0.5]
     assert written["rollout/zero_std/count_1"] == [1.0, 0.0]
     assert written["rollout/zero_std/count_0"] == [1.0]
+    assert written["rewards/is_short_/mean"] == [0.25, 1.25]
+    assert written["rewards/is_short_/max"] == [1.0, 1.0]
     assert written["passrate/pass@1"] == [0.75, 0.25]
     assert written["passrate/pass@2"] == [1.0, 0.5]
     assert written["eval/heldout"] == [0.75]
@@ -123,7 +126,7 @@ async def test_a_step_is_written_everywhere(
     assert written["perf/update_weights_time"] == [0.5]
 
     assert 'myxo_train_loss{instance="' in scraped and "myxo_rollout_zero_std_count_0{" in scraped
-    assert "myxo_passrate_pass_1{" in scraped
+    assert "myxo_passrate_pass_1{" in scraped and "myxo_rewards_is_short__mean{" in scraped
     names = Subjects(run_name)
     steps = replay.read(bus, names.events_stream, TrainerStep, subject=names.event("trainer", "step"))
     told = [event async for _, event in steps]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -43,6 +44,50 @@ async def length(args: Arguments, sample: Sample, **_: Any) -> float:
             assert sys.stdin.read() == ""
             assert "NATS_URL" not in os.environ and "MYXO_RUN" in os.environ
     return float(len(sample.response))
+
+
+_together: list[asyncio.Event] = []
+
+
+async def judge(args: Arguments, sample: Sample, **_: Any) -> float:
+    """Waits as one that asks a judge over the network: ``together N`` until N samples wait at once, ``late`` for ever; some misbehave."""
+    word, _, number = sample.response.partition(" ")
+    match word:
+        case "together":
+            _together.append(asyncio.Event())
+            if len(_together) == int(number):
+                for event in _together:
+                    event.set()
+            await _together[-1].wait()
+        case "late":
+            await asyncio.sleep(3600)
+        case "deaf":
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(3600)
+        case "wait":
+            await asyncio.sleep(float(number))
+        case "compute":
+            time.sleep(float(number))
+        case "spin":
+            await asyncio.sleep(0.2)  # the others are in hand by then
+            time.sleep(3600)
+        case "die":
+            await asyncio.sleep(0.2)
+            os._exit(3)
+    return float(number or 0)
+
+
+_alone = 0
+
+
+def alone(args: Arguments, sample: Sample, **_: Any) -> float:
+    """The most samples that were in hand at once; takes as many seconds as the response says."""
+    global _alone
+    _alone += 1
+    time.sleep(float(sample.response))
+    most, _alone = _alone, _alone - 1
+    return float(most)
 
 
 def leaves_a_child(args: Arguments, sample: Sample, **_: Any) -> float:

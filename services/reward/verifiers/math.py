@@ -1,11 +1,29 @@
-"""Mathematical equality by the library math-verify; plain numbers are compared without it, which is a thousand times cheaper."""
+"""Mathematical equality by the library math-verify; plain numbers are compared without it, which is a thousand times cheaper.
+
+What is read in labels and answers stands, case by case, in docs/math-rewards.md.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
+from typing import Any
 
 _NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?\Z", re.ASCII)
+_EXPONENT = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?e[-+]?\d{1,2}\Z", re.ASCII | re.IGNORECASE)
+_GROUPED = re.compile(r"[-+]?[1-9]\d{0,2}(?:(?:,|\{,\}|\\,|\\ |[ \u00a0\u202f])\d{3})+(?:\.\d{1,40})?\Z", re.ASCII)
+_MIXED = re.compile(r"([-+]?)(\d{1,40}) +(\d{1,40})/(\d{1,40})\Z", re.ASCII)
+_UNIT = re.compile(
+    r"(?<=\d)\s+(?:[cdkm]?m|in|ft|yd|mi|[km]?g|lb|oz|m?s|min|h|hr|m?l|k?W|k?J|V|N|Hz|mph)(?:\^\{?[23]\}?|[\u00b2\u00b3])?"
+    r"(?:/(?:[cdkm]?m|ft|[km]?g|m?s|min|h|hr|m?l)(?:\^\{?[23]\}?|[\u00b2\u00b3])?)?\Z",
+    re.IGNORECASE,
+)
+_FUNCTION = re.compile(r"(?<![\\a-z])(sin|cos|tan|log|ln|exp|pi)(?![a-z])", re.IGNORECASE)
+_ROOT = re.compile(r"(?<![\\a-z])sqrt\(([^()]*)\)")
+_PERCENT = re.compile(r"\s*\\?%\s*\Z")
 _PLAIN_ENDING = re.compile(
     r"""(?:\s*(?=[-+\d])            # nothing but the number,
         |\s*\((?:\d+\s+)+\d+\)\s*   # its working, which is numbers in brackets,
@@ -14,22 +32,94 @@ _PLAIN_ENDING = re.compile(
     re.ASCII | re.IGNORECASE | re.VERBOSE,
 )
 _BRACE = re.compile(r"\\[{}]|\\boxed\{|[{}]")
+_FENCES = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}"), ("\\text{", "}"), ("\\mathrm{", "}"))
+_CURRENCY = re.compile(r"\A\\?\$\s*(?=[-+\d])")
+_FINAL, _THOUGHT = "####", "</think>"
+_WORDS = re.compile(r"[^\W\d_]+(?:[\s'.-]+[^\W\d_]+)*\.?\Z")
+_PROSE = re.compile(r"(?<!\\)\b(?!(?:arc)?(?:sin|cos|tan)|sqrt|log|exp|(?:and|max|min|inf)\b)[^\W\d_]{3,}\b", re.IGNORECASE)
+_DIGITS = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class _Truth:
+    """One of three: a number as plain decimal digits, a text in small letters, what math-verify reads in ``expression``."""
+
+    number: str | None = None
+    text: str | None = None
+    expression: str = ""
+    percent: bool = False
+
+    def equals(self, number: str) -> float:
+        """1.0 where the number is this one, exactly; of a percentage also where it is its hundredth."""
+        truth, found = Fraction(self.number or 0), Fraction(number)
+        return 1.0 if found == truth or (self.percent and found * 100 == truth) else 0.0
 
 
 def math(response: str, label: str) -> float:
-    """1.0 where the answer in ``response`` (the last ``\\boxed{}``, else its last expression) equals ``label``; else 0.0."""
-    truth, ending = _plain(label), _PLAIN_ENDING.match(response)
-    if truth is not None and ending is not None:
-        return 1.0 if Fraction(ending["number"]) == truth else 0.0
+    """1.0 where the answer in ``response`` equals ``label``, else 0.0.
+
+    The answer is, after ``</think>``, the last ``\\boxed{}`` that is closed, else what follows the last ``####``, else the last expression.
+    Raises ValueError for a label in which nothing can be compared.
+    """
+    truth, said = _truth(label), response.rpartition(_THOUGHT)[2]
+    response = said if said.strip() else response
+    if (ending := _PLAIN_ENDING.match(response)) is not None and truth.number is not None:
+        return truth.equals(ending["number"])
+    answer = _answer(response)
+    inside = _bare(answer)
+    if truth.text is not None:
+        return 1.0 if inside.rstrip(".").casefold() == truth.text else 0.0
+    number = _decimal(inside)
+    if truth.number is not None and number is not None:
+        return truth.equals(number)
     from math_verify import parse, verify  # sympy takes seconds to import: only where it is needed
 
-    gold = parse(f"${label}$") or parse(label)
-    return 1.0 if gold and verify(gold, parse(_answer(response))) else 0.0
+    read = f"${number}$" if number is not None else _latex(answer) if answer != response else _mixed(inside) or response
+    found = parse(read)
+    truths = [truth.number or truth.expression, *([f"{truth.number}\\%"] if truth.percent else [])]
+    return 1.0 if any(verify(_parsed(one), found) for one in truths) else 0.0
+
+
+@lru_cache(64)  # the samples of a group have one label
+def _truth(label: str) -> _Truth:
+    text = _bare(_answer(label))
+    percent = _PERCENT.search(text)
+    if (number := _decimal(text[: percent.start()] if percent else text)) is not None:
+        return _Truth(number=number, percent=percent is not None)
+    prose = "\\" not in text and _PROSE.search(text) is not None  # fewer letters are a product of symbols
+    if prose and _WORDS.match(text):
+        return _Truth(text=text.rstrip(".").casefold())
+    if prose:
+        return _Truth(expression=_only_number(label, text))
+    expression = _latex(text)
+    if not _parsed(expression):
+        raise ValueError(f"no number, expression or word is read in the label {_shown(label)}")
+    return _Truth(expression=expression)
+
+
+def _only_number(label: str, prose: str) -> str:
+    """The one number of a sentence; of several nobody knows which is meant."""
+    numbers = _DIGITS.findall(prose)
+    if len(numbers) != 1:
+        found = f"{len(numbers)} numbers among words" if numbers else "words and no number"
+        raise ValueError(f"the label {_shown(label)} has {found}; expected the answer alone, in \\boxed{{}} or after {_FINAL}")
+    return _decimal(numbers[0]) or numbers[0]
+
+
+def _parsed(expression: str) -> list[Any]:
+    """What math-verify reads; empty where that is nothing but the text itself."""
+    from math_verify import parse
+
+    found: list[Any] = parse(f"${expression}$") or parse(expression)
+    return found if any(not isinstance(one, str) for one in found) else []
 
 
 def _answer(response: str) -> str:
-    """The last ``\\boxed{…}`` that is closed, else all of it: math-verify takes several boxes for a set of answers."""
-    answer = response
+    """The last ``\\boxed{…}`` that is closed, else what follows the last ``####`` on its line, else all of it.
+
+    math-verify takes several boxes for a set of answers.
+    """
+    answer = ""
     opened: list[int | None] = []  # where each open brace began a box; None for other braces
     for brace in _BRACE.finditer(response):
         if brace[0] == "}" and opened:
@@ -37,9 +127,52 @@ def _answer(response: str) -> str:
             answer = response[start : brace.end()] if start is not None else answer
         elif brace[0] in ("{", "\\boxed{"):
             opened.append(None if brace[0] == "{" else brace.start())
-    return answer
+    if answer or _FINAL not in response:
+        return answer or response
+    lines = response.rpartition(_FINAL)[2].strip().splitlines()
+    return lines[0] if lines else ""
 
 
-def _plain(text: str) -> Fraction | None:
-    text = text.strip()
-    return Fraction(text) if _NUMBER.match(text) else None
+def _bare(text: str) -> str:
+    """Without white space, fences and a currency sign around it."""
+    text = text.strip().replace("\u2212", "-")
+    for left, right in _FENCES:
+        inside = text[len(left) : -len(right)]
+        if text.startswith(left) and text.endswith(right) and inside and (_balanced(inside) if right == "}" else right not in inside):
+            return _bare(inside)
+    return _CURRENCY.sub("", text)
+
+
+def _balanced(text: str) -> bool:
+    """Whether every brace that closes was opened in the text."""
+    depth = 0
+    for brace in _BRACE.finditer(text):
+        depth += {"{": 1, "\\boxed{": 1, "}": -1}.get(brace[0], 0)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _decimal(text: str) -> str | None:
+    """A number in plain decimal digits: as it stands, with thousands set apart, an exponent, a unit. None: it is none of these."""
+    text = _UNIT.sub("", text.strip())
+    if _NUMBER.match(text):
+        return text
+    if _GROUPED.match(text):
+        return re.sub(r"[^-+\d.]", "", text)
+    return f"{Decimal(text):f}" if _EXPONENT.match(text) else None
+
+
+def _latex(text: str) -> str:
+    """``sin x``, ``sqrt(2)`` and ``x**2`` as LaTeX."""
+    return _mixed(_bare(text)) or _ROOT.sub(r"\\sqrt{\1}", _FUNCTION.sub(r"\\\1", text.replace("**", "^")))
+
+
+def _mixed(text: str) -> str | None:
+    """``2 1/2`` as LaTeX, which math-verify adds up; None where it is no mixed fraction."""
+    found = _MIXED.match(text)
+    return f"${found[1]}({found[2]}+\\frac{{{found[3]}}}{{{found[4]}}})$" if found and int(found[3]) < int(found[4]) else None
+
+
+def _shown(label: str) -> str:
+    return repr(label if len(label) <= 60 else f"{label[:60]}…")

@@ -13,6 +13,7 @@ from services.trainer.batches import TrainBatch
 from services.trainer.facts import Column
 from services.trainer.link import Link
 from services.trainer.objective import reward_advantages
+from services.trainer.record.reward_parts import RewardParts
 from services.trainer.record.speed import Speed
 from services.trainer.record.weights_and_biases import WeightsAndBiases
 from services.trainer.record.writers import Prometheus, TensorBoard, Writer
@@ -41,6 +42,7 @@ class Record:
             self._writers.append(WeightsAndBiases(config, job))
         self._speed = Speed.of(actor) if actor is not None else None
         self._job = job
+        self._parts = RewardParts()
         self._last_end: float | None = None
         self._sft_losses: list[float] = []
         self._sft_first = 0.0
@@ -68,6 +70,7 @@ class Record:
         plain = {name: value for name, value in asdict(batch.figures).items() if name not in SAME}
         rollout = {**plain, **self._rollout(batch), **(token_means or {})}
         self._write(batch.step, {**_named("train", metrics), **_named("rollout", rollout), **_named("perf", performance)})
+        self._write(batch.step, self._parts.metrics(batch.deal.batch.parts))
         if self._config.monitoring.log_passrate:
             rates = figures.passrate([group.rewards for group in batch.deal.batch.groups], self._config.monitoring.passrate_threshold)
             self._write(batch.step, _named("passrate", rates))

@@ -132,6 +132,10 @@ def odd_app() -> FastAPI:
                 return Response("<html>sorry</html>", media_type="text/html")
             case "too-large":
                 return JSONResponse({"rewards": rewards, "log": "x" * (5 << 20)})
+            case "label-needed" if group["label"] is None:
+                return Response("Internal Server Error", 500)  # what a server says of an exception
+            case "label-needed-in-words" if group["label"] is None:
+                return JSONResponse({"error": "AttributeError: 'NoneType' object has no attribute 'strip'"})
             case "strict" if {key for key in group if key.startswith("x_")}:
                 return JSONResponse({"error": "unknown field"}, 422)
         return Response(json.dumps({"rewards": rewards}), media_type="application/json")

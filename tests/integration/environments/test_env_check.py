@@ -30,8 +30,8 @@ NAMES = [
     "a response of 100 kB",
     "unknown fields in the request",
     "8 requests at once",
-    "a prompt of chat messages",
     "no label",
+    "a prompt of chat messages",
     "the same request twice",
     "time",
 ]
@@ -134,6 +134,8 @@ async def test_an_environment_that_is_right_passes_and_says_what_it_gave(capsys:
         ("redirected-describe", "describe", "answered describe with HTTP 307, a redirect, which is not followed"),
         ("non-json", "one sample", "expected JSON"),
         ("too-large", "one sample", "answered score with more than 4194304 bytes"),
+        ("label-needed", "no label", "a prompt may have none: score it, or say why not; answered score with HTTP 500"),
+        ("label-needed-in-words", "no label", "AttributeError: 'NoneType' object has no attribute 'strip'"),
         ("strict", "unknown fields in the request", "answered score with HTTP 422: unknown field"),
     ],
 )

@@ -47,7 +47,7 @@ async def test_a_function_scores_each_sample_and_what_it_does_is_its_groups_fate
     assert (scored(outcome).environment, scored(outcome).filtered, scored(outcome).rollouts) == ("custom_rm", None, ())
     where = f"reward.custom_rm_path = {HOOKS}:length"
     for text, words in {
-        "sleep": f"2 rewards did not come from {where} within 2 s; its process was killed, the group is given up",
+        "sleep": f"2 rewards did not come from {where} within 2 s; its call was cancelled, the group is given up",
         "spin": f"2 rewards did not come from {where} within 2 s; its process was killed, the group is given up",
         "raise": f"{where}: RuntimeError: cannot read this",
         "exit": f"{where}: SystemExit: 3",
@@ -60,6 +60,14 @@ async def test_a_function_scores_each_sample_and_what_it_does_is_its_groups_fate
         assert await desk.failure(f"g-{text}") == words
     await desk.generated("g1", "four")
     assert rewards((await desk.outcomes(1))["g1"]) == [4.0], "as if nothing had been"
+
+
+async def test_groups_of_an_async_function_wait_for_it_together(bench: NewBench) -> None:
+    desk = await launched(bench, {"custom_rm_path": "judge", "environment_concurrency": 12, "reward_workers": 1})
+    for number in range(12):
+        await desk.generated(f"g{number}", "together 24", "together 24")
+    outcomes = await desk.outcomes(12)
+    assert [rewards(outcome) for outcome in outcomes.values()] == [[24.0, 24.0]] * 12
 
 
 async def test_what_a_function_started_is_killed_with_it(bench: NewBench, tmp_path: Path) -> None:

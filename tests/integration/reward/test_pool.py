@@ -41,7 +41,7 @@ async def test_one_reward_a_response_in_order(started: Started) -> None:
 @pytest.mark.parametrize("hang", ["sleep", "spin"])
 async def test_a_verifier_that_hangs_is_killed_at_its_deadline_and_replaced(started: Started, hang: str) -> None:
     pool = await started()
-    [worker] = pool._running
+    [worker] = pool.processes
     start = time.monotonic()
     for _ in range(2):  # the second one hangs in a fresh process, which had its time to start before its deadline began
         with pytest.raises(DeadlineExceeded, match=r"2 rewards did not come from verifier odd within 1 s; its process was killed"):
@@ -71,11 +71,11 @@ async def test_a_reward_that_is_no_finite_number_fails_the_group(started: Starte
 
 async def test_what_a_verifier_raises_fails_the_group_and_not_the_process(started: Started) -> None:
     pool = await started()
-    before = set(pool._running)
+    before = pool.processes
     with pytest.raises(WorkerFailed, match="verifier odd: RuntimeError: cannot read this"):
         await pool.score(["a", "raise"], "a", SOON)
     assert await pool.score(["a"], "a", SOON) == [1.0]
-    assert set(pool._running) == before
+    assert pool.processes == before
 
 
 async def test_a_process_that_dies_in_a_call_is_replaced(started: Started) -> None:
@@ -101,7 +101,7 @@ async def test_an_answer_that_cannot_be_read_fails_the_group_and_ends_the_proces
 
 async def test_a_pool_that_is_closed_leaves_no_process(started: Started) -> None:
     pool = await started(2)
-    workers = list(pool._running)
+    workers = pool.processes
     assert len(workers) == 2
     await pool.close()
     assert [worker.returncode for worker in workers] == [-9, -9]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from services.buffer.policy import BadChoice
 from services.buffer.staleness import Policy
 from services.buffer.state import BufferState
 from shared.ledger import BatchFormed, GroupRequeued, GroupsAdmitted, GroupsDropped, GroupsScored, LedgerRecord, VersionLive, group_id
-from shared.messages import Interrupted, Payload, SampleMeta, Score, Scored
+from shared.messages import Batch, Interrupted, Payload, SampleMeta, Score, Scored
 
 Ages = Sequence[tuple[int, int]]
 """(oldest, newest) version of each sample."""
@@ -205,6 +206,32 @@ def test_rewards_of_many_samples_are_recorded_in_several_messages() -> None:
     lots = [[group.group for group in record.groups] for record in records if isinstance(record, GroupsScored)]
     assert lots == [[group_id(0)], [group_id(1)]]
     assert all(len(record.encode()) < 1 << 19 for record in records)
+
+
+def test_named_rewards_reach_the_trainer_as_a_few_numbers_a_name() -> None:
+    run = limits(samples=3)
+    one = [Score(reward=1.0, parts={"format": 1.0, "length": 10.0}), Score(reward=0.0), Score(reward=0.0, parts={"format": 0.0})]
+    many = [Score(reward=1.0, parts={f"x{number}": 1.0 for number in range(40)} | {"format": 0.5})] * 3
+    state = at_step(run, 0, scored(0, ((0, 0),) * 3, scores=one), scored(1, ((0, 0),) * 3, scores=many))
+    formed(state, run, 0)
+    batch = policy.batch(state, 0)
+    assert batch is not None
+    part = batch.parts["format"]
+    assert (part.samples, part.mean, part.min, part.max) == (5, pytest.approx(0.5), 0.0, 1.0)
+    assert part.std == pytest.approx(statistics.pstdev([1.0, 0.0, 0.5, 0.5, 0.5]))
+    assert batch.parts["length"].model_dump() == {"samples": 1, "mean": 10.0, "std": 0.0, "min": 10.0, "max": 10.0}
+    assert len(batch.parts) == 42
+    assert Batch.decode(batch.encode()) == batch
+
+
+def test_names_of_rewards_without_end_do_not_fill_a_message() -> None:
+    run = limits(samples=100)
+    scores = [Score(reward=1.0, parts={f"{sample}.{name}": 1.0 for name in range(9)}) for sample in range(200)]
+    lots = [scored(group, ((0, 0),) * 100, scores=scores[100 * group : 100 * group + 100]) for group in range(2)]
+    state = at_step(run, 0, *lots)
+    formed(state, run, 0)
+    batch = policy.batch(state, 0)
+    assert batch is not None and len(batch.parts) == 64
 
 
 def test_removed_samples_do_not_age_and_reach_the_trainer_as_removed() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,7 +63,7 @@ PIECES = ["so", "the answer is", "or", "e", "x", *"0123456789", " ", " ", "\n", 
 @given(st.lists(st.sampled_from(PIECES), max_size=7).map("".join), st.integers(-20, 20))
 def test_the_short_way_for_plain_numbers_agrees_with_the_library(response: str, label: int) -> None:
     found = parse(response)
-    if found and not response.lstrip().startswith("("):
+    if found and not response.lstrip().startswith("(") and not re.search(r"\de[-+]?\d", response):  # which reads no exponents
         assert VERIFIERS["math"](response, str(label)) == float(verify(parse(f"${label}$"), found))
 
 

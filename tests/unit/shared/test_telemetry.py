@@ -29,13 +29,15 @@ def test_metrics_carry_run_and_instance() -> None:
     metrics.set("ready", 3)
     metrics.set("ready", 4)
     metrics.set("train/kl-loss", 0.5)
+    metrics.set("rewards/längé/mean", 1.0)
     metrics.add("samples_scored", 2)
     metrics.add("samples_scored")
     text = generate_latest(metrics.registry).decode()
     assert 'myxo_ready{instance="b-1",run="r"} 4.0' in text
     assert 'myxo_train_kl_loss{instance="b-1",run="r"} 0.5' in text
+    assert 'myxo_rewards_lue4ngue9_mean{instance="b-1",run="r"} 1.0' in text
     assert 'myxo_samples_scored_total{instance="b-1",run="r"} 3.0' in text
-    assert metrics.values == {"ready": 4.0, "train/kl-loss": 0.5, "samples_scored": 3.0}
+    assert metrics.values == {"ready": 4.0, "train/kl-loss": 0.5, "rewards/längé/mean": 1.0, "samples_scored": 3.0}
 
 
 def test_a_metric_may_have_labels_of_its_own() -> None:

@@ -10,6 +10,8 @@ from services.trainer import figures
 from services.trainer.facts import BatchFigures
 from services.trainer.loop import TOKEN_MEANS
 from services.trainer.record import SAME
+from services.trainer.record.reward_parts import RewardParts
+from shared.messages import RewardPart
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
@@ -40,3 +42,15 @@ def test_every_metric_of_the_losses_has_its_line() -> None:
 def test_speeds_on_the_page_are_measured() -> None:
     sources = "\n".join(path.read_text() for path in (ROOT / "services" / "trainer" / "record").glob("*.py"))
     assert documented("perf") == set(re.findall(r'"((?:step_time|wall_tok|actor_train|train_wait|wait_time|update_weights)\w*)"', sources))
+
+
+def test_named_rewards_have_their_lines() -> None:
+    found = RewardParts().metrics({"<part>": RewardPart(samples=2, mean=0.5, std=0.5, min=0.0, max=1.0)})
+    assert documented("rewards") == {name.removeprefix("rewards/").replace("_part_", "<part>") for name in found}
+
+
+def test_names_of_rewards_are_made_legal_and_bounded() -> None:
+    parts, one = RewardParts(), RewardPart(samples=1, mean=1.0, std=0.0, min=1.0, max=1.0)
+    assert set(parts.metrics({"is it short?\n": one})) == {f"rewards/is_it_short__/{what}" for what in ("mean", "std", "min", "max")}
+    assert len(parts.metrics({str(number): one for number in range(100)})) == 4 * 63, "with the one before 64"
+    assert len(parts.metrics({"5": one, "99": one})) == 4

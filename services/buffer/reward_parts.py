@@ -1,0 +1,27 @@
+"""Named rewards of a batch's samples: how many samples have each, its mean, spread and range. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from shared.messages import RewardPart
+
+MOST_NAMES = 64
+"""Names that a batch tells: they are the user's, and all of them go into one message."""
+
+
+def of_batch(samples: Iterable[Mapping[str, float]]) -> dict[str, RewardPart]:
+    """Returns, by name, what the samples that have it come to; `MOST_NAMES` names at most, those of most samples."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for name, value in (item for sample in samples for item in sample.items()):
+        values[name].append(value)
+    names = sorted(values, key=lambda name: -len(values[name]))[:MOST_NAMES]
+    return {name: _moments(values[name]) for name in names}
+
+
+def _moments(values: list[float]) -> RewardPart:
+    mean = statistics.fmean(values)
+    spread = statistics.fmean([(value - mean) ** 2 for value in values]) ** 0.5
+    return RewardPart(samples=len(values), mean=mean, std=spread, min=min(values), max=max(values))
