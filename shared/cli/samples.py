@@ -17,14 +17,16 @@ from rich.progress import Progress
 from rich.text import Text
 
 from shared import replay, sample
-from shared.cli import exits, preflight
+from shared.cli import exits
 from shared.cli.access import Access, payloads, reach
 from shared.cli.listing import Listing, table
+from shared.cli.preflight.servers import given_servers
 from shared.cli.rundir import RunDirectory, find
 from shared.cli.sample_page import Pieces, as_plain, page, responses, texts
 from shared.cli.trails import Facts, Life, Trails, facts_of
 from shared.config import RunConfig
 from shared.errors import ConfigError, PayloadMissing
+from shared.hub import resolve
 from shared.ledger import LedgerRecord, eval_group_parts, group_id
 from shared.rollout_files import DIRECTORY, RolloutReader, files
 from shared.sample import Sample
@@ -210,7 +212,7 @@ async def _stored(store: Store, facts: Facts) -> tuple[list[Sample], str | None]
 
 def _only_rollouts(run: str, directory: Path) -> RunDirectory | None:
     """The directory of a run of which nothing but the rollout files is left on this machine; None where there is more, or nothing."""
-    if preflight.given_servers().nats_url is not None:
+    if given_servers().nats_url is not None:
         return None
     _, there = find(run, directory)
     if there is None or there.is_held() or (there.nats / "jetstream").is_dir() or not files(there.root / DIRECTORY):
@@ -220,15 +222,13 @@ def _only_rollouts(run: str, directory: Path) -> RunDirectory | None:
 
 def _pieces(config: RunConfig) -> Pieces | None:
     """The text of single tokens by the run's tokenizer; None where this machine does not have it."""
-    if not (config.model.hf_checkpoint / "tokenizer.json").is_file():
-        return None
     try:
         from shared.tokenizer import Tokenizer
     except ModuleNotFoundError:  # it comes with the extra `buffer`
         return None
     try:
-        return Tokenizer(config.model.hf_checkpoint).pieces
-    except ConfigError:  # a file that is none: ids are shown all the same
+        return Tokenizer(resolve.local(config, ("model.hf_checkpoint",), weights=False).model.hf_checkpoint).pieces
+    except ConfigError:  # a directory that is elsewhere, or a file that is none: ids are shown all the same
         return None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from shared.config import RunConfig
 from shared.data_files import DataFile
-from shared.errors import ConfigError
+from shared.errors import BadInput, ConfigError, raise_problems
 from shared.hub import datasets, models, names
 from shared.hub.client import Hub, HubError, NoSuchRepository, Unreachable
 from shared.hub.names import HubName
@@ -42,7 +42,7 @@ def pinned(config: RunConfig, known: Mapping[str, str] | None = None, *, hub: Hu
         known: what names of this run were pinned to before, by the text of the name; see `shared.hub.pins`. hub: default, as the
             environment says; one for several calls asks the hub once.
 
-    Raises ConfigError by field.
+    Raises ConfigError by field, or Problems of several.
     """
     asked = hub or Hub.of()
 
@@ -62,7 +62,7 @@ def local(config: RunConfig, fields: Collection[str] = (*MODELS, *DATA), *, weig
         fields: those whose files are needed; names in others stay. weights: whether those of models are. hub: as
             for `pinned`.
 
-    Raises ConfigError by field.
+    Raises ConfigError by field, or Problems of several.
     """
     asked = hub or Hub.of()
 
@@ -106,12 +106,18 @@ def _commit(hub: Hub, name: HubName) -> str:
 def _changed(config: RunConfig, fields: Collection[str], change: Change) -> RunConfig:
     """The config with ``change`` called for each name in ``fields``; the config itself where there is none."""
     sections: dict[str, Any] = {}
+    problems: list[BadInput] = []
     for dotted in fields:
         section, _, field = dotted.partition(".")
         value = getattr(sections.get(section, getattr(config, section)), field)
-        new = _new_value(dotted, value, change)
+        try:
+            new = _new_value(dotted, value, change)
+        except ConfigError as error:
+            problems.append(error)
+            continue
         if new is not value:
             sections[section] = sections.get(section, getattr(config, section)).model_copy(update={field: new})
+    raise_problems(problems)
     return config.model_copy(update=sections) if sections else config
 
 
