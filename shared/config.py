@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
-from shared import config_files, data_files, megatron_flags
+from shared import config_files, data_files, megatron_flags, slime_flags
 from shared.algorithm import AlgorithmSection
 from shared.errors import ConfigError, nearest
 from shared.sections import (
@@ -236,7 +236,7 @@ def _refuse_unknown(values: dict[str, Any]) -> None:
                 continue
             if field in owners:
                 raise ConfigError(f"{section}.{field}", value, f"unknown key here; it belongs into the section [{owners[field]}]")
-            raise ConfigError(f"{section}.{field}", value, f"unknown key; {nearest(field, valid)}")
+            raise ConfigError(f"{section}.{field}", value, slime_flags.advice(field) or f"unknown key; {nearest(field, valid)}")
 
 
 def _config_error(error: ValidationError, values: dict[str, Any]) -> ConfigError:
