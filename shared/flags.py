@@ -80,8 +80,8 @@ def _megatron(flag: str, name: str, equals: str, inline: str, rest: list[str]) -
     if known is None and (advice := slime_flags.advice(name)):
         raise ConfigError(flag, inline, advice)
     if known is None and not megatron_flags.own_parser():
-        found = near(flag, flags()) or near(flag, [f"--{other.replace('_', '-')}" for other in megatron_flags.names()])
-        hint = f"did you mean {found}?" if found else "`myxo up --help` lists all, `myxo flags` Megatron's"
+        meant = near(flag, flags()) or near(flag, [f"--{other.replace('_', '-')}" for other in megatron_flags.names()])
+        hint = f"did you mean {meant}?" if meant else "`myxo up --help` lists all, `myxo flags` Megatron's"
         raise ConfigError(flag, inline, f"unknown flag; {hint}")
     words = [inline] if equals else []
     if known is None:  # Megatron's own parser looks at it when the trainer starts

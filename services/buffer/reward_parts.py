@@ -1,4 +1,4 @@
-"""Named rewards of samples as count, mean, spread and range: a few numbers a group, which those of a batch are merged from. Pure."""
+"""Named rewards of samples as number, mean, spread and range: a few numbers a group, which those of a batch are merged from. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_NAMES = 64
 class PartMoments(NamedTuple):
     """deviation: sum of squared deviations from the mean."""
 
-    count: int
+    samples: int
     mean: float
     deviation: float
     low: float
@@ -25,10 +25,10 @@ class PartMoments(NamedTuple):
 
     def merged(self, other: PartMoments) -> PartMoments:
         """Those of both sets together (Chan, Golub, LeVeque 1983)."""
-        count, distance = self.count + other.count, other.mean - self.mean
-        deviation = self.deviation + other.deviation + distance * distance * self.count * other.count / count
-        mean = self.mean + distance * other.count / count
-        return PartMoments(count, mean, deviation, min(self.low, other.low), max(self.high, other.high))
+        samples, distance = self.samples + other.samples, other.mean - self.mean
+        deviation = self.deviation + other.deviation + distance * distance * self.samples * other.samples / samples
+        mean = self.mean + distance * other.samples / samples
+        return PartMoments(samples, mean, deviation, min(self.low, other.low), max(self.high, other.high))
 
 
 def of_group(parts: Sequence[Mapping[str, float]]) -> dict[str, PartMoments]:
@@ -48,10 +48,10 @@ def of_batch(groups: Iterable[Mapping[str, PartMoments]]) -> dict[str, RewardPar
     found: dict[str, PartMoments] = {}
     for name, moments in (item for group in groups for item in group.items()):
         found[name] = found[name].merged(moments) if name in found else moments
-    counts = Counter({name: moments.count for name, moments in found.items()})
+    counts = Counter({name: moments.samples for name, moments in found.items()})
     return {name: _told(found[name]) for name, _ in counts.most_common(MOST_NAMES)}
 
 
 def _told(moments: PartMoments) -> RewardPart:
-    std = math.sqrt(moments.deviation / moments.count)
-    return RewardPart(samples=moments.count, mean=moments.mean, std=std, min=moments.low, max=moments.high)
+    std = math.sqrt(moments.deviation / moments.samples)
+    return RewardPart(samples=moments.samples, mean=moments.mean, std=std, min=moments.low, max=moments.high)
