@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
-from shared import config_files, data_files, megatron_flags
+from shared import config_files, data_files, megatron_flags, slime_flags
 from shared.algorithm import AlgorithmSection
 from shared.errors import BadInput, ConfigError, nearest, problems_of, raise_problems
 from shared.hub import names
@@ -263,7 +263,7 @@ def _known_fields(values: dict[str, Any]) -> tuple[dict[str, Any], list[BadInput
             valid = list(section_model(section).model_fields)
             known[section] = {field: value for field, value in fields.items() if field in valid}
             for field in (field for field in fields if field not in valid):
-                elsewhere = f"unknown key here; it belongs into the section [{owners[field]}]" if field in owners else None
+                elsewhere = f"unknown key here; it belongs into the section [{owners[field]}]" if field in owners else slime_flags.advice(field)
                 problems.append(ConfigError(f"{section}.{field}", fields[field], elsewhere or f"unknown key; {nearest(field, valid)}"))
     return known, problems
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 
 class MyxoError(Exception):
@@ -74,7 +75,34 @@ class MessageTooLarge(MyxoError):
     """A message that the bus would refuse (payload and headers together over its limit); it was not sent."""
 
 
+NEAR, NEAR_WORD = 0.7, 0.75
+"""How alike two names and two words in them have to be, by `difflib`: a hint that is far off sends people the wrong way."""
+
+
+def near(name: str, valid: Iterable[str]) -> str | None:
+    """The valid name that was probably meant: each word of ``name`` is a word of it, or nearly; None where there is none."""
+    words = _words(name)
+    best, found = 0.0, None
+    for candidate in valid:
+        parts = _words(candidate)
+        runs = ["".join(parts[start:end]) for start in range(len(parts)) for end in range(start + 1, len(parts) + 1)]
+        if not words or not all(any(_alike(word, run) >= NEAR_WORD for run in runs) for word in words):
+            continue
+        alike = 1.0 if len(words) > 1 and set(words) <= set(parts) else _alike("".join(words), "".join(parts))
+        if alike >= NEAR and (alike, -len(candidate)) > (best, -len(found or "")):
+            best, found = alike, candidate
+    return found
+
+
 def nearest(name: str, valid: list[str]) -> str:
-    """``did you mean …`` with the nearest valid names, or the list where none is near."""
-    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"valid are {', '.join(sorted(valid))}"
+    """``did you mean …`` with the nearest valid name, or the list where none is near."""
+    found = near(name, valid)
+    return f"did you mean {found}?" if found is not None else f"valid are {', '.join(sorted(valid))}"
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
+
+
+def _alike(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()

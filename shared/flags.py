@@ -1,7 +1,7 @@
 """Flags for every config field, under slime's and Megatron's names: ``--rollout-batch-size 32``; ``--sglang-…`` goes to the engine.
 
-Megatron's own flags are taken as they are, where no field of the config has their name; see `shared.megatron_flags`. Unknown flags are
-refused with the nearest valid one.
+Megatron's own flags are taken as they are, where no field of the config has their name; see `shared.megatron_flags`. slime's that there is
+no field for are refused with what stands in their place (`shared.slime_flags`), unknown flags with the nearest valid one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from shared import megatron_flags
+from shared import megatron_flags, slime_flags
 from shared.config import RunConfig, field_sections, section_model
-from shared.errors import BadInput, ConfigError, nearest, raise_problems
+from shared.errors import BadInput, ConfigError, near, nearest, raise_problems
 
 SGLANG = "--sglang-"
 
@@ -98,9 +98,11 @@ def help_lines() -> list[str]:
 def _megatron(flag: str, name: str, equals: str, inline: str, rest: list[str]) -> tuple[str, Any]:
     """One of Megatron's flags: its name and its value."""
     known = megatron_flags.find(name)
+    if known is None and (advice := slime_flags.advice(name)):
+        raise ConfigError(flag, inline, advice)
     if known is None and not megatron_flags.own_parser():
-        hint = nearest(flag, [*flags(), *(f"--{other.replace('_', '-')}" for other in megatron_flags.names())])
-        hint = hint if hint.startswith("did you mean") else nearest(flag, flags())
+        meant = near(flag, flags()) or near(flag, [f"--{other.replace('_', '-')}" for other in megatron_flags.names()])
+        hint = f"did you mean {meant}?" if meant else "`myxo up --help` lists all, `myxo flags` Megatron's"
         raise ConfigError(flag, inline, f"unknown flag; {hint}")
     words = [inline] if equals else []
     if known is None:  # Megatron's own parser looks at it when the trainer starts

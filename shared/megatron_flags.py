@@ -17,7 +17,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from shared.errors import ConfigError, nearest
+from shared import errors, slime_flags
+from shared.errors import ConfigError
 
 DTYPES = {
     **dict.fromkeys(("float32", "fp32"), "float32"),
@@ -164,8 +165,8 @@ def canonical(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, 
 
 def near(name: str) -> str:
     """``did you mean …`` for an unknown name; the flags are too many to list."""
-    hint = nearest(name, names())
-    return hint if hint.startswith("did you mean") else "`myxo flags` lists all"
+    advice, found = slime_flags.advice(name), errors.near(name, names())
+    return advice or (f"did you mean {found}?" if found else "`myxo flags` lists all")
 
 
 def _typed(place: str, flag: Flag, bare: Any, value: Any) -> Any:

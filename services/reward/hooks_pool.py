@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from pydantic import TypeAdapter, ValidationError
@@ -50,7 +51,7 @@ class HooksPool(WorkerPool):
         filtered = answer.get("filtered")
         return Verdict(None if filtered is None else str(filtered), self._scores(answer, len(samples)))
 
-    async def _asked(self, request: dict[str, object], what: str, whom: str) -> dict[str, object]:
+    async def _asked(self, request: Mapping[str, object], what: str, whom: str) -> dict[str, object]:
         timeout = self._config.reward.reward_timeout
         return await self.ask(request, what, whom, timeout, waits=request["verb"] in self._waiting)
 

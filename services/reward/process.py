@@ -142,7 +142,8 @@ class Worker:
         try:
             async with asyncio.timeout(deadline):
                 await self._write(data)
-                await asyncio.wait({call.begun, call.answer}, return_when=asyncio.FIRST_COMPLETED)
+                first: set[asyncio.Future[Any]] = {call.begun, call.answer}
+                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             raise WorkerBlocked(f"{self._whom}'s process takes up no call") from None
 

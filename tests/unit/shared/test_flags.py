@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shared import flags
+from shared import flags, megatron_flags, slime_flags
 from shared.config import RunConfig, field_sections, parse, section_model
 from shared.errors import ConfigError
 from tests.support.run_config import values
@@ -77,6 +77,16 @@ def test_engine_flags_pass_through_verbatim(words: str, expected: dict[str, Any]
         ("--rollout-batchsize=3", r"--rollout-batchsize = '3': unknown flag"),
         ("--no-lr 3", r"--no-lr = '': unknown flag; did you mean --lr\?"),
         ("--no-such-thing", r"--no-such-thing = '': unknown flag"),
+        ("--rolloutbatchsize 3", r"did you mean --rollout-batch-size\?"),
+        ("--eval-prompts x", r"did you mean --eval-prompt-data\?"),
+        ("--moe-router-dtypes x", r"did you mean --moe-router-dtype\?"),
+        ("--sft-interval 3", r"unknown flag; `myxo up --help` lists all, `myxo flags` Megatron's"),
+        ("--tuning-data x", r"unknown flag; `myxo up --help` lists all"),
+        ("--balance-data", r"a flag of slime's; leave it out: batches are always balanced over the data-parallel ranks"),
+        ("--use-dynamic-batch-size", r"a flag of slime's; leave it out: micro-batches are always packed by tokens"),
+        ("--actor-num-nodes 2", r"a flag of slime's; a trainer has one node: --actor-num-gpus-per-node"),
+        ("--ref-load x", r"a flag of slime's; leave it out: the reference policy starts from --hf-checkpoint"),
+        ("--use-routing-replay", "a flag of slime's that Myxo has nothing for"),
         ("rollout 3", "expected a flag that starts with --"),
         ("--lr", "--lr = '': needs a value: learning rate"),
         ("--lr --seed 3", "--lr = '': needs a value: learning rate"),
@@ -119,3 +129,18 @@ def test_every_flag_that_cannot_be_taken_is_told() -> None:
     overrides, problems = flags.read(["--num-rolout", "3", "--rollout-batch-size", "8", "stray", "--lr"])
     assert overrides == {"rollout": {"rollout_batch_size": "8"}}
     assert [problem.field for problem in problems if isinstance(problem, ConfigError)] == ["--num-rolout", "stray", "--lr"]
+
+
+def test_slimes_flags_are_told_apart_from_ours_and_name_fields_that_exist() -> None:
+    for name in [*slime_flags._ALWAYS, *slime_flags._INSTEAD, *slime_flags._ABSENT]:
+        assert name not in field_sections() and megatron_flags.find(name) is None, f"{name} is taken, or refused by name"
+        words = slime_flags.advice(f"--{name.replace('_', '-')}")
+        assert words is not None and words.startswith("a flag of slime's"), name
+        assert {word.rstrip(".,:;") for word in words.split() if word.startswith("--")} <= set(flags.flags()), words
+
+
+def test_a_key_of_slimes_in_the_config_is_told_what_stands_in_its_place(tmp_path: Path) -> None:
+    nested = values(tmp_path)
+    nested.setdefault("trainer", {})["balance_data"] = True
+    with pytest.raises(ConfigError, match=r"trainer.balance_data = True: a flag of slime's; leave it out: batches are always balanced"):
+        parse(nested)
