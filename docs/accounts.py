@@ -18,6 +18,8 @@ BEGIN, END = "<!-- written by `python -m docs.accounts` -->\n", "<!-- end -->\n"
 RUN = "<run>"
 
 _ACCESS = {"R": "read", "W": "remove, ask whether it is there", "RW": "read, write, remove"}
+_WITHOUT_SET = "read, remove"
+"""What read and write access to a key comes to for who has no command that writes one."""
 
 
 def main() -> int:
@@ -48,7 +50,8 @@ def _role(role: Rights) -> list[str]:
         return [*lines, "", "Redis: no account."]
     commands = ", ".join(f"`{command.replace('|', ' ')}`" for command in role.store.commands)
     own = f", `{role.store.own}` (read, write, remove)" if role.store.own else ""
-    return [*lines, "", f"Redis: {commands}; keys `{role.store.keys}` ({_ACCESS[role.store.access]}){own}."]
+    access = _WITHOUT_SET if role.store.access == "RW" and "set" not in role.store.commands else _ACCESS[role.store.access]
+    return [*lines, "", f"Redis: {commands}; keys `{role.store.keys}` ({access}){own}."]
 
 
 def _subjects(role: Rights, subjects: Iterable[str]) -> str:

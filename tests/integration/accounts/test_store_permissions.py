@@ -107,15 +107,16 @@ def test_what_the_trainers_roles_tell_each_other_is_theirs(guarded: GuardedServe
     assert payload - {"HMGET", "HEXISTS"} == intended.STORE[role] & {"HSET", "SET", "UNLINK"}
 
 
-def test_readers_cannot_write_and_who_frees_cannot_read(guarded: GuardedServers) -> None:
+def test_readers_cannot_write_and_neither_can_who_frees(guarded: GuardedServers) -> None:
     with client(guarded, "rollout") as writer, client(guarded, "reward") as reader, client(guarded, "buffer") as freer:
         writer.set(KEY, b"1")
         assert reader.get(KEY) == b"1"
         assert freer.exists(KEY) == 1
         with pytest.raises(NoPermissionError):
             reader.set(KEY, b"2")
+        assert freer.get(KEY) == b"1"
         with pytest.raises(NoPermissionError):
-            freer.get(KEY)
+            freer.set(KEY, b"2")
         assert freer.unlink(KEY) == 1
 
 
@@ -141,8 +142,8 @@ async def test_our_own_client_does_not_try_again_what_is_refused(guarded: Guarde
     finally:
         await reader.close()
     blocking = BlockingStore(guarded.redis_url("buffer"))
-    with pytest.raises(StoreRefused, match=f"the store refuses blob {KEY}"):
-        await asyncio.to_thread(blocking.read, [KEY], 1000)
+    with pytest.raises(StoreRefused, match=f"the store refuses blob {FOREIGN}"):
+        await asyncio.to_thread(blocking.read, [FOREIGN], 1000)
     blocking.close()
     stranger = Store(guarded.valkey.url.replace("//", "//reward.guarded:hush@"))
     try:

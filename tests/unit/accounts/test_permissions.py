@@ -75,7 +75,7 @@ def test_the_store_is_for_the_run_only_and_for_nothing_dangerous() -> None:
         assert commands == intended.STORE[one.role] | intended.EXCHANGE.get(one.role, set())
         assert one.store.own == (f"{RUN}:exchange:*" if one.role in intended.EXCHANGE else "")
     access = {one.role: one.store.access for one in rights(RUN) if one.store}
-    assert access == {"buffer": "W", "rollout": "RW", "reward": "R", "trainer": "R", "operator": "RW"}
+    assert access == {"buffer": "RW", "rollout": "RW", "reward": "R", "trainer": "R", "operator": "RW"}
 
 
 def test_users_of_two_runs_have_different_names() -> None:

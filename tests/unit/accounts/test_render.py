@@ -60,7 +60,7 @@ def test_redis_has_no_user_without_a_password_and_no_password_in_the_clear() -> 
 @pytest.mark.parametrize(
     ("role", "keys", "commands"),
     [
-        ("buffer", "%W~demo:*", ["+ping", "+exists", "+unlink"]),
+        ("buffer", "~demo:*", ["+ping", "+exists", "+get", "+unlink"]),
         ("rollout", "~demo:*", ["+ping", "+get", "+set"]),
         ("reward", "%R~demo:*", ["+ping", "+get"]),
         ("trainer", "%R~demo:* ~demo:exchange:*", ["+ping", "+get", "+hexists", "+hmget", "+hset", "+set", "+unlink"]),

@@ -65,6 +65,7 @@ def test_special_tokens_are_known_where_the_text_spells_them_and_left_out_of_dec
     ids = tokenizer.encode("<|im_start|>a<|im_end|>")
     assert len(ids) == 3
     assert tokenizer.decode(ids) == "a"
+    assert tokenizer.pieces(ids) == ["<|im_start|>", "a", "<|im_end|>"]
 
 
 @pytest.mark.parametrize("name", ["its own", *TEMPLATES])
