@@ -67,7 +67,7 @@ class DrawnTokens:
         if client is None:
             return self.total
         try:
-            drawn = await client.drawn_tokens(deadline=READ_SECONDS)
+            drawn = await client.drawn.read(deadline=READ_SECONDS)
         except (DeadlineExceeded, EngineError):  # `Replica.keep_engine` deals with an engine that is gone
             return self.total
         if drawn is None:

@@ -18,9 +18,6 @@ from services.rollout.engine.transport import EngineTransport
 
 NOT_CHANGED = "nothing was changed"
 
-DRAWN, BEGUN = "sglang:realtime_tokens_total", "sglang:queue_time_seconds_count"
-"""Metrics of an engine: tokens by the kind of step that processed them, and requests whose prefill began."""
-
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
@@ -71,25 +68,6 @@ def parse_load(answer: dict[str, Any]) -> EngineLoad:
         token_capacity=sum(rank["max_total_num_tokens"] for rank in ranks),
         throughput=sum(rank["gen_throughput"] for rank in ranks),
     )
-
-
-def parse_drawn(text: str, overlaps: bool) -> int | None:
-    """Tokens that an engine has drawn, from its Prometheus page; None where the page does not tell.
-
-    SGLang counts what its decode steps draw, step by step. The first token of a sample is drawn by its prefill, and is not among them; it
-    is taken from the number of samples whose prefill began. An engine that overlaps its steps computes, and counts, one token beyond each
-    sample's end in exchange.
-    """
-    if DRAWN not in text:
-        return None
-    drawn = _sum_of(text, DRAWN, 'mode="decode"')
-    return int(drawn if overlaps else drawn + _sum_of(text, BEGUN, ""))
-
-
-def _sum_of(text: str, name: str, label: str) -> float:
-    """The sum of a metric's lines that carry the label."""
-    lines = (line for line in text.splitlines() if line.startswith(name + "{") and label in line)
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 async def read_capabilities(transport: EngineTransport, vocab_size: int | None, deadline: float) -> Capabilities:

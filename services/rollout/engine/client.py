@@ -11,13 +11,13 @@ import base64
 import logging
 import pickle
 from collections.abc import Coroutine, Mapping, Sequence
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from services.rollout.engine.capabilities import NOT_CHANGED, Capabilities, EngineLoad, parse_drawn, parse_load, read_capabilities
+from services.rollout.engine.capabilities import NOT_CHANGED, Capabilities, EngineLoad, parse_load, read_capabilities
 from services.rollout.engine.channel import Channel, Received, ReceiverError, WeightsState
 from services.rollout.engine.command import RECEIVER_LOADER
+from services.rollout.engine.drawn import DrawnCount
 from services.rollout.engine.errors import EngineError, EngineUnreachable, InvalidRequest
 from services.rollout.engine.generation import (
     Generation,
@@ -64,7 +64,7 @@ class EngineClient:
     Attributes:
         version: the weight version that the engine serves, as far as this client has set or read it.
         paused: the mode of the present pause, or None.
-        occupation: its memory, given back and taken again.
+        occupation: its memory, given back and taken again. drawn: how many tokens it has drawn.
         half_loaded: the engine was resumed after weights whose push was never finished. It generates for nobody until a
             whole push has gone through: ``receive``, then ``set_weight_version``.
     """
@@ -73,15 +73,15 @@ class EngineClient:
         self._transport, self.capabilities = transport, capabilities
         self.version = version
         self.paused: PauseMode | None = None
-        self.half_loaded = False
+        self.half_loaded = self._session_open = False
         self._loading = False  # weights came, or may have; the version that they make did not yet
         self._resumed_half_loaded = 0  # times
         self._late_versions: set[int] = set()  # see generation
         self._channel: Channel | None = None
-        self._session_open = False
         self._background: set[asyncio.Task[None]] = set()
-        self._generating = self._retracted = 0
+        self._generating = 0
         self.occupation = Occupation(transport, lambda: self._generating)
+        self.drawn = DrawnCount(transport, capabilities.overlaps)
 
     @classmethod
     async def connect(
@@ -169,9 +169,7 @@ class EngineClient:
         where = f"{self.url}/generate"
         if resumed_half_loaded != self._resumed_half_loaded:
             raise EngineError(where, "went on with half-loaded weights while it generated this; it is discarded")
-        generations = parse_group(answer, requests, version, self._late_versions, where)
-        self._retracted += sum(generation.retractions for generation in generations)
-        return generations
+        return self.drawn.noted(parse_group(answer, requests, version, self._late_versions, where))
 
     async def abort(self, rids: Sequence[str], *, deadline: float = CONTROL_SECONDS) -> None:
         """End these requests; each comes back to its caller with what it has. Unknown ids are ignored."""
@@ -192,21 +190,6 @@ class EngineClient:
     async def load(self, *, deadline: float = CONTROL_SECONDS) -> EngineLoad:
         """How busy the engine is. Its scheduler need not answer, so this works in the middle of a push too."""
         return parse_load(await self._transport.get("/v1/loads?include=core", deadline, NOT_CHANGED))
-
-    async def drawn_tokens(self, *, deadline: float = CONTROL_SECONDS) -> int | None:
-        """How many tokens the engine has drawn since it started, for everybody; see `parse_drawn`. None: it does not count them.
-
-        A sample that was put back draws its next token in a prefill again, which the engine does not count: for the groups of this client
-        these tokens are added when their group ends.
-        """
-        try:
-            text = await self._transport.get("/metrics", deadline, NOT_CHANGED)
-        except EngineError as error:
-            if error.status == HTTPStatus.NOT_FOUND:  # launched without --enable-metrics
-                return None
-            raise
-        drawn = parse_drawn(str(text), self.capabilities.overlaps)
-        return None if drawn is None else drawn + self._retracted
 
     async def served_version(self, *, deadline: float = CONTROL_SECONDS) -> int:
         """The weight version that the engine itself names; also corrects ``version``."""

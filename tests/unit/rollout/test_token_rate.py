@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from services.rollout.engine.capabilities import parse_drawn
+from services.rollout.engine.drawn import parse_drawn
 from services.rollout.engine.errors import EngineUnreachable
 from services.rollout.token_rate import WINDOW_SECONDS, DrawnTokens, TokenRate
 
@@ -61,9 +61,9 @@ class Engine:
     """What `DrawnTokens` asks of a client."""
 
     def __init__(self, *answers: int | Exception | None) -> None:
-        self._answers = list(answers)
+        self._answers, self.drawn = list(answers), self
 
-    async def drawn_tokens(self, *, deadline: float) -> int | None:
+    async def read(self, *, deadline: float) -> int | None:
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
