@@ -11,10 +11,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from services.trainer.megatron.architecture import Architecture
 from services.trainer.megatron.runtime import deadline, gather_json
 from services.trainer.megatron.weights import LocalParameter, parameters
 from shared.errors import ConfigError
+from shared.model.architecture import Architecture
 
 ONLY_TRAIN, FREEZE = "trainer.only_train_params_name_list", "trainer.freeze_params_name_list"
 

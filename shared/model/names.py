@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from services.trainer.megatron.architecture import Architecture
+from shared.model.architecture import Architecture
 
 Shape = tuple[int, ...]
 Layout = Literal["plain", "vocabulary", "qkv", "glu"]
