@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shared.errors import ConfigError
 from shared.model.architecture import Architecture
@@ -123,13 +122,3 @@ def draft_prefixes(architecture: Architecture) -> tuple[str, ...]:
     first = architecture.num_layers
     return tuple(f"model.layers.{layer}." for layer in range(first, first + architecture.draft_layers))
 
-
-def context_length(model_config: Mapping[str, Any]) -> int | None:
-    """Tokens that an engine takes the model to know, as SGLang reads it from ``config.json``; None where that does not say."""
-    scaling = model_config.get("rope_scaling") or model_config.get("rope_parameters") or {}
-    known = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
-    factor = 1 if known else scaling.get("factor") or 1
-    for key in ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings"):
-        if isinstance(value := model_config.get(key), int):
-            return int(factor * value)
-    return None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from shared import flags
-from shared.cli.preflight import data, files, functions
+from shared.cli.preflight import data, engine, files, functions, layout, lengths, machine, model
 from shared.cli.preflight.inspection import Inspection
 from shared.config import RunConfig, load
 from shared.errors import BadInput, problems_of, raise_problems
@@ -24,16 +24,29 @@ CHECKS: tuple[Check, ...] = (
     files.check_tokenizer,
     files.check_data,
     files.check_packages,
+    machine.check_packages,
+    machine.check_gpus,
+    model.check_actor,
+    model.check_other_models,
+    model.check_flags,
+    layout.check_ranks,
+    layout.check_engines,
+    layout.check_training,
+    engine.check_flags,
+    lengths.check_context_flag,
     functions.check,
     data.check_training_prompts,
     data.check_heldout_prompts,
     data.check_demonstrations,
+    lengths.check,
 )
-"""In the order in which their problems are told; what takes longest stands last."""
+"""In the order in which their problems are told; what takes longest stands last, and behind it what needs what that has read."""
 
 
-def checked_config(path: Path, arguments: list[str]) -> RunConfig:
+def checked_config(path: Path, arguments: list[str], *, starts: bool = False) -> RunConfig:
     """Returns the config with ``arguments`` (flags of `shared.flags`) laid over it, after all checks.
+
+    ``starts``: whether this is the machine that all services start on.
 
     Tells on standard error how many prompts are left out, where the config leaves some out. Raises ConfigError, or Problems of several.
     """
@@ -44,13 +57,13 @@ def checked_config(path: Path, arguments: list[str]) -> RunConfig:
         raise_problems([*problems, *problems_of(error)])
         raise
     raise_problems(problems)
-    raise_problems(inspect(config))
+    raise_problems(inspect(Inspection(config, starts)))
     return config
 
 
-def inspect(config: RunConfig) -> list[BadInput]:
+def inspect(inspection: Inspection) -> list[BadInput]:
     """Returns what all checks find, in their order."""
-    inspection, problems = Inspection(config), []
+    problems: list[BadInput] = []
     for check in CHECKS:
         try:
             for problem in check(inspection):
