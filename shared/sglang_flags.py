@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +42,13 @@ RESERVED = {
 
 OF_FIELDS = {"tp-size": "set rollout.rollout_num_gpus_per_engine", "config": "give each of its flags here"}
 """Flags that the rollout service sets by other fields of the config, or that would let others pass unseen; and what to do instead."""
+
+
+SHARES = ("mem-fraction-static",)
+"""Flags whose value is a share, which the parser does not look at."""
+
+
+_READERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "json": json.loads}
 
 
 class NoCatalogue(MyxoError):
@@ -82,6 +89,8 @@ class EngineFlag:
     def _wanted(self) -> str:
         if self.choices:
             return f"one of {', '.join(self.choices)}"
+        if self.spellings[0] in SHARES:
+            return "a number between 0 and 1"
         one = {"int": "a whole number", "float": "a number", "json": "JSON in a string"}.get(self.kind, "text")
         return f"{one}, or several" if self.several else one
 
@@ -90,10 +99,14 @@ class EngineFlag:
         if self.choices:
             return text in self.choices
         try:
-            {"int": int, "float": float, "json": json.loads}.get(self.kind, str)(text)
+            found = _READERS.get(self.kind, str)(text)
         except ValueError:
             return False
-        return True
+        return self.spellings[0] not in SHARES or 0 < found < 1
+
+
+def _flag(spellings: list[str], kind: str, several: bool = False, bare: bool = False, choices: Sequence[str] = ()) -> EngineFlag:
+    return EngineFlag(tuple(spellings), kind, several, bare, tuple(choices))
 
 
 @dataclass(frozen=True)
@@ -107,8 +120,7 @@ class EngineFlags:
     def of_json(cls, text: str) -> Self:
         """Reads a catalogue. Raises ValueError, KeyError or TypeError where it is none."""
         content = json.loads(text)
-        rows = [{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()} for row in content["flags"]]
-        return cls(content["sglang"], tuple(EngineFlag(**row) for row in rows))
+        return cls(content["sglang"], tuple(_flag(**row) for row in content["flags"]))
 
     @cached_property
     def _spelled(self) -> dict[str, EngineFlag]:

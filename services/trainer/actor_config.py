@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import torch
 
-from services.trainer.megatron.freezing import FREEZE, ONLY_TRAIN, Freezing
 from services.trainer.megatron.optimizer import OptimizerSettings
 from shared.errors import ConfigError
 from shared.learning_rate import DecayStyle, LearningRateSchedule
+from shared.model.freezing import FREEZE, ONLY_TRAIN, Freezing
 from shared.model.layout import ParallelLayout
 from shared.model.lora import ALL_LINEAR, Lora
 from shared.model.recomputation import megatron_fields

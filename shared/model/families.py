@@ -76,8 +76,10 @@ def read_architecture(hf_dir: Path, quantized: bool = False) -> Architecture:
         raise ConfigError("model.hf_checkpoint", str(hf_dir), "a Hugging Face checkpoint; it has no config.json")
     try:
         raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError("model.hf_checkpoint", str(path), f"a JSON file ({error})") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError("model.hf_checkpoint", str(path), f"a readable JSON file ({error})") from error
+    if not isinstance(raw, dict):
+        raise ConfigError("model.hf_checkpoint", str(path), "a JSON object")
     if quantized:
         raw.pop("quantization_config", None)
     return _Entries(path, raw).architecture()

@@ -189,6 +189,19 @@ def hf_tensors(architecture: Architecture) -> dict[str, Shape]:
     return tensors
 
 
+def megatron_parameters(architecture: Architecture, engine: bool = False) -> list[str]:
+    """Global names of Megatron's parameters that train, in the order of the model. ``engine``: of Transformer Engine's layers."""
+    a = architecture
+    names = ["embedding.word_embeddings.weight"]
+    for layer in range(a.num_layers):
+        for row in layer_rows(a, layer):
+            held = row.megatron[-1 if engine else 0]
+            for expert in range(a.experts.count) if a.experts and row.per_expert else (0,):
+                if not held.endswith(".expert_bias"):  # no gradient moves it
+                    names.append(f"decoder.layers.{layer}.{held.format(expert=expert)}")
+    return [*names, "decoder.final_layernorm.weight", *([] if a.tied_embeddings else ["output_layer.weight"])]
+
+
 def source(name: str, architecture: Architecture) -> tuple[tuple[str, ...], Layout, bool]:
     """What a Megatron parameter is made of, by its global name (see :func:`.weights.parameters`).
 

@@ -15,7 +15,7 @@ from typing import Any
 from services.rollout.engine.command import engine_site
 from shared import devices, sglang_flags
 
-KINDS = {int: "int", float: "float", json.loads: "json"}
+KINDS: dict[Any, str] = {int: "int", float: "float", json.loads: "json"}
 """What argparse makes of a value, where that can be said in a word; all else is text."""
 
 
@@ -34,7 +34,7 @@ def text() -> str:
 
 def _row(action: argparse.Action) -> dict[str, Any]:
     """The fields of `shared.sglang_flags.EngineFlag`, those that differ from its defaults."""
-    kind = "switch" if action.nargs == 0 else KINDS.get(action.type, "text")  # type: ignore[arg-type]
+    kind = "switch" if action.nargs == 0 else KINDS.get(action.type, "text")
     row: dict[str, Any] = {"spellings": [word.removeprefix("--") for word in action.option_strings if word.startswith("--")], "kind": kind}
     if action.nargs in ("+", "*"):
         row["several"] = True

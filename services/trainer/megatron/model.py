@@ -15,7 +15,6 @@ from megatron.core.transformer import TransformerConfig
 
 from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.architecture_options import architecture_options, config_class
-from services.trainer.megatron.freezing import Freezing
 from services.trainer.megatron.readers import Readers
 from services.trainer.megatron.rope import inverse_frequencies
 from services.trainer.megatron.runtime import device, round_up
@@ -23,6 +22,7 @@ from services.trainer.megatron.spec import decoder_spec
 from services.trainer.megatron.value import ValueHead
 from shared.errors import ConfigError
 from shared.model.architecture import Architecture
+from shared.model.freezing import Freezing
 from shared.model.layout import ParallelLayout
 from shared.model.lora import Lora
 

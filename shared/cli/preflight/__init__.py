@@ -33,6 +33,7 @@ CHECKS: tuple[Check, ...] = (
     layout.check_engines,
     layout.check_training,
     engine.check_flags,
+    engine.check_cpu_backend,
     lengths.check_context_flag,
     functions.check,
     data.check_training_prompts,

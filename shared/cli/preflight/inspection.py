@@ -55,7 +55,8 @@ class Inspection:
     @cached_property
     def architecture(self) -> Architecture | ConfigError | None:
         """What the actor is, or why its ``config.json`` describes no model that can be trained; None without one."""
-        return None if self.model_config is None else architecture_of(self.config.model.hf_checkpoint)
+        directory = self.config.model.hf_checkpoint
+        return architecture_of(directory) if (directory / "config.json").is_file() else None
 
     @staticmethod
     def there(files: object) -> bool:

@@ -9,8 +9,10 @@ from shared.errors import BadInput, ConfigError
 from shared.learning_rate import LearningRateSchedule
 from shared.model import recomputation
 from shared.model.architecture import Architecture
+from shared.model.freezing import Freezing
 from shared.model.layout import ParallelLayout, division_problems
 from shared.model.lora import Lora
+from shared.model.names import megatron_parameters
 
 
 def check_ranks(inspection: Inspection) -> Iterator[BadInput]:
@@ -58,7 +60,15 @@ def check_training(inspection: Inspection) -> Iterator[BadInput]:
         except ConfigError as error:
             yield error
             break
-    if trainer.lora_rank is not None and isinstance(actor, Architecture):
+    if not isinstance(actor, Architecture):
+        return
+    patterns = Freezing(tuple(trainer.only_train_params_name_list), tuple(trainer.freeze_params_name_list))
+    if not patterns.nothing:
+        try:
+            patterns.check(megatron_parameters(actor, trainer.megatron.get("transformer_impl") == "transformer_engine"))
+        except ConfigError as error:
+            yield error
+    if trainer.lora_rank is not None:
         lora = Lora(trainer.lora_rank, trainer.lora_alpha, tuple(trainer.target_modules))
         lora.check(actor, ParallelLayout.of(trainer), trainer.megatron)
 

@@ -17,7 +17,9 @@ def check_actor(inspection: Inspection) -> Iterator[ConfigError]:
     """Yields what is wrong with the policy's config.json, its weights, and its tokenizer's size."""
     architecture, config = inspection.architecture, inspection.config
     if isinstance(architecture, ConfigError):
-        yield architecture
+        tokenizers = inspection.tokenizer_problem  # it may have met the same file
+        if tokenizers is None or tokenizers.value != architecture.value:
+            yield architecture
         return
     if architecture is None:
         return
@@ -36,7 +38,7 @@ def check_other_models(inspection: Inspection) -> Iterator[ConfigError]:
     if config.algorithm.has_critic and (critic := config.trainer.critic_load) is not None:
         found = architecture_of(critic)
         if isinstance(found, ConfigError):
-            yield ConfigError("trainer.critic_load", str(critic), f"a checkpoint that can be trained: {found}")
+            yield found if found.field != "model.hf_checkpoint" else ConfigError("trainer.critic_load", found.value, found.expected)
         else:
             yield from _weights(critic, found, "trainer.critic_load")
     if (teacher := config.algorithm.opd_teacher_load) is not None and isinstance(actor, Architecture):

@@ -35,6 +35,11 @@ def sharded(given: Input, *, lost: str = "", swapped: bool = False) -> None:
         (given.model / lost).unlink()
 
 
+def broken_config(given: Input) -> None:
+    (given.model / "config.json").write_text("{")
+    (given.model / "generation_config.json").unlink(missing_ok=True)  # the tokenizer then reads config.json, too
+
+
 def more_tokens(given: Input) -> None:
     """A tokenizer.json with tokens that the embedding has no rows for: another model's."""
     path = given.model / "tokenizer.json"
@@ -49,6 +54,11 @@ def long_prompt(given: Input, tokens: int = 900) -> None:
 
 def long_heldout(given: Input) -> None:
     write_jsonl(given.directory / "heldout.jsonl", [{"prompt": "1" * 1500, "label": "2"}])
+
+
+def long_demonstration(given: Input) -> None:
+    rows = [{"prompt": "1+1=", "response": "2"}, {"prompt": "1" * 100, "response": "2" * 50}]
+    given.sections["sft"] = {"sft_data": str(write_jsonl(given.directory / "sft.jsonl", rows))}
 
 
 def other_model(given: Input, **changes: Any) -> None:
@@ -82,7 +92,8 @@ MISTAKES = [
             change=lambda given: given.weights.write_bytes(b"")),
     Mistake("a page that says where to log in, saved as weights", ("model.safetensors", "not a whole safetensors file"),
             change=lambda given: given.weights.write_text("<!DOCTYPE html><html>Access to this model is restricted</html>")),
-    Mistake("only config and tokenizer", ("model.hf_checkpoint", "*.safetensors", "it has none"), change=lambda given: given.weights.unlink()),
+    Mistake("only config and tokenizer", ("model.hf_checkpoint", "*.safetensors", "it has none"),
+            change=lambda given: given.weights.unlink()),
     Mistake("weights of another format", ("*.safetensors", "pytorch_model.bin is of another format"),
             change=lambda given: given.weights.rename(given.model / "pytorch_model.bin")),
     Mistake("a shard that was not downloaded", ("model-00002-of-00002.safetensors", "no such file", "index.json names it"),
@@ -101,14 +112,14 @@ MISTAKES = [
     Mistake("a rope scaling for longer contexts", ("rope_type", "yarn", "llama3"),
             change=lambda given: given.model_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})),
     Mistake("a config.json that is none", ("model.hf_checkpoint", "config.json", "JSON"),
-            change=lambda given: (given.model / "config.json").write_text("{")),
+            change=broken_config),
     Mistake("the tokenizer of a larger model", ("tokenizer", "vocab_size in config.json"), change=more_tokens),
     Mistake("a stop token of another vocabulary", ("rollout.rollout_stop_token_ids = 151645", "the model's vocabulary"),
             flags=("--rollout-stop-token-ids", "151645")),
     Mistake("a critic whose weights were not fetched", ("trainer.critic_load", "other/model.safetensors", "git-LFS pointer"),
             flags=("--advantage-estimator", "ppo"), change=critic_load),
     # a script written for another size
-    Mistake("the architecture flags of a model of another size", ("num_layers = 36", "2, as the checkpoint has", "hidden_size = 2560", "64"),
+    Mistake("the architecture flags of a model of another size", ("num_layers = 36", "2, as the checkpoint has", "hidden_size = 2560"),
             flags=("--num-layers", "36", "--hidden-size", "2560"), lines=2),
     Mistake("the rotary base of another model", ("rotary_base", "1000000", "as the checkpoint has"), flags=("--rotary-base", "1000000")),
     Mistake("the experts of another model", ("num_experts = 128", "the checkpoint's qwen3 has none"), flags=("--num-experts", "128")),
@@ -141,7 +152,10 @@ MISTAKES = [
             flags=("--max-tokens-per-gpu", "128", "--rollout-max-response-len", "500")),
     Mistake("responses larger than the engine's cache", ("rollout_max_response_len = 500", "--sglang-max-total-tokens"),
             flags=("--rollout-max-response-len", "500", "--sglang-max-total-tokens", "256")),
-    Mistake("a context longer than the model's", ("rollout.sglang.context-length", "at most 1024"), flags=("--sglang-context-length", "32768")),
+    Mistake("a context longer than the model's", ("rollout.sglang.context-length", "at most 1024"),
+            flags=("--sglang-context-length", "32768")),
+    Mistake("a demonstration larger than a micro-batch", ("sft.sft_data:response", "sft.jsonl:2", "151 tokens", "max_tokens_per_gpu"),
+            flags=("--max-tokens-per-gpu", "128"), change=long_demonstration),
     # SGLang's flags
     Mistake("a misspelt flag of SGLang's", ("rollout.sglang.mem-fraction-statc", "did you mean mem-fraction-static?"),
             flags=("--sglang-mem-fraction-statc", "0.7")),
@@ -149,10 +163,14 @@ MISTAKES = [
             flags=("--sglang-attention-backend", "flashinfr")),
     Mistake("a word where SGLang takes a number", ("rollout.sglang.max-running-requests = 'many'", "a whole number"),
             flags=("--sglang-max-running-requests", "many")),
-    Mistake("a flag of SGLang's without its value", ("rollout.sglang.mem-fraction-static", "a value: a number"),
+    Mistake("a flag of SGLang's without its value", ("rollout.sglang.mem-fraction-static", "a value: a number between 0 and 1"),
             flags=("--sglang-mem-fraction-static",)),
     Mistake("a value for a switch of SGLang's", ("rollout.sglang.disable-radix-cache = 'false'", "it is a switch"),
             flags=("--sglang-disable-radix-cache", "false")),
+    Mistake("memory in per cent", ("rollout.sglang.mem-fraction-static = '80'", "between 0 and 1"),
+            flags=("--sglang-mem-fraction-static", "80")),
+    Mistake("a GPU's attention on a CPU", ("rollout.sglang.attention-backend = 'fa3'", "torch_native", "rollout_device is cpu"),
+            flags=("--rollout-device", "cpu", "--sglang-attention-backend", "fa3")),
     Mistake("the engine's port", ("rollout.sglang.port = 30000", "each engine takes a free port"), sections=sglang(port=30000)),
     Mistake("the engine's GPUs by SGLang's name", ("rollout.sglang.tp-size", "set rollout.rollout_num_gpus_per_engine"),
             flags=("--sglang-tp-size", "2")),
@@ -167,6 +185,9 @@ MISTAKES = [
             flags=("--recompute-num-layers", "1")),
     Mistake("adapters on a matrix of another family", ("trainer.target_modules = 'query_key_value'", "a matrix of qwen3", "q_proj"),
             flags=("--lora-rank", "8", "--target-modules", "query_key_value")),
+    Mistake("frozen parameters by Hugging Face's names", ("trainer.freeze_params_name_list = 'embed_tokens'", "embedding.word_embeddings"),
+            flags=("--freeze-params-name-list", "embed_tokens")),
+    Mistake("no token to choose from", ("rollout.rollout_top_k", "-1 for all"), flags=("--rollout-top-k", "0")),
     Mistake("GRPO over single samples", ("rollout.n_samples_per_prompt", "use at least 2"), flags=("--n-samples-per-prompt", "1")),
     Mistake("a global batch of another size", ("trainer.global_batch_size", "256", "4 samples"), flags=("--global-batch-size", "256")),
     Mistake("three mistakes, each told once", ("rollout_max_response_len = 8192", "num_layers = 36", "mem-fraction-statc"), lines=3,
