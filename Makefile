@@ -97,6 +97,7 @@ docs: $(READY)
 	@$(BIN)/python -m docs.catalogue
 	@$(BIN)/python -m docs.accounts
 	@$(BIN)/python -m services.trainer.megatron.flags --write
+	@$(BIN)/python -m services.rollout.engine.flag_catalogue --write
 	@$(BIN)/python -m docs.flags
 
 clean:

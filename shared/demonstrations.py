@@ -74,13 +74,22 @@ class DemonstrationFile:
             raise ConfigError("model.hf_checkpoint", str(config.model.hf_checkpoint), "names no eos token for demonstrations to end with")
         self._lines = open_rows(files(config.sft.sft_data), "sft.sft_data")
         self._sft, self._data, self._tokenizer = config.sft, config.data, tokenizer
+        self._most = config.trainer.max_tokens_per_gpu * config.trainer.context_parallel_size
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def check(self, row: int) -> None:
-        """Reads a row and renders its chat. Raises ConfigError: by file, line and key, what is wrong with it."""
-        self._stretches(row)
+        """Reads a row and renders its chat. Raises ConfigError: by file, line and key, what is wrong with it, or that it is longer than a
+        micro-batch of the trainer, which cuts none."""
+        stretches, is_chat = self._stretches(row)
+        if sum(len(piece.text.encode()) for piece in stretches) < self._most:
+            return  # a token has a byte at least
+        tokens = sum(len(self._tokenizer.encode(piece.text)) for piece in stretches) + (not is_chat)
+        if tokens > self._most:
+            key = self._sft.sft_messages_key if is_chat else self._sft.sft_response_key
+            budget = f"a micro-batch holds {self._most} (max_tokens_per_gpu, of each context-parallel rank)"
+            raise self._refusal(key, row, f"the demonstration has {tokens} tokens, {budget}")
 
     def __getitem__(self, row: int) -> Demonstration:
         """A row's tokens. What ends a response is trained: a response that is text gets the model's first stop token, and so does a chat

@@ -11,7 +11,7 @@ import ast
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -45,6 +45,7 @@ class Flag:
         groups: where it goes: transformer, optimizer, ddp (Megatron's dataclasses) or architecture; none: nowhere, it is refused or says
             what is so anyway.
         fixed: the only value it may have here. reason: why it has, or why the flag is refused.
+        engine: whether only Transformer Engine's layers look at it.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Flag:
     spellings: Mapping[str, Any] = field(default_factory=dict)
     fixed: Any = UNSET
     reason: str = ""
+    engine: bool = False
 
     @property
     def refused(self) -> bool:
@@ -161,6 +163,18 @@ def canonical(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, 
             raise ConfigError(place, value, f"another spelling says {name} = {_shown(result[name])}")
         result[name] = typed
     return result
+
+
+def missing_engine(given: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yields which flags, name → value, ask for Transformer Engine where that is not installed."""
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return
+    for name, value in given.items():
+        flag = catalogue().get(name)
+        if name == "transformer_impl" and value == "transformer_engine":
+            yield ConfigError(f"trainer.megatron.{name}", value, "local; Transformer Engine is not installed")
+        elif flag is not None and flag.engine and value != flag.default:
+            yield ConfigError(f"trainer.megatron.{name}", value, "Transformer Engine has it, which is not installed; leave it out")
 
 
 def near(name: str) -> str:

@@ -149,6 +149,7 @@ class PromptFile:
         self._kept: Kept | None = None
         self.left_out: dict[str, int] = {OVERLONG: 0, BAD: 0}
         self.first_left_out: ConfigError | None = None
+        self.longest = 0  # tokens, of the prompts that were read one after another
         if data.overlong_prompts == "filter" or data.bad_prompts == "skip":
             known = remembered.read() if remembered is not None else None
             if known is None:
@@ -178,7 +179,7 @@ class PromptFile:
         with Reading(f"reading {self.rows.field}", len(self.rows)) as reading:
             for row in range(len(self.rows)):
                 try:
-                    self._reader.read(self.rows, row)
+                    self.longest = max(self.longest, len(self._reader.read(self.rows, row).tokens))
                 except ConfigError as error:
                     reason = reason_to_leave_out(error, self._data)
                     if reason is None:
@@ -237,6 +238,11 @@ class TrainingPrompts:
     def check(self) -> None:
         """Reads every prompt once. Raises ConfigError for the first that does not fit."""
         self._file.check()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt that `check` has read; 0 where it needed to read none."""
+        return self._file.longest
 
     @property
     def left_out(self) -> dict[str, int]:

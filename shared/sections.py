@@ -157,6 +157,8 @@ class RolloutSection(Section):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
+        if self.rollout_top_k == 0:
+            raise ValueError("rollout.rollout_top_k: at least 1, or -1 for all tokens")
         batch, surplus, window = self.rollout_batch_size, self.over_sampling_batch_size, self.rollout_window
         if surplus is not None and surplus < batch:
             raise ValueError(f"rollout.over_sampling_batch_size: {surplus} groups do not fill a batch; rollout_batch_size = {batch}")

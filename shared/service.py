@@ -27,7 +27,7 @@ from shared import addresses, http, runs
 from shared.bus import TRANSIENT, Bus, BusUnreachable
 from shared.cancel import cancelled
 from shared.config import RunConfig
-from shared.errors import ConfigError, DeadlineExceeded, MyxoError
+from shared.errors import BadInput, ConfigError, DeadlineExceeded, MyxoError
 from shared.hub import resolve
 from shared.messages import Message, ServiceCard, ServiceEvent
 from shared.registry import HEARTBEAT, Registry
@@ -238,7 +238,7 @@ def exit_code(name: str, work: Callable[[], None]) -> int:
     log = structlog.get_logger()
     try:
         work()
-    except (ConfigError, runs.NoSuchRun, BusUnreachable, StoreUnreachable) as error:
+    except (BadInput, runs.NoSuchRun, BusUnreachable, StoreUnreachable) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except MyxoError as error:

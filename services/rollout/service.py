@@ -16,9 +16,9 @@ from services.rollout.replica import Replica
 from services.rollout.router import Router, router_url
 from services.rollout.token_rate import DrawnTokens, TokenRate
 from services.rollout.weights import WeightsReceiver
-from shared import sample
+from shared import sample, sglang_flags
 from shared.cancel import cancelled
-from shared.errors import BadMessage, DeadlineExceeded, MyxoError, PayloadMissing
+from shared.errors import BadMessage, DeadlineExceeded, MyxoError, PayloadMissing, raise_problems
 from shared.hooks import HookFailed
 from shared.ledger import is_evaluation
 from shared.messages import Failed, Generated, Interrupted, Payload, Task, outcome_id
@@ -214,5 +214,18 @@ class Rollout:
 
 
 async def serve(service: Service) -> None:
-    """The body of the rollout service."""
+    """The body of the rollout service. Raises ConfigError, or Problems, for flags that the installed SGLang does not take."""
+    await _check_engine_flags(service)
     await Rollout(service).run()
+
+
+async def _check_engine_flags(service: Service) -> None:
+    if not (given := service.config.rollout.sglang):
+        return
+    try:
+        flags = await asyncio.to_thread(sglang_flags.of_installed)
+    except sglang_flags.NoCatalogue as error:
+        service.log.warning("engine_flags_not_checked", error=str(error))
+        return
+    if flags is not None:
+        raise_problems(list(flags.problems(given)))

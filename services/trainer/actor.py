@@ -20,17 +20,18 @@ from services.trainer.actor_config import DTYPES, ActorConfig, check_temperature
 from services.trainer.megatron import checkpoint, export, lora, passes, runtime
 from services.trainer.megatron.checkpoint import latest_step
 from services.trainer.megatron.export import Bucket, Exporter
-from services.trainer.megatron.families import Architecture, read_architecture
 from services.trainer.megatron.freezing import freeze
-from services.trainer.megatron.model import Model, build_chunks, check_divisible, transformer_config, wrap_chunks
+from services.trainer.megatron.model import Model, build_chunks, transformer_config, wrap_chunks
 from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.passes import LossFunction
 from services.trainer.megatron.runtime import deadline, together
 from services.trainer.megatron.saving import Save, SaveFailed
-from services.trainer.megatron.schedule import DecayStyle
 from services.trainer.megatron.weights import load_hf
 from services.trainer.packing import PackedBatch
 from shared.errors import ConfigError
+from shared.learning_rate import DecayStyle
+from shared.model.families import Architecture, read_architecture
+from shared.model.layout import check_divisible
 
 __all__ = ["Actor", "ActorConfig", "SaveFailed", "StepResult", "latest_step"]
 

@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 import torch
 
-from services.trainer.megatron.freezing import FREEZE, ONLY_TRAIN, Freezing
-from services.trainer.megatron.lora import ALL_LINEAR, Lora
 from services.trainer.megatron.optimizer import OptimizerSettings
-from services.trainer.megatron.runtime import ParallelLayout
-from services.trainer.megatron.schedule import DecayStyle, LearningRateSchedule
 from shared.errors import ConfigError
+from shared.learning_rate import DecayStyle, LearningRateSchedule
+from shared.model.freezing import FREEZE, ONLY_TRAIN, Freezing
+from shared.model.layout import ParallelLayout
+from shared.model.lora import ALL_LINEAR, Lora
+from shared.model.recomputation import megatron_fields
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -126,29 +127,7 @@ class ActorConfig:
         Raises:
             ConfigError: they contradict one another.
         """
-        granularity, method, layers = self.recompute_granularity, self.recompute_method, self.recompute_num_layers
-        if self.recompute and granularity == "selective":
-            raise ConfigError("trainer.recompute", True, "false beside recompute_granularity = selective; it is short for full")
-        if granularity is None and self.recompute:
-            granularity = "full"
-        if granularity != "full":
-            for name, value in (("recompute_method", method), ("recompute_num_layers", layers)):
-                if value is not None:
-                    raise ConfigError(f"trainer.{name}", value, "none, or recompute_granularity = full")
-        if granularity != "selective" and self.recompute_modules:
-            raise ConfigError("trainer.recompute_modules", self.recompute_modules, "none, or recompute_granularity = selective")
-        if layers is not None and layers < 1:
-            raise ConfigError("trainer.recompute_num_layers", layers, "at least 1")
-        if granularity is None:
-            return {}
-        if granularity == "full":
-            return {
-                "recompute_granularity": "full",
-                "recompute_method": method or "uniform",
-                "recompute_num_layers": layers or 1,
-            }
-        modules = {"recompute_modules": list(self.recompute_modules)} if self.recompute_modules else {}
-        return {"recompute_granularity": "selective", **modules}
+        return megatron_fields(self)
 
     @property
     def freezing(self) -> Freezing:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from services.trainer.megatron.architecture import Architecture
+    from shared.model.architecture import Architecture
 
 PEAKS = (
     (r"\bGB200\b", 2500e12),

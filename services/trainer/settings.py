@@ -8,11 +8,11 @@ from typing import Any
 
 from services.trainer.actor import ActorConfig
 from services.trainer.exchange import Role
-from services.trainer.megatron import architecture_flags
-from services.trainer.megatron.families import read_architecture
 from services.trainer.megatron.flags import resolve
 from services.trainer.objective import ObjectiveConfig
 from shared.config import RunConfig
+from shared.model import architecture_flags
+from shared.model.families import read_architecture
 from shared.sections import TrainerSection
 
 

@@ -16,7 +16,6 @@ from services.trainer.actor import StepResult
 from services.trainer.batches import TrainBatch
 from services.trainer.facts import Facts
 from services.trainer.link import Link
-from services.trainer.megatron.architecture import Architecture, Rope
 from services.trainer.record import Record
 from services.trainer.record.speed import Speed
 from services.trainer.weights.result import PushResult
@@ -25,6 +24,7 @@ from shared.bus import Bus
 from shared.config import RunConfig
 from shared.embedded import EmbeddedNats, EmbeddedValkey
 from shared.messages import Batch, BatchGroup, Payload, RewardPart, ServiceCard, TrainerStep, WarmStartEnded
+from shared.model.architecture import Architecture, Rope
 from shared.registry import Registry
 from shared.subjects import Subjects
 from tests.support.run_config import run_config

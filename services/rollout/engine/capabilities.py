@@ -15,6 +15,7 @@ from typing import Any
 from services.rollout.engine.errors import EngineError
 from services.rollout.engine.generation import SequenceLimits
 from services.rollout.engine.transport import EngineTransport
+from shared.engine_limits import longest_sequence
 
 NOT_CHANGED = "nothing was changed"
 
@@ -106,13 +107,7 @@ async def read_capabilities(transport: EngineTransport, vocab_size: int | None, 
 
 
 def _longest_sequence(info: dict[str, Any], context: int) -> int:
-    """The longest input and output together that are generated in full.
-
-    SGLang cuts ``max_new_tokens`` in silence where input + new tokens exceed its context less 2, or its KV cache less
-    two pages and one token (0.5.16 to 0.5.21: ``Scheduler.init_req_max_new_tokens``).
-    """
-    page = info.get("page_size") or 1
-    return min(context - 2, info["max_total_num_tokens"] - 2 * page - 1)
+    return longest_sequence(context, info["max_total_num_tokens"], info.get("page_size") or 1)
 
 
 def _vocab_size(model_path: Path, url: str) -> int:

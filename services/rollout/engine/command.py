@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import shared
+from shared.engine_limits import cpu_token_capacity
 from shared.errors import ConfigError
+from shared.sglang_flags import RESERVED, plain_name
 
 FlagValue = bool | int | float | str | list[str] | list[int] | None
 """True: the bare flag. False or None: left out, also where it is a default. A list: the flag, then each item."""
@@ -28,18 +30,6 @@ CPU_LAUNCHER = Path(__file__).with_name("cpu_launcher.py")
 
 RECEIVER_LOADER = "services.rollout.engine.receiver.load"
 """What an engine calls, in each of its schedulers, to take weights."""
-
-RESERVED = {
-    "model-path": "rollout.model",
-    "model": "rollout.model",
-    "host": "nothing: an engine listens on 127.0.0.1, or for a router on all addresses (MYXO_ROUTER_URL)",
-    "port": "rollout.engine_port",
-    "device": "rollout.device",
-    "admin-api-key": "nothing: an engine that listens for others gets one of its own",
-    "weight-version": "nothing: the weight version is the run's",
-    "custom-weight-loader": "nothing: an engine's weights come from the trainer",
-}
-"""Flags that the rollout service sets, and what to set instead."""
 
 CPU_FLAGS: dict[str, FlagValue] = {
     "attention-backend": "torch_native",  # the default, intel_amx, fails on CPUs without AMX
@@ -55,16 +45,6 @@ CPU_FLAGS: dict[str, FlagValue] = {
 COMMON_FLAGS: dict[str, FlagValue] = {
     "log-level-http": "warning",  # one access line per request otherwise
 }
-
-CPU_KV_BYTES = 512 * 2**20
-"""What the KV cache may take on a CPU. SGLang's own default is a share of all memory, filled with zeros at the start:
-8 GB and 19 s on a machine of 24 GB, for a model of 1 MB."""
-
-CPU_MAX_TOKENS = 65_536
-"""More KV tokens than this serve nobody at a CPU's speed, however little one takes."""
-
-CPU_MIN_TOKENS = 4_096
-"""Fewer could not hold a few requests: a larger model takes more than ``CPU_KV_BYTES``."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +90,7 @@ def engine_command(
         ConfigError: a reserved flag, a flag given twice, no checkpoint at ``model_path``, or on a CPU no engine site.
     """
     if device not in ("cpu", "cuda"):
-        raise ConfigError("rollout.device", device, "'cpu' or 'cuda'")
+        raise ConfigError("rollout.rollout_device", device, "'cpu' or 'cuda'")
     given = _normalised(flags or {})
     chosen: dict[str, FlagValue] = {**COMMON_FLAGS}
     env: dict[str, str] = {
@@ -178,11 +158,11 @@ def _normalised(flags: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
     """The flags with names as SGLang spells them, without the leading dashes."""
     result: dict[str, FlagValue] = {}
     for name, value in flags.items():
-        flag = name.lstrip("-").replace("_", "-")
+        flag = plain_name(name)
         if flag in RESERVED:
-            raise ConfigError(f"sglang.{name}", value, f"the rollout service sets this one; set {RESERVED[flag]}")
+            raise ConfigError(f"rollout.sglang.{name}", value, f"the rollout service sets this one; {RESERVED[flag]}")
         if flag in result:
-            raise ConfigError(f"sglang.{name}", value, f"--{flag} is given twice in the sglang table")
+            raise ConfigError(f"rollout.sglang.{name}", value, f"--{flag} is given twice in [rollout.sglang]")
         result[flag] = value
     return result
 
@@ -210,12 +190,7 @@ def _engine_path(device: str) -> str:
 
 
 def _cpu_token_capacity(model_path: Path) -> int:
-    """How many tokens of float32 keys and values ``CPU_KV_BYTES`` hold for this model, within the two bounds above."""
     config_file = model_path / "config.json"
     if not config_file.is_file():
-        raise ConfigError("rollout.model", str(model_path), "on a CPU, a directory with a checkpoint's config.json")
-    config = json.loads(config_file.read_text())
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    bytes_per_token = 2 * 4 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * head_dim
-    return max(CPU_MIN_TOKENS, min(CPU_MAX_TOKENS, CPU_KV_BYTES // bytes_per_token))
+        raise ConfigError("model.hf_checkpoint", str(model_path), "on a CPU, a directory with a checkpoint's config.json")
+    return cpu_token_capacity(json.loads(config_file.read_text()))

@@ -19,11 +19,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.trainer.megatron.lora import Adapter, Lora, Part, layers
+from services.trainer.megatron.lora import Adapter, Part, layers
 from services.trainer.megatron.model import Model
 from services.trainer.megatron.runtime import deadline, device, gather_json
 from services.trainer.megatron.weights import recipe
 from shared.errors import ConfigError
+from shared.model.lora import Lora
 
 DIRECTORY = "adapter"
 """Beside a merged model: its adapters in PEFT's format."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from services.trainer.megatron.architecture import Architecture, Experts, LatentAttention, Rope, YarnScaling
+from shared.model.architecture import Architecture, Experts, LatentAttention, Rope, YarnScaling
 
 
 def config_class(architecture: Architecture) -> type[TransformerConfig]:

@@ -31,9 +31,9 @@ from services.trainer.megatron.model import Model
 from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.runtime import deadline, timeout_seconds, together
 from services.trainer.megatron.saving import Save, StagedShards
-from services.trainer.megatron.schedule import LearningRateSchedule
 from shared.directory import fsync_tree, publish, replaced_by, scratch, settle
 from shared.errors import ConfigError, MyxoError
+from shared.learning_rate import LearningRateSchedule
 
 FORMAT = 2
 MARKER = "checkpoint.json"

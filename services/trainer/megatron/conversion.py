@@ -28,20 +28,22 @@ from torch.distributed.checkpoint import save as write_shards
 
 from services.trainer.megatron import runtime
 from services.trainer.megatron.adapters import DIRECTORY, Adapters, write
-from services.trainer.megatron.architecture import Architecture
 from services.trainer.megatron.checkpoint import FORMAT, MARKER, find_checkpoint, model_entries, sharded_modules
 from services.trainer.megatron.export import HfWriter, copy_beside_weights
-from services.trainer.megatron.families import read_architecture
-from services.trainer.megatron.lora import Lora, attach
+from services.trainer.megatron.lora import attach
 from services.trainer.megatron.model import Model, build_chunks, transformer_config
-from services.trainer.megatron.names import hf_tensors
 from services.trainer.megatron.quantized import BlockwiseReader, block_size
 from services.trainer.megatron.reading import own_errors, read_tensors
-from services.trainer.megatron.runtime import ParallelLayout
 from services.trainer.megatron.shipping import plan
-from services.trainer.megatron.weights import LocalParameter, SafetensorsReader, draft_prefixes, parameters
+from services.trainer.megatron.weights import LocalParameter, SafetensorsReader, parameters
 from shared.directory import fsync_tree, publish, scratch
 from shared.errors import ConfigError
+from shared.model.architecture import Architecture
+from shared.model.checkpoint import draft_prefixes
+from shared.model.families import read_architecture
+from shared.model.layout import ParallelLayout
+from shared.model.lora import Lora
+from shared.model.names import hf_tensors
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""

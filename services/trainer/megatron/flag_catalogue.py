@@ -98,6 +98,8 @@ def _field(name: str, kind: tuple[str, bool, list[str]], field: dataclasses.Fiel
     if name in tables.FIXED:
         row["fixed"], row["reason"] = tables.FIXED[name]
         row["default"] = row["fixed"]
+    if name in tables.TRANSFORMER_ENGINE:
+        row["engine"] = True
     return row
 
 

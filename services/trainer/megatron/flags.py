@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import enum
-import importlib.util
 import sys
 import typing
 from collections.abc import Mapping
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 
 from services.trainer.megatron import checkout, flag_catalogue
-from services.trainer.megatron.flag_tables import TRANSFORMER_ENGINE
 from shared import megatron_flags
 from shared.errors import ConfigError
 from shared.megatron_flags import Flag
@@ -69,7 +67,8 @@ def resolve(given: Mapping[str, Any]) -> MegatronFlags:
 
 
 def _place(flags: MegatronFlags, flag: Flag, value: Any) -> None:
-    _check_engine(flag, value)
+    for problem in megatron_flags.missing_engine({flag.name: value}):
+        raise problem
     for group in flag.groups:
         part: dict[str, Any] = getattr(flags, group)
         part[flag.name] = value if group == "architecture" else _converted(group, flag.name, value)
@@ -89,11 +88,6 @@ def _place_unlisted(flags: MegatronFlags, name: str, value: Any, field_name: str
         raise ConfigError(f"trainer.megatron.{name}", value, expected)
     for group in groups:
         getattr(flags, group)[field_name] = typed
-
-
-def _check_engine(flag: Flag, value: Any) -> None:
-    if flag.name in TRANSFORMER_ENGINE and value != flag.default and importlib.util.find_spec("transformer_engine") is None:
-        raise ConfigError(f"trainer.megatron.{flag.name}", value, "Transformer Engine has it, which is not installed; leave it out")
 
 
 def _hints(group: str) -> dict[str, Any]:

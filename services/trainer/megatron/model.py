@@ -14,15 +14,17 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.architecture import Architecture
 from services.trainer.megatron.architecture_options import architecture_options, config_class
-from services.trainer.megatron.freezing import Freezing
-from services.trainer.megatron.lora import Lora
 from services.trainer.megatron.readers import Readers
-from services.trainer.megatron.runtime import ParallelLayout, device, round_up
+from services.trainer.megatron.rope import inverse_frequencies
+from services.trainer.megatron.runtime import device, round_up
 from services.trainer.megatron.spec import decoder_spec
 from services.trainer.megatron.value import ValueHead
 from shared.errors import ConfigError
+from shared.model.architecture import Architecture
+from shared.model.freezing import Freezing
+from shared.model.layout import ParallelLayout
+from shared.model.lora import Lora
 
 T = TypeVar("T")
 
@@ -58,79 +60,6 @@ class Model:
     def zero_gradients(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-
-
-UNEVEN = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-)
-"""Megatron's settings of pipelines whose stages differ in size; with one of them, Megatron itself checks the division."""
-
-
-def check_divisible(architecture: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any] | None = None) -> None:
-    """Raises ConfigError, with the numbers, where the layout cannot divide the architecture.
-
-    Args:
-        overrides: fields of Megatron's TransformerConfig as given; those of an uneven pipeline count.
-    """
-    a, tensor = architecture, layout.tensor
-    field = "trainer.tensor_model_parallel_size"
-    divided = {
-        "attention heads": a.num_attention_heads,
-        "key/value heads": a.num_key_value_heads,
-        "MLP channels": a.ffn_hidden_size,
-    }
-    for what, size in divided.items():
-        if size % tensor:
-            raise ConfigError(field, tensor, f"a divisor of the model's {size} {what}")
-    _check_pipeline(a, layout, overrides or {})
-    if a.latent is not None and tensor > 1 and not layout.sequence_parallel:
-        wanted = "true; the projections to low ranks are whole on every tensor-parallel rank, and trained right only so"
-        raise ConfigError("trainer.sequence_parallel", False, wanted)
-    if a.experts is None:
-        if layout.expert > 1:
-            raise ConfigError("trainer.expert_model_parallel_size", layout.expert, f"1; {a.model_type} has no experts")
-        if layout.expert_tensor is not None and layout.expert_tensor != layout.tensor:
-            raise ConfigError("trainer.expert_tensor_parallel_size", layout.expert_tensor, f"none; {a.model_type} has no experts")
-        return
-    if a.experts.shared_ffn_hidden_size % tensor:
-        raise ConfigError(field, tensor, f"a divisor of the shared experts' {a.experts.shared_ffn_hidden_size} MLP channels")
-    if a.experts.count % layout.expert:
-        raise ConfigError("trainer.expert_model_parallel_size", layout.expert, f"a divisor of its {a.experts.count} experts")
-    if a.experts.ffn_hidden_size % layout.expert_tensor_size:
-        wanted = f"a divisor of the {a.experts.ffn_hidden_size} MLP channels of an expert"
-        raise ConfigError("trainer.expert_tensor_parallel_size", layout.expert_tensor_size, wanted)
-    if tensor > 1 and not layout.sequence_parallel:
-        raise ConfigError("trainer.sequence_parallel", False, "true; Megatron trains experts with tensor parallelism only so")
-
-
-def _check_pipeline(a: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any]) -> None:
-    field = "trainer.pipeline_model_parallel_size"
-    uneven = {name: overrides[name] for name in UNEVEN if overrides.get(name)}
-    sized = {name: value for name, value in uneven.items() if name.startswith("num_layers_in_")}
-    if uneven and layout.pipeline == 1:
-        name = next(iter(uneven))
-        raise ConfigError(f"trainer.megatron.{name}", uneven[name], "not given; pipeline_model_parallel_size is 1")
-    if not uneven:
-        if a.num_layers % layout.pipeline:
-            raise ConfigError(field, layout.pipeline, f"a divisor of its {a.num_layers} layers")
-        if a.num_layers % (layout.pipeline * layout.chunks):
-            name = "trainer.virtual_pipeline_model_parallel_size"
-            wanted = f"a divisor of {a.num_layers // layout.pipeline}, the layers of each of the {layout.pipeline} stages"
-            raise ConfigError(name, layout.chunks, wanted)
-    elif len(sized) == len(uneven):
-        left, stages = a.num_layers - sum(sized.values()), layout.pipeline - len(sized)
-        if left < 0 or (left > 0 if stages == 0 else left % stages or not left):
-            named = ", ".join(f"{name} = {value}" for name, value in sized.items())
-            raise ConfigError(f"trainer.megatron.{next(iter(sized))}", sized[next(iter(sized))],
-                              f"so that {left} of {a.num_layers} layers divide over {stages} more stages ({named})")  # fmt: skip
-        for name, size in {**sized, "the other stages": left // stages if stages else layout.chunks}.items():
-            if size % layout.chunks or not size:
-                wanted = f"a divisor of {size}, the layers of {name}"
-                raise ConfigError("trainer.virtual_pipeline_model_parallel_size", layout.chunks, wanted)
 
 
 def padded_vocab_size(architecture: Architecture, layout: ParallelLayout) -> int:
@@ -229,7 +158,7 @@ def _build_chunk(
     model.to(device())
     if a.latent is None:  # latent attention has its embedding inside
         # Megatron knows Llama 3's scaling with fixed constants only
-        model.rotary_pos_emb.inv_freq = a.rope.inverse_frequencies(a.head_dim).to(device())
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(a.rope, a.head_dim).to(device())
     return model
 
 

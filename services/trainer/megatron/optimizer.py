@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 
 from services.trainer.megatron.model import Model, laid_over
 from services.trainer.megatron.runtime import device
-from services.trainer.megatron.schedule import LearningRateSchedule
+from shared.learning_rate import LearningRateSchedule
 
 
 class Adam(torch.optim.Optimizer):

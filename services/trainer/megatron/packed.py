@@ -19,8 +19,9 @@ from torch import Tensor
 
 from services.trainer.megatron.context import ContextSplit, padded_starts, split
 from services.trainer.megatron.long import LongSequences, long_sequences
-from services.trainer.megatron.runtime import ParallelLayout, round_up
+from services.trainer.megatron.runtime import round_up
 from services.trainer.packing import PackedBatch
+from shared.model.layout import ParallelLayout
 
 SHORT = 16
 """Sequences up to this many tokens share one batch, whatever padding that costs."""

@@ -13,7 +13,6 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from services.trainer.megatron import DEVICE_TYPE
 from shared.errors import ConfigError, DeadlineExceeded, MyxoError
+from shared.model.layout import ParallelLayout
 
 
 class PeerLost(MyxoError):
@@ -33,80 +33,6 @@ class PeerLost(MyxoError):
 
 class PeerFailed(MyxoError):
     """Another rank reported an error in a step that all ranks take together; that rank raises the cause."""
-
-
-@dataclass(frozen=True)
-class ParallelLayout:
-    """How the world's ranks share the model and the data.
-
-    Args:
-        tensor: ranks that share each weight matrix. pipeline: stages of layers. context: ranks that share a sequence.
-        expert: ranks that share the experts of a layer, from among the tensor-, context- and data-parallel ranks.
-        sequence_parallel: also split norms and residuals over ``tensor``.
-        virtual_pipeline: model chunks of each pipeline stage (interleaved schedule); None for one.
-        expert_tensor: ranks that share each expert's matrices; None for Myxo's choice: none where ``expert`` distributes
-            whole experts, else ``tensor``. See :attr:`expert_tensor_size`.
-
-    Raises:
-        ConfigError: a size has no meaning, or two settings contradict one another.
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    sequence_parallel: bool = False
-    virtual_pipeline: int | None = None
-    expert_tensor: int | None = None
-
-    def __post_init__(self) -> None:
-        sizes = {
-            "trainer.tensor_model_parallel_size": self.tensor,
-            "trainer.pipeline_model_parallel_size": self.pipeline,
-            "trainer.context_parallel_size": self.context,
-            "trainer.expert_model_parallel_size": self.expert,
-            "trainer.virtual_pipeline_model_parallel_size": self.chunks,
-            "trainer.expert_tensor_parallel_size": self.expert_tensor_size,
-        }
-        for field, value in sizes.items():
-            if value < 1:
-                raise ConfigError(field, value, "at least 1")
-        if self.chunks > 1 and self.pipeline == 1:
-            wanted = "none, or a pipeline_model_parallel_size above 1"
-            raise ConfigError("trainer.virtual_pipeline_model_parallel_size", self.chunks, wanted)
-        if self.sequence_parallel and self.tensor == 1:
-            raise ConfigError("trainer.sequence_parallel", True, "false, or a tensor_model_parallel_size above 1")
-
-    @property
-    def chunks(self) -> int:
-        """Model chunks that each rank holds."""
-        return 1 if self.virtual_pipeline is None else self.virtual_pipeline
-
-    @property
-    def expert_tensor_size(self) -> int:
-        """Ranks that share each expert's matrices."""
-        if self.expert_tensor is not None:
-            return self.expert_tensor
-        return 1 if self.expert > 1 else self.tensor
-
-    def check(self, world_size: int) -> None:
-        """Raises ConfigError where the world cannot be divided like this."""
-        replica = self.tensor * self.pipeline * self.context
-        if world_size % replica:
-            raise ConfigError(
-                "trainer.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size",
-                f"{self.tensor} x {self.pipeline} x {self.context}",
-                f"a divisor of the world size, {world_size}",
-            )
-        stage = world_size // self.pipeline
-        if stage % self.expert:
-            raise ConfigError("trainer.expert_model_parallel_size", self.expert, f"a divisor of {stage}, the ranks of a stage")
-        if stage % (self.expert * self.expert_tensor_size):
-            raise ConfigError(
-                "trainer.expert_tensor_parallel_size",
-                self.expert_tensor_size,
-                f"a divisor of {stage // self.expert}: the {stage} ranks of a stage, by expert_model_parallel_size, {self.expert}",
-            )
 
 
 _timeout_seconds = 0.0

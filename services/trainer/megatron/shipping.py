@@ -12,11 +12,11 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from services.trainer.megatron.adapters import Adapters
-from services.trainer.megatron.architecture import Architecture
 from services.trainer.megatron.model import Model
-from services.trainer.megatron.names import hf_tensors
 from services.trainer.megatron.runtime import deadline, gather_json, timeout_seconds
 from services.trainer.megatron.weights import LocalParameter, Recipe, parameters, recipe
+from shared.model.architecture import Architecture
+from shared.model.names import hf_tensors
 
 
 @dataclass(frozen=True)

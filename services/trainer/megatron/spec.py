@@ -14,11 +14,11 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from services.trainer.megatron.architecture import Architecture
 from services.trainer.megatron.attention import PackedCausalAttention
 from services.trainer.megatron.norm import LatentNorm, NormedResidual, RMSNorm
 from services.trainer.megatron.replicated import ReplicatedLinear
 from shared.errors import ConfigError
+from shared.model.architecture import Architecture
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # The router's matrix product asks for this name, which exists only where Transformer Engine does (0.15, 0.16).

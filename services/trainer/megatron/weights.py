@@ -7,7 +7,6 @@ local layer spec and for Transformer Engine's (which keeps norms inside the line
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -24,10 +23,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.trainer.megatron.architecture import Architecture
-from services.trainer.megatron.names import Layout, hf_tensors, source
 from services.trainer.megatron.runtime import device
 from shared.errors import ConfigError
+from shared.model.architecture import Architecture
+from shared.model.checkpoint import check_tensors, draft_prefixes, weight_files
+from shared.model.names import Layout, hf_tensors, source
 
 
 @dataclass(frozen=True)
@@ -173,18 +173,11 @@ class SafetensorsReader:
         self.hf_dir = hf_dir
         self._open = ExitStack()
         self._files: dict[str, safe_open] = {}
-        index = hf_dir / "model.safetensors.index.json"
-        if index.is_file():
-            paths = sorted({hf_dir / file for file in json.loads(index.read_text())["weight_map"].values()})
-        else:
-            paths = sorted(hf_dir.glob("*.safetensors"))
-        if not paths:
-            raise ConfigError("trainer.hf_checkpoint", str(hf_dir), "a directory with *.safetensors files; it has none")
-        for path in paths:
+        for path in weight_files(hf_dir).paths:
             try:
                 opened = self._open.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
-                raise ConfigError("trainer.hf_checkpoint", str(path), f"a readable safetensors file ({error})") from error
+                raise ConfigError("model.hf_checkpoint", str(path), f"a readable safetensors file ({error})") from error
             self._files.update(dict.fromkeys(opened.keys(), opened))
 
     def __enter__(self) -> SafetensorsReader:
@@ -194,10 +187,7 @@ class SafetensorsReader:
         self._open.close()
 
     def check(self, expected: dict[str, tuple[int, ...]], unread: tuple[str, ...] = ()) -> int:
-        """Raises ConfigError unless the files hold exactly the ``expected`` names and shapes.
-
-        Buffers that old exports carry along (``rotary_emb.inv_freq``) are passed over, and so is the output layer of a
-        model that ties it to the embedding.
+        """Raises the first ConfigError of `shared.model.checkpoint.tensor_problems`.
 
         Args:
             unread: prefixes of tensors that may be there and are not part of the model.
@@ -205,18 +195,8 @@ class SafetensorsReader:
         Returns:
             How many of the latter there are.
         """
-        held = {name for name in self.names() if not name.endswith("rotary_emb.inv_freq") and not name.startswith(unread)}
-        missing = [name for name in expected if name not in held]
-        if missing:
-            raise ConfigError("trainer.hf_checkpoint", str(self.hf_dir), f"all tensors of the model; missing: {_some(missing)}")
-        unknown = sorted(held - set(expected) - {"lm_head.weight"})
-        if unknown:
-            wanted = f"only the tensors that its config.json describes; besides them: {_some(unknown)}"
-            raise ConfigError("trainer.hf_checkpoint", str(self.hf_dir), wanted)
-        for name, shape in expected.items():
-            found = tuple(self._files[name].get_slice(name).get_shape())
-            if found != shape:
-                raise ConfigError(f"{self.hf_dir}:{name}", found, f"shape {shape}, by the sizes in config.json")
+        shapes = {name: self._files[name].get_slice(name).get_shape() for name in self.names()}
+        check_tensors(self.hf_dir, shapes, expected, unread)
         return sum(name.startswith(unread) for name in self.names())
 
     def names(self) -> set[str]:
@@ -228,17 +208,6 @@ class SafetensorsReader:
 
     def read(self, name: str) -> Tensor:
         return self._files[name].get_tensor(name)
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
-
-
-def draft_prefixes(architecture: Architecture) -> tuple[str, ...]:
-    """Prefixes of the names of layers that only guess further tokens (multi-token prediction)."""
-    first = architecture.num_layers
-    return tuple(f"model.layers.{layer}." for layer in range(first, first + architecture.draft_layers))
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from services.trainer import flops
 from services.trainer.actor import Actor
-from services.trainer.megatron.architecture import Architecture
+from shared.model.architecture import Architecture
 
 
 @dataclass(frozen=True)

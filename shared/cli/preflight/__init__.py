@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from shared import flags
-from shared.cli.preflight import data, files, functions, hub_names
+from shared.cli.preflight import data, engine, files, functions, hub_names, layout, lengths, machine, model
 from shared.cli.preflight.inspection import Inspection
 from shared.config import RunConfig, load
 from shared.errors import BadInput, problems_of, raise_problems
@@ -26,15 +26,27 @@ CHECKS: tuple[Check, ...] = (
     files.check_tokenizer,
     files.check_data,
     files.check_packages,
+    machine.check_packages,
+    machine.check_gpus,
+    model.check_actor,
+    model.check_other_models,
+    model.check_flags,
+    layout.check_ranks,
+    layout.check_engines,
+    layout.check_training,
+    engine.check_flags,
+    engine.check_cpu_backend,
+    lengths.check_context_flag,
     functions.check,
     data.check_training_prompts,
     data.check_heldout_prompts,
     data.check_demonstrations,
+    lengths.check,
 )
-"""In the order in which their problems are told; what takes longest stands last."""
+"""In the order in which their problems are told; what takes longest stands last, and behind it what needs what that has read."""
 
 
-def checked_config(path: Path, arguments: list[str], *, fresh: bool = False) -> RunConfig:
+def checked_config(path: Path, arguments: list[str], *, fresh: bool = False, starts: bool = False) -> RunConfig:
     """Returns the config with ``arguments`` (flags of `shared.flags`) laid over it, after all checks; its names on the hub are pinned, and
     their files on this machine.
 
@@ -42,6 +54,7 @@ def checked_config(path: Path, arguments: list[str], *, fresh: bool = False) -> 
 
     Args:
         fresh: whether the run of that name begins anew, whatever its names on the hub were pinned to before.
+        starts: whether this is the machine that all services start on.
     """
     overrides, problems = flags.read(arguments)
     try:
@@ -52,13 +65,13 @@ def checked_config(path: Path, arguments: list[str], *, fresh: bool = False) -> 
     raise_problems(problems)
     hub = Hub.of()
     config = hub_names.pinned(config, hub, fresh=fresh)
-    raise_problems(inspect(resolve.local(config, hub=hub)))
+    raise_problems(inspect(Inspection(resolve.local(config, hub=hub), starts)))
     return config
 
 
-def inspect(config: RunConfig) -> list[BadInput]:
+def inspect(inspection: Inspection) -> list[BadInput]:
     """Returns what all checks find, in their order."""
-    inspection, problems = Inspection(config), []
+    problems: list[BadInput] = []
     for check in CHECKS:
         try:
             for problem in check(inspection):

@@ -18,7 +18,7 @@ def check_training_prompts(inspection: Inspection) -> Iterator[ConfigError]:
     """Reads every training prompt once; the prompts of a source are seen when they are drawn."""
     config = inspection.config
     if config.data.data_source is None and inspection.tokenizer is not None and inspection.there(config.data.prompt_data):
-        _read_all(training_prompts(config, inspection.tokenizer), "data.prompt_data")
+        _read_all(training_prompts(config, inspection.tokenizer), "data.prompt_data", inspection)
     yield from ()
 
 
@@ -28,7 +28,7 @@ def check_heldout_prompts(inspection: Inspection) -> Iterator[ConfigError]:
     if inspection.tokenizer is None or not inspection.there(config.eval.eval_prompt_data):
         return
     if (heldout := eval_prompts(config, inspection.tokenizer)) is not None:
-        _read_all(heldout, "eval.eval_prompt_data")
+        _read_all(heldout, "eval.eval_prompt_data", inspection)
     yield from ()
 
 
@@ -42,9 +42,11 @@ def check_demonstrations(inspection: Inspection) -> Iterator[ConfigError]:
     yield from ()
 
 
-def _read_all(prompts: TrainingPrompts | PromptFile, field: str) -> None:
+def _read_all(prompts: TrainingPrompts | PromptFile, field: str, inspection: Inspection) -> None:
     """Raises ConfigError for the first prompt that cannot be used; tells on standard error how many are left out."""
     prompts.check()
+    if prompts.longest:
+        inspection.longest_prompts[field] = prompts.longest
     if (count := sum(prompts.left_out.values())) > 0:
         reasons = ", ".join(f"{number} {reason}" for reason, number in prompts.left_out.items() if number)
         first = " ".join(str(prompts.first_left_out).split())

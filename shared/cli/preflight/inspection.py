@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from shared import data_files
 from shared.config import RunConfig
 from shared.errors import ConfigError
+from shared.model.architecture import Architecture
+from shared.model.families import read_architecture
 from shared.tokenizer import Tokenizer
 
 
@@ -18,6 +21,10 @@ class Inspection:
     """A config under inspection."""
 
     config: RunConfig
+    starts: bool = False
+    """Whether all services of the run are about to start on this machine."""
+    longest_prompts: dict[str, int] = field(default_factory=dict)
+    """``data.prompt_data``, ``eval.eval_prompt_data`` → tokens of the longest prompt, where all were read."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -45,7 +52,21 @@ class Inspection:
             return None
         return values if isinstance(values, dict) else None
 
+    @cached_property
+    def architecture(self) -> Architecture | ConfigError | None:
+        """What the actor is, or why its ``config.json`` describes no model that can be trained; None without one."""
+        directory = self.config.model.hf_checkpoint
+        return architecture_of(directory) if (directory / "config.json").is_file() else None
+
     @staticmethod
     def there(files: object) -> bool:
         """Whether all files of a config's field exist; the check of the files reports those that do not."""
         return all(path.is_file() for path in data_files.paths(files))
+
+
+def architecture_of(directory: Path) -> Architecture | ConfigError:
+    """What the model in a directory is, or why it is none that can be trained."""
+    try:
+        return read_architecture(directory)
+    except ConfigError as error:
+        return error

@@ -23,6 +23,7 @@ def config_file(tmp_path: Path, tiny_model: Path) -> Callable[..., Path]:
             tmp_path,
             **{
                 "model": {"hf_checkpoint": str(tiny_model)},
+                "rollout": {"rollout_max_response_len": 20},
                 "reward": {"rm_type": "exact"},
                 "eval": {"eval_prompt_data": str(tmp_path / "heldout.jsonl")},
                 "trainer": {"save_interval": 5},

@@ -215,7 +215,7 @@ def test_a_flag_of_megatrons_that_there_is_not(myxo: Myxo, config_file: ConfigFi
 
 
 def test_dry_run_prints_the_config_that_would_run(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
-    words = ("--num-rollout", "10", "--dry-run", "--sglang-mem-fraction-static", "0.5", "--no-rope-fusion", "--num-layers", "28")
+    words = ("--num-rollout", "10", "--dry-run", "--sglang-mem-fraction-static", "0.5", "--no-rope-fusion", "--num-layers", "2")
     config_file()
     over = tmp_path / "over.toml"
     over.write_text('base = "run.toml"\n[trainer.megatron]\nmoe-router-dtype = "fp64"\nnum-layers = 36\n')
@@ -226,5 +226,5 @@ def test_dry_run_prints_the_config_that_would_run(myxo: Myxo, config_file: Confi
     assert shown["rollout"]["sglang"] == {"mem-fraction-static": "0.5"}
     assert shown["run"]["dir"] == str(tmp_path / "runs")
     assert shown["trainer"]["lr"] == 1e-6
-    assert shown["trainer"]["megatron"] == {"moe_router_dtype": "fp64", "num_layers": 28, "apply_rope_fusion": False}
+    assert shown["trainer"]["megatron"] == {"moe_router_dtype": "fp64", "num_layers": 2, "apply_rope_fusion": False}
     assert not (tmp_path / "runs").exists()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engine.command import CPU_LAUNCHER, CPU_MIN_TOKENS, engine_command
+from services.rollout.engine.command import CPU_LAUNCHER, engine_command
+from shared.engine_limits import CPU_MIN_TOKENS
 from shared.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -120,7 +121,7 @@ def test_a_flag_given_twice_is_refused() -> None:
 
 
 def test_another_device_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"rollout.device = 'tpu': 'cpu' or 'cuda'"):
+    with pytest.raises(ConfigError, match=r"rollout.rollout_device = 'tpu': 'cpu' or 'cuda'"):
         engine_command("m", 31000, device="tpu")
 
 
@@ -142,5 +143,5 @@ def test_a_missing_engine_site_says_how_to_install_it(model: Path, monkeypatch: 
 
 
 def test_a_model_that_is_not_there(site: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout.model = .*config.json"):
+    with pytest.raises(ConfigError, match=r"model.hf_checkpoint = .*config.json"):
         engine_command(tmp_path / "nothing", 31000, device="cpu")

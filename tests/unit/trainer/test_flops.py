@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.trainer import flops
-from services.trainer.megatron.architecture import Architecture, Experts, LatentAttention, Rope
-from services.trainer.megatron.families import read_architecture
+from shared.model.architecture import Architecture, Experts, LatentAttention, Rope
+from shared.model.families import read_architecture
 from tests.unit.trainer.megatron.tiny import make_checkpoint
 
 DENSE = Architecture("qwen3", 2, 64, 96, 8, 2, 16, 128, 512, 1e-6, False, Rope(1e4))

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from services.trainer.actor import ActorConfig
-from services.trainer.megatron.freezing import Freezing
-from services.trainer.megatron.lora import Lora
-from services.trainer.megatron.runtime import ParallelLayout
 from services.trainer.settings import actor_config
 from shared.errors import ConfigError
+from shared.model.freezing import Freezing
+from shared.model.layout import ParallelLayout
+from shared.model.lora import Lora
 from tests.support.run_config import run_config
 
 GIVEN = {

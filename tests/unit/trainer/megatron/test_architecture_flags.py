@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.megatron.architecture_flags import architecture_of, check, flags_of
-from services.trainer.megatron.families import hf_tensors, read_architecture
 from services.trainer.megatron.flag_tables import ARCHITECTURE
 from shared.config import load
 from shared.errors import ConfigError
+from shared.model.architecture_flags import architecture_of, check, flags_of
+from shared.model.families import hf_tensors, read_architecture
 
 CONFIGS = Path(__file__).parents[4] / "configs" / "models"
 KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "qwen3_moe", "qwen3_moe_mixed", "glm4", "glm4_moe", "glm4_moe_air"]
@@ -92,7 +92,7 @@ def test_without_embeddings_it_has_them_too(name):
 def test_a_configs_layout_divides_its_model(name):
     from services.trainer.actor import ActorConfig
     from services.trainer.megatron.flags import resolve
-    from services.trainer.megatron.model import check_divisible
+    from shared.model.layout import check_divisible
 
     given = config(name)
     assert 1 <= given.pop("actor_num_gpus_per_node") <= 8

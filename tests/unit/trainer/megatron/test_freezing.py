@@ -5,7 +5,9 @@ import torch
 from safetensors.torch import load_file
 
 from services.trainer.megatron.export import Exporter
+from services.trainer.megatron.weights import parameters
 from shared.errors import ConfigError
+from shared.model.names import megatron_parameters
 from tests.unit.trainer.megatron import lora_steps, rank_steps
 from tests.unit.trainer.megatron.test_checkpoint import assert_exact
 from tests.unit.trainer.megatron.test_train_step import reference_steps
@@ -153,3 +155,11 @@ def test_patterns_that_cannot_be_meant_are_refused(kind, config, words, make_act
 def test_a_pattern_is_refused_on_every_rank(hf, two_ranks):
     with pytest.raises(Exception, match=r"ConfigError.*no_such_thing"):
         two_ranks.run(lora_steps.train, hf("qwen3"), {"freeze_params_name_list": ("no_such_thing",), **PP2})
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe_mixed", "glm4", "glm4_moe", "deepseek_v3"])
+def test_the_names_that_patterns_are_checked_by_are_the_models(kind, make_actor):
+    model = make_actor(kind).model
+    held = parameters(model.modules, model.config, model.architecture)
+    trained = {local.name for local in held if isinstance(local.parameter, torch.nn.Parameter)}
+    assert set(megatron_parameters(model.architecture)) == trained

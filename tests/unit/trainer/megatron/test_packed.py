@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from services.trainer.megatron.attention import PackedCausalAttention
 from services.trainer.megatron.packed import SHORT, SIMILAR, length_groups, model_input
-from services.trainer.megatron.runtime import ParallelLayout
 from shared.errors import MyxoError
+from shared.model.layout import ParallelLayout
 from tests.unit.trainer.megatron.tiny import pack
 
 CPU = torch.device("cpu")

@@ -39,13 +39,14 @@ class LearningRateSchedule:
         if self.decay_style not in get_args(DecayStyle):
             raise ConfigError("trainer.lr_decay_style", self.decay_style, f"one of {', '.join(get_args(DecayStyle))}")
         if self.warmup_steps < 0:
-            raise ConfigError("trainer.lr_warmup_steps", self.warmup_steps, "at least 0")
+            raise ConfigError("trainer.lr_warmup_iters", self.warmup_steps, "at least 0")
         if self.decay_style == "constant":
             return
         if not 0 <= self.min_lr <= self.lr:
             raise ConfigError("trainer.min_lr", self.min_lr, f"between 0 and lr, {self.lr:g}")
         if self.decay_steps <= self.warmup_steps:
-            raise ConfigError("trainer.lr_decay_steps", self.decay_steps, f"above lr_warmup_steps, {self.warmup_steps}")
+            wanted = f"below the {self.decay_steps} optimizer steps at whose end the decay arrives"
+            raise ConfigError("trainer.lr_warmup_iters", self.warmup_steps, wanted)
 
     def at(self, updates: int) -> float:
         """The learning rate of the update that follows ``updates`` earlier ones."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from services.trainer.megatron.architecture import Architecture
+from shared.model.architecture import Architecture
 
 Shape = tuple[int, ...]
 Layout = Literal["plain", "vocabulary", "qkv", "glu"]
@@ -187,6 +187,19 @@ def hf_tensors(architecture: Architecture) -> dict[str, Shape]:
     if not a.tied_embeddings:
         tensors["lm_head.weight"] = (a.vocab_size, a.hidden_size)
     return tensors
+
+
+def megatron_parameters(architecture: Architecture, engine: bool = False) -> list[str]:
+    """Global names of Megatron's parameters that train, in the order of the model. ``engine``: of Transformer Engine's layers."""
+    a = architecture
+    names = ["embedding.word_embeddings.weight"]
+    for layer in range(a.num_layers):
+        for row in layer_rows(a, layer):
+            held = row.megatron[-1 if engine else 0]
+            for expert in range(a.experts.count) if a.experts and row.per_expert else (0,):
+                if not held.endswith(".expert_bias"):  # no gradient moves it
+                    names.append(f"decoder.layers.{layer}.{held.format(expert=expert)}")
+    return [*names, "decoder.final_layernorm.weight", *([] if a.tied_embeddings else ["output_layer.weight"])]
 
 
 def source(name: str, architecture: Architecture) -> tuple[tuple[str, ...], Layout, bool]:

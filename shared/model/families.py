@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from services.trainer.megatron.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Rope, YarnScaling
-from services.trainer.megatron.names import hf_tensors
 from shared.errors import ConfigError
+from shared.model.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Rope, YarnScaling
+from shared.model.names import hf_tensors
 
 __all__ = ["FAMILIES", "Architecture", "Experts", "Family", "LatentAttention", "Rope", "hf_tensors", "read_architecture"]
 
@@ -70,14 +70,16 @@ def read_architecture(hf_dir: Path, quantized: bool = False) -> Architecture:
             or of the wrong type, or the config asks for something that is not implemented. It names the entry.
     """
     if not hf_dir.is_dir():
-        raise ConfigError("trainer.hf_checkpoint", str(hf_dir), "a directory holding a Hugging Face checkpoint; there is none")
+        raise ConfigError("model.hf_checkpoint", str(hf_dir), "a directory holding a Hugging Face checkpoint; there is none")
     path = hf_dir / "config.json"
     if not path.is_file():
-        raise ConfigError("trainer.hf_checkpoint", str(hf_dir), "a Hugging Face checkpoint; it has no config.json")
+        raise ConfigError("model.hf_checkpoint", str(hf_dir), "a Hugging Face checkpoint; it has no config.json")
     try:
         raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError("trainer.hf_checkpoint", str(path), f"a JSON file ({error})") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError("model.hf_checkpoint", str(path), f"a readable JSON file ({error})") from error
+    if not isinstance(raw, dict):
+        raise ConfigError("model.hf_checkpoint", str(path), "a JSON object")
     if quantized:
         raw.pop("quantization_config", None)
     return _Entries(path, raw).architecture()

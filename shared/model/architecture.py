@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
-
-import torch
 
 
 @dataclass(frozen=True)
@@ -22,18 +19,6 @@ class Llama3Scaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_positions: int
-
-    def stretched(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """``frequencies``: float32 [pairs]; in the order of operations of the Hugging Face implementation."""
-        wavelengths = 2 * math.pi / frequencies
-        longest = self.original_max_positions / self.low_freq_factor
-        shortest = self.original_max_positions / self.high_freq_factor
-        smooth = (self.original_max_positions / wavelengths - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
-        between = (1 - smooth) * frequencies / self.factor + smooth * frequencies
-        stretched = torch.where(wavelengths > longest, frequencies / self.factor, frequencies)
-        return torch.where((wavelengths >= shortest) & (wavelengths <= longest), between, stretched)
 
 
 @dataclass(frozen=True)
@@ -66,12 +51,6 @@ class Rope:
     fraction: float = 1.0
     interleaved: bool = False
     scaling: Llama3Scaling | YarnScaling | None = None
-
-    def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
-        """Float32 [rotated dimensions / 2], for every scaling but YaRN's."""
-        rotated = int(head_dim * self.fraction)
-        frequencies = 1.0 / (self.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated))
-        return self.scaling.stretched(frequencies) if isinstance(self.scaling, Llama3Scaling) else frequencies
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """An architecture in the names of Megatron's command line.
 
-A model's shape comes from its Hugging Face checkpoint. Flags that describe a shape are compared with it (:func:`check`), so that
+A model's shape comes from its Hugging Face checkpoint. Flags that describe a shape are compared with it (:func:`differences`), so that
 a script written for another size is refused, and the ready configs of every published size are written in them
 (:func:`architecture_of`). Two names are not Megatron's own but common beside it: ``post_self_attn_layernorm`` and
 ``post_mlp_layernorm``, the norms after each block.
@@ -8,13 +8,13 @@ a script written for another size is refused, and the ready configs of every pub
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from services.trainer.megatron.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Rope, YarnScaling
-from services.trainer.megatron.families import FAMILIES, Family
-from services.trainer.megatron.flag_tables import ARCHITECTURE
+from shared import megatron_flags
 from shared.errors import ConfigError
+from shared.model.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Rope, YarnScaling
+from shared.model.families import FAMILIES, Family
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192}
 """Megatron knows Llama 3's scaling with these constants only."""
@@ -118,12 +118,15 @@ def _expert_flags(a: Architecture) -> dict[str, Any]:
 
 
 def check(given: Mapping[str, Any], architecture: Architecture) -> None:
-    """Compare architecture flags with the checkpoint.
+    """Compares architecture flags with the checkpoint. Raises the first ConfigError of `differences`."""
+    for difference in differences(given, architecture):
+        raise difference
+
+
+def differences(given: Mapping[str, Any], architecture: Architecture) -> Iterator[ConfigError]:
+    """Yields which architecture flags say something else than the checkpoint: the flag and both values.
 
     A flag of something that the model does not have is accepted at Megatron's default, where it says nothing.
-
-    Raises:
-        ConfigError: one differs. It names the flag and both values.
     """
     own = flags_of(architecture)
     if architecture.experts is not None and architecture.experts.score == "sigmoid":
@@ -133,9 +136,19 @@ def check(given: Mapping[str, Any], architecture: Architecture) -> None:
             wanted = own[name]
             value = _layers(value, architecture.num_layers) if name == "moe_layer_freq" else value
             if value != wanted:
-                raise ConfigError(f"trainer.megatron.{name}", given[name], f"{wanted!r}, as the checkpoint has")
-        elif value is not None and value != ARCHITECTURE.get(name, ("", None))[1]:
-            raise ConfigError(f"trainer.megatron.{name}", value, f"not given; the checkpoint's {architecture.model_type} has none")
+                yield ConfigError(f"trainer.megatron.{name}", given[name], f"{wanted!r}, as the checkpoint has")
+        elif value is not None and value != _default(name):
+            yield ConfigError(f"trainer.megatron.{name}", value, f"not given; the checkpoint's {architecture.model_type} has none")
+
+
+def _is_known(name: str) -> bool:
+    flag = megatron_flags.catalogue().get(name)
+    return flag is not None and "architecture" in flag.groups
+
+
+def _default(name: str) -> Any:
+    """Megatron's own."""
+    return megatron_flags.catalogue()[name].default if _is_known(name) else None
 
 
 def _layers(frequency: int | Sequence[int], layers: int) -> list[int]:
@@ -153,7 +166,7 @@ def architecture_of(flags: Mapping[str, Any]) -> Architecture:
         ConfigError: a flag is missing, is no architecture flag, or asks for what no known family has.
     """
     for name in flags:
-        if name not in ARCHITECTURE:
+        if not _is_known(name):
             raise ConfigError(f"trainer.megatron.{name}", flags[name], "an architecture flag")
     return _Reader({name: value for name, value in flags.items() if value is not None}).architecture()
 
@@ -168,7 +181,7 @@ class _Reader:
         return self.flags[name]
 
     def get(self, name: str) -> Any:
-        return self.flags.get(name, ARCHITECTURE[name][1])
+        return self.flags.get(name, _default(name))
 
     def fixed(self, name: str, wanted: object) -> None:
         if self.get(name) != wanted:

@@ -1,0 +1,51 @@
+"""How long a sequence an engine generates: what decides it before the engine is there, and when it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+CPU_KV_BYTES = 512 * 2**20
+"""What the KV cache may take on a CPU. SGLang's own default is a share of all memory, filled with zeros at the start:
+8 GB and 19 s on a machine of 24 GB, for a model of 1 MB."""
+
+CPU_MAX_TOKENS = 65_536
+"""More KV tokens than this serve nobody at a CPU's speed, however little one takes."""
+
+CPU_MIN_TOKENS = 4_096
+"""Fewer could not hold a few requests: a larger model takes more than ``CPU_KV_BYTES``."""
+
+CONTEXT_KEPT = 2
+"""Tokens of its context that SGLang keeps for itself."""
+
+
+def longest_sequence(context: int, cache_tokens: int, page: int = 1) -> int:
+    """The longest input and output together that are generated in full.
+
+    SGLang cuts ``max_new_tokens`` in silence where input + new tokens exceed its context less 2, or its KV cache less
+    two pages and one token (0.5.16 to 0.5.21: ``Scheduler.init_req_max_new_tokens``).
+    """
+    return min(context - CONTEXT_KEPT, cache_tokens - 2 * page - 1)
+
+
+def cpu_token_capacity(model_config: Mapping[str, Any]) -> int:
+    """How many tokens of float32 keys and values ``CPU_KV_BYTES`` hold for a model, within the two bounds above.
+
+    Args:
+        model_config: its ``config.json``. Raises KeyError where that lacks a size.
+    """
+    heads = model_config["num_attention_heads"]
+    head_dim = model_config.get("head_dim") or model_config["hidden_size"] // heads
+    bytes_per_token = 2 * 4 * model_config["num_hidden_layers"] * model_config.get("num_key_value_heads", heads) * head_dim
+    return max(CPU_MIN_TOKENS, min(CPU_MAX_TOKENS, CPU_KV_BYTES // bytes_per_token))
+
+
+def context_length(model_config: Mapping[str, Any]) -> int | None:
+    """Tokens that an engine takes a model to know, as SGLang reads it from ``config.json``; None where that does not say."""
+    scaling = model_config.get("rope_scaling") or model_config.get("rope_parameters") or {}
+    known = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
+    factor = 1 if known else scaling.get("factor") or 1
+    for key in ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings"):
+        if isinstance(value := model_config.get(key), int):
+            return int(factor * value)
+    return None

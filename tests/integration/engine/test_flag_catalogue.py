@@ -1,0 +1,87 @@
+"""SGLang's flags are checked against the parser of the SGLang that is installed, before a run and when a rollout service starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shared import runs, sglang_flags
+from shared.bus import Bus
+from shared.cli.preflight import engine
+from shared.cli.preflight.inspection import Inspection
+from shared.embedded import EmbeddedNats, EmbeddedValkey
+from shared.sglang_flags import EngineFlag, EngineFlags
+from tests.support.run_config import run_config
+from tests.support.service_process import ServiceProcess
+from tests.support.waiting import until
+
+
+def problems(**flags: object) -> list[str]:
+    known = sglang_flags.of_installed()
+    assert known is not None
+    return [str(problem) for problem in known.problems({name.replace("_", "-"): value for name, value in flags.items()})]
+
+
+def test_what_engines_are_given_is_taken() -> None:
+    assert problems(mem_fraction_static="0.7", disable_cuda_graph=True, sleep_on_idle=False, dtype="bfloat16", page_size=16) == []
+    assert problems(json_model_override_args='{"a": 1}', cuda_graph_bs_decode=[1, 2, 4], max_total_tokens=None) == []
+    assert problems(tensor_parallel_size=2) != [], "an alias of what has a field of its own"
+    assert problems(mem_fraction="0.7") == [], "SGLang takes the beginning of a name, too"
+
+
+def test_each_mistake_is_named() -> None:
+    found = problems(mem_fraction_statc=0.5, dtype="fp7", page_size="big", sleep_on_idle="yes", cuda_graph_bs_decode=[1, "x"], tp_size=2)
+    words = ["did you mean mem-fraction-static?", "one of auto, bfloat16", "a whole number", "it is a switch", "or several"]
+    words += ["rollout_num_gpus_per_engine"]
+    assert len(found) == len(words)
+    assert [word for word, problem in zip(words, found, strict=True) if word not in problem] == [], found
+
+
+def test_another_version_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    listed = json.dumps({"sglang": "0.0.1", "flags": [{"spellings": ["of-tomorrow"], "kind": "int"}]})
+    (tmp_path / "listing.py").write_text(f"print('a warning of a library')\nprint({listed!r})\n")  # importing SGLang takes seconds
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sglang_flags, "installed", lambda: "0.0.1")
+    monkeypatch.setattr(sglang_flags, "LISTING", "listing")
+    assert sglang_flags.of_installed() == EngineFlags.of_json(listed)
+    monkeypatch.setattr(sglang_flags, "LISTING", "no.such.module")
+    assert sglang_flags.of_installed() == EngineFlags.of_json(listed), "the second time it is read from the cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    with pytest.raises(sglang_flags.NoCatalogue, match="could not be asked for its flags"):
+        sglang_flags.of_installed()
+
+
+def test_a_machine_without_sglang_says_that_it_cannot_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sglang_flags, "installed", lambda: None)
+    assert list(engine.check_flags(Inspection(run_config(tmp_path, rollout={"sglang": {"typo": 1}})))) == []
+    assert "SGLang is not installed here; [rollout.sglang] is checked where the rollout service starts" in capsys.readouterr().err
+
+
+def test_values_of_flags() -> None:
+    assert EngineFlag(("a",), "json").problem("{") == "JSON in a string"
+    assert EngineFlag(("a",), bare=True).problem(True) is None
+    assert EngineFlag(("a",)).problem(["x", "y"]) == "one value: text"
+    assert EngineFlag(("a",), "int", several=True).problem([]) == "a whole number, or several"
+
+
+async def test_a_rollout_service_refuses_a_flag_when_it_starts(
+    bus: Bus, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    config = run_config(
+        tmp_path,
+        run={"name": run_name},
+        model={"hf_checkpoint": str(tiny_model)},
+        rollout={"rollout_device": "cpu", "sglang": {"mem-fraction-statc": 0.5, "page-size": "big"}},
+    )
+    await runs.create(bus, config, valkey.url)
+    with ServiceProcess("rollout", tmp_path / "log", {"NATS_URL": nats.url, "MYXO_RUN": run_name}) as service:
+        await until(lambda: service.process.poll() is not None, "the end of the service")
+        assert service.process.returncode == 2
+    last = service.words().splitlines()[-1]
+    assert last.startswith("rollout: rollout.sglang.mem-fraction-statc = 0.5: unknown flag of SGLang")
+    assert "rollout.sglang.page-size" in last
