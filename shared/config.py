@@ -263,8 +263,9 @@ def _known_fields(values: dict[str, Any]) -> tuple[dict[str, Any], list[BadInput
             valid = list(section_model(section).model_fields)
             known[section] = {field: value for field, value in fields.items() if field in valid}
             for field in (field for field in fields if field not in valid):
-                elsewhere = f"unknown key here; it belongs into the section [{owners[field]}]" if field in owners else slime_flags.advice(field)
-                problems.append(ConfigError(f"{section}.{field}", fields[field], elsewhere or f"unknown key; {nearest(field, valid)}"))
+                advice = slime_flags.advice(field) or f"unknown key; {nearest(field, valid)}"
+                expected = f"unknown key here; it belongs into the section [{owners[field]}]" if field in owners else advice
+                problems.append(ConfigError(f"{section}.{field}", fields[field], expected))
     return known, problems
 
 
