@@ -25,6 +25,9 @@ PlainValues = PlainSerializer(data_files.plain_values, return_type=str | list[st
 HOOK = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 """A function of the user's own: ``package.module:function``."""
 
+LARGEST_SEED = 2**31 - 1
+"""Random generators take 32 bits, and replicas and ranks count on from a seed."""
+
 VERIFIERS = ("math", "exact")
 """Environments that come with the reward service."""
 
@@ -92,7 +95,7 @@ class DataSection(Section):
         default="refuse", description="lines that are no prompt: refuse the run, or leave them out and count them"
     )
     rollout_shuffle: bool = Field(default=False, description="shuffle each epoch with rollout_seed + epoch")
-    rollout_seed: int = Field(default=42, description="seed of the prompt order and of the engines")
+    rollout_seed: int = Field(default=42, ge=0, le=LARGEST_SEED, description="seed of the prompt order and of the engines")
 
     @model_validator(mode="after")
     def _has_prompts(self) -> Self:
@@ -246,6 +249,12 @@ class EvalSection(Section):
     eval_temperature: float | None = Field(default=None, ge=0, description="sampling temperature; default: the rollout's")
     eval_max_response_len: int | None = Field(default=None, gt=0, description="tokens; default: the rollout's")
 
+    @model_validator(mode="after")
+    def _has_prompts(self) -> Self:
+        if self.eval_interval is not None and self.eval_prompt_data is None:
+            raise ValueError("eval.eval_interval: needs eval_prompt_data, the prompts to evaluate on")
+        return self
+
 
 class TrainerSection(Section):
     """Megatron-Core: layout, batches, optimizer, checkpoints."""
@@ -302,7 +311,7 @@ class TrainerSection(Section):
     target_modules: list[str] = Field(
         default=["all-linear"], min_length=1, description="matrices with adapters, by PEFT's names (q_proj, ..., down_proj), or all-linear"
     )
-    seed: int = Field(default=1234, description="the trainer's random seed")
+    seed: int = Field(default=1234, ge=0, le=LARGEST_SEED, description="the trainer's random seed")
     save_interval: int = Field(default=20, gt=0, description="steps between checkpoints", **MUTABLE)
     async_save: bool = Field(default=True, description="write checkpoints while the next steps train", **MUTABLE)
     keep_checkpoints: int = Field(default=2, gt=0, description="checkpoints kept", **MUTABLE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +49,18 @@ SHARES = ("mem-fraction-static",)
 """Flags whose value is a share, which the parser does not look at."""
 
 
-_READERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "json": json.loads}
+
+
+def count(text: str) -> int:
+    """The number that SGLang reads in 4096, 25.6k or 32Ki. Raises ValueError."""
+    found = re.fullmatch(r"(\d+)([KMGT]i)|(\d+(?:\.\d+)?)([kMGT])", text)
+    if found is None:
+        return int(text)
+    whole, iec, decimal, si = found.groups()
+    return int(whole) * 1024 ** ("KMGT".index(iec[0]) + 1) if iec else int(float(decimal) * 1000 ** ("kMGT".index(si) + 1))
+
+
+_READERS: dict[str, Callable[[str], Any]] = {"int": int, "count": count, "float": float, "json": json.loads}
 
 
 class NoCatalogue(MyxoError):
@@ -60,8 +72,8 @@ class EngineFlag:
     """One flag.
 
     Args:
-        spellings: without the leading dashes, the first is its name. kind: switch, int, float, json or text. several: takes several values.
-        bare: may stand without a value. choices: none: any value of the kind.
+        spellings: without the leading dashes, the first is its name. kind: switch, int, count (25.6k, 32Ki), float, json or text.
+        several: takes several values. bare: may stand without a value. choices: none: any value of the kind.
     """
 
     spellings: tuple[str, ...]
@@ -91,7 +103,7 @@ class EngineFlag:
             return f"one of {', '.join(self.choices)}"
         if self.spellings[0] in SHARES:
             return "a number between 0 and 1"
-        one = {"int": "a whole number", "float": "a number", "json": "JSON in a string"}.get(self.kind, "text")
+        one = {"int": "a whole number", "count": "a whole number", "float": "a number", "json": "JSON in a string"}.get(self.kind, "text")
         return f"{one}, or several" if self.several else one
 
     def _fits(self, value: Any) -> bool:

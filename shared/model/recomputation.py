@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, nearest
+
+MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+"""Of a layer, as Megatron-Core 0.16 names them."""
 
 
 class Recomputation(Protocol):
@@ -36,6 +39,8 @@ def megatron_fields(given: Recomputation) -> dict[str, Any]:
                 raise ConfigError(f"trainer.{name}", value, "none, or recompute_granularity = full")
     if granularity != "selective" and given.recompute_modules:
         raise ConfigError("trainer.recompute_modules", given.recompute_modules, "none, or recompute_granularity = selective")
+    if unknown := [name for name in given.recompute_modules if name not in MODULES]:
+        raise ConfigError("trainer.recompute_modules", unknown[0], f"a module of a layer; {nearest(unknown[0], list(MODULES))}")
     if layers is not None and layers < 1:
         raise ConfigError("trainer.recompute_num_layers", layers, "at least 1")
     if granularity is None:

@@ -28,13 +28,14 @@ def text() -> str:
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    lines = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in map(_row, parser._actions) if row["spellings"])
+    rows = [row for row in map(_row, parser._actions) if row["spellings"] not in ([], ["help"])]
+    lines = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in rows)
     return f'{{"sglang": "{sglang_flags.installed()}", "flags": [\n{lines}\n]}}\n'
 
 
 def _row(action: argparse.Action) -> dict[str, Any]:
     """The fields of `shared.sglang_flags.EngineFlag`, those that differ from its defaults."""
-    kind = "switch" if action.nargs == 0 else KINDS.get(action.type, "text")
+    kind = "switch" if action.nargs == 0 else _kind(action.type)
     row: dict[str, Any] = {"spellings": [word.removeprefix("--") for word in action.option_strings if word.startswith("--")], "kind": kind}
     if action.nargs in ("+", "*"):
         row["several"] = True
@@ -43,6 +44,10 @@ def _row(action: argparse.Action) -> dict[str, Any]:
     if action.choices is not None:
         row["choices"] = sorted(str(choice) for choice in action.choices if choice is not None)
     return row
+
+
+def _kind(reader: Any) -> str:
+    return "count" if getattr(reader, "__name__", "") == "human_readable_int" else KINDS.get(reader, "text")
 
 
 def main(arguments: list[str] | None = None) -> int:

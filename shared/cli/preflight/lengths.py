@@ -14,7 +14,7 @@ from shared import devices
 from shared.cli.preflight.inspection import Inspection
 from shared.engine_limits import CONTEXT_KEPT, context_length, cpu_token_capacity, longest_sequence
 from shared.errors import ConfigError
-from shared.sglang_flags import plain_name
+from shared.sglang_flags import count, plain_name
 
 LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 """SGLang's variable for a context that is longer than the model's own."""
@@ -95,8 +95,11 @@ def _engine_limit(inspection: Inspection) -> Limit | None:
 
 def _number(value: object) -> int | None:
     """A flag's number; None where it has none, which the check of the engine's flags reports."""
-    text = str(value)
-    return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
+    try:
+        number = count(str(value))
+    except ValueError:
+        return None
+    return number if number > 0 else None
 
 
 def check_context_flag(inspection: Inspection) -> Iterator[ConfigError]:

@@ -64,6 +64,8 @@ def test_a_machine_without_sglang_says_that_it_cannot_check(
 
 def test_values_of_flags() -> None:
     assert EngineFlag(("a",), "json").problem("{") == "JSON in a string"
+    assert [sglang_flags.count(text) for text in ("4096", "25.6k", "32Ki", "1M")] == [4096, 25_600, 32_768, 1_000_000]
+    assert EngineFlag(("a",), "count").problem("1.5Ki") == "a whole number"
     assert EngineFlag(("a",), bare=True).problem(True) is None
     assert EngineFlag(("a",)).problem(["x", "y"]) == "one value: text"
     assert EngineFlag(("a",), "int", several=True).problem([]) == "a whole number, or several"

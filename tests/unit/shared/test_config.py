@@ -366,12 +366,12 @@ def test_exactly_the_marked_fields_may_change_on_resume() -> None:
 
 
 def test_changes_names_old_and_new_and_leaves_out_what_may_change(tmp_path: Path) -> None:
-    old = run_config(tmp_path)
+    old = run_config(tmp_path, eval={"eval_prompt_data": "heldout.jsonl"})
     new = run_config(
         tmp_path,
         rollout={"num_rollout": 50, "rollout_replicas": 4, "max_staleness": 3, "sglang": {"a": 1}},
         trainer={"lr": 1e-5, "save_interval": 7},
-        eval={"eval_interval": 5},
+        eval={"eval_interval": 5, "eval_prompt_data": "heldout.jsonl"},
     )
     assert changes(old, old) == []
     assert changes(old, new) == ["rollout.max_staleness: 1 → 3", "rollout.sglang: {} → {'a': 1}", "trainer.lr: 1e-06 → 1e-05"]

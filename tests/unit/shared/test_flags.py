@@ -100,7 +100,8 @@ def test_a_wrong_flag_is_refused(words: str, message: str) -> None:
 
 def test_text_of_flags_becomes_typed_values_in_the_config(tmp_path: Path) -> None:
     nested = values(tmp_path)
-    words = "--num-rollout 7 --lr 1e-4 --no-save-hf --rollout-stop-token-ids 1 2 --eval-interval 3 --eps-clip-high 0.28"
+    words = "--num-rollout 7 --lr 1e-4 --no-save-hf --rollout-stop-token-ids 1 2 --eval-interval 3 --eval-prompt-data held.jsonl"
+    words += " --eps-clip-high 0.28"
     for section, fields in flags.parse(words.split()).items():
         nested.setdefault(section, {}).update(fields)
     config = parse(nested)
