@@ -43,8 +43,9 @@ fields. Values are checked where the command is given, without Megatron or torch
 - **Fields of Megatron's dataclasses** go there as given: TransformerConfig, OptimizerConfig, DistributedDataParallelConfig.
 - **Flags of the architecture change nothing.** The model is the one of `hf_checkpoint`; a flag that says otherwise is refused with both
   values. So a script written for another size does not train the wrong model.
-- **Nothing is ignored.** An unknown flag is refused with the nearest one, a flag that means nothing here with the reason and what to use
-  instead, another value than Myxo's own with the reason for Myxo's. What needs Transformer Engine is refused where that is not installed.
+- **Nothing is ignored.** An unknown flag is refused with the nearest one, one of slime's that is no field here with what stands in its
+  place, a flag that means nothing here with the reason and what to use instead, another value than Myxo's own with the reason for Myxo's.
+  What needs Transformer Engine is refused where that is not installed.
 - **A switch** is given as `--name`, `--no-name` or `--name false`; a list as words, or as scripts write it, `--moe-layer-freq
   [0]*1+[1]*27`.
 - **Frozen with the run** like every field: `myxo up --dry-run` shows them, and a resumed run with others is refused.
