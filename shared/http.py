@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Response
@@ -32,25 +33,40 @@ def health_app(health: Callable[[], dict[str, object]], registry: CollectorRegis
 
 
 @contextlib.asynccontextmanager
-async def serving(app: FastAPI, address: str, deadline: float = 15.0) -> AsyncIterator[str]:
-    """Serves ``app`` at ``host:port`` (port 0: any free one) while the body runs; yields the ``host:port`` that others reach it by."""
+async def serving(
+    app: FastAPI,
+    address: str,
+    background: Callable[[Coroutine[Any, Any, None]], contextlib.AbstractAsyncContextManager[None]],
+    deadline: float = 15.0,
+) -> AsyncIterator[str]:
+    """Serves ``app`` at ``host:port`` (port 0: any free one) while the body runs; yields the ``host:port`` that others reach it by.
+
+    Args:
+        background: runs the server beside the body, which fails where the server does (`shared.service.Service.background`).
+    """
     host, _, port = address.rpartition(":")
     config = uvicorn.Config(app, host=host or "127.0.0.1", port=int(port), log_level="warning", access_log=False, lifespan="off", ws="none")
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # the service handles signals itself
-    task = asyncio.create_task(server._serve())
-    end = asyncio.get_running_loop().time() + deadline
-    while not server.started:
-        if task.done():
-            task.result()
-        if task.done() or asyncio.get_running_loop().time() > end:
-            raise DeadlineExceeded(f"the HTTP side at {address}", "uvicorn", deadline, "given up")
-        await asyncio.sleep(0.02)
-    bound = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        yield f"{socket.gethostname() if host == '0.0.0.0' else host or '127.0.0.1'}:{bound}"
-    finally:
-        server.should_exit = True
-        server.force_exit = True
-        with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError):
-            await asyncio.wait_for(task, timeout=5)
+    ended = asyncio.Event()
+
+    async def serve() -> None:
+        try:
+            await server._serve()
+        finally:
+            ended.set()
+
+    async with background(serve()):
+        end = asyncio.get_running_loop().time() + deadline
+        while not server.started:
+            if ended.is_set() or asyncio.get_running_loop().time() > end:
+                raise DeadlineExceeded(f"the HTTP side at {address}", "uvicorn", deadline, "given up")
+            await asyncio.sleep(0.02)
+        bound = server.servers[0].sockets[0].getsockname()[1]
+        try:
+            yield f"{socket.gethostname() if host == '0.0.0.0' else host or '127.0.0.1'}:{bound}"
+        finally:
+            server.should_exit = True
+            server.force_exit = True
+            with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError):
+                await asyncio.wait_for(ended.wait(), timeout=5)

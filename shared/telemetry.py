@@ -4,10 +4,31 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
+from dataclasses import dataclass
 from typing import TextIO
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from shared import last_words
+
+
+@dataclass
+class LastError:
+    """The newest line at level error of this process: what it says, and when it was logged (seconds since the epoch)."""
+
+    text: str = ""
+    at: float = 0.0
+
+
+last_error = LastError()
+
+
+def _note_error(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    if event.get("level") in last_words.ERROR_LEVELS:
+        last_error.text, last_error.at = last_words.of_event(event), time.time()
+    return event
 
 
 def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:
@@ -26,6 +47,7 @@ def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO"
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         ids,
+        _note_error,
     ]
     structlog.configure(
         processors=[*shared, structlog.processors.format_exc_info, structlog.processors.JSONRenderer(sort_keys=False)],

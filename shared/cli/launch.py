@@ -31,6 +31,7 @@ from shared.cli.supervisor import Supervisor, Verdict
 from shared.cli.view import View, look
 from shared.config import RunConfig
 from shared.errors import DeadlineExceeded, MyxoError
+from shared.failures import log_failure
 from shared.ledger import BatchTrained, RunFinished
 from shared.messages import ServiceCard, ServiceEvent
 from shared.registry import ENVIRONMENT, Registry
@@ -210,6 +211,7 @@ class Launch:
         task = asyncio.create_task(publish())
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
+        log_failure(task, "telling of a restart")
 
     # --- before and after
 
