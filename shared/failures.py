@@ -1,7 +1,7 @@
 """A thread or a task that dies takes its service down with it: its error is logged at once, and the process ends within `END_SECONDS`.
 
 Every thread and task of a service has an owner. What somebody waits for has that one. A thread that works by itself is a
-`SupervisedThread`; a task that does is run by `shared.service.Service.background` or `Service.spawn`; what nobody waits for, and nobody
+`SupervisedThread`; a task that does is run by `background` or `shared.service.Service.spawn`; what nobody waits for, and nobody
 needs, has its failure logged by `log_failure`.
 
 In a process that `arm` has made a service's, a failure asks the service to end in order, and ends the process where that takes too long:
@@ -16,11 +16,12 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import structlog
 
+from shared.cancel import cancelled
 from shared.errors import BadInput, MyxoError
 
 END_SECONDS = 1.0
@@ -59,6 +60,38 @@ def arm(last_act: Callable[[], None] | None = None) -> None:
 def log_foreign_threads() -> None:
     """From now on errors in threads of libraries, or of the user's functions, are logged; they end nothing."""
     threading.excepthook = _log_foreign
+
+
+@contextlib.asynccontextmanager
+async def background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs coroutines beside the body; the first that fails makes the body fail with its error, and soon ends an armed process."""
+    body = asyncio.current_task()
+    assert body is not None
+    failed: list[BaseException] = []
+    ending = False
+
+    def on_done(task: asyncio.Task[None]) -> None:
+        if ending or failed:
+            return
+        error = asyncio.CancelledError("not by its owner") if task.cancelled() else task.exception()
+        if error is not None:
+            failed.append(MyxoError(f"task {task.get_name()} was cancelled from inside") if task.cancelled() else error)
+            end_soon(error)
+            log_error("died", f"task {task.get_name()}", error)
+            body.cancel()
+
+    tasks = [asyncio.create_task(coroutine, name=coroutine.__qualname__) for coroutine in work]
+    for task in tasks:
+        task.add_done_callback(on_done)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if failed:
+            raise failed[0] from None
+        raise
+    finally:
+        ending = True
+        await cancelled(tasks)
 
 
 class SupervisedThread(threading.Thread):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
 import uvicorn
 from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from shared.errors import DeadlineExceeded
+from shared.failures import background
 
 
 def health_app(health: Callable[[], dict[str, object]], registry: CollectorRegistry) -> FastAPI:
@@ -33,17 +33,8 @@ def health_app(health: Callable[[], dict[str, object]], registry: CollectorRegis
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    app: FastAPI,
-    address: str,
-    background: Callable[[Coroutine[Any, Any, None]], contextlib.AbstractAsyncContextManager[None]],
-    deadline: float = 15.0,
-) -> AsyncIterator[str]:
-    """Serves ``app`` at ``host:port`` (port 0: any free one) while the body runs; yields the ``host:port`` that others reach it by.
-
-    Args:
-        background: runs the server beside the body, which fails where the server does (`shared.service.Service.background`).
-    """
+async def serving(app: FastAPI, address: str, deadline: float = 15.0) -> AsyncIterator[str]:
+    """Serves ``app`` at ``host:port`` (port 0: any free one) while the body runs; yields the ``host:port`` that others reach it by."""
     host, _, port = address.rpartition(":")
     config = uvicorn.Config(app, host=host or "127.0.0.1", port=int(port), log_level="warning", access_log=False, lifespan="off", ws="none")
     server = uvicorn.Server(config)

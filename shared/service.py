@@ -25,7 +25,6 @@ import structlog
 
 from shared import addresses, failures, http, last_words, runs
 from shared.bus import TRANSIENT, Bus, BusUnreachable
-from shared.cancel import cancelled
 from shared.config import RunConfig
 from shared.errors import ConfigError, DeadlineExceeded, MyxoError
 from shared.messages import Message, ServiceCard, ServiceEvent
@@ -119,34 +118,9 @@ class Service:
             await asyncio.wait_for(self.stopping.wait(), timeout=seconds)
         return not self.stopping.is_set()
 
-    @contextlib.asynccontextmanager
-    async def background(self, *work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    def background(self, *work: Coroutine[Any, Any, None]) -> contextlib.AbstractAsyncContextManager[None]:
         """Runs coroutines beside the body; the first that fails makes the body fail with its error, and soon ends the process."""
-        body = asyncio.current_task()
-        assert body is not None
-        failed: list[BaseException] = []
-        ending = False
-
-        def on_done(task: asyncio.Task[None]) -> None:
-            if ending or failed:
-                return
-            error = asyncio.CancelledError("by nobody who may") if task.cancelled() else task.exception()
-            if error is not None:
-                failed.append(_died(task, error))
-                body.cancel()
-
-        tasks = [asyncio.create_task(coroutine, name=coroutine.__qualname__) for coroutine in work]
-        for task in tasks:
-            task.add_done_callback(on_done)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if failed:
-                raise failed[0] from None
-            raise
-        finally:
-            ending = True
-            await cancelled(tasks)
+        return failures.background(*work)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs a coroutine by itself. If it fails, the service ends with its error; whoever has the task may cancel it."""
@@ -160,15 +134,6 @@ class Service:
         self._spawned.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(on_done)
         return task
-
-
-def _died(task: asyncio.Task[None], error: BaseException) -> BaseException:
-    """Takes note of a task that the service cannot do without; returns what the service fails with."""
-    failures.end_soon(error)
-    failures.log_error("died", f"task {task.get_name()}", error)
-    if isinstance(error, asyncio.CancelledError):
-        return MyxoError(f"task {task.get_name()} was cancelled from inside")
-    return error
 
 
 def environment() -> tuple[str, str]:
@@ -223,7 +188,7 @@ async def attended(service: Service) -> AsyncIterator[None]:
         await heard
 
     app = http.health_app(service.health, service.metrics.registry)
-    async with http.serving(app, os.environ.get("MYXO_HTTP", "127.0.0.1:0"), service.background) as service.http:
+    async with http.serving(app, os.environ.get("MYXO_HTTP", "127.0.0.1:0")) as service.http:
         try:
             async with service.background(heartbeat(), failure()):
                 await service.tell("joined")

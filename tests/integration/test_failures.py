@@ -82,7 +82,9 @@ DEATHS = {
 
 
 @pytest.fixture
-def environment(nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def environment(
+    nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
     """A run with an evaluation on the shared servers, and where a service finds it, in this process too."""
     config = run_config(tmp_path, run={"name": run_name}, eval={"eval_prompt_data": str(tmp_path / "heldout.jsonl")})
 
