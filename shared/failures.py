@@ -76,11 +76,11 @@ async def background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         error = asyncio.CancelledError("not by its owner") if task.cancelled() else task.exception()
         if error is not None:
             failed.append(MyxoError(f"task {task.get_name()} was cancelled from inside") if task.cancelled() else error)
+            body.cancel()
             end_soon(error)
             log_error("died", f"task {task.get_name()}", error)
-            body.cancel()
 
-    tasks = [asyncio.create_task(coroutine, name=coroutine.__qualname__) for coroutine in work]
+    tasks = [asyncio.create_task(coroutine, name=getattr(coroutine, "__qualname__", None)) for coroutine in work]
     for task in tasks:
         task.add_done_callback(on_done)
     try:
@@ -144,7 +144,7 @@ def log_failure(future: _Future, what: str) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
             log_error("background_work_failed", what, error)
 
-    future.add_done_callback(look)  # type: ignore[arg-type]  # either kind calls it with itself
+    future.add_done_callback(look)
 
 
 def log_error(event: str, what: str, error: BaseException) -> None:

@@ -73,9 +73,7 @@ class DataSection(Section):
         description="JSONL or Parquet files of prompts: PATH, PATH@[start:stop] for a part of its rows, PATH@[start:stop]*WEIGHT to draw "
         "from it more or less often; needed unless data_source is given",
     )
-    data_source: str | None = Field(
-        default=None, pattern=HOOK, description="package.module:function that makes a source of prompts"
-    )
+    data_source: str | None = Field(default=None, pattern=HOOK, description="package.module:function that makes a source of prompts")
     input_key: str = Field(default="prompt", description="key of the prompt: text, or a list of chat messages")
     label_key: str | None = Field(default="label", description="key of the reference answer")
     metadata_key: str = Field(default="metadata", description="key of an object handed on to the environment")
@@ -116,6 +114,9 @@ class RolloutSection(Section):
     rollout_window: int | None = Field(default=None, gt=0, description="groups that windowed_fifo looks ahead; default: two batches")
     over_sampling_batch_size: int | None = Field(
         default=None, gt=0, description="groups that are under way for a batch, at least rollout_batch_size; default: as many as it"
+    )
+    max_dead_in_a_row: int | None = Field(
+        default=None, ge=0, description="dead groups in a row that end the run; 0: none do; default: four batches, at least 32", **MUTABLE
     )
     dynamic_sampling_filter_path: str | None = Field(
         default=None,

@@ -130,7 +130,7 @@ class Service:
             if not task.cancelled() and (error := task.exception()) is not None:
                 failures.fatal(f"task {task.get_name()}", error)
 
-        task = asyncio.create_task(work, name=work.__qualname__)
+        task = asyncio.create_task(work, name=getattr(work, "__qualname__", None))
         self._spawned.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(on_done)
         return task

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TextIO
+from typing import TextIO, cast
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -31,13 +34,38 @@ def _note_error(_: object, __: str, event: structlog.typing.EventDict) -> struct
     return event
 
 
+class _Log:
+    """A stream that goes on where its disk is full: what cannot be logged must not end the service that would say it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with _disk_may_be_full():
+            return self._stream.write(text)
+        return 0
+
+    def flush(self) -> None:
+        with _disk_may_be_full():
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _disk_may_be_full() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
 def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:
     """JSON lines from structlog and from the libraries' own loggers, each with the ids of who speaks.
 
     Args:
         stream: where they go; standard error if not given.
     """
-    stream = sys.stderr if stream is None else stream
+    stream = cast(TextIO, _Log(sys.stderr if stream is None else stream))
 
     def ids(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         return {"run": run, "service": service, "instance": instance, **event}

@@ -56,6 +56,7 @@ def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord
         oldest=0,
         newest=0,
         payload=message.payload,
+        reason=f"{message.by}: {message.reason}",
         at=now,
     )
     return [nothing]

@@ -20,6 +20,7 @@ from services.buffer.dispatch import Dispatch
 from services.buffer.journal import Journal
 from services.buffer.limits import Limits
 from services.buffer.prompts import Prompts, opened
+from services.buffer.run_failure import RunFailure
 from services.buffer.state import BufferState
 from shared import runs
 from shared.bus import TRANSIENT, WrongSequence
@@ -28,6 +29,7 @@ from shared.lease import LOOK_SECONDS as LEASE_LOOK_SECONDS
 from shared.lease import Lease, LeaseLost
 from shared.ledger import (
     EvalEnded,
+    EvalScored,
     EvalStarted,
     GroupDead,
     GroupRequeued,
@@ -87,6 +89,7 @@ class Buffer:
         path = config.rollout.buffer_filter_path
         self._filter = BufferFilter(config, path) if path is not None else None
         self._lease = Lease(service.bus, service.run, "buffer", service.instance)
+        self._failure = RunFailure(service, self._limits.max_dead_in_a_row, self._lease.held)
         self._journal = Journal(service.bus, service.run, self._lease.held)
         self._state = BufferState()
         self._turn = asyncio.Lock()
@@ -136,6 +139,7 @@ class Buffer:
         await self._bus.serve(subjects.trained, Trained, self._as_holder(self._on_trained))
         await self._bus.serve(subjects.durable, Durable, self._as_holder(self._on_durable))
         service.state = "ready"
+        await self._failure.look()
         if took_over:
             await service.announce()
             await service.tell("took_over")
@@ -182,7 +186,7 @@ class Buffer:
             await self._record(decision())
             while records := [
                 *policy.close(self._state, self._limits, time.time()),
-                *policy.admit(self._state, self._limits, time.time()),
+                *([] if self._failure.reason else policy.admit(self._state, self._limits, time.time())),
             ]:
                 await self._record(records)
         async with self._changed:
@@ -193,6 +197,7 @@ class Buffer:
             for record in records:
                 await self._journal.append([record])
                 self._state.apply(record)
+                await self._failure.see(record)
                 if self._state.released:
                     self._to_free.put_nowait(self._state.released)
                 await self._act(record)
@@ -215,7 +220,7 @@ class Buffer:
                 self._dispatch.group(self._state.groups[name], self._state, self._limits)
             case GroupsDropped(groups=names, reason=reason):
                 self._log.info("groups_dropped", groups=names, reason=reason)
-            case GroupDead(group=name, reason=reason):
+            case GroupDead(group=name, reason=reason) | EvalScored(group=name, rewards=[], reason=reason):
                 self._log.warning("group_dead", group=name, reason=reason)
             case EvalStarted(version=version):
                 self._dispatch.evaluation(self._state.evaluations[version])
@@ -297,6 +302,8 @@ class Buffer:
         known = policy.batch(state, step)
         if known is not None:
             return known
+        if self._failure.reason:
+            return RunDone(reason=self._failure.reason)
         if step >= limits.steps:
             if state.finished_steps >= limits.steps:
                 last = state.last_evaluation
@@ -355,6 +362,8 @@ class Buffer:
             "queue_scored": [WorkQueue(self._bus, scored_consumer(run, bus_config), Task)],
         }
         while True:
+            if await self._failure.look():
+                await self._decide(lambda: [])
             state, metrics = self._state, self._service.metrics
             for name in ("admitted", "trained", "dropped", "dead", "in_flight", "trained_steps", "durable_steps", "live_version"):
                 metrics.set(name, getattr(state, name))

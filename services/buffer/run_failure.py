@@ -1,0 +1,56 @@
+"""The run's failure: found by the count of dead groups, or told by a launcher; kept on the bus until somebody creates the run again.
+
+While it stands the buffer admits nothing and tells the trainer to leave. Nobody restarts anything: services idle, or are stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+from services.buffer.dead_groups import DeadGroups
+from shared import last_words, runs
+from shared.ledger import LedgerRecord
+from shared.service import Service
+
+STATE = "run failed"
+"""State of a buffer whose run has failed. The buffer itself is well."""
+
+
+class RunFailure:
+    """See the module's docstring.
+
+    Args:
+        limit: `max_dead_in_a_row`. held: awaited before the bus is told; raises where another buffer is active.
+    """
+
+    def __init__(self, service: Service, limit: int, held: Callable[[], Awaitable[None]]) -> None:
+        self._service, self._limit, self._held = service, limit, held
+        self._dead = DeadGroups()
+        self.reason = ""
+        """Why the run has failed; empty while it has not."""
+
+    async def see(self, record: LedgerRecord) -> None:
+        """Takes a record that was just made; where the run is hopeless with it, the run fails."""
+        self._dead.see(record)
+        if self._dead.reason:
+            self._service.detail = last_words.short(self._dead.reason)
+        if (reason := self._dead.hopeless(self._limit)) is not None and not self.reason:
+            self._service.log.error("run_failed", error=reason)
+            await self._held()
+            await runs.set_phase(self._service.bus, self._service.run, runs.FAILED, reason)
+            self.reason, self._service.state = reason, STATE
+
+    async def look(self) -> bool:
+        """Learns from the bus how the run stands, and keeps the gauges. Returns whether a run that had failed goes on."""
+        metrics = self._service.metrics
+        metrics.set("dead_per_minute", self._dead.per_minute(time.time()))
+        metrics.set("eval_failed", self._dead.eval_failed)
+        phase, reason = await runs.phase_and_reason(self._service.bus, self._service.run, deadline=120)
+        if phase == runs.FAILED and not self.reason:
+            self.reason, self._service.state = reason or "no reason was given", STATE
+        elif phase != runs.FAILED and self.reason:
+            self._service.log.info("goes_on", failed=self.reason)
+            self._dead, self.reason, self._service.state = DeadGroups(), "", "ready"
+            return True
+        return False
