@@ -30,11 +30,17 @@ class RunFailure:
         self.reason = ""
         """Why the run has failed; empty while it has not."""
 
-    async def see(self, record: LedgerRecord) -> None:
-        """Takes a record that was just made; where the run is hopeless with it, the run fails."""
+    async def see(self, record: LedgerRecord, dead: int) -> None:
+        """Takes a record that was just made; where the run is hopeless with it, the run fails. ``dead``: groups in the whole run."""
         self._dead.see(record)
-        if self._dead.reason:
-            self._service.detail = last_words.short(self._dead.reason)
+        reason, service = last_words.short(self._dead.reason), self._service
+        if reason != service.detail:
+            another = last_words.kind(reason) != last_words.kind(service.detail)
+            service.detail = reason
+            self._gauge()
+            service.metrics.set("dead", dead)
+            if another:  # people should not have to wait for the next heartbeat
+                service.spawn(service.announce())
         if (reason := self._dead.hopeless(self._limit)) is not None and not self.reason:
             self._service.log.error("run_failed", error=reason)
             await self._held()
@@ -43,9 +49,7 @@ class RunFailure:
 
     async def look(self) -> bool:
         """Learns from the bus how the run stands, and keeps the gauges. Returns whether a run that had failed goes on."""
-        metrics = self._service.metrics
-        metrics.set("dead_per_minute", self._dead.per_minute(time.time()))
-        metrics.set("eval_failed", self._dead.eval_failed)
+        self._gauge()
         phase, reason = await runs.phase_and_reason(self._service.bus, self._service.run, deadline=120)
         if phase == runs.FAILED and not self.reason:
             self.reason, self._service.state = reason or "no reason was given", STATE
@@ -54,3 +58,7 @@ class RunFailure:
             self._dead, self.reason, self._service.state = DeadGroups(), "", "ready"
             return True
         return False
+
+    def _gauge(self) -> None:
+        self._service.metrics.set("dead_per_minute", self._dead.per_minute(time.time()))
+        self._service.metrics.set("eval_failed", self._dead.eval_failed)

@@ -197,7 +197,7 @@ class Buffer:
             for record in records:
                 await self._journal.append([record])
                 self._state.apply(record)
-                await self._failure.see(record)
+                await self._failure.see(record, self._state.dead)
                 if self._state.released:
                     self._to_free.put_nowait(self._state.released)
                 await self._act(record)

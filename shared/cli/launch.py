@@ -295,6 +295,8 @@ class Launch:
 
     async def _show_troubles(self, bus: Bus) -> None:
         """The part of the summary that tells what went wrong: of a run that ends before it is finished."""
+        if full := troubles.full_disk(self._directory.root):
+            self._say(full)
         try:
             async with asyncio.timeout(TROUBLES_SECONDS):
                 await report.report_troubles(bus, self._run, self._console)

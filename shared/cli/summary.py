@@ -165,11 +165,12 @@ class Tally:
     def see_restart(self, event: ServiceEvent) -> None:
         """Takes the launcher's word that it started a service again."""
         self._restarts[event.instance] += 1
-        self._errors[event.instance] = event.detail
+        self.see_failure(event)
 
     def see_failure(self, event: ServiceEvent) -> None:
         """Takes a service's word that it failed. A launcher says more of the same, and is to be heard after it."""
-        self._errors[event.instance] = event.detail
+        if event.detail:
+            self._errors[event.instance] = event.detail
 
     def summary(self) -> Summary:
         """The sum of all that was taken."""

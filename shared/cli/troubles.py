@@ -44,7 +44,7 @@ class ServiceError:
 
     def __str__(self) -> str:
         restarts = f" restarts {self.restarts}" if self.restarts else ""
-        return f"{self.instance}{restarts}: {shown(self.reason)}"
+        return f"{self.instance}{restarts}" + (f": {shown(self.reason)}" if self.reason else "")
 
 
 @dataclass(frozen=True)
