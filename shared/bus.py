@@ -30,6 +30,7 @@ from shared.bus_errors import TRANSIENT, WRONG_LAST_SEQUENCE, BusUnreachable, No
 from shared.cancel import cancelled
 from shared.confirmations import Confirmations, Outgoing
 from shared.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
+from shared.failures import log_failure
 from shared.messages import Message, Refused
 from shared.violations import Violations, hopeless_reason
 
@@ -296,6 +297,7 @@ class Bus:
             task = asyncio.create_task(answer(message))
             running.add(task)
             task.add_done_callback(running.discard)
+            log_failure(task, f"answering on {subject}")
 
         start = time.monotonic()
         await self.connection.subscribe(subject, cb=on_message)

@@ -109,7 +109,7 @@ class EmbeddedServer(ABC):
         end = time.monotonic() + deadline
         while not self._answers():
             if self.process.poll() is not None:
-                raise MyxoError(f"{self.name} ended with code {self.process.returncode} at start: {self._last_words()}")
+                raise MyxoError(f"{self.name} ended with code {self.process.returncode} at start: {self.last_words()}")
             if time.monotonic() > end:
                 self.stop()
                 raise DeadlineExceeded(f"{self.name}'s first answer", " ".join(command[:1]), deadline, f"stopped it; see {self.log_path}")
@@ -129,7 +129,7 @@ class EmbeddedServer(ABC):
             self.process.kill()
             self.process.wait()
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
         lines = self.log_path.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "no log"
 

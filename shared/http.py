@@ -12,6 +12,7 @@ from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from shared.errors import DeadlineExceeded
+from shared.failures import background
 
 
 def health_app(health: Callable[[], dict[str, object]], registry: CollectorRegistry) -> FastAPI:
@@ -38,19 +39,25 @@ async def serving(app: FastAPI, address: str, deadline: float = 15.0) -> AsyncIt
     config = uvicorn.Config(app, host=host or "127.0.0.1", port=int(port), log_level="warning", access_log=False, lifespan="off", ws="none")
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # the service handles signals itself
-    task = asyncio.create_task(server._serve())
-    end = asyncio.get_running_loop().time() + deadline
-    while not server.started:
-        if task.done():
-            task.result()
-        if task.done() or asyncio.get_running_loop().time() > end:
-            raise DeadlineExceeded(f"the HTTP side at {address}", "uvicorn", deadline, "given up")
-        await asyncio.sleep(0.02)
-    bound = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        yield f"{socket.gethostname() if host == '0.0.0.0' else host or '127.0.0.1'}:{bound}"
-    finally:
-        server.should_exit = True
-        server.force_exit = True
-        with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError):
-            await asyncio.wait_for(task, timeout=5)
+    ended = asyncio.Event()
+
+    async def serve() -> None:
+        try:
+            await server._serve()
+        finally:
+            ended.set()
+
+    async with background(serve()):
+        end = asyncio.get_running_loop().time() + deadline
+        while not server.started:
+            if ended.is_set() or asyncio.get_running_loop().time() > end:
+                raise DeadlineExceeded(f"the HTTP side at {address}", "uvicorn", deadline, "given up")
+            await asyncio.sleep(0.02)
+        bound = server.servers[0].sockets[0].getsockname()[1]
+        try:
+            yield f"{socket.gethostname() if host == '0.0.0.0' else host or '127.0.0.1'}:{bound}"
+        finally:
+            server.should_exit = True
+            server.force_exit = True
+            with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError):
+                await asyncio.wait_for(ended.wait(), timeout=5)

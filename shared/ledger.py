@@ -122,7 +122,7 @@ class EvalStarted(LedgerRecord):
 
 
 class EvalScored(LedgerRecord):
-    """One held-out prompt of evaluation ``version`` is scored or, without rewards, failed; its ``payload`` is freed.
+    """One held-out prompt of evaluation ``version`` is scored or, without rewards, failed for ``reason``; its ``payload`` is freed.
 
     ``oldest``/``newest``: versions that generated it. ``parts`` as in `ScoredGroup`; ``reason``: why it failed.
     """

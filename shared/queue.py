@@ -22,6 +22,7 @@ from nats.aio.msg import Msg
 
 from shared.bus import ATTEMPT_SECONDS, RETRY_PAUSE, TRANSIENT, Bus
 from shared.errors import BadMessage, DeadlineExceeded
+from shared.failures import log_failure
 from shared.messages import Message
 from shared.streams import Consumer
 
@@ -75,6 +76,7 @@ class Lease(Generic[M]):
                 await self.extend()
 
         task = asyncio.create_task(renew())
+        log_failure(task, "extending a lease")
         try:
             yield
         finally:

@@ -17,8 +17,8 @@ from shared.subjects import Subjects
 Record = TypeVar("Record", bound=LedgerRecord)
 
 _CONFIG, _STORE, _PHASE = "config", "store", "phase"
-RUNNING, FINISHED = "running", "finished"
-"""Phases of a run."""
+RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+"""Phases of a run. One that failed goes on when it is created again."""
 
 
 class NoSuchRun(BadInput):
@@ -51,7 +51,7 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None) -> None:
     if known == FINISHED:  # and more steps are asked for?
         finished = await last_record(bus, config.run.name, RunFinished)
         known = FINISHED if finished is not None and finished.steps >= config.rollout.num_rollout else None
-    if known is None:
+    if known in (None, FAILED):
         await set_phase(bus, config.run.name, RUNNING)
 
 
@@ -72,13 +72,20 @@ async def store_url(bus: Bus, run: str) -> str | None:
 
 
 async def phase(bus: Bus, run: str) -> str | None:
-    """`RUNNING`, `FINISHED`, or None before the run exists."""
-    value = await bus.get(Subjects(run).config_bucket, _PHASE)
-    return value.decode() if value else None
+    """`RUNNING`, `FINISHED`, `FAILED`, or None before the run exists."""
+    return (await phase_and_reason(bus, run))[0]
 
 
-async def set_phase(bus: Bus, run: str, value: str) -> None:
-    await bus.put(Subjects(run).config_bucket, _PHASE, value.encode())
+async def phase_and_reason(bus: Bus, run: str, deadline: float = 15.0) -> tuple[str | None, str]:
+    """The phase, and why a run that is `FAILED` is so."""
+    value = await bus.get(Subjects(run).config_bucket, _PHASE, deadline=deadline)
+    phase, _, reason = (value or b"").decode().partition("\n")
+    return phase or None, reason
+
+
+async def set_phase(bus: Bus, run: str, value: str, reason: str = "") -> None:
+    """``reason``: of `FAILED`, in one line."""
+    await bus.put(Subjects(run).config_bucket, _PHASE, f"{value}\n{reason}".rstrip("\n").encode())
 
 
 async def last_record(bus: Bus, run: str, kind: type[Record]) -> Record | None:

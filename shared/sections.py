@@ -123,6 +123,9 @@ class RolloutSection(Section):
     over_sampling_batch_size: int | None = Field(
         default=None, gt=0, description="groups that are under way for a batch, at least rollout_batch_size; default: as many as it"
     )
+    max_dead_in_a_row: int | None = Field(
+        default=None, ge=0, description="dead groups in a row that end the run; 0: none do; default: four batches, at least 32", **MUTABLE
+    )
     dynamic_sampling_filter_path: str | None = Field(
         default=None,
         pattern=rf"^nonzero_std$|{HOOK}",

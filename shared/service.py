@@ -23,9 +23,8 @@ from typing import Any, NoReturn
 
 import structlog
 
-from shared import addresses, http, runs
+from shared import addresses, failures, http, last_words, runs
 from shared.bus import TRANSIENT, Bus, BusUnreachable
-from shared.cancel import cancelled
 from shared.config import RunConfig
 from shared.errors import BadInput, ConfigError, DeadlineExceeded, MyxoError
 from shared.hub import resolve
@@ -33,10 +32,13 @@ from shared.messages import Message, ServiceCard, ServiceEvent
 from shared.registry import HEARTBEAT, Registry
 from shared.store import Store, StoreUnreachable
 from shared.subjects import RUN_ID, Subjects
-from shared.telemetry import Metrics, configure_logs
+from shared.telemetry import Metrics, configure_logs, last_error
 
 STOP_SECONDS = 4.0
 """How long a service's body has to return after SIGTERM before it is cancelled."""
+
+FAREWELL_SECONDS = 1.0
+"""How long a service that fails tries to say so on the bus."""
 
 EXIT_BAD_INPUT = 2
 
@@ -59,6 +61,8 @@ class Service:
         self.ranks = 1
         self.http = ""
         self.engine = ""
+        self.detail = ""
+        self._spawned: set[asyncio.Task[None]] = set()
 
     def card(self) -> ServiceCard:
         """What the registry shows of this service now."""
@@ -74,6 +78,9 @@ class Service:
             incarnation=self.incarnation,
             ranks=self.ranks,
             gauges=dict(self.metrics.values),
+            detail=self.detail,
+            last_error=last_error.text,
+            last_error_at=last_error.at,
             at=time.time(),
         )
 
@@ -82,16 +89,17 @@ class Service:
         with contextlib.suppress(MyxoError, *TRANSIENT):
             await self.registry.renew(self.card())
 
-    async def event(self, plane: str, what: str, message: Message) -> None:
+    async def event(self, plane: str, what: str, message: Message, deadline: float = 10) -> None:
         """Publishes an event. Nothing decides by events: one that cannot be published is logged and let go."""
         try:
-            await self.bus.publish(self.subjects.event(plane, what), message, deadline=10)
+            await self.bus.publish(self.subjects.event(plane, what), message, deadline=deadline)
         except (MyxoError, *TRANSIENT) as error:
             self.log.warning("event_lost", what=what, error=str(error))
 
-    async def tell(self, what: str, detail: str = "") -> None:
+    async def tell(self, what: str, detail: str = "", deadline: float = 10) -> None:
         """Publishes a `ServiceEvent` about this service."""
-        await self.event("service", what, ServiceEvent(service=self.name, instance=self.instance, what=what, detail=detail, at=time.time()))
+        event = ServiceEvent(service=self.name, instance=self.instance, what=what, detail=detail, at=time.time())
+        await self.event("service", what, event, deadline)
 
     def health(self) -> dict[str, object]:
         connected = self.bus.connection.is_connected
@@ -111,29 +119,22 @@ class Service:
             await asyncio.wait_for(self.stopping.wait(), timeout=seconds)
         return not self.stopping.is_set()
 
-    @contextlib.asynccontextmanager
-    async def background(self, *work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-        """Runs coroutines beside the body; the first that fails makes the body fail with its error."""
-        body = asyncio.current_task()
-        assert body is not None
-        failed: list[BaseException] = []
+    def background(self, *work: Coroutine[Any, Any, None]) -> contextlib.AbstractAsyncContextManager[None]:
+        """Runs coroutines beside the body; the first that fails makes the body fail with its error, and soon ends the process."""
+        return failures.background(*work)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs a coroutine by itself. If it fails, the service ends with its error; whoever has the task may cancel it."""
 
         def on_done(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None and not failed:
-                failed.append(error)
-                body.cancel()
+            self._spawned.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                failures.fatal(f"task {task.get_name()}", error)
 
-        tasks = [asyncio.create_task(coroutine) for coroutine in work]
-        for task in tasks:
-            task.add_done_callback(on_done)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if failed:
-                raise failed[0] from None
-            raise
-        finally:
-            await cancelled(tasks)
+        task = asyncio.create_task(work, name=getattr(work, "__qualname__", None))
+        self._spawned.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(on_done)
+        return task
 
 
 def environment() -> tuple[str, str]:
@@ -181,11 +182,26 @@ async def attended(service: Service) -> AsyncIterator[None]:
                 service.log.warning("heartbeat_missed", error=str(error))
             await asyncio.sleep(HEARTBEAT)
 
+    loop = asyncio.get_running_loop()
+    heard: asyncio.Future[None] = loop.create_future()
+
+    def hear(error: BaseException) -> None:
+        loop.call_soon_threadsafe(lambda: None if heard.done() else heard.set_exception(error))
+
+    async def failure() -> None:
+        """Fails as soon as a thread, or a task that was spawned, does."""
+        await heard
+
     app = http.health_app(service.health, service.metrics.registry)
-    async with http.serving(app, os.environ.get("MYXO_HTTP", "127.0.0.1:0")) as service.http, service.background(heartbeat()):
-        await service.tell("joined")
+    async with http.serving(app, os.environ.get("MYXO_HTTP", "127.0.0.1:0")) as service.http:
         try:
-            yield
+            async with service.background(heartbeat(), failure()):
+                await service.tell("joined")
+                with failures.failures_heard(hear):
+                    yield
+        except Exception as error:
+            await service.tell("failed", last_words.short(failures.describe(error)), deadline=FAREWELL_SECONDS)
+            raise
         finally:
             service.state = "stopping"
             with contextlib.suppress(MyxoError, *TRANSIENT):
@@ -235,6 +251,8 @@ def run(name: str, body: Callable[[Service], Awaitable[None]]) -> NoReturn:
 def exit_code(name: str, work: Callable[[], None]) -> int:
     """Runs a service's work with its logs set up and its errors told; returns the exit code."""
     configure_logs(os.environ.get("MYXO_RUN", ""), name, default_instance(name), level=os.environ.get("MYXO_LOG_LEVEL", "INFO"))
+    failures.arm()
+    failures.log_foreign_threads()
     log = structlog.get_logger()
     try:
         work()

@@ -2,12 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import sys
-from typing import TextIO
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TextIO, cast
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from shared import last_words
+
+
+@dataclass
+class LastError:
+    """The newest line at level error of this process: what it says, and when it was logged (seconds since the epoch)."""
+
+    text: str = ""
+    at: float = 0.0
+
+
+last_error = LastError()
+
+
+def _note_error(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    if event.get("level") in last_words.ERROR_LEVELS:
+        last_error.text, last_error.at = last_words.of_event(event), time.time()
+    return event
+
+
+class _Log:
+    """A stream that goes on where its disk is full: what cannot be logged must not end the service that would say it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with _disk_may_be_full():
+            return self._stream.write(text)
+        return 0
+
+    def flush(self) -> None:
+        with _disk_may_be_full():
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _disk_may_be_full() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:
@@ -16,7 +65,7 @@ def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO"
     Args:
         stream: where they go; standard error if not given.
     """
-    stream = sys.stderr if stream is None else stream
+    stream = cast(TextIO, _Log(sys.stderr if stream is None else stream))
 
     def ids(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         return {"run": run, "service": service, "instance": instance, **event}
@@ -26,6 +75,7 @@ def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO"
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         ids,
+        _note_error,
     ]
     structlog.configure(
         processors=[*shared, structlog.processors.format_exc_info, structlog.processors.JSONRenderer(sort_keys=False)],

@@ -9,13 +9,17 @@ from services.buffer.staleness import Policy
 from shared.config import RunConfig
 from shared.versions import version_after
 
+DEAD_BATCHES, FEWEST_DEAD = 4, 32
+"""Default of `max_dead_in_a_row`: batches, and groups at least."""
+
 
 @dataclass(frozen=True)
 class Limits:
     """See the module's docstring.
 
     groups: per batch. samples: rollouts of a group. window: groups that order ``windowed_fifo`` looks ahead (0: two batches).
-    surplus: groups that are under way beyond what the batches need. eval_prompts: held-out prompts (0: the run evaluates nothing).
+    surplus: groups that are under way beyond what the batches need. max_dead_in_a_row: of groups (0: any number).
+    eval_prompts: held-out prompts (0: the run evaluates nothing).
     """
 
     steps: int
@@ -27,6 +31,7 @@ class Limits:
     order: Order = "completion"
     window: int = 0
     surplus: int = 0
+    max_dead_in_a_row: int = 0
     eval_name: str = "heldout"
     eval_prompts: int = 0
     eval_interval: int | None = None
@@ -44,6 +49,7 @@ class Limits:
             order=config.rollout.rollout_order,
             window=config.rollout.rollout_window or 0,
             surplus=(config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size) - config.rollout.rollout_batch_size,
+            max_dead_in_a_row=_max_dead(config),
             eval_name=config.eval.eval_name,
             eval_prompts=eval_prompts,
             eval_interval=config.eval.eval_interval,
@@ -57,3 +63,8 @@ class Limits:
     def version_of_step(self, step: int) -> int:
         """The weight version that ``step`` trains on."""
         return step // self.interval
+
+
+def _max_dead(config: RunConfig) -> int:
+    given = config.rollout.max_dead_in_a_row
+    return max(DEAD_BATCHES * config.rollout.rollout_batch_size, FEWEST_DEAD) if given is None else given

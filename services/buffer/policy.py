@@ -289,11 +289,15 @@ def durable(state: BufferState, steps: int, now: float) -> list[LedgerRecord]:
 
 
 def live(state: BufferState, limits: Limits, version: int, now: float) -> list[LedgerRecord]:
-    """A version is served. Older news gives no record. Where an evaluation is due, it starts."""
-    if version <= state.live_version:
+    """A version is served. Older news gives no record. Where an evaluation is due, it starts, unless it did before.
+
+    The news of a version comes again and again: a buffer that died between these two records finds the second one missing.
+    """
+    if version < state.live_version:
         return []
-    records: list[LedgerRecord] = [VersionLive(version=version, at=now)]
-    if limits.eval_prompts and evaluation.is_due(limits, version):
+    records: list[LedgerRecord] = [VersionLive(version=version, at=now)] if version > state.live_version else []
+    started = version in state.evaluations or version in state.evaluated
+    if limits.eval_prompts and not started and evaluation.is_due(limits, version):
         records.append(EvalStarted(dataset=limits.eval_name, version=version, prompts=limits.eval_prompts, at=now))
     return records
 

@@ -21,6 +21,7 @@ from services.buffer.journal import Journal
 from services.buffer.limits import Limits
 from services.buffer.prompts import Prompts, opened
 from services.buffer.rollout_keeper import RolloutKeeper
+from services.buffer.run_failure import RunFailure
 from services.buffer.state import BufferState
 from shared import runs
 from shared.bus import TRANSIENT, WrongSequence
@@ -29,6 +30,7 @@ from shared.lease import LOOK_SECONDS as LEASE_LOOK_SECONDS
 from shared.lease import Lease, LeaseLost
 from shared.ledger import (
     EvalEnded,
+    EvalScored,
     EvalStarted,
     GroupDead,
     GroupRequeued,
@@ -91,6 +93,7 @@ class Buffer:
         path = config.rollout.buffer_filter_path
         self._filter = BufferFilter(config, path) if path is not None else None
         self._lease = Lease(service.bus, service.run, "buffer", service.instance)
+        self._failure = RunFailure(service, self._limits.max_dead_in_a_row, self._lease.held)
         self._journal = Journal(service.bus, service.run, self._lease.held)
         self._state = BufferState()
         self._turn = asyncio.Lock()
@@ -142,6 +145,7 @@ class Buffer:
         await self._bus.serve(subjects.trained, Trained, self._as_holder(self._on_trained))
         await self._bus.serve(subjects.durable, Durable, self._as_holder(self._on_durable))
         service.state = "ready"
+        await self._failure.look()
         if took_over:
             await service.announce()
             await service.tell("took_over")
@@ -189,7 +193,7 @@ class Buffer:
             await self._record(decision())
             while records := [
                 *policy.close(self._state, self._limits, time.time()),
-                *policy.admit(self._state, self._limits, time.time()),
+                *([] if self._failure.reason else policy.admit(self._state, self._limits, time.time())),
             ]:
                 await self._record(records)
         async with self._changed:
@@ -201,6 +205,7 @@ class Buffer:
                 await self._journal.append([record])
                 self._keeper.take(ended_groups.ended(self._state, record))
                 self._state.apply(record)
+                await self._failure.see(record, self._state.dead)
                 self._keeper.release(self._state.released)
                 await self._act(record)
         except Exception as error:
@@ -222,7 +227,7 @@ class Buffer:
                 self._dispatch.group(self._state.groups[name], self._state, self._limits)
             case GroupsDropped(groups=names, reason=reason):
                 self._log.info("groups_dropped", groups=names, reason=reason)
-            case GroupDead(group=name, reason=reason):
+            case GroupDead(group=name, reason=reason) | EvalScored(group=name, rewards=[], reason=reason):
                 self._log.warning("group_dead", group=name, reason=reason)
             case EvalStarted(version=version):
                 self._dispatch.evaluation(self._state.evaluations[version])
@@ -307,6 +312,8 @@ class Buffer:
         known = policy.batch(state, step)
         if known is not None:
             return known
+        if self._failure.reason:
+            return RunDone(reason=self._failure.reason)
         if step >= limits.steps:
             if state.finished_steps >= limits.steps:
                 last = state.last_evaluation
@@ -365,6 +372,8 @@ class Buffer:
             "queue_scored": [WorkQueue(self._bus, scored_consumer(run, bus_config), Task)],
         }
         while True:
+            if await self._failure.look():
+                await self._decide(lambda: [])
             state, metrics = self._state, self._service.metrics
             for name in ("admitted", "trained", "dropped", "dead", "in_flight", "trained_steps", "durable_steps", "live_version"):
                 metrics.set(name, getattr(state, name))

@@ -34,7 +34,7 @@ class Intake:
         while True:
             if await self._may_fetch():
                 for lease in await self._queue.fetch(limit - len(running)):
-                    running.add(asyncio.create_task(self._handle(lease)))
+                    running.add(self._service.spawn(self._handle(lease)))
             if len(running) >= limit:
                 await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in [task for task in running if task.done()]:

@@ -22,6 +22,7 @@ from services.rollout.replica import Replica
 from shared import hooks
 from shared.cancel import cancelled
 from shared.errors import BadMessage, DeadlineExceeded
+from shared.failures import SupervisedThread
 from shared.hooks import Arguments, HookFailed, Status
 from shared.hooks.conversion import Bounds, Served, group_index, to_stored
 from shared.ledger import is_evaluation
@@ -48,7 +49,7 @@ class CustomGenerate:
         self._arguments: tuple[str, Arguments] | None = None
         self._vocabulary = 0
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="custom-generate", daemon=True).start()
+        SupervisedThread(self._loop.run_forever, "custom-generate").start()
 
     async def group(self, task: Task) -> list[Sample]:
         """All samples of the task's n rollouts, in the rollouts' order.

@@ -24,6 +24,7 @@ from services.rollout.engine.client import EngineClient
 from services.rollout.replica import NO_WEIGHTS, Replica
 from shared.bus import TRANSIENT
 from shared.errors import DeadlineExceeded, MyxoError
+from shared.failures import log_failure
 from shared.messages import Message, WeightsLane, WeightsLend, WeightsLent, WeightsLive, WeightsSnapshot
 from shared.registry import BROKEN_SNAPSHOT, CATCHING_UP
 from shared.service import Service
@@ -299,6 +300,7 @@ class CatchUp:
         try:
             return await asyncio.wait_for(asyncio.shield(self._pulling), seconds)
         except TimeoutError:
+            log_failure(self._pulling, f"a pull of version {snapshot.version}")  # nobody waits for it any more
             raise DeadlineExceeded(f"version {snapshot.version}", str(source.directory), seconds, "it is tried again") from None
 
     async def _load(self, client: EngineClient, link: Link) -> None:

@@ -73,7 +73,7 @@ class Turns:
     async def _sleep(self, request: WeightsSleep) -> Message:
         self._asleep_until = time.monotonic() + request.lasts  # before the step is free: a push of the trainer's may have it
         if self._watch is None or self._watch.done():
-            self._watch = asyncio.create_task(self._watch_trainer())
+            self._watch = self._service.spawn(self._watch_trainer())
         async with self._step:
             replica = self._replica
             if not replica.asleep:
@@ -135,7 +135,7 @@ class Turns:
             await asyncio.sleep(min(left, LOOK_SECONDS))
         async with self._step:
             if self._asleep_until > time.monotonic():  # it has spoken while the step was not free
-                self._watch = asyncio.create_task(self._watch_trainer())
+                self._watch = self._service.spawn(self._watch_trainer())
                 return
             reason = "the trainer fell silent in its turn"
             self._service.log.warning("turn_expired", reason=reason)

@@ -178,7 +178,7 @@ class WeightsReceiver:
         self._replica.close_gate()
         self._end()
         self._pushing, self._digest, self._touched = request.version, None, False
-        self._expiry = asyncio.create_task(self._expire(request.version, request.deadline))
+        self._expiry = self._service.spawn(self._expire(request.version, request.deadline))
         self._service.state = "updating"
 
     async def _commit(self, request: WeightsCommit) -> Message:

@@ -64,6 +64,7 @@ class Batches:
 
     def __init__(self, link: Link, patience: Patience) -> None:
         self._link, self._patience = link, patience
+        self._log: Any = structlog.get_logger()
 
     def next(self, step: int, version: int) -> Batch | Order:
         """The batch of ``step``, or what to do without it."""
@@ -75,7 +76,9 @@ class Batches:
             self._patience.end()
             return answer
         if isinstance(answer, RunDone):
-            return Leave(done=True)
+            if answer.reason:
+                self._log.warning("run_failed", reason=answer.reason)
+            return Leave(done=not answer.reason)
         assert isinstance(answer, BatchPending)  # the third and last kind of answer
         self._patience.keep(f"the batch of step {answer.step}", answer.waiting_for, have=answer.have, need=answer.need)
         return Wait()

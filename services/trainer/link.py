@@ -18,6 +18,7 @@ from shared.bus import TRANSIENT
 from shared.cancel import cancelled
 from shared.config import RunConfig
 from shared.errors import DeadlineExceeded, MyxoError
+from shared.failures import SupervisedThread, log_failure
 from shared.messages import (
     Accepted,
     BatchAnswer,
@@ -52,13 +53,18 @@ class StopAsked(DeadlineExceeded):
 
 
 class Link:
-    """Use as a context manager around the training loop. ``service``: trainer, or critic."""
+    """Use as a context manager around the training loop. ``service``: trainer, or critic.
+
+    The thread that serves it makes ``service`` (the attribute), and ends the process if it dies (`shared.failures`).
+    """
+
+    service: Service
 
     def __init__(self, service: str = "trainer") -> None:
         self._name = service
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="bus-link", daemon=True)
-        self._started: Future[Service] = Future()
+        self._thread = SupervisedThread(self._run, "bus-link")
+        self._started: Future[None] = Future()
         self._ended: asyncio.Event | None = None
         self._stop_asked = threading.Event()
         self._replicas: list[ServiceCard] = []
@@ -68,11 +74,11 @@ class Link:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._stop_asked.set())
         self._thread.start()
-        self.service = self._started.result()
+        self._started.result()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._ended is not None:
+        if self._ended is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._ended.set)
         self._thread.join(timeout=CALL_MARGIN)
 
@@ -116,15 +122,15 @@ class Link:
 
     def report_step(self, step: TrainerStep) -> None:
         """Publishes the step's measurements, without waiting."""
-        self._spawn(self.service.event("trainer", "step", step))
+        self._spawn(self.service.event("trainer", "step", step), "the report of a step")
 
     def report_warm_start(self, ended: WarmStartEnded) -> None:
         """Publishes how the warm start went, without waiting."""
-        self._spawn(self.service.event("trainer", "warm_start", ended))
+        self._spawn(self.service.event("trainer", "warm_start", ended), "the report of the warm start")
 
     def tell(self, what: str, detail: str) -> None:
         """Publishes an event about this service, without waiting."""
-        self._spawn(self.service.tell(what, detail))
+        self._spawn(self.service.tell(what, detail), f"the event {what}")
 
     def set_state(self, state: str) -> None:
         self.service.state = state
@@ -193,8 +199,8 @@ class Link:
             await asyncio.sleep(LOOK_SECONDS)
         await asyncio.sleep(STOP_SECONDS)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop)
+    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        log_failure(self.begin(work), what)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -209,11 +215,11 @@ class Link:
             self._loop.close()
 
     async def _live(self) -> None:
-        service = await connect(self._name, role="trainer")
+        self.service = service = await connect(self._name, role="trainer")  # before anything that uses it is started
         self._ended = asyncio.Event()
         try:
             async with attended(service), service.background(self._look(service)):
-                self._started.set_result(service)
+                self._started.set_result(None)
                 await self._ended.wait()
         finally:
             await service.store.close()

@@ -6,7 +6,9 @@ import contextlib
 import os
 import signal
 import sys
+from pathlib import Path
 
+from shared import failures
 from shared.embedded import die_with_parent
 
 SERVICES = {"actor": "trainer", "critic": "critic"}
@@ -27,6 +29,8 @@ def main(role: str) -> None:
     from services.trainer.loop import Trainer
     from shared.store import BlockingStore
 
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        failures.arm(last_act=kill_siblings)
     rank = int(os.environ.get("RANK", "0"))
     with contextlib.ExitStack() as stack:
         if rank == 0:
@@ -43,6 +47,14 @@ def main(role: str) -> None:
         trainer = (Trainer if role == "actor" else Critic)(config, BlockingStore(redis_url), link, exchange)
         stack.callback(trainer.close)
         trainer.run()
+
+
+def kill_siblings() -> None:
+    """Ends the other ranks of this process's torchrun, which would otherwise give them half a minute to end in order."""
+    parent = os.getppid()
+    for pid in map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()):
+        if pid != os.getpid():
+            os.kill(pid, signal.SIGKILL)
 
 
 def read_run():  # type: ignore[no-untyped-def]

@@ -18,7 +18,7 @@ from rich.console import Console
 from shared import runs, streams
 from shared.bus import TRANSIENT, Bus
 from shared.cancel import cancelled
-from shared.cli import erase, exits, report
+from shared.cli import erase, exits, report, troubles
 from shared.cli.access import told_when_lost
 from shared.cli.child import ServiceSpec
 from shared.cli.plan import TRAINERS, plan
@@ -31,6 +31,7 @@ from shared.cli.supervisor import Supervisor, Verdict
 from shared.cli.view import View, look
 from shared.config import RunConfig
 from shared.errors import DeadlineExceeded, MyxoError
+from shared.failures import log_failure
 from shared.ledger import BatchTrained, RunFinished
 from shared.messages import ServiceCard, ServiceEvent
 from shared.registry import ENVIRONMENT, Registry
@@ -56,6 +57,9 @@ LEAVE_SECONDS = 60.0
 REPORT_SECONDS = 60.0
 """How long the summary is tried again where the bus breaks off."""
 
+TROUBLES_SECONDS = 20.0
+"""How long the summary of what went wrong may take where the run ends unfinished."""
+
 GONE_SECONDS = SERVICES_TTL * 1.5 + 2
 """How long the cards of services that were killed stay in the registry, at most."""
 
@@ -79,6 +83,7 @@ class Launch:
         self._began = 0  # steps trained when this launch began
         self._cards: list[ServiceCard] = []
         self._phase: str | None = None
+        self._failure = ""  # why the run has failed, where its phase says so
         self._away = float("-inf")  # when bus or store last did not answer, monotonic
         self._telling: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
@@ -138,6 +143,8 @@ class Launch:
         verdict: Verdict | None = None
         try:
             verdict = await self._until_end(bus, supervisor, watch, shown)
+            if verdict is not None and not verdict.bad_input:
+                await self._fail(bus, verdict.reason)
             if self._finished and not self._signals:
                 await self._wait(lambda: not any(map(supervisor.running, TRAINERS)), LEAVE_SECONDS)
         finally:
@@ -148,9 +155,10 @@ class Launch:
                 asyncio.get_running_loop().remove_signal_handler(number)
         if self._finished:
             return await self._report(bus)
+        await self._show_troubles(bus)
         if verdict is not None:
             return self._give_up(verdict)
-        return self._interrupted()
+        return self._interrupted() if self._signals else self._failed()
 
     async def _until_end(self, bus: Bus, supervisor: Supervisor, watch: asyncio.Task[None], shown: Display) -> Verdict | None:
         config = self._config
@@ -162,17 +170,19 @@ class Launch:
             if not bus.connection.is_connected:
                 self._away = now
             supervisor.see(self._cards)
-            if not self._finished and (verdict := supervisor.tick(now)) is not None:
+            if not self._ended and (verdict := supervisor.tick(now, view.steps)) is not None:
                 return verdict
             if watch.done():
                 watch.result()
-            if now >= show_at or self._finished:
+            if now >= show_at or self._ended:
                 show_at = now + SHOW_SECONDS
                 view = look(config, self._cards, supervisor.statuses(now), self._servers.restarts().values(), view, self._began)
+                seen = troubles.with_servers(view.troubles, self._servers.errors(), self._directory.root)
+                view = replace(view, troubles=seen)
                 if self._finished:  # the cards may be seconds behind
                     view = replace(view, steps=view.of, waiting_for=None)
                 shown.show(view, now)
-            if self._finished:
+            if self._ended:
                 return None
             await asyncio.sleep(TICK_SECONDS)
         return None
@@ -181,6 +191,10 @@ class Launch:
     def _finished(self) -> bool:
         return self._phase == runs.FINISHED
 
+    @property
+    def _ended(self) -> bool:
+        return self._phase in (runs.FINISHED, runs.FAILED)
+
     async def _watch(self, bus: Bus) -> None:
         """Reads the registry and the run's phase, and notes when bus or store do not answer. Runs until cancelled."""
         registry, store = Registry(bus, self._run), Store(self._servers.redis_url)
@@ -188,7 +202,7 @@ class Launch:
             while True:
                 try:
                     self._cards = await registry.alive()
-                    self._phase = await runs.phase(bus, self._run)
+                    self._phase, self._failure = await runs.phase_and_reason(bus, self._run)
                     await store.ping(deadline=2)
                 except (MyxoError, nats.errors.Error, RedisError, *TRANSIENT) as error:
                     self._away = time.monotonic()
@@ -210,6 +224,7 @@ class Launch:
         task = asyncio.create_task(publish())
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
+        log_failure(task, "telling of a restart")
 
     # --- before and after
 
@@ -271,6 +286,27 @@ class Launch:
                     raise
                 self._log.warning("report_again", error=str(error) or type(error).__name__)
 
+    async def _fail(self, bus: Bus, reason: str) -> None:
+        """Writes down that the run has failed, for `myxo status` and for services that were started elsewhere."""
+        try:
+            await runs.set_phase(bus, self._run, runs.FAILED, reason)
+        except (MyxoError, nats.errors.Error, *TRANSIENT) as error:
+            self._log.warning("failure_not_written_down", error=str(error) or type(error).__name__)
+
+    async def _show_troubles(self, bus: Bus) -> None:
+        """The part of the summary that tells what went wrong: of a run that ends before it is finished."""
+        if full := troubles.full_disk(self._directory.root):
+            self._say(full)
+        try:
+            async with asyncio.timeout(TROUBLES_SECONDS):
+                await report.report_troubles(bus, self._run, self._console)
+        except (MyxoError, nats.errors.Error, *TRANSIENT) as error:
+            self._say(f"What went wrong cannot be summed up: {error or type(error).__name__}; `myxo summary {self._run}` tries again.")
+
+    def _failed(self) -> int:
+        print(f"myxo: run {self._run} failed: {self._failure}", file=sys.stderr)
+        return exits.FAILED
+
     def _give_up(self, verdict: Verdict) -> int:
         if verdict.bad_input:
             line = verdict.lines[-1] if verdict.lines else f"{verdict.instance} refused its input; see {verdict.log_path}"
@@ -279,8 +315,7 @@ class Launch:
         for line in verdict.lines:
             print(f"  {line}", file=sys.stderr)
         print(
-            f"myxo: {verdict.instance} ended {verdict.deaths} times in a row without getting to work; its last lines are above, "
-            f"all of them in {verdict.log_path}",
+            f"myxo: {verdict.reason}; its last lines are above, all of them in {verdict.log_path}",
             file=sys.stderr,
         )
         return exits.FAILED

@@ -24,7 +24,7 @@ PLAIN_SECONDS = 5.0
 PACE_STEPS = 20
 """The pace, and the time left, are taken over so many steps at most."""
 
-_SECONDS = re.compile(r"\d+ s\b")
+_SECONDS = re.compile(r"\d+ s\b|\d+/min\b")
 
 _STATE_STYLES = {
     "ready": "green",
@@ -37,6 +37,7 @@ _STATE_STYLES = {
     "stopping": "dim",
     "down": "bold red",
     "failed": "bold red",
+    "run failed": "bold red",
 }
 
 
@@ -133,6 +134,7 @@ def what_happened(view: View) -> str:
     parts.append(f"replicas {ready}/{replicas}")
     if view.restarts:
         parts.append(f"restarts {view.restarts}")
+    parts += view.troubles.lines()
     return "  ".join(parts)
 
 
@@ -167,6 +169,7 @@ def panel(view: View, elapsed: float | None = None, remaining: float | None = No
     if view.waiting_for:
         parts.append(Text(f"waiting for {view.waiting_for}", style="yellow"))
     parts.append(services_table(view))
+    parts += [Text(line, style="red") for line in view.troubles.lines()]
     return Panel(
         Group(*parts), title=f"[bold]{view.run}[/]", subtitle=None if elapsed is None else _times(elapsed, remaining), border_style="cyan"
     )

@@ -9,12 +9,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shared import last_words
 from shared.bus import Bus
 from shared.cli import chart, exits
 from shared.cli.access import reach
 from shared.cli.durations import duration
 from shared.cli.rundir import RunDirectory
 from shared.cli.summary import Summary, collect
+from shared.cli.troubles import shown
+
+MOST = 5
+"""Kinds of reasons, and services, that are listed."""
 
 
 async def report(bus: Bus, run: str, directory: RunDirectory, console: Console) -> int:
@@ -33,6 +38,29 @@ async def report(bus: Bus, run: str, directory: RunDirectory, console: Console) 
         console.print(f"Picture: {directory.chart}", soft_wrap=True, highlight=False)
     console.print(f"Summary: {directory.summary}", soft_wrap=True, highlight=False)
     return exits.DONE if summary.audit == "ok" else exits.FAILED
+
+
+async def report_troubles(bus: Bus, run: str, console: Console) -> None:
+    """What went wrong, where anything did, onto the console: of a run that ends unfinished."""
+    rows = troubles_of((await collect(bus, run)).summary())
+    if rows:
+        table = Table(title=f"Run {run}, what went wrong", title_justify="left", show_header=False, box=None, padding=(0, 2))
+        for name, value in rows:
+            table.add_row(Text(name, style="dim"), Text(value))
+        console.print(table)
+
+
+def troubles_of(summary: Summary) -> list[tuple[str, str]]:
+    """Dead groups and failed prompts by reason, restarts and failures by service, the most frequent of each."""
+    rows = []
+    for name, reasons in (("dead", summary.groups.dead), ("held-out failed", summary.eval_failed)):
+        rows += [(name, f"{count}: {shown(reason)}") for reason, count in last_words.most(reasons, MOST)]
+    restarts = sorted(summary.restarts.items(), key=lambda entry: -entry[1])
+    for instance, count in restarts[:MOST]:
+        reason = summary.errors.get(instance)
+        rows.append(("restarts", f"{instance} {count}" + (f", last {shown(reason)}" if reason else "")))
+    elsewhere = [(instance, reason) for instance, reason in summary.errors.items() if instance not in summary.restarts]
+    return rows + [("failed", f"{instance}: {shown(reason)}") for instance, reason in elsewhere[-MOST:]]
 
 
 async def summarise(run: str, directory: Path, console: Console) -> int:
@@ -64,9 +92,7 @@ def table(summary: Summary) -> Table:
         ("groups", f"{groups.admitted} admitted, {groups.trained} trained, {groups.in_flight} in flight"),
     ]
     lines += [("dropped", f"{count}: {reason}") for reason, count in groups.dropped.items()]
-    lines += [("dead", f"{count}: {reason}") for reason, count in groups.dead.items()]
-    if summary.restarts:
-        lines.append(("restarts", ", ".join(f"{instance} {count}" for instance, count in summary.restarts.items())))
+    lines += troubles_of(summary)
     rows = Table(title=f"Run {summary.run}", title_justify="left", show_header=False, box=None, padding=(0, 2))
     for name, value in lines:
         rows.add_row(Text(name, style="dim"), Text(value))

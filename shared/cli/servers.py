@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from shared.errors import MyxoError
 RESTART_SECONDS = 10.0
 """How long a restarted server may take until it answers. The launcher does nothing else meanwhile: nothing else could go on."""
 
+_ERROR = re.compile(r"error|fail|fatal|panic|no space|\[ERR\]|\[FTL\]", re.IGNORECASE)
+
 
 class ServerLost(MyxoError):
     """An embedded server that does not come back."""
@@ -29,6 +32,7 @@ class _Kept:
     since: float
     restarts: int = 0
     due: float | None = None
+    reason: str = ""
 
 
 class Servers:
@@ -94,12 +98,16 @@ class Servers:
         wait = kept.backoff.died(now - kept.since, ready)
         if wait is None:
             raise ServerLost(f"{kept.server.name} does not come back after {kept.restarts} restarts; see {kept.server.log_path}")
-        kept.due = now + wait
-        structlog.get_logger().warning("server_died", server=kept.server.name, restart_in=wait)
+        kept.due, kept.reason = now + wait, _reason(kept.server.last_words())
+        structlog.get_logger().warning("server_died", server=kept.server.name, reason=kept.reason, restart_in=wait)
 
     def restarts(self) -> dict[str, int]:
         """How often each embedded server was restarted."""
         return {kept.server.name: kept.restarts for kept in self._kept}
+
+    def errors(self) -> list[tuple[str, int, str]]:
+        """Name, restarts and newest error of each embedded server."""
+        return [(kept.server.name, kept.restarts, kept.reason) for kept in self._kept]
 
     def logs(self) -> list[Path]:
         """The embedded servers' own log files."""
@@ -109,3 +117,8 @@ class Servers:
         """Stops the embedded ones; the store first, for nobody needs it once the services are gone."""
         for kept in reversed(self._kept):
             kept.server.stop()
+
+
+def _reason(words: str) -> str:
+    """A server's last words, where they speak of an error; one that was killed had none."""
+    return words if _ERROR.search(words) else "it was killed"

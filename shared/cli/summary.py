@@ -17,6 +17,7 @@ from shared.ledger import (
     BatchFormed,
     BatchTrained,
     EvalEnded,
+    EvalScored,
     GroupDead,
     GroupRequeued,
     GroupsDropped,
@@ -76,6 +77,7 @@ class Summary:
     max_staleness: the run's bound; the other staleness figures are over the samples of all batches.
     overlap_seconds: how long some group was generated while some step was trained, of generation_seconds and training_seconds, in
     which at least one was. trained_tokens: response tokens of the trained samples.
+    eval_failed: held-out prompts that failed, by reason. errors: what each service that failed or was restarted last ended with.
     mean_abs_logprob_diff: between engine and trainer, over tokens that both computed under the same weight version.
     """
 
@@ -101,6 +103,8 @@ class Summary:
     finished: bool
     audit: str | list[str]
     evaluations: list[Evaluation]
+    eval_failed: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for `json.dump`."""
@@ -132,6 +136,8 @@ class Tally:
         self._tokens = 0
         self._diffs: dict[int, tuple[float, float]] = {}
         self._restarts: Counter[str] = Counter()
+        self._errors: dict[str, str] = {}
+        self._eval_failed: Counter[str] = Counter()
         self._first_at: float | None = None
         self._last_at = 0.0
 
@@ -154,6 +160,8 @@ class Tally:
             case BatchTrained(step=step, started=started, ended=ended):
                 self._training.append((started, ended))
                 self._trained(step, self._batches.pop(step, []))
+            case EvalScored(rewards=[], reason=reason):
+                self._eval_failed[reason] += 1
             case EvalEnded() if record.samples:
                 self._evaluations[record.dataset, record.version] = Evaluation(
                     dataset=record.dataset,
@@ -174,6 +182,12 @@ class Tally:
     def see_restart(self, event: ServiceEvent) -> None:
         """Takes the launcher's word that it started a service again."""
         self._restarts[event.instance] += 1
+        self.see_failure(event)
+
+    def see_failure(self, event: ServiceEvent) -> None:
+        """Takes a service's word that it failed. A launcher says more of the same, and is to be heard after it."""
+        if event.detail:
+            self._errors[event.instance] = event.detail
 
     def summary(self) -> Summary:
         """The sum of all that was taken."""
@@ -202,7 +216,9 @@ class Tally:
             trained_tokens=self._tokens,
             wall_seconds=self._last_at - self._first_at if self._first_at is not None else 0.0,
             groups=Groups(report.admitted, report.trained, dict(report.dropped), dict(report.dead), report.in_flight),
+            eval_failed=dict(self._eval_failed),
             restarts=dict(self._restarts),
+            errors=dict(self._errors),
             finished=report.finished,
             audit="ok" if report.ok else list(report.violations),
             evaluations=evaluations,
@@ -240,6 +256,8 @@ async def collect(bus: Bus, run: str) -> Tally:
         tally.see_step(step)
     async for _, ended in replay.read(bus, names.events_stream, WarmStartEnded, subject=names.event("trainer", "warm_start")):
         tally.warm_start = ended
+    async for _, event in replay.read(bus, names.events_stream, ServiceEvent, subject=names.event("service", "failed")):
+        tally.see_failure(event)
     async for _, event in replay.read(bus, names.events_stream, ServiceEvent, subject=names.event("service", "restarted")):
         tally.see_restart(event)
     return tally

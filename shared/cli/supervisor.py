@@ -11,13 +11,18 @@ from pathlib import Path
 
 import structlog
 
+from shared import last_words
 from shared.cli import exits
 from shared.cli.backoff import BackOff
 from shared.cli.child import Child, ServiceSpec
+from shared.cli.same_deaths import SameDeaths, from_outside
 from shared.messages import ServiceCard
 
 LAST_LINES = 15
 """Lines of a log that are shown when a service is given up."""
+
+REASON_LINES = 500
+"""Lines of a log that are searched for what a service died of."""
 
 AT_WORK = ("ready", "fenced", "updating", "standby")
 """States of a card that mean the service has got to work (a rollout that waits for weights is fenced, a second buffer stands by)."""
@@ -25,20 +30,29 @@ AT_WORK = ("ready", "fenced", "updating", "standby")
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the run cannot go on. ``lines``: the service's last words."""
+    """Why the run cannot go on. ``lines``: the service's last words; ``error``: what it died of each time, where that was the same."""
 
     instance: str
     bad_input: bool
     deaths: int
     lines: list[str]
     log_path: Path
+    error: str = ""
+
+    @property
+    def reason(self) -> str:
+        """In one line."""
+        if self.error:
+            return f"{self.instance} ended {self.deaths} times with the same error, and no training step in between: {self.error}"
+        return f"{self.instance} ended {self.deaths} times in a row without getting to work"
 
 
 @dataclass(frozen=True)
 class InstanceStatus:
     """One service as the launcher knows it.
 
-    ``lived``: seconds; ``started_at``: seconds since the epoch; ``due_in``: seconds to its next start, None while it runs.
+    ``lived``: seconds; ``started_at``: seconds since the epoch; ``due_in``: seconds to its next start, None while it runs;
+    ``last_error``: what the life before ended with.
     """
 
     service: str
@@ -50,6 +64,7 @@ class InstanceStatus:
     started_at: float
     due_in: float | None
     last_code: int | None
+    last_error: str = ""
 
 
 @dataclass
@@ -62,6 +77,8 @@ class _Post:
     restarts: int = 0
     due: float | None = None
     last_code: int | None = None
+    last_error: str = ""
+    same: SameDeaths = field(default_factory=SameDeaths)
 
 
 class Supervisor:
@@ -90,14 +107,14 @@ class Supervisor:
         for post in self._posts:
             self._log.info("service_started", started=post.spec.instance, pid=post.child.pid)
 
-    def tick(self, now: float) -> Verdict | None:
-        """Looks after everybody once. Returns a verdict when the run has to stop."""
+    def tick(self, now: float, steps: int = 0) -> Verdict | None:
+        """Looks after everybody once. Returns a verdict when the run has to stop. ``steps``: training steps finished until now."""
         for post in self._posts:
             if post.due is None:
                 code = post.child.exit_code()
                 if code is None:
                     continue
-                verdict = self._died(post, code, now)
+                verdict = self._died(post, code, now, steps)
                 if verdict is not None:
                     return verdict
             if post.due is not None and now >= post.due:
@@ -126,6 +143,7 @@ class Supervisor:
                 started_at=post.child.started_at,
                 due_in=None if post.due is None else max(0.0, post.due - now),
                 last_code=post.last_code,
+                last_error=post.last_error,
             )
             for post in self._posts
         ]
@@ -152,14 +170,18 @@ class Supervisor:
             post.child.kill()
         return [post.spec.instance for post in left]
 
-    def _died(self, post: _Post, code: int, now: float) -> Verdict | None:
-        child, instance = post.child, post.spec.instance
+    def _died(self, post: _Post, code: int, now: float, steps: int) -> Verdict | None:
+        child, instance, excused = post.child, post.spec.instance, self._excused(post.child.started)
         post.last_code = code
-        if code == exits.BAD_INPUT and not self._excused(child.started):
+        if code == exits.BAD_INPUT and not excused:
             self._log.error("bad_input", of=instance)
             return Verdict(instance, True, 1, child.last_lines(1), child.log_path)
+        said = "" if from_outside(code) or code == 0 else last_words.of_log(child.last_lines(REASON_LINES))
+        post.last_error = f"{cause(code)}: {said}" if said else cause(code)
         wait = post.backoff.died(now - child.started, child.ready)
-        self._log.warning("service_died", died=instance, cause=cause(code), lived=round(now - child.started, 1), restart_in=wait)
+        self._log.warning("service_died", died=instance, reason=post.last_error, lived=round(now - child.started, 1), restart_in=wait)
+        if not excused and post.same.died(code, said, steps):
+            return Verdict(instance, False, post.same.count, child.last_lines(LAST_LINES), child.log_path, post.last_error)
         if wait is None:
             return Verdict(instance, False, post.backoff.deaths_unready, child.last_lines(LAST_LINES), child.log_path)
         post.due = now + wait
@@ -170,7 +192,7 @@ class Supervisor:
         post.due = None
         post.restarts += 1
         self._log.info("service_restarted", started=post.spec.instance, pid=post.child.pid, restarts=post.restarts)
-        self._on_restart(post.spec, cause(post.last_code))
+        self._on_restart(post.spec, post.last_error)
 
 
 def cause(code: int | None) -> str:

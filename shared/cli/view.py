@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from shared.cli import troubles
 from shared.cli.durations import duration
 from shared.cli.supervisor import InstanceStatus, cause
+from shared.cli.troubles import Troubles
 from shared.config import RunConfig
 from shared.messages import ServiceCard
 from shared.registry import ENVIRONMENT, STANDBY
@@ -66,6 +68,7 @@ class View:
     services: tuple[InstanceLine, ...] = ()
     restarts: int = 0
     waiting_for: str | None = None
+    troubles: Troubles = field(default_factory=Troubles)
 
     @property
     def replicas_ready(self) -> tuple[int, int]:
@@ -112,6 +115,7 @@ def look(
         services=_lines(cards, statuses),
         restarts=sum(status.restarts for status in statuses) + sum(server_restarts),
         waiting_for=waiting_for(config, cards, statuses) if steps <= began else None,
+        troubles=troubles.look(cards, statuses, before.troubles if before else None),
     )
 
 

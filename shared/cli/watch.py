@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from shared import runs
 from shared.bus import TRANSIENT
-from shared.cli import report
+from shared.cli import exits, report, troubles
 from shared.cli.access import Access, reach
 from shared.cli.progress import display
 from shared.cli.view import View, look
@@ -26,6 +27,9 @@ REPORT_SECONDS = 120.0
 """How long the summary is tried again where the bus breaks off."""
 
 
+ENDS = (runs.FINISHED, runs.FAILED)
+
+
 class NotAtWork(MyxoError):
     """There is nothing to watch."""
 
@@ -33,17 +37,22 @@ class NotAtWork(MyxoError):
 async def watch(run: str, directory: Path, console: Console) -> int:
     """Shows progress until the run is finished, then reports. A bus that is away for a while is waited for.
 
-    Returns 0, or 1 where the audit found a violation. Raises ConfigError where there is no such run, NotAtWork.
+    Returns 0, or 1 where the audit found a violation or the run failed. Raises ConfigError where there is no such run, NotAtWork.
     """
     async with reach(run, directory) as access:
-        if await runs.phase(access.bus, access.run) != runs.FINISHED:
+        if await runs.phase(access.bus, access.run) not in ENDS:
             if not access.live:
                 raise NotAtWork(f"run {access.run} is not running; `myxo up` with its config goes on")
-            await _until_finished(access, console)
-        return await _report(access, console)
+            await _until_end(access, console)
+        code = await _report(access, console)
+        phase, reason = await runs.phase_and_reason(access.bus, access.run)
+        if phase == runs.FAILED:
+            print(f"myxo: run {access.run} failed: {reason}", file=sys.stderr)
+            return exits.FAILED
+        return code
 
 
-async def _until_finished(access: Access, console: Console) -> None:
+async def _until_end(access: Access, console: Console) -> None:
     config, run, bus = access.config, access.run, access.bus
     trained = await runs.last_record(bus, run, BatchTrained)
     began = trained.step + 1 if trained else 0
@@ -53,13 +62,14 @@ async def _until_finished(access: Access, console: Console) -> None:
         while True:
             try:
                 view = look(config, await registry.alive(), before=view, began=began)
+                view = replace(view, troubles=await troubles.with_failure(bus, run, view.troubles))
                 phase = await runs.phase(bus, run) or runs.RUNNING
             except (MyxoError, nats.errors.Error, *TRANSIENT) as error:
                 view = replace(view, services=(), waiting_for=f"the bus ({error or type(error).__name__})")
             if phase == runs.FINISHED:  # the cards may be seconds behind
                 view = replace(view, steps=view.of, waiting_for=None)
             shown.show(view, time.monotonic())
-            if phase == runs.FINISHED:
+            if phase in ENDS:
                 return
             await asyncio.sleep(LOOK_SECONDS)
     finally:

@@ -71,13 +71,14 @@ class BatchPending(BatchAnswer):
 
 
 class RunDone(BatchAnswer):
-    """Every step is trained and durable and the last evaluation is in: the trainer may leave.
+    """Every step is trained and durable and the last evaluation is in, or the run has failed for ``reason``: the trainer may leave.
 
     ``rewards``: mean reward of each held-out dataset under ``version``, the newest that was evaluated; empty where none was.
     """
 
     version: int = -1
     rewards: dict[str, float] = {}
+    reason: str = ""
 
 
 class Trained(Message):

@@ -46,8 +46,9 @@ class ServiceCard(Message):
 
     ``version``: weights served (-1: none). ``state``: starting, ready, updating, fenced, stopping, … ``gauges``: small live figures.
     ``ranks``: of its engine in a process group. ``incarnation`` changes whenever what the service holds in memory (an engine's
-    weights) is lost. ``detail``: the reason of the state, in words. Service `environment` is none of ours: the reward services
-    keep its card, with its URL as ``http``.
+    weights) is lost. ``detail``: the reason of the state, in words; of a buffer: why the newest dead group died, if any did.
+    ``last_error``: the newest error that it logged in this life, at ``last_error_at`` (seconds since the epoch). Service `environment`
+    is none of ours: the reward services keep its card, with its URL as ``http``.
     """
 
     service: str
@@ -62,6 +63,8 @@ class ServiceCard(Message):
     ranks: int = 1
     gauges: dict[str, float] = {}
     detail: str = ""
+    last_error: str = ""
+    last_error_at: float = 0.0
     at: float
 
 

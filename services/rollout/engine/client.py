@@ -30,6 +30,7 @@ from services.rollout.engine.generation import (
 from services.rollout.engine.occupation import Occupation
 from services.rollout.engine.transport import EngineTransport
 from shared.errors import DeadlineExceeded
+from shared.failures import log_failure
 from shared.messages import Sampling, WeightsLane
 from shared.weights.digest import Known
 
@@ -398,3 +399,4 @@ class EngineClient:
         task = asyncio.create_task(logged())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        log_failure(task, "ending abandoned requests")

@@ -33,10 +33,12 @@ def _die_with_leash() -> None:
 
 def _kill_group_when_parent_ends() -> None:
     """Block until standard input ends, then kill this process group: the leash, the command, its children."""
-    while os.read(0, 4096):
-        pass
-    _remove(os.environ.get("MYXO_RECEIVER"))
-    os.killpg(os.getpgid(0), signal.SIGKILL)
+    try:
+        while os.read(0, 4096):
+            pass
+        _remove(os.environ.get("MYXO_RECEIVER"))
+    finally:  # whatever happens to this thread: without it nothing would end the command
+        os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def _remove(directory: str | None) -> None:

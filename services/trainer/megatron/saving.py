@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.runtime import deadline, gather_json, together
 from shared.errors import DeadlineExceeded, MyxoError
+from shared.failures import log_error
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 60.0
@@ -187,8 +188,9 @@ class Save:
     def _work(self) -> None:
         try:
             self._results = self._shards.write()
-        except Exception as error:  # this rank tells the others in `finish`
+        except Exception as error:  # this rank tells the others in `finish`, which may be many steps away
             self._error = error
+            log_error("checkpoint_failed", f"checkpoint {self.target}", error)
         try:
             self._leave_word()
         except OSError as error:
@@ -205,6 +207,7 @@ class Save:
                 self._publish()
         except Exception as error:
             self._error = error
+            log_error("checkpoint_failed", f"checkpoint {self.target}", error)
 
     def _word(self, rank: int) -> Path:
         return self._partial / f".written_{rank}.json"

@@ -30,6 +30,7 @@ from services.trainer.weights.replicas import Replicas, Target, guilty
 from services.trainer.weights.result import PushResult
 from services.trainer.weights.sender import LaneKind, Sender
 from shared.errors import MyxoError
+from shared.failures import end_soon, log_error
 from shared.messages import (
     Accepted,
     Message,
@@ -73,6 +74,7 @@ class Pusher:
         self._thread: threading.Thread | None = None
         self._reading: Reading | None = None
         self._failure: BaseException | None = None
+        self._closing = False
         self._results: list[PushResult] = []
         self._log: Any = structlog.get_logger()
 
@@ -135,6 +137,9 @@ class Pusher:
                     self._run(push)
             except BaseException as error:
                 self._failure = error
+                if not self._closing:  # the training's thread may find out only after a long step
+                    log_error("died", threading.current_thread().name, error)
+                    end_soon(error)
             finally:
                 self._read()
 
@@ -160,6 +165,7 @@ class Pusher:
 
     def close(self) -> None:
         """Ends a push that is under way, and lets go of lanes and groups."""
+        self._closing = True
         self._sender.abort("the trainer is about to stop")
         if self._thread is not None:
             self._thread.join(ABORT_SECONDS)

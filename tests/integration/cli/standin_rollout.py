@@ -1,7 +1,8 @@
 """A rollout service without an engine: it speaks to bus and store as the real one does, and makes its tokens up.
 
 For tests of the launcher, which only sees processes, cards, ledger and events. The real engine takes half a minute to start.
-The share of right answers grows with the weight version, so that a run has a reward curve to show.
+The share of right answers grows with the weight version, so that a run has a reward curve to show. While the run's directory holds a
+file ``refuse``, every group fails for the reason in it; while it holds a file ``die``, the service dies of it once it is at work.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from pathlib import Path
 
 import numpy as np
 
 from shared import sample
-from shared.messages import Generated, Payload, Task, WeightsLive
+from shared.messages import Failed, Generated, Payload, Task, WeightsLive, outcome_id
 from shared.queue import Lease, WorkQueue
 from shared.sample import Sample
 from shared.service import Service, run
@@ -33,7 +35,7 @@ class Rollout:
         service = self._service
         service.state = "fenced"
         service.metrics.set("running_groups", 0)
-        async with service.background(self._follow_versions(), self._take(EVAL), self._take(TRAIN)):
+        async with service.background(self._follow_versions(), self._take(EVAL), self._take(TRAIN), self._live()):
             await service.stopping.wait()
 
     async def _follow_versions(self) -> None:
@@ -62,6 +64,11 @@ class Rollout:
             await asyncio.sleep(0.02)
         started = time.time()
         await asyncio.sleep(GENERATE_SECONDS)
+        if (refusal := self._told("refuse")) is not None:
+            failed = Failed(group=task.group, attempt=task.attempt, reason=f"{task.group}: {refusal}", by=service.instance)
+            await service.bus.publish(service.subjects.scored, failed, msg_id=outcome_id(failed), deadline=120)
+            await lease.ack()
+            return
         samples = [self._sample(task, index) for index in range(task.n)]
         blobs = sample.encode(samples, service.config.store.blob_bytes)
         keys = [service.subjects.payload_key(task.group, task.attempt, part) for part in range(len(blobs))]
@@ -80,6 +87,18 @@ class Rollout:
         )
         await lease.ack()
         service.metrics.set("generated_tokens_per_s", RESPONSE_TOKENS * task.n / (time.time() - started))
+
+    def _told(self, name: str) -> str | None:
+        path = Path(self._service.config.run.root) / name
+        return path.read_text() if path.is_file() else None
+
+    async def _live(self) -> None:
+        """Dies when told to, some time after it was ready."""
+        while self._service.state != "ready" or (error := self._told("die")) is None:
+            await asyncio.sleep(0.05)
+        await self._service.announce()
+        await asyncio.sleep(1.0)
+        raise OSError(28, f"{error} ({time.time()})")
 
     def _sample(self, task: Task, index: int) -> Sample:
         right = self._dice.random() < min(0.9, 0.2 + 0.05 * self._service.version)

@@ -186,7 +186,8 @@ def test_the_status_of_a_stopped_run(myxo: Myxo, stopped_run: Callable[..., RunC
     assert code == 0
     assert "not running: 1 of 2 steps trained, 2 groups in flight" in out
     code, out, _ = myxo.run("status", config.run.root, "--json")
-    assert json.loads(out) == {"phase": "running", "running": False, "run": "test", "steps": 1, "of": 2, "in_flight": 2, "restarts": 1}
+    figures = {"phase": "running", "running": False, "run": "test", "steps": 1, "of": 2, "in_flight": 2, "restarts": 1}
+    assert json.loads(out) == {**figures, "reason": "", "dead": {}, "eval_failed": {}, "errors": {}}
 
 
 def test_a_run_without_any_step_has_a_summary_but_no_picture(myxo: Myxo, stopped_run: Callable[..., RunConfig]) -> None:

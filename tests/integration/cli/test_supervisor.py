@@ -18,6 +18,7 @@ from shared.messages import ServiceCard
 from tests.integration.cli.command import wait_for
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
+BRIEF = "import time; time.sleep(0.2); raise SystemExit('no such GPU')"
 GRANDCHILD = (
     "import subprocess, sys, time\n"
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
@@ -92,8 +93,12 @@ def test_a_service_that_is_killed_comes_back(supervise: Callable[..., Supervisor
     wait_for("both lives' output", lambda: log.read_text().count("up") == 2)
 
 
+ANOTHER_ERROR = "import random; raise SystemExit(''.join(random.choices('ghijklmnop', k=12)))"
+"""A service that dies of something else each time."""
+
+
 def test_waits_grow_while_it_keeps_dying(supervise: Callable[..., Supervisor]) -> None:
-    supervisor = supervise(spec("raise SystemExit(1)"))
+    supervisor = supervise(spec(ANOTHER_ERROR))
     waits: list[float] = []
 
     def given_up() -> bool:
@@ -109,9 +114,50 @@ def test_waits_grow_while_it_keeps_dying(supervise: Callable[..., Supervisor]) -
 
 
 def test_a_hopeless_service_is_given_up_with_its_last_words(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
-    supervisor = supervise(spec("import sys; print('no such GPU', file=sys.stderr); raise SystemExit(1)"))
+    supervisor = supervise(spec(ANOTHER_ERROR))
     verdict = ticks_until(supervisor, lambda: False)
-    assert verdict == Verdict("trainer-0", False, 4, ["no such GPU"], tmp_path / "trainer-0.log")
+    assert verdict is not None
+    assert verdict == Verdict("trainer-0", False, 4, verdict.lines, tmp_path / "trainer-0.log")
+    assert verdict.reason == "trainer-0 ended 4 times in a row without getting to work"
+    assert len(verdict.lines) == 1
+
+
+def test_a_service_that_dies_three_times_of_the_same_is_given_up(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
+    """Although each life was ready: numbers in the error differ, the error does not."""
+    code = f"import pathlib, sys, time\nwhile not pathlib.Path({str(tmp_path)!r}, 'go').exists(): time.sleep(0.01)\n"
+    supervisor = supervise(spec(code + "sys.exit(f'no GPU {time.time()}')"))
+    told: list[str] = []
+    supervisor._on_restart = lambda one, why: told.append(why)
+    (tmp_path / "go").touch()
+    verdict: Verdict | None = None
+
+    def look() -> bool:
+        nonlocal verdict
+        supervisor.see([card("trainer-0")])
+        verdict = supervisor.tick(time.monotonic(), steps=7)
+        return verdict is not None
+
+    wait_for("the verdict", look)
+    assert verdict is not None and verdict.deaths == 3
+    assert "trainer-0 ended 3 times with the same error, and no training step in between: exit code 1: no GPU" in verdict.reason
+    assert len(told) == 2 and all(why.startswith("exit code 1: no GPU") for why in told)
+
+
+def test_the_same_death_is_forgiven_where_steps_are_trained_in_between_or_the_bus_was_away(supervise: Callable[..., Supervisor]) -> None:
+    progressing, excused = supervise(spec(BRIEF)), supervise(spec(BRIEF, "buffer-0"), excused=lambda since: True)
+    steps = 0
+
+    def look() -> bool:
+        nonlocal steps
+        steps += 1
+        for supervisor in (progressing, excused):
+            for instance in supervisor.restarts():
+                supervisor.see([card(instance)])
+        assert progressing.tick(time.monotonic(), steps) is None
+        assert excused.tick(time.monotonic()) is None
+        return min(*progressing.restarts().values(), *excused.restarts().values()) >= 4
+
+    wait_for("four restarts of both", look)
 
 
 def test_a_service_that_was_ready_is_not_given_up(supervise: Callable[..., Supervisor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from shared.bus import Bus
 from shared.config import RunConfig
 from shared.embedded import EmbeddedNats
 from shared.ledger import LedgerRecord
+from shared.messages import ServiceEvent
 from shared.subjects import Subjects
 from tests.integration.cli.command import Myxo, ended
 from tests.integration.cli.test_audit_summary import records, write
@@ -88,3 +90,21 @@ def test_a_run_that_is_not_there_is_refused(myxo: Myxo, nats: EmbeddedNats) -> N
     code, _, err = myxo.run("watch", "nowhere", environment={"NATS_URL": nats.url})
     assert code == 2
     assert "no such run" in err
+
+
+def test_a_run_that_failed_ends_the_watch_with_its_reason(myxo: Myxo, nats: EmbeddedNats, config: RunConfig) -> None:
+    put(nats, config, records()[:7])
+    watching = myxo.start("watch", config.run.name, environment={"NATS_URL": nats.url})
+    assert first_line(watching).startswith("step 1/2")
+
+    async def fail() -> None:
+        bus = await Bus.connect(nats.url, "test")
+        died = ServiceEvent(service="rollout", instance="rollout-x", what="failed", detail="OSError: no GPU", at=time.time())
+        await bus.publish(Subjects(config.run.name).event("service", "failed"), died)
+        await runs.set_phase(bus, config.run.name, runs.FAILED, "40 groups in a row failed")
+        await bus.close()
+
+    asyncio.run(fail())
+    code, out, err = ended(watching)
+    assert (code, err) == (1, f"myxo: run {config.run.name} failed: 40 groups in a row failed\n"), out
+    assert "rollout-x: OSError: no GPU" in out

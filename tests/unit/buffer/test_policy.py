@@ -14,6 +14,7 @@ from shared.ledger import (
     BatchFormed,
     EvalEnded,
     EvalScored,
+    EvalStarted,
     GroupDead,
     GroupRequeued,
     GroupsAdmitted,
@@ -259,6 +260,14 @@ def test_evaluations_are_due_first_last_and_every_interval() -> None:
         fold(state, policy.live(state, EVALUATED, version, 0.0))
         due += [version] if version in state.evaluations else []
     assert due == [0, 3, 4]
+
+
+def test_an_evaluation_starts_though_the_buffer_died_between_its_two_records() -> None:
+    state = BufferState()
+    fold(state, policy.live(state, EVALUATED, 0, 0.0)[:1])
+    [record] = fold(state, policy.live(state, EVALUATED, 0, 0.0))
+    assert isinstance(record, EvalStarted)
+    assert policy.live(state, EVALUATED, 0, 0.0) == []
 
 
 def test_an_evaluation_ends_with_the_mean_of_what_came_back() -> None:

@@ -29,6 +29,7 @@ MUTABLE = {
     "rollout_concurrency",
     "engine_start_timeout",
     "generate_timeout",
+    "max_dead_in_a_row",
     "environment_concurrency",
     "environments",
     "rm_url",

@@ -45,7 +45,9 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             from services.rollout.engine.receiver.receiver import Receiver
             from services.rollout.engine.receiver.session import Session
             from services.rollout.engine.receiver.sglang import model_path, rank
+            from shared import failures
 
+            failures.arm()  # an engine whose receiver is gone would serve old weights for ever
             directory = os.environ[DIRECTORY_VARIABLE]
             own = rank()
             device = next(model.parameters()).device

@@ -23,6 +23,7 @@ from typing import Any
 from services.rollout.engine.receiver.receiver import Received, ReceiveError, Receiver, Verb
 from services.rollout.engine.receiver.wire import Watch
 from shared.errors import BadMessage, MyxoError
+from shared.failures import SupervisedThread
 from shared.messages import WeightsLane
 from shared.weights.digest import Known
 
@@ -139,7 +140,7 @@ class Session:
         self._server.daemon_threads = True
         self._server.block_on_close = False
         opening.rename(path)  # who sees it can connect
-        threading.Thread(target=self._server.serve_forever, args=(0.5,), name="receiver", daemon=True).start()
+        SupervisedThread(self._server.serve_forever, "receiver", (0.5,)).start()
 
     def close(self) -> None:
         """Hears of no more orders, and leaves all lanes."""

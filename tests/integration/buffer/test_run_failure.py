@@ -1,0 +1,93 @@
+"""A run whose groups all fail: the buffer ends it, durably, with the reason; and goes on when the run is created again."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from services.buffer.run_failure import STATE
+from shared import runs
+from shared.messages import Batch, Failed, RunDone, ServiceCard
+from shared.registry import Registry
+from shared.subjects import EVAL, TRAIN
+from tests.integration.buffer.player import Player
+from tests.support.run_config import PROMPTS, write_jsonl
+from tests.support.service_process import ServiceProcess
+from tests.support.waiting import until
+
+Launched = Callable[..., Awaitable[tuple[Player, ServiceProcess]]]
+
+REASON = "rollout-0: rollout.custom_generate_function_path = x:y: ValueError: \x1b[2J no"
+
+
+async def fail(player: Player, groups: int, kind: str = TRAIN) -> None:
+    """Gives up so many groups, as a replica does whose hook raises."""
+    done = 0
+
+    async def enough() -> bool:
+        nonlocal done
+        for lease in await player.tasks(groups - done, kind):
+            failed = Failed(group=lease.message.group, attempt=lease.message.attempt, reason=REASON[11:], by="rollout-0")
+            await player.say(failed)
+            await lease.ack()
+            done += 1
+        return done >= groups
+
+    await until(enough, f"{groups} tasks to fail")
+
+
+async def card(player: Player) -> ServiceCard:
+    [found] = await Registry(player.bus, player.config.run.name).alive("buffer")
+    return found
+
+
+async def failed(player: Player) -> str:
+    async def over() -> str:
+        phase, reason = await runs.phase_and_reason(player.bus, player.config.run.name)
+        return reason if phase == runs.FAILED else ""
+
+    reason: str = await until(over, "the run's failure")
+    return reason
+
+
+async def test_a_run_whose_groups_all_fail_ends_with_the_reason_and_goes_on_when_it_is_created_again(launched: Launched) -> None:
+    player, buffer = await launched(rollout={"max_dead_in_a_row": 5})
+    await player.live(0)
+    await fail(player, 3)
+    await player.work_until(1)  # one that is scored: the count starts anew
+
+    async def counted() -> bool:
+        found = await card(player)
+        return found.gauges.get("dead") == 3 and found.detail == REASON and found.gauges["dead_per_minute"] > 0
+
+    await until(counted, "the card's count and reason")
+    await fail(player, 5)
+    assert await failed(player) == f"5 groups in a row failed (rollout.max_dead_in_a_row = 5), the last one: {REASON}"
+    answer = await player.ask(0)
+    assert isinstance(answer, RunDone) and REASON in answer.reason
+    assert (await card(player)).state == STATE or await until(lambda: says(player, STATE), "the card's state")
+
+    buffer.kill()  # the failure is the run's, not the process's
+    again = player.launch("buffer-2")
+    try:
+        await player.says(again, "buffer-2", STATE)
+        assert isinstance(await player.ask(0), RunDone)
+        await runs.create(player.bus, player.config, None)
+        await player.says(again, "buffer-2", "ready")
+        await fail(player, 2)
+        assert isinstance(await player.batch(0, working=True), Batch)
+        assert await player.phase() == runs.RUNNING
+        assert (await player.audit()).violations == []
+    finally:
+        again.kill()
+
+
+async def says(player: Player, state: str) -> bool:
+    return (await card(player)).state == state
+
+
+async def test_heldout_prompts_that_all_fail_end_it_too(launched: Launched, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    write_jsonl(tmp_path / "heldout.jsonl", PROMPTS)
+    player, _ = await launched(rollout={"max_dead_in_a_row": 9}, eval={"eval_prompt_data": str(tmp_path / "heldout.jsonl")})
+    await player.live(0)
+    await fail(player, 9, EVAL)
+    assert "9 groups in a row failed" in await failed(player)

@@ -1,0 +1,184 @@
+"""A thread or a task that dies takes its service down, with its error: real processes on real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from services.trainer.link import Link
+from shared import runs
+from shared.bus import Bus
+from shared.embedded import EmbeddedNats, EmbeddedValkey
+from shared.messages import ServiceCard
+from shared.registry import Registry
+from tests.support.run_config import run_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+DEATH_SECONDS = 2.0
+
+SERVICE = """
+import asyncio, threading, time
+from shared.failures import SupervisedThread
+from shared.service import run
+
+def dies():
+    print("dying", flush=True)
+    raise KeyError("what it died of")
+
+async def dies_too():
+    dies()
+
+async def stubborn(service):
+    while True:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            pass
+
+async def body(service):
+    service.state = "ready"
+    {death}
+
+run("reward", body)
+"""
+
+TRAINER = """
+import sys, time
+from services.trainer import link
+from shared.service import exit_code
+
+async def dies(self, service):
+    print("dying", flush=True)
+    raise KeyError("what it died of")
+
+link.Link._read_registry = dies
+
+def main():
+    with link.Link("{service}"):
+        time.sleep(600)  # as a collective whose other ranks are late
+
+sys.exit(exit_code("{service}", main))
+"""
+
+DEATHS = {
+    "thread": 'SupervisedThread(dies, "worker").start(); await service.stopping.wait()',
+    "thread, body stubborn": 'SupervisedThread(dies, "worker").start(); await stubborn(service)',
+    "thread, loop blocked": 'SupervisedThread(dies, "worker").start(); time.sleep(600)',
+    "background": "async with service.background(dies_too()): await service.stopping.wait()",
+    "spawned": "service.spawn(dies_too()); await service.stopping.wait()",
+    "spawned, body stubborn": "service.spawn(dies_too()); await stubborn(service)",
+}
+
+
+@pytest.fixture
+def environment(
+    nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
+    """A run with an evaluation on the shared servers, and where a service finds it, in this process too."""
+    config = run_config(tmp_path, run={"name": run_name}, eval={"eval_prompt_data": str(tmp_path / "heldout.jsonl")})
+
+    async def create() -> None:
+        bus = await Bus.connect(nats.url, "test")
+        await runs.create(bus, config, valkey.url)
+        await bus.close()
+
+    asyncio.run(create())
+    addresses = {"NATS_URL": nats.url, "REDIS_URL": valkey.url, "MYXO_RUN": run_name, "MYXO_INSTANCE": "x-0"}
+    for name, value in addresses.items():
+        monkeypatch.setenv(name, value)
+    return {**os.environ, **addresses, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+
+def death_of(script: str, environment: dict[str, str]) -> tuple[float, int, list[dict[str, object]]]:
+    """Runs a service that dies: seconds from its death to its end, exit code, log lines."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        began = time.monotonic()
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert said == "dying\n", err
+    return time.monotonic() - began, process.returncode, [json.loads(line) for line in err.splitlines() if line.startswith("{")]
+
+
+SCRIPTS = {name: SERVICE.format(death=death) for name, death in DEATHS.items()}
+SCRIPTS |= {service: TRAINER.format(service=service) for service in ("trainer", "critic")}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_thread_or_task_that_dies_ends_its_service(script: str, environment: dict[str, str]) -> None:
+    seconds, code, lines = death_of(script, environment)
+    assert code == 1
+    assert seconds < DEATH_SECONDS
+    (died, *_) = [line for line in lines if line["event"] == "died"]
+    assert died["error"] == "KeyError: 'what it died of'"
+    assert "in dies" in str(died["exception"])
+
+
+def test_all_ranks_of_a_trainer_end_with_the_one_whose_thread_dies(environment: dict[str, str]) -> None:
+    """torchrun would give a rank that is busy half a minute."""
+    ranks = 'from services.trainer.__main__ import run_ranks; run_ranks(2, "tests.support.dying_rank")'
+    seconds, code, lines = death_of(ranks, environment)
+    assert code == 1
+    assert seconds < 25, "the ranks end at once; torchrun itself takes seconds on a busy machine"
+    assert any(line["event"] == "died" for line in lines)
+
+
+class LateFuture(Future[None]):
+    """Gives its result to whoever waits as a busy machine does: some time after it was set."""
+
+    def result(self, timeout: float | None = None) -> None:
+        super().result(timeout)
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """A link takes the process's signals; the tests after this one want theirs."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def wait_for(what: str, condition: Callable[[], object], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come within {seconds:g} s"
+        time.sleep(0.005)
+
+
+def test_fifty_starts_of_a_trainer_while_the_buffer_tells_of_an_evaluation(
+    environment: dict[str, str], nats: EmbeddedNats, signals: None, run_name: str
+) -> None:
+    """The link's thread reads that card before the training's thread has heard that the link is up."""
+
+    async def tell() -> None:
+        bus = await Bus.connect(nats.url, "test")
+        gauges = {"eval_heldout": 0.5, "eval_heldout_version": 3.0}
+        card = ServiceCard(service="buffer", instance="buffer-0", host="h", pid=1, http="", state="ready", gauges=gauges, at=time.time())
+        await Registry(bus, run_name).renew(card)
+        await bus.close()
+
+    for _ in range(50):
+        asyncio.run(tell())
+        link = Link()
+        link._started = LateFuture()
+        with link:
+            wait_for("the evaluation", lambda link=link: link.evaluations == {"heldout": (3, 0.5)} or not link._thread.is_alive(), 30)
+            assert link._thread.is_alive(), "the link's thread died in silence"

@@ -1,0 +1,30 @@
+"""A trainer's rank whose thread dies, or one that is busy and hears no signal: run by torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from services.trainer.rank import kill_siblings
+from shared import failures
+from shared.service import exit_code
+
+
+def main() -> None:
+    failures.arm(last_act=kill_siblings)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.environ["RANK"] == "1":
+        time.sleep(2)  # for the other one to have begun
+
+        def dies() -> None:
+            print("dying", flush=True)
+            raise KeyError("what it died of")
+
+        failures.SupervisedThread(dies, "worker").start()
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code("trainer", main))
