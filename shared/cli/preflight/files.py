@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
+from pathlib import Path
 
 from shared import data_files, extras
 from shared.cli.preflight.inspection import Inspection
@@ -22,8 +24,12 @@ def check_model(inspection: Inspection) -> Iterator[ConfigError]:
 
 def check_tokenizer(inspection: Inspection) -> Iterator[ConfigError]:
     """Yields what is wrong with the model's tokenizer."""
-    if (inspection.config.model.hf_checkpoint / "tokenizer.json").is_file() and inspection.tokenizer_problem is not None:
+    model = inspection.config.model.hf_checkpoint
+    if (model / "tokenizer.json").is_file() and inspection.tokenizer_problem is not None:
         yield inspection.tokenizer_problem
+    elif inspection.tokenizer is not None and inspection.config.data.apply_chat_template and not inspection.tokenizer.has_chat_template:
+        expected = f"the model has no chat template; put a chat_template.jinja into {model}, or leave it out and give prompts as text"
+        yield ConfigError("data.apply_chat_template", True, expected)
 
 
 def check_data(inspection: Inspection) -> Iterator[ConfigError]:
@@ -37,8 +43,20 @@ def check_data(inspection: Inspection) -> Iterator[ConfigError]:
     for field, value in fields.items():
         expected = "JSONL file" if field == "sft.sft_data" else "JSONL or Parquet file"
         for path in data_files.paths(value):
-            if not path.is_file():
-                yield ConfigError(field, str(path), f"no such file; give a {expected}")
+            if path.is_dir():
+                yield ConfigError(field, str(path), f"a directory; give a {expected}{_among(path, '')}")
+            elif not path.is_file():
+                yield ConfigError(field, str(path), f"no such file; give a {expected}{_among(path.parent, path.name)}")
+
+
+def _among(directory: Path, name: str) -> str:
+    """Returns a hint at the data files in ``directory``: the one that is called almost like ``name``, or any."""
+    try:
+        there = sorted(path.name for path in directory.iterdir() if path.suffix in (".jsonl", ".parquet", ".json"))
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(name, there, n=1, cutoff=0.6) if name else there[:1]
+    return f"; did you mean {directory / near[0]}?" if near else ""
 
 
 def check_packages(inspection: Inspection) -> Iterator[ConfigError]:

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from shared import data_files
 from shared.config import RunConfig
 from shared.errors import ConfigError
+from shared.prompts import PromptFile, TrainingPrompts, eval_prompts, training_prompts
 from shared.tokenizer import Tokenizer
+
+Opened = TypeVar("Opened")
+
+LONGEST_NOTE = 1000
+"""Characters of a note that are shown: one may hold a whole prompt."""
 
 
 @dataclass
 class Inspection:
-    """A config under inspection."""
+    """A config under inspection.
+
+    Args:
+        fresh: whether what the run has done so far is to be removed. notes: what there is to say of a config that can run, a line each.
+    """
 
     config: RunConfig
+    fresh: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Takes a line to be told where nothing is refused."""
+        line = " ".join(text.split())
+        self.notes.append(line if len(line) <= LONGEST_NOTE else f"{line[:LONGEST_NOTE]} …")
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -33,6 +51,25 @@ class Inspection:
     def _tokenizer(self) -> Tokenizer | ConfigError:
         try:
             return Tokenizer(self.config.model.hf_checkpoint)
+        except ConfigError as error:
+            return error
+
+    @cached_property
+    def training(self) -> TrainingPrompts | ConfigError | None:
+        """The training prompts, or what is wrong with their files; None where the run draws from a source, or another check tells why."""
+        there = self.config.data.data_source is None and self.there(self.config.data.prompt_data)
+        return self._opened(training_prompts) if there else None
+
+    @cached_property
+    def heldout(self) -> PromptFile | ConfigError | None:
+        """The held-out prompts, or what is wrong with their files; None where the run has none, or another check tells why."""
+        return self._opened(eval_prompts) if self.there(self.config.eval.eval_prompt_data) else None
+
+    def _opened(self, opener: Callable[[RunConfig, Tokenizer], Opened]) -> Opened | ConfigError | None:
+        if self.tokenizer is None or (self.config.data.apply_chat_template and not self.tokenizer.has_chat_template):
+            return None
+        try:
+            return opener(self.config, self.tokenizer)
         except ConfigError as error:
             return error
 
