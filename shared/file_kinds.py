@@ -24,7 +24,7 @@ _ARRAY = "one JSON document, not one object a line; make JSONL of it: jq -c '.[]
 
 _TABLE = (
     "a table ({first}), not JSONL; make that of it: python3 -c 'import csv, json, sys; "
-    '[print(json.dumps(row)) for row in csv.DictReader(sys.stdin{tabs})]\' < {path} > NEW.jsonl'
+    "[print(json.dumps(row)) for row in csv.DictReader(sys.stdin{tabs})]' < {path} > NEW.jsonl"
 )
 
 

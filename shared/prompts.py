@@ -82,21 +82,22 @@ class PromptReader:
             raise problem
         return Prompt(form.content, tokens, form.label, form.metadata, form.environment)
 
-    def problems(self, rows: Rows, numbers: Sequence[int]) -> list[ConfigError | None]:
-        """Returns for each row what `read` would raise, or None; much faster than reading one by one."""
-        found: list[ConfigError | None] = []
-        forms: list[tuple[int, PromptForm]] = []
-        for place, row in enumerate(numbers):
+    def measure(self, rows: Rows, numbers: Sequence[int]) -> list[int | ConfigError]:
+        """Returns for each row how many tokens its prompt has, or what `read` would raise; much faster than reading one by one."""
+        forms: list[PromptForm | ConfigError] = []
+        for row in numbers:
             try:
-                forms.append((place, self.form(rows, row)))
-                found.append(None)
+                forms.append(self.form(rows, row))
             except ConfigError as error:
-                found.append(error)
-        if self._max_tokens is None:  # whether there are any tokens at all shows without counting them
-            forms = [(place, form) for place, form in forms if not form.text.strip()]
-        lengths = self._tokenizer.lengths([form.text for _, form in forms])
-        for (place, form), length in zip(forms, lengths, strict=True):
-            found[place] = self._length_problem(rows, numbers[place], form, length)
+                forms.append(error)
+        lengths = iter(self._tokenizer.lengths([form.text for form in forms if isinstance(form, PromptForm)]))
+        found: list[int | ConfigError] = []
+        for row, form in zip(numbers, forms, strict=True):
+            if isinstance(form, PromptForm):
+                length = next(lengths)
+                found.append(self._length_problem(rows, row, form, length) or length)
+            else:
+                found.append(form)
         return found
 
     def form(self, rows: Rows, row: int) -> PromptForm:
@@ -182,7 +183,8 @@ class PromptFile:
     Args:
         rows: of one file or several. data, max_tokens, reward: as for `PromptReader`. remembered: where what is left out is kept.
 
-    ``left_out``: how many are left out, by reason. Raises ConfigError where nothing is left.
+    ``left_out``: how many are left out, by reason. ``longest``: tokens of the longest prompt that `check` or leaving some out has read.
+    Raises ConfigError where nothing is left.
     """
 
     def __init__(
@@ -199,13 +201,14 @@ class PromptFile:
         self._kept: Kept | None = None
         self.left_out: dict[str, int] = {OVERLONG: 0, BAD: 0}
         self.first_left_out: ConfigError | None = None
+        self.longest = 0
         if data.overlong_prompts == "filter" or data.bad_prompts == "skip":
             known = remembered.read() if remembered is not None else None
             if known is None:
                 known = self._sift()
                 if remembered is not None:
                     remembered.write(known)
-            self._kept, self.left_out, self.first_left_out = known.kept, known.left_out, known.first
+            self._kept, self.left_out, self.first_left_out, self.longest = known.kept, known.left_out, known.first, known.longest
 
     def __len__(self) -> int:
         return len(self.rows) if self._kept is None else len(self._kept)
@@ -229,40 +232,42 @@ class PromptFile:
         if self._kept is not None:
             return len(self.rows)
         read = 0
-        for batch, problems in self._read(spread(len(self.rows), most or len(self.rows)), seconds):
-            for problem in problems:
-                if problem is not None:
-                    raise problem
+        for batch, found in self._read(spread(len(self.rows), most or len(self.rows)), seconds):
+            for length in found:
+                if isinstance(length, ConfigError):
+                    raise length
+                self.longest = max(self.longest, length)
             read += len(batch)
         return read
 
-    def _read(self, numbers: Sequence[int], seconds: float = math.inf) -> Iterator[tuple[Sequence[int], list[ConfigError | None]]]:
-        """Yields batches of rows, with what is wrong with each."""
+    def _read(self, numbers: Sequence[int], seconds: float = math.inf) -> Iterator[tuple[Sequence[int], list[int | ConfigError]]]:
+        """Yields batches of rows, with the tokens of each or what is wrong with it."""
         end = time.monotonic() + seconds
         with Reading(f"reading {self.rows.field}", len(numbers)) as reading:
             for first in range(0, len(numbers), BATCH):
                 batch = numbers[first : first + BATCH]
-                yield batch, self._reader.problems(self.rows, batch)
+                yield batch, self._reader.measure(self.rows, batch)
                 reading.at(first + len(batch))
                 if time.monotonic() > end:
                     return
 
     def _sift(self) -> Sifted:
-        marks, left_out, first = Marks(len(self.rows)), {OVERLONG: 0, BAD: 0}, None
-        for batch, problems in self._read(range(len(self.rows))):
-            for row, problem in zip(batch, problems, strict=True):
-                if problem is None:
+        marks, left_out, first, longest = Marks(len(self.rows)), {OVERLONG: 0, BAD: 0}, None, 0
+        for batch, found in self._read(range(len(self.rows))):
+            for row, length in zip(batch, found, strict=True):
+                if isinstance(length, int):
+                    longest = max(longest, length)
                     continue
-                reason = reason_to_leave_out(problem, self._data)
+                reason = reason_to_leave_out(length, self._data)
                 if reason is None:
-                    raise problem
+                    raise length
                 left_out[reason] += 1
-                first = first or problem
+                first = first or length
                 marks.leave_out(row)
         kept = marks.kept()
         if not len(kept):
             raise ConfigError(self.rows.field, f"{len(self.rows)} prompts", f"all are left out; the first: {first}")
-        return Sifted(kept, left_out, first)
+        return Sifted(kept, left_out, first, longest)
 
 
 def spread(size: int, most: int) -> Sequence[int]:
@@ -321,6 +326,11 @@ class TrainingPrompts:
     def rows(self) -> Rows:
         """All rows, those that are left out among them."""
         return self._file.rows
+
+    @property
+    def longest(self) -> int:
+        """As of `PromptFile`."""
+        return self._file.longest
 
     @property
     def left_out(self) -> dict[str, int]:

@@ -21,17 +21,19 @@ from shared.data_files import DataFile
 from shared.errors import ConfigError
 from shared.kept import Kept
 
-_FORMAT = 1
+_FORMAT = 2
 _MODEL_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
 class Sifted:
-    """``kept``: the rows that are used. ``left_out``: how many are not, by reason. ``first``: what is wrong with the first of them."""
+    """``kept``: the rows that are used. ``left_out``: how many are not, by reason. ``first``: what is wrong with the first of them.
+    ``longest``: tokens of the longest prompt that is used."""
 
     kept: Kept
     left_out: dict[str, int]
     first: ConfigError | None
+    longest: int
 
 
 class Remembered:
@@ -63,14 +65,14 @@ class Remembered:
             if known["key"] != self._key or len(bits) != (known["size"] + 7) // 8:
                 return None
             first = None if known["first"] is None else ConfigError(*known["first"])
-            return Sifted(Kept(np.frombuffer(bits, np.uint8), known["size"]), known["left_out"], first)
+            return Sifted(Kept(np.frombuffer(bits, np.uint8), known["size"]), known["left_out"], first, known["longest"])
         except (ValueError, KeyError, TypeError):
             return None
 
     def write(self, sifted: Sifted) -> None:
         """Keeps the result: for any run in the user's cache, and where this one has a directory that can be written, there."""
         first = None if sifted.first is None else (sifted.first.field, str(sifted.first.value), sifted.first.expected)
-        head = {"key": self._key, "size": sifted.kept.size, "left_out": sifted.left_out, "first": first}
+        head = {"key": self._key, "size": sifted.kept.size, "left_out": sifted.left_out, "first": first, "longest": sifted.longest}
         content = json.dumps(head).encode() + b"\n" + sifted.kept.bits.tobytes()
         cache.write(self._cached, content)
         self._write(content)

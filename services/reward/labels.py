@@ -32,7 +32,10 @@ def matches(verifier: str, label: str) -> bool:
 
 def reads(verifier: str, label: str) -> str | None:
     """Returns what `math` takes a label for; of other verifiers, and of plain numbers, the label itself. None: no expression."""
-    if verifier != "math" or label.strip().lstrip("+-").isdecimal():
+    number = label.strip().lstrip("+-")
+    if not number:
+        return None
+    if verifier != "math" or (number.isascii() and number.isdecimal()):
         return label
     from math_verify import parse  # sympy takes seconds to import: only where it is needed
 

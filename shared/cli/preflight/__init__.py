@@ -1,9 +1,9 @@
 """Everything that can be wrong with a run's input, found before anything is started, all of it at once.
 
 A *check* takes an `Inspection` and yields ConfigErrors: the field, what was given, what would be right. It may also raise one, which then
-is its last. What does not keep a run from its end is a note (`Inspection.note`), told where nothing is refused. Checks are independent: each leaves out what it cannot look at for the sake of something that another check reports. A new
-one is a function in a module of this package, named after what it looks at, and stands in `CHECKS`. None needs a GPU, all together take
-seconds.
+is its last. What does not keep a run from its end is a note (`Inspection.note`), told where nothing is refused. Checks are independent:
+each leaves out what it cannot look at for the sake of something that another check reports. A new one is a function in a module of this
+package, named after what it looks at, and stands in `CHECKS`. None needs a GPU, all together take seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from shared import flags
-from shared.cli.preflight import data, files, functions, labels
+from shared.cli.preflight import data, existing_run, files, functions, labels, resources
 from shared.cli.preflight.inspection import Inspection
 from shared.config import RunConfig, load
 from shared.errors import BadInput, problems_of, raise_problems
@@ -26,6 +26,11 @@ CHECKS: tuple[Check, ...] = (
     files.check_data,
     files.check_packages,
     functions.check,
+    existing_run.check,
+    resources.check_directories,
+    resources.check_disk,
+    resources.check_memory,
+    resources.check_limits,
     data.check_training_prompts,
     data.check_heldout_prompts,
     data.check_demonstrations,
@@ -35,11 +40,15 @@ CHECKS: tuple[Check, ...] = (
 """In the order in which their problems are told; what takes longest stands last."""
 
 
-def checked_config(path: Path, arguments: list[str], *, fresh: bool = False) -> RunConfig:
+def checked_config(path: Path, arguments: list[str], *, starts: bool = False, fresh: bool = False) -> RunConfig:
     """Returns the config with ``arguments`` (flags of `shared.flags`) laid over it, after all checks.
 
     Tells on standard error what is worth knowing of a config that can run: prompts that are left out, a disk that may fill.
-    ``fresh``: what the run has done so far is to be removed. Raises ConfigError, or Problems of several.
+
+    Args:
+        starts: whether this is the machine that all services start on. fresh: whether what the run has done so far is to be removed.
+
+    Raises ConfigError, or Problems of several.
     """
     overrides, problems = flags.read(arguments)
     try:
@@ -48,13 +57,13 @@ def checked_config(path: Path, arguments: list[str], *, fresh: bool = False) -> 
         raise_problems([*problems, *problems_of(error)])
         raise
     raise_problems(problems)
-    raise_problems(inspect(config, fresh=fresh))
+    raise_problems(inspect(Inspection(config, starts, fresh)))
     return config
 
 
-def inspect(config: RunConfig, *, fresh: bool = False) -> list[BadInput]:
+def inspect(inspection: Inspection) -> list[BadInput]:
     """Returns what all checks find, in their order; where that is nothing, tells on standard error what they note."""
-    inspection, problems = Inspection(config, fresh), []
+    problems: list[BadInput] = []
     for check in CHECKS:
         try:
             for problem in check(inspection):

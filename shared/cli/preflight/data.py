@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from shared import cache
 from shared.cli.preflight.inspection import Inspection
@@ -28,6 +28,9 @@ OVERLAP_ROWS, OVERLAP_SECONDS = 100_000, 2.0
 
 _FORMAT = 1
 
+Result = tuple[str | None, int]
+"""What there is to say of data that was read, and how many tokens the longest prompt has."""
+
 
 def check_training_prompts(inspection: Inspection) -> Iterator[ConfigError]:
     """Yields what is wrong with the first training prompt that cannot be used; the prompts of a source are seen when they are drawn."""
@@ -46,7 +49,7 @@ def check_demonstrations(inspection: Inspection) -> Iterator[ConfigError]:
         return
     demonstrations = DemonstrationFile(config, inspection.tokenizer)  # raises ConfigError
 
-    def read() -> str | None:
+    def read() -> Result:
         numbers, count, end = spread(len(demonstrations), MOST), 0, time.monotonic() + SECONDS
         with Reading("reading sft.sft_data", len(numbers)) as reading:
             for count, row in enumerate(numbers, start=1):
@@ -54,7 +57,7 @@ def check_demonstrations(inspection: Inspection) -> Iterator[ConfigError]:
                 reading.at(count)
                 if time.monotonic() > end:
                     break
-        return _told("sft.sft_data", count, len(demonstrations), "demonstrations", "the trainer")
+        return _told("sft.sft_data", count, len(demonstrations), "demonstrations", "the trainer"), 0
 
     settings = [config.sft.model_dump(mode="json"), config.data.tool_key, config.data.apply_chat_template_kwargs]
     _once(inspection, [DataFile(config.sft.sft_data)], settings, read)
@@ -70,7 +73,9 @@ def check_overlap(inspection: Inspection) -> Iterator[ConfigError]:
         asked = list(_contents(heldout.rows, key, end))
         if common := [row for row, content in asked if hash(content) in trained]:
             where = heldout.rows.where(common[0])
-            inspection.note(f"eval.eval_prompt_data: {len(common)} of {len(asked)} held-out prompts are training prompts, too; the first: {where}")
+            inspection.note(
+                f"eval.eval_prompt_data: {len(common)} of {len(asked)} held-out prompts are training prompts, too; the first: {where}"
+            )
     yield from ()
 
 
@@ -94,23 +99,25 @@ def _check(
         return
     config = inspection.config
 
-    def read() -> str | None:
+    def read() -> Result:
         told = _told(field, prompts.check(SECONDS, MOST), len(prompts.rows), "prompts", "the buffer")
-        return told or _left_out(field, prompts)
+        return told or _left_out(field, prompts), prompts.longest
 
     limits = [config.rollout.rollout_max_prompt_len, config.reward.rm_type, config.reward.environment_names()]
-    _once(inspection, named, [field, limits, config.data.model_dump(mode="json")], read)
+    longest = _once(inspection, named, [field, limits, config.data.model_dump(mode="json")], read)
+    inspection.longest_prompts[field] = longest
 
 
-def _once(inspection: Inspection, named: list[DataFile], settings: list[object], read: Callable[[], str | None]) -> None:
-    """Reads, unless the same was read before, and tells what there is to say. Raises ConfigError as ``read`` does."""
+def _once(inspection: Inspection, named: list[DataFile], settings: Sequence[object], read: Callable[[], Result]) -> int:
+    """Reads, unless the same was read before, and notes what there is to say. Returns the longest prompt's tokens. Raises as ``read``."""
     key = f"{fingerprint(inspection.config.model.hf_checkpoint, named, [_FORMAT, MOST, *settings])}.read"
     known = cache.read(key)
-    line = read() if known is None else json.loads(known)
+    line, longest = read() if known is None else json.loads(known)
     if known is None:
-        cache.write(key, json.dumps(line).encode())
+        cache.write(key, json.dumps([line, longest]).encode())
     if line is not None:
         inspection.note(line)
+    return int(longest)
 
 
 def _told(field: str, read: int, size: int, what: str, reader: str) -> str | None:

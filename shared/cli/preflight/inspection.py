@@ -22,15 +22,17 @@ LONGEST_NOTE = 1000
 
 @dataclass
 class Inspection:
-    """A config under inspection.
-
-    Args:
-        fresh: whether what the run has done so far is to be removed. notes: what there is to say of a config that can run, a line each.
-    """
+    """A config under inspection."""
 
     config: RunConfig
+    starts: bool = False
+    """Whether all services of the run are about to start on this machine."""
     fresh: bool = False
+    """Whether what the run has done so far is to be removed."""
     notes: list[str] = field(default_factory=list)
+    """What there is to say of a config that can run, a line each."""
+    longest_prompts: dict[str, int] = field(default_factory=dict)
+    """``data.prompt_data``, ``eval.eval_prompt_data`` → tokens of the longest prompt of those that were read."""
 
     def note(self, text: str) -> None:
         """Takes a line to be told where nothing is refused."""
@@ -65,7 +67,7 @@ class Inspection:
         """The held-out prompts, or what is wrong with their files; None where the run has none, or another check tells why."""
         return self._opened(eval_prompts) if self.there(self.config.eval.eval_prompt_data) else None
 
-    def _opened(self, opener: Callable[[RunConfig, Tokenizer], Opened]) -> Opened | ConfigError | None:
+    def _opened(self, opener: Callable[[RunConfig, Tokenizer], Opened | None]) -> Opened | ConfigError | None:
         if self.tokenizer is None or (self.config.data.apply_chat_template and not self.tokenizer.has_chat_template):
             return None
         try:

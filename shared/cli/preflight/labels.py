@@ -56,15 +56,13 @@ def check(inspection: Inspection) -> Iterator[ConfigError]:
     """Yields a problem for each set of prompts of which most labels can never be matched."""
     sets = {"data.prompt_data": inspection.training, "eval.eval_prompt_data": inspection.heldout}
     labels = {
-        field: first_labels(inspection, prompts)
-        for field, prompts in sets.items()
-        if isinstance(prompts, TrainingPrompts | PromptFile)
+        field: first_labels(inspection, prompts) for field, prompts in sets.items() if isinstance(prompts, TrainingPrompts | PromptFile)
     }
     distinct = list(dict.fromkeys((label.verifier, label.text) for found in labels.values() for label in found))
     results = ask(distinct, inspection)
     for field, found in labels.items():
         tried = [(label, results[label.verifier, label.text]) for label in found if (label.verifier, label.text) in results]
-        problems = [(label, found) for label, result in tried if (found := problem(label, result, inspection)) is not None]
+        problems = [(label, wrong) for label, result in tried if (wrong := problem(label, result, inspection)) is not None]
         if problems:
             yield from _report(inspection, f"{field}:{inspection.config.data.label_key}", problems, len(tried))
 
