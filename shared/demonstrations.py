@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from shared.config import RunConfig
 from shared.data_files import files
 from shared.errors import ConfigError
+from shared.prompts import message_hint
 from shared.rows import open_rows
 from shared.tokenizer import Tokenizer
 
@@ -115,11 +116,13 @@ class DemonstrationFile:
         """Its pieces, and whether they are a chat's."""
         entry, key = self._lines[row], self._sft.sft_messages_key
         if key not in entry:
-            texts = (self._lines.text(row, name) for name in (self._sft.sft_prompt_key, self._sft.sft_response_key))
-            return [Piece(text, trained) for text, trained in zip(texts, (False, True), strict=True)], False
+            prompt = self._lines.text(row, self._sft.sft_prompt_key, "sft.sft_prompt_key")
+            response = self._lines.text(row, self._sft.sft_response_key, "sft.sft_response_key")
+            return [Piece(prompt, False), Piece(response, True)], False
         messages, tools = entry[key], entry.get(self._data.tool_key)
         if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
-            raise self._refusal(key, row, f"expected a list of chat messages with role and content, found {str(messages)[:100]}")
+            found = f"found {str(messages)[:100]}{message_hint(messages)}"
+            raise self._refusal(key, row, f"expected a list of chat messages with role and content, {found}")
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise self._refusal(self._data.tool_key, row, "expected a list of tools, each an object")
         variables = {**self._data.apply_chat_template_kwargs, **({"tools": tools} if tools else {})}

@@ -7,6 +7,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+from shared import file_kinds
 from shared.errors import ConfigError
 from shared.reading import Reading
 from shared.rows import Rows
@@ -31,6 +32,9 @@ class JsonLines(Rows):
         self._stride, self._size = 1, 0
         try:
             self._file = path.open("rb")
+            if (other := file_kinds.other_than_jsonl(path, self._file.read(file_kinds.LOOKED_AT))) is not None:
+                raise ConfigError(field, str(path), f"is {other}")
+            self._file.seek(0)
             self._index(entries)
         except OSError as error:
             raise ConfigError(field, str(path), f"cannot be read: {error.strerror}") from None
@@ -93,6 +97,9 @@ class JsonLines(Rows):
         text, _ = self._read(row)
         try:
             value = json.loads(text)
+        except UnicodeDecodeError as error:
+            expected = f"not UTF-8: {error.reason} {error.object[error.start : error.end]!r} at byte {error.start} of the line"
+            raise ConfigError(self.field, self.where(row), f"{expected}; if it is Latin-1: iconv -f LATIN1 -t UTF-8") from None
         except (ValueError, RecursionError) as error:
             raise ConfigError(self.field, self.where(row), f"not JSON: {error}") from None
         if not isinstance(value, dict):

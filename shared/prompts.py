@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -25,8 +28,8 @@ from shared.tokenizer import Tokenizer
 OVERLONG, BAD = "overlong", "bad"
 """Why a prompt is left out."""
 
-_TOLD = 64
-"""Prompts between two looks at the clock while all are read."""
+BATCH = 256
+"""Prompts that are tokenised together where only their lengths are asked for: the work is shared over processor cores."""
 
 
 class OverlongPrompt(ConfigError):
@@ -48,6 +51,17 @@ class Prompt:
     environment: str
 
 
+@dataclass(frozen=True)
+class PromptForm:
+    """A prompt without its tokens. ``text``: what is tokenised."""
+
+    content: str | list[dict[str, Any]]
+    text: str
+    label: str | None
+    metadata: dict[str, Any]
+    environment: str
+
+
 class PromptReader:
     """Makes prompts of rows.
 
@@ -62,13 +76,39 @@ class PromptReader:
 
     def read(self, rows: Rows, row: int) -> Prompt:
         """Raises ConfigError with file, line, key and what would be right; of the kinds above where it is one of them."""
+        form = self.form(rows, row)
+        tokens = self._tokenizer.encode(form.text)
+        if (problem := self._length_problem(rows, row, form, len(tokens))) is not None:
+            raise problem
+        return Prompt(form.content, tokens, form.label, form.metadata, form.environment)
+
+    def measure(self, rows: Rows, numbers: Sequence[int]) -> list[int | ConfigError]:
+        """Returns for each row how many tokens its prompt has, or what `read` would raise; much faster than reading one by one."""
+        forms: list[PromptForm | ConfigError] = []
+        for row in numbers:
+            try:
+                forms.append(self.form(rows, row))
+            except ConfigError as error:
+                forms.append(error)
+        lengths = iter(self._tokenizer.lengths([form.text for form in forms if isinstance(form, PromptForm)]))
+        found: list[int | ConfigError] = []
+        for row, form in zip(numbers, forms, strict=True):
+            if isinstance(form, PromptForm):
+                length = next(lengths)
+                found.append(self._length_problem(rows, row, form, length) or length)
+            else:
+                found.append(form)
+        return found
+
+    def form(self, rows: Rows, row: int) -> PromptForm:
+        """Returns all of a prompt but its tokens. Raises as `read` does, for anything but its length."""
         data, entry = self._data, rows[row]
 
         def refuse(key: str | None, value: object, expected: str, kind: type[ConfigError] = ConfigError) -> ConfigError:
             return kind(f"{rows.field}:{key}", rows.where(row), f"expected {expected}, found {value!r}")
 
-        content = rows.value(row, entry, data.input_key)
-        label: Any = rows.value(row, entry, data.label_key) if data.label_key is not None else None
+        content = rows.value(row, entry, data.input_key, "data.input_key")
+        label: Any = rows.value(row, entry, data.label_key, "data.label_key") if data.label_key is not None else None
         metadata = entry.get(data.metadata_key) or {}
         if isinstance(label, int | float) and not isinstance(label, bool):
             label = str(label)
@@ -90,7 +130,7 @@ class PromptReader:
         if not isinstance(content, str) or data.apply_chat_template:
             messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
             if not isinstance(messages, list) or not messages or not all(_is_chat_message(message) for message in messages):
-                raise refuse(data.input_key, content, "text, or a list of chat messages with role and content")
+                raise refuse(data.input_key, content, "text, or a list of chat messages with role and content" + message_hint(messages))
             tools = entry.get(data.tool_key)
             if isinstance(tools, str):  # as Parquet files often hold them
                 try:
@@ -104,13 +144,24 @@ class PromptReader:
                 text = self._tokenizer.render(messages, {**data.apply_chat_template_kwargs, **given})
             except ConfigError as error:
                 raise ConfigError(f"{rows.field}:{data.input_key}", rows.where(row), f"{error.field}: {error.expected}") from None
-        tokens = self._tokenizer.encode(text)
-        if not len(tokens):
-            raise refuse(data.input_key, content, "a prompt that is not empty")
-        if self._max_tokens is not None and len(tokens) > self._max_tokens:
-            expected = f"at most rollout_max_prompt_len = {self._max_tokens} tokens"
-            raise refuse(data.input_key, f"{len(tokens)} tokens", expected, OverlongPrompt)
-        return Prompt(content, tokens, label, metadata, environment)
+        return PromptForm(content, text, label, metadata, environment)
+
+    def _length_problem(self, rows: Rows, row: int, form: PromptForm, length: int) -> ConfigError | None:
+        field = f"{rows.field}:{self._data.input_key}"
+        if not length:
+            return ConfigError(field, rows.where(row), f"expected a prompt that is not empty, found {form.content!r}")
+        if self._max_tokens is not None and length > self._max_tokens:
+            expected = f"expected at most rollout_max_prompt_len = {self._max_tokens} tokens, found '{length} tokens'"
+            return OverlongPrompt(field, rows.where(row), expected)
+        return None
+
+
+def message_hint(messages: object) -> str:
+    """Returns what else to say of messages that are none: how ShareGPT's are renamed."""
+    first = messages[0] if isinstance(messages, list) and messages else None
+    if isinstance(first, dict) and {"from", "value"} <= first.keys():
+        return " (these are ShareGPT's from and value: rename them, human to user and gpt to assistant)"
+    return ""
 
 
 def _is_chat_message(message: object) -> bool:
@@ -132,7 +183,8 @@ class PromptFile:
     Args:
         rows: of one file or several. data, max_tokens, reward: as for `PromptReader`. remembered: where what is left out is kept.
 
-    ``left_out``: how many are left out, by reason. Raises ConfigError where nothing is left.
+    ``left_out``: how many are left out, by reason. ``longest``: tokens of the longest prompt that `check` or leaving some out has read.
+    Raises ConfigError where nothing is left.
     """
 
     def __init__(
@@ -156,7 +208,7 @@ class PromptFile:
                 known = self._sift()
                 if remembered is not None:
                     remembered.write(known)
-            self._kept, self.left_out, self.first_left_out = known.kept, known.left_out, known.first
+            self._kept, self.left_out, self.first_left_out, self.longest = known.kept, known.left_out, known.first, known.longest
 
     def __len__(self) -> int:
         return len(self.rows) if self._kept is None else len(self._kept)
@@ -169,30 +221,61 @@ class PromptFile:
         """How many prompts come from the first ``row`` rows."""
         return row if self._kept is None else self._kept.below(row)
 
-    def check(self) -> None:
-        """Reads every prompt once. Raises ConfigError for the first that does not fit."""
-        if self._kept is None:
-            self._sift()
+    def check(self, seconds: float = math.inf, most: int | None = None) -> int:
+        """Reads prompts once, those that the config has left out aside. Returns how many were read.
+
+        Args:
+            seconds: after which no more are read. most: prompts that are read; of a longer file the first ones and a spread of the others.
+
+        Raises ConfigError for the first that does not fit.
+        """
+        if self._kept is not None:
+            return len(self.rows)
+        read = 0
+        for batch, found in self._read(spread(len(self.rows), most or len(self.rows)), seconds):
+            for length in found:
+                if isinstance(length, ConfigError):
+                    raise length
+                self.longest = max(self.longest, length)
+            read += len(batch)
+        return read
+
+    def _read(self, numbers: Sequence[int], seconds: float = math.inf) -> Iterator[tuple[Sequence[int], list[int | ConfigError]]]:
+        """Yields batches of rows, with the tokens of each or what is wrong with it."""
+        end = time.monotonic() + seconds
+        with Reading(f"reading {self.rows.field}", len(numbers)) as reading:
+            for first in range(0, len(numbers), BATCH):
+                batch = numbers[first : first + BATCH]
+                yield batch, self._reader.measure(self.rows, batch)
+                reading.at(first + len(batch))
+                if time.monotonic() > end:
+                    return
 
     def _sift(self) -> Sifted:
-        marks, left_out, first = Marks(len(self.rows)), {OVERLONG: 0, BAD: 0}, None
-        with Reading(f"reading {self.rows.field}", len(self.rows)) as reading:
-            for row in range(len(self.rows)):
-                try:
-                    self.longest = max(self.longest, len(self._reader.read(self.rows, row).tokens))
-                except ConfigError as error:
-                    reason = reason_to_leave_out(error, self._data)
-                    if reason is None:
-                        raise
-                    left_out[reason] += 1
-                    first = first or error
-                    marks.leave_out(row)
-                if row % _TOLD == 0:
-                    reading.at(row)
+        marks, left_out, first, longest = Marks(len(self.rows)), {OVERLONG: 0, BAD: 0}, None, 0
+        for batch, found in self._read(range(len(self.rows))):
+            for row, length in zip(batch, found, strict=True):
+                if isinstance(length, int):
+                    longest = max(longest, length)
+                    continue
+                reason = reason_to_leave_out(length, self._data)
+                if reason is None:
+                    raise length
+                left_out[reason] += 1
+                first = first or length
+                marks.leave_out(row)
         kept = marks.kept()
         if not len(kept):
             raise ConfigError(self.rows.field, f"{len(self.rows)} prompts", f"all are left out; the first: {first}")
-        return Sifted(kept, left_out, first)
+        return Sifted(kept, left_out, first, longest)
+
+
+def spread(size: int, most: int) -> Sequence[int]:
+    """Returns the numbers below ``size``, or ``most`` of them: a tenth at the beginning, the others evenly over the rest to the last."""
+    if size <= most:
+        return range(size)
+    first = most // 10
+    return [*range(first), *(first + (size - 1 - first) * step // (most - 1 - first) for step in range(most - first))]
 
 
 class PromptStream(Protocol):
@@ -235,13 +318,18 @@ class TrainingPrompts:
     def at(self, number: int) -> Prompt:
         return self._file[self._order.row(number)]
 
-    def check(self) -> None:
-        """Reads every prompt once. Raises ConfigError for the first that does not fit."""
-        self._file.check()
+    def check(self, seconds: float = math.inf, most: int | None = None) -> int:
+        """As of `PromptFile`."""
+        return self._file.check(seconds, most)
+
+    @property
+    def rows(self) -> Rows:
+        """All rows, those that are left out among them."""
+        return self._file.rows
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt that `check` has read; 0 where it needed to read none."""
+        """As of `PromptFile`."""
         return self._file.longest
 
     @property

@@ -1,4 +1,4 @@
-"""A progress bar for reading long files: on standard error, only on a terminal, only where it takes long."""
+"""Progress of reading long files, on standard error and only where it takes long: a bar on a terminal, now and then a line elsewhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-PATIENCE_SECONDS = 1.0
-"""What is done sooner shows no bar."""
+PATIENCE_SECONDS = 2.0
+"""What is done sooner shows nothing."""
+
+LINE_SECONDS = 10.0
+"""Time between two lines where there is no terminal."""
 
 
 class Reading:
@@ -23,19 +26,23 @@ class Reading:
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total = what, total
-        self._began = time.monotonic()
+        self._due = time.monotonic() + PATIENCE_SECONDS
         self._progress: Progress | None = None
 
     def at(self, done: int) -> None:
         """So far. Cheap, but looks at the clock: call it now and then, not for every line."""
-        if self._progress is None:
-            if time.monotonic() - self._began < PATIENCE_SECONDS:
-                return
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=done)
+        elif time.monotonic() < self._due:
+            return
+        elif sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-            self._progress.add_task(self._what, total=self._total)
+            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._progress.add_task(self._what, total=self._total, completed=done)
             self._progress.start()
-        self._progress.update(self._progress.task_ids[0], completed=done)
+        else:
+            self._due = time.monotonic() + LINE_SECONDS
+            print(f"myxo: {self._what}: {done:,} of {self._total:,} ({done / max(self._total, 1):.0%})", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         return self

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import bisect
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 from shared.data_files import DataFile
 from shared.errors import ConfigError
+
+_SYNONYMS = (
+    ("prompt", "question", "problem", "query", "instruction", "messages", "conversations", "input", "text"),
+    ("label", "answer", "ground_truth", "final_answer", "expected_answer", "target", "gold", "solution", "output"),
+    ("response", "completion", "output", "answer", "solution"),
+)
+"""What data sets call prompts, labels and responses."""
 
 
 class Rows(ABC):
@@ -27,22 +35,33 @@ class Rows(ABC):
     def where(self, row: int) -> str:
         """``file:line`` of a row; the line counts from 1."""
 
-    def text(self, row: int, key: str) -> str:
-        """The text under ``key``. Raises ConfigError with file, line, key and the keys that are there."""
-        value = self.require(row, key)
+    def text(self, row: int, key: str, setting: str | None = None) -> str:
+        """The text under ``key``. Raises ConfigError with file, line, key and the keys that are there; ``setting`` as of `value`."""
+        value = self.value(row, self[row], key, setting)
         if not isinstance(value, str):
             raise ConfigError(f"{self.field}:{key}", self.where(row), f"expected text, found {value!r}")
         return value
 
-    def require(self, row: int, key: str) -> Any:
-        """Whatever is under ``key``; raises ConfigError where the key is absent."""
-        return self.value(row, self[row], key)
+    def value(self, row: int, entry: dict[str, Any], key: str, setting: str | None = None) -> Any:
+        """Returns what is under ``key`` of a row that was read already.
 
-    def value(self, row: int, entry: dict[str, Any], key: str) -> Any:
-        """As `require`, of a row that was read already."""
+        Raises ConfigError where the key is absent; it names ``setting``, the config field that says which key it is.
+        """
         if key not in entry:
-            raise ConfigError(f"{self.field}:{key}", self.where(row), f"the line has no key {key!r}; its keys are {sorted(entry)}")
+            expected = f"the line has no key {key!r}; its keys are {sorted(entry)}"
+            if setting is not None:
+                meant = _meant(key, sorted(entry))
+                expected += f"; set {setting} to one of them" if meant is None else f"; did you mean {setting} = {meant!r}?"
+            raise ConfigError(f"{self.field}:{key}", self.where(row), expected)
         return entry[key]
+
+
+def _meant(key: str, keys: list[str]) -> str | None:
+    """Returns the key that is probably meant: one that is spelt alike, or a usual name of the same thing."""
+    if near := difflib.get_close_matches(key, keys, n=1, cutoff=0.6):
+        return near[0]
+    usual = next((names for names in _SYNONYMS if key in names), ())
+    return next((name for name in usual if name in keys), None)
 
 
 class FileRows(Rows):

@@ -10,7 +10,7 @@ from nats.js.errors import NotFoundError
 from shared import addresses, streams
 from shared.bus import Bus
 from shared.config import RunConfig, changes
-from shared.errors import BadInput, ConfigError
+from shared.errors import BadInput, ConfigError, raise_problems
 from shared.ledger import LedgerRecord, RunFinished
 from shared.subjects import Subjects
 
@@ -32,17 +32,11 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None) -> None:
         store_url: where payloads lie, for services that are not told by ``REDIS_URL``. One with credentials is not written down: every
             service can read this, and each has an account of its own.
 
-    Raises ConfigError when a field differs that may not change.
+    Raises ConfigError when a field differs that may not change, Problems of several.
     """
     await streams.create(bus, config)
     bucket = Subjects(config.run.name).config_bucket
-    existing = await bus.get(bucket, _CONFIG)
-    if existing is not None:
-        different = changes(RunConfig.model_validate_json(existing), config)
-        if different:
-            field, _, values = different[0].partition(": ")
-            expected = f"run {config.run.name} exists with another value; use --fresh to start it anew, or another run.name"
-            raise ConfigError(field, values, expected)
+    await refuse_differences(bus, config)
     await bus.put(bucket, _CONFIG, config.model_dump_json().encode())
     if store_url is not None:
         stated = "" if addresses.has_credentials(store_url) else store_url
@@ -53,6 +47,20 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None) -> None:
         known = FINISHED if finished is not None and finished.steps >= config.rollout.num_rollout else None
     if known in (None, FAILED):
         await set_phase(bus, config.run.name, RUNNING)
+
+
+async def refuse_differences(bus: Bus, config: RunConfig) -> None:
+    """Raises as `create` does where the run is on the bus with another config."""
+    existing = await bus.get(Subjects(config.run.name).config_bucket, _CONFIG)
+    if existing is not None:
+        raise_problems(differences(RunConfig.model_validate_json(existing), config))
+
+
+def differences(frozen: RunConfig, config: RunConfig) -> list[ConfigError]:
+    """Returns a refusal for each field in which a config differs from a run's frozen one, and may not."""
+    expected = f"run {config.run.name} exists with another value; use --fresh to start it anew, or another run.name"
+    parted = (change.partition(": ") for change in changes(frozen, config))
+    return [ConfigError(field, values, expected) for field, _, values in parted]
 
 
 async def load(bus: Bus, run: str) -> RunConfig:

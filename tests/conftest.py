@@ -28,6 +28,14 @@ def own_logs() -> Iterator[None]:
     structlog.reset_defaults()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps what commands remember between them out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MYXO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 checkpoint directory with a character tokenizer."""

@@ -120,9 +120,11 @@ class Launch:
             await erase.erase_from_store(self._servers.redis_url, run)
         finished = await runs.last_record(bus, run, RunFinished)
         if finished is not None and finished.steps >= config.rollout.num_rollout:
+            await runs.refuse_differences(bus, config)
             self._say(f"Run {run} is finished: {finished.steps} steps. --fresh starts it anew, a larger --num-rollout goes on.")
             return await self._report(bus)
         await runs.create(bus, config, self._servers.redis_url)
+        self._directory.freeze(config)
         self._directory.write_servers(Addresses(self._servers.nats_url, self._servers.redis_url, os.getpid()))
         trained = await runs.last_record(bus, run, BatchTrained)
         self._began = trained.step + 1 if trained else 0

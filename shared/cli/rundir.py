@@ -3,6 +3,7 @@
 ```
 DIR/NAME/
   lock            held by the one command that runs servers here
+  config.json     the run's config, as it is frozen on the bus
   servers.json    addresses of the live run's servers, readable by its owner only; there while `myxo up` runs
   nats/ valkey/   what the embedded servers keep
   logs/           one file an instance
@@ -42,6 +43,7 @@ STATE = (
     "hub.json",
     "prompts",
     "rollouts",
+    "config.json",
     "summary.json",
     "reward.png",
     "servers.json",
@@ -78,7 +80,7 @@ class RunDirectory:
         self.root = root
         self.nats, self.valkey, self.logs = root / "nats", root / "valkey", root / "logs"
         self.summary, self.chart = root / "summary.json", root / "reward.png"
-        self._servers, self._lock = root / "servers.json", root / "lock"
+        self._servers, self._lock, self._config = root / "servers.json", root / "lock", root / "config.json"
         self._held: IO[str] | None = None
 
     def log(self, instance: str) -> Path:
@@ -88,9 +90,12 @@ class RunDirectory:
     # --- the lock
 
     def hold(self) -> None:
-        """Takes the directory for this process, until `release` or its end however it comes. Raises RunHeld."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        file = self._lock.open("a+")
+        """Takes the directory for this process, until `release` or its end however it comes. Raises RunHeld, ConfigError."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            file = self._lock.open("a+")
+        except OSError as error:
+            raise ConfigError("run.dir", str(self.root), f"cannot be written: {error.strerror}; give another run.dir") from None
         end = time.monotonic() + HOLD_SECONDS
         while not _locked(file, fcntl.LOCK_EX):
             if time.monotonic() > end:
@@ -138,6 +143,19 @@ class RunDirectory:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+    def freeze(self, config: RunConfig) -> None:
+        """Keeps the run's config, for who asks without its servers."""
+        partial = self._config.with_suffix(".partial")
+        partial.write_text(config.model_dump_json(indent=2) + "\n")
+        partial.replace(self._config)
+
+    def frozen(self) -> RunConfig | None:
+        """Returns the run's config; None where it was not kept, or by a release with other fields: then only the bus knows."""
+        try:
+            return RunConfig.model_validate_json(self._config.read_text())
+        except (OSError, ValueError):
+            return None
 
     def write_servers(self, servers: Servers) -> None:
         """Says where the live run's servers are, to nobody but this user."""

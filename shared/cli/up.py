@@ -31,7 +31,7 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
 
     Raises ConfigError for bad input, MyxoError for what keeps the run from starting.
     """
-    config = checked_config(path, arguments, fresh=fresh, starts=True)
+    config = checked_config(path, arguments, starts=True, fresh=fresh)
     if dry_run:
         console.file.write(toml.dump(config))
         return exits.DONE

@@ -12,6 +12,9 @@ from shared.config import RunConfig, parse
 PROMPTS = [{"prompt": f"{left}+{right}=", "label": str(left + right)} for left in range(3) for right in range(3)]
 """Nine sums of one-digit numbers with their answers."""
 
+HELDOUT = [{"prompt": f"{left}+3=", "label": str(left + 3)} for left in range(3, 7)]
+"""Four more."""
+
 
 def values(directory: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     """The plain values of `run_config`, section by section."""

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shared import data_files
 from shared.config import RunConfig
 from shared.errors import ConfigError
 from shared.model.architecture import Architecture
 from shared.model.families import read_architecture
+from shared.prompts import PromptFile, TrainingPrompts, eval_prompts, training_prompts
 from shared.tokenizer import Tokenizer
+
+Opened = TypeVar("Opened")
+
+LONGEST_NOTE = 1000
+"""Characters of a note that are shown: one may hold a whole prompt."""
 
 
 @dataclass
@@ -23,8 +30,19 @@ class Inspection:
     config: RunConfig
     starts: bool = False
     """Whether all services of the run are about to start on this machine."""
+    fresh: bool = False
+    """Whether what the run has done so far is to be removed."""
+    notes: list[str] = field(default_factory=list)
+    """What there is to say of a config that can run, a line each."""
+    frozen: RunConfig | None = None
+    """The config as the run keeps it, where that is not ``config``: with names on the hub in the place of paths."""
     longest_prompts: dict[str, int] = field(default_factory=dict)
-    """``data.prompt_data``, ``eval.eval_prompt_data`` → tokens of the longest prompt, where all were read."""
+    """``data.prompt_data``, ``eval.eval_prompt_data`` → tokens of the longest prompt of those that were read."""
+
+    def note(self, text: str) -> None:
+        """Takes a line to be told where nothing is refused."""
+        line = " ".join(text.split())
+        self.notes.append(line if len(line) <= LONGEST_NOTE else f"{line[:LONGEST_NOTE]} …")
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -40,6 +58,25 @@ class Inspection:
     def _tokenizer(self) -> Tokenizer | ConfigError:
         try:
             return Tokenizer(self.config.model.hf_checkpoint)
+        except ConfigError as error:
+            return error
+
+    @cached_property
+    def training(self) -> TrainingPrompts | ConfigError | None:
+        """The training prompts, or what is wrong with their files; None where the run draws from a source, or another check tells why."""
+        there = self.config.data.data_source is None and self.there(self.config.data.prompt_data)
+        return self._opened(training_prompts) if there else None
+
+    @cached_property
+    def heldout(self) -> PromptFile | ConfigError | None:
+        """The held-out prompts, or what is wrong with their files; None where the run has none, or another check tells why."""
+        return self._opened(eval_prompts) if self.there(self.config.eval.eval_prompt_data) else None
+
+    def _opened(self, opener: Callable[[RunConfig, Tokenizer], Opened | None]) -> Opened | ConfigError | None:
+        if self.tokenizer is None or (self.config.data.apply_chat_template and not self.tokenizer.has_chat_template):
+            return None
+        try:
+            return opener(self.config, self.tokenizer)
         except ConfigError as error:
             return error
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.cli.command import ROOT, Myxo
-from tests.support.run_config import PROMPTS, values, write_jsonl
+from tests.support.run_config import HELDOUT, values, write_jsonl
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def config_file(tmp_path: Path, tiny_model: Path) -> Callable[..., Path]:
 
     def write(**sections: dict[str, object]) -> Path:
         write_jsonl(tmp_path / "prompts.jsonl")
-        write_jsonl(tmp_path / "heldout.jsonl", PROMPTS[:4])
+        write_jsonl(tmp_path / "heldout.jsonl", HELDOUT)
         content = values(
             tmp_path,
             **{

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.run_config import PROMPTS, values, write_jsonl
+from tests.support.run_config import HELDOUT, values, write_jsonl
 
 Sections = dict[str, dict[str, Any]]
 
@@ -27,7 +27,7 @@ class Input:
         """Four steps of two groups; a Qwen3 with 4 heads, 2 key/value heads, 2 layers and a context of 1,024 tokens."""
         shutil.copytree(tiny_model, directory / "model")
         write_jsonl(directory / "prompts.jsonl")
-        write_jsonl(directory / "heldout.jsonl", PROMPTS[:4])
+        write_jsonl(directory / "heldout.jsonl", HELDOUT)
         sections = values(
             directory,
             rollout={"rollout_max_response_len": 20},

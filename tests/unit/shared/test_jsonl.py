@@ -47,7 +47,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     [
         (b'{"a": 1}\n{"a": ', "not JSON"),
         (b'{"a": 1}\n[1]', "expected a JSON object, found a list"),
-        (b'{"a": 1}\n{"a": "\xff"}', "not JSON"),
+        (b'{"a": 1}\n{"a": "\xff"}', r"not UTF-8: .* at byte 7 of the line; if it is Latin-1: iconv"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, text: bytes, words: str) -> None:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,8 @@ from transformers import AutoTokenizer
 
 from shared.errors import ConfigError
 from shared.tokenizer import Tokenizer
+
+QWEN3 = Path(__file__).parents[2] / "support" / "qwen3_chat_template.jinja"
 
 CHAT = [{"role": "system", "content": "a < b & 'c'"}, {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 TEMPLATES = {
@@ -76,6 +79,27 @@ def test_chat_templates_render_as_in_transformers(model: Path, name: str) -> Non
         CHAT, tokenize=False, add_generation_prompt=True, enable_thinking=False
     )
     assert Tokenizer(model).render(CHAT, {"enable_thinking": False}) == expected
+
+
+def test_a_template_of_real_size_is_compiled_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model / "chat_template.jinja").write_text(QWEN3.read_text())
+    compiled = []
+    from_string = jinja2.Environment.from_string
+    monkeypatch.setattr(jinja2.Environment, "from_string", lambda *words: compiled.append(1) or from_string(*words))
+    tokenizer = Tokenizer(model)
+    rendered = [tokenizer.render(CHAT[: number % 3 + 1], {"enable_thinking": number % 2 == 0}) for number in range(6)]
+    assert len(compiled) == 1
+    assert rendered[2] != rendered[5], "variables are each call's own"
+    expected = AutoTokenizer.from_pretrained(model).apply_chat_template(
+        CHAT, tokenize=False, add_generation_prompt=True, enable_thinking=True
+    )
+    assert rendered[2] == expected
+
+
+def test_lengths_are_those_of_the_ids(tokenizer: Tokenizer) -> None:
+    texts = ["1+1=", "", "<|im_start|>a", "β"]
+    assert tokenizer.lengths(texts) == [len(tokenizer.encode(text)) for text in texts]
+    assert tokenizer.lengths([]) == []
 
 
 @pytest.mark.parametrize(
