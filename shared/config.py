@@ -148,9 +148,18 @@ def parse(values: dict[str, Any]) -> RunConfig:
 
 
 def load(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> RunConfig:
+    """Returns the config that `read` finds. Raises ConfigError for what is wrong with it, or Problems of several."""
+    config, problems = read(path, overrides)
+    raise_problems(problems)
+    assert config is not None  # or there was a problem
+    return config
+
+
+def read(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> tuple[RunConfig | None, list[BadInput]]:
     """Reads a TOML file over its bases, lays ``overrides`` (section → field → value) over it, makes paths absolute from here.
 
-    Raises ConfigError, or Problems of several.
+    Returns the config and a ConfigError for each thing that is wrong; a config all the same where nothing is wrong but names of sections,
+    keys and flags that there are not. Raises ConfigError for a file that cannot be read.
     """
     layers = config_files.read(path, _known)
     values = layers.values
@@ -166,11 +175,9 @@ def load(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> RunC
                 existing[field] = value
     problems = layers.problems
     try:
-        config = parse(values)
+        return parse(values).absolute(Path.cwd()), problems
     except BadInput as error:
-        problems += [_with_origin(problem, layers, path) for problem in _unless_told(problems_of(error), problems)]
-    raise_problems(problems)
-    return config.absolute(Path.cwd())
+        return None, problems + [_with_origin(problem, layers, path) for problem in _unless_told(problems_of(error), problems)]
 
 
 def _unless_told(found: Iterable[BadInput], told: list[BadInput]) -> list[BadInput]:

@@ -28,7 +28,7 @@ from shared.cli.preflight import (
     resources,
 )
 from shared.cli.preflight.inspection import Inspection
-from shared.config import RunConfig, load
+from shared.config import RunConfig, read
 from shared.errors import BadInput, problems_of, raise_problems
 from shared.hub import resolve
 from shared.hub.client import Hub
@@ -80,14 +80,16 @@ def checked_config(path: Path, arguments: list[str], *, starts: bool = False, fr
     """
     overrides, problems = flags.read(arguments)
     try:
-        config = load(path, overrides)
+        config, found = read(path, overrides)
+        problems += found
+        if config is not None:
+            hub = Hub.of()
+            config = hub_names.pinned(config, hub, fresh=fresh)
+            problems += inspect(Inspection(resolve.local(config, hub=hub), starts, fresh, frozen=config))
     except BadInput as error:
-        raise_problems([*problems, *problems_of(error)])
-        raise
+        problems += problems_of(error)
     raise_problems(problems)
-    hub = Hub.of()
-    config = hub_names.pinned(config, hub, fresh=fresh)
-    raise_problems(inspect(Inspection(resolve.local(config, hub=hub), starts, fresh, frozen=config)))
+    assert config is not None  # or there was a problem
     return config
 
 
