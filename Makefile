@@ -33,7 +33,7 @@ SHOWN := $(if $(MAKE_TERMOUT),,| sed -un -e '/\(Downloading\|Using cached\).* MB
 # with this variable set every start of every process would compile it again, which doubles its time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart install test test-extra test-docker lint docs clean
+.PHONY: help quickstart install test test-extra test-docker lint size docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -42,6 +42,7 @@ help:
 	@echo "make test-extra   more of the same kind, left out of CI"
 	@echo "make test-docker  those that need a Docker engine with Compose v2"
 	@echo "make lint         ruff, mypy, import contracts"
+	@echo "make size         lines, functions, complexity, names and imports, against their bounds"
 	@echo "make docs         write the generated pages of docs/ anew"
 	@echo "make install      the environment in $(VENV), nothing else"
 	@echo "make clean        remove the environment, runs and caches"
@@ -92,6 +93,9 @@ lint: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+size: $(READY)
+	@$(BIN)/python -m docs.size
 
 docs: $(READY)
 	@$(BIN)/python -m docs.catalogue
