@@ -41,11 +41,11 @@ class RunFailure:
             service.metrics.set("dead", dead)
             if another:  # people should not have to wait for the next heartbeat
                 service.spawn(service.announce())
-        if (reason := self._dead.hopeless(self._limit)) is not None and not self.reason:
-            self._service.log.error("run_failed", error=reason)
+        if (hopeless := self._dead.hopeless(self._limit)) is not None and not self.reason:
+            service.log.error("run_failed", error=hopeless)
             await self._held()
-            await runs.set_phase(self._service.bus, self._service.run, runs.FAILED, reason)
-            self.reason, self._service.state = reason, STATE
+            await runs.set_phase(service.bus, service.run, runs.FAILED, hopeless)
+            self.reason, service.state = hopeless, STATE
 
     async def look(self) -> bool:
         """Learns from the bus how the run stands, and keeps the gauges. Returns whether a run that had failed goes on."""
