@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from shared.cli.preflight.inspection import Inspection
@@ -23,10 +24,10 @@ MOST = 1000
 """Labels of each set that are looked at."""
 
 SECONDS = 3.0
-"""How long labels are tried, once what verifiers need is loaded."""
+"""Processor time for trying labels, once what verifiers need is loaded."""
 
 START_SECONDS = 30.0
-"""How long loading may take beside that."""
+"""How long all of it may take beside that, on a machine that is busy with other things."""
 
 PROSE_WORDS = 12
 """A label of more words is a text, not an answer."""
@@ -58,7 +59,8 @@ def check(inspection: Inspection) -> Iterator[ConfigError]:
     labels = {
         field: first_labels(inspection, prompts) for field, prompts in sets.items() if isinstance(prompts, TrainingPrompts | PromptFile)
     }
-    distinct = list(dict.fromkeys((label.verifier, label.text) for found in labels.values() for label in found))
+    in_turn = (label for several in zip_longest(*labels.values()) for label in several if label is not None)
+    distinct = list(dict.fromkeys((label.verifier, label.text) for label in in_turn))
     results = ask(distinct, inspection)
     for field, found in labels.items():
         tried = [(label, results[label.verifier, label.text]) for label in found if (label.verifier, label.text) in results]

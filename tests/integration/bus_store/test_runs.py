@@ -8,7 +8,7 @@ import pytest
 
 from shared import runs
 from shared.bus import Bus
-from shared.errors import ConfigError
+from shared.errors import ConfigError, Problems
 from shared.ledger import RunFinished
 from shared.subjects import Subjects
 from tests.support.run_config import run_config
@@ -41,10 +41,10 @@ async def test_resuming_with_another_fixed_value_is_refused_by_field_and_changes
     config = run_config(tmp_path, run={"name": run_name})
     await runs.create(bus, config, None)
     other = run_config(tmp_path, run={"name": run_name}, rollout={"max_staleness": 3}, bus={"ack_wait": 99})
-    with pytest.raises(ConfigError, match=rf"run {run_name} exists with another value; use --fresh") as caught:
+    with pytest.raises(Problems, match=rf"run {run_name} exists with another value; use --fresh") as caught:
         await runs.create(bus, other, "unix:///other")
-    assert caught.value.field == "rollout.max_staleness"
-    assert caught.value.value == "1 → 3"
+    told = [(problem.field, problem.value) for problem in caught.value.problems if isinstance(problem, ConfigError)]
+    assert told == [("rollout.max_staleness", "1 → 3"), ("bus.ack_wait", "30.0 → 99.0")]
     assert await runs.load(bus, run_name) == config
     assert await runs.store_url(bus, run_name) is None
 
