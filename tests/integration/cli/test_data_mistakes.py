@@ -16,9 +16,8 @@ from shared.cli.preflight import resources
 from shared.cli.preflight.inspection import Inspection
 from shared.cli.preflight.parameters import ModelSize, model_size
 from shared.config import load
-from tests.integration.cli import mistakes_of_data
 from tests.integration.cli.command import Myxo
-from tests.integration.cli.mistakes import Input, Mistake
+from tests.integration.cli.mistakes import Input
 from tests.integration.cli.mistakes_of_data import GOOD, MATH, RATIONALE, Change, huge, labels
 from tests.support.run_config import write_jsonl
 
@@ -41,21 +40,6 @@ def dry_run(capsys: pytest.CaptureFixture[str], given: Input, *flags: str) -> tu
     capsys.readouterr()
     code = main(["up", str(given.write()), "--dry-run", *flags])
     return code, capsys.readouterr().err
-
-
-@pytest.mark.parametrize("row", mistakes_of_data.MISTAKES, ids=lambda row: row.name)
-def test_a_mistake_is_told_before_anything_starts(given: Input, row: Mistake, capsys: pytest.CaptureFixture[str]) -> None:
-    words = row.prepare(given)
-    before = processor_seconds()
-    code = main([*words, "--dry-run"])
-    spent = processor_seconds() - before
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, ""), err
-    assert all(line.startswith("myxo: ") for line in err.splitlines()), err
-    assert [word for word in row.says if word not in err] == [], err
-    assert len(err.splitlines()) == row.lines, err
-    assert not (given.directory / "runs").exists()
-    assert spent < LIMIT_SECONDS
 
 
 def test_a_model_that_fits_neither_disk_nor_memory(given: Input) -> None:

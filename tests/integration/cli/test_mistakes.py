@@ -13,17 +13,18 @@ import pytest
 
 from shared.cli import up
 from shared.cli.main import main
-from tests.integration.cli import mistakes_of_model
+from tests.integration.cli import mistakes_of_data, mistakes_of_model
 from tests.integration.cli.command import Myxo
 from tests.integration.cli.mistakes import Input, Mistake
 
-MISTAKES: list[Mistake] = [*mistakes_of_model.MISTAKES]
+MISTAKES: list[Mistake] = [*mistakes_of_model.MISTAKES, *mistakes_of_data.MISTAKES]
 
 LIMIT_S = 10.0
 """Processor time that a refusal may take, children included: what a wait in a busy machine's queue adds is no fault of the command."""
 
 AS_PROCESS = [row for row in MISTAKES if row.name in (
-    "a download that was cut short", "responses longer than the context", "a misspelt flag of SGLang's", "three mistakes, each told once",
+    "a download that was cut short", "responses longer than the context", "labels that math cannot read",
+    "a misspelt flag of SGLang's", "three mistakes, each told once",
 )]  # fmt: skip
 """Rows that run as a process of their own, too."""
 
