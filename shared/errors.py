@@ -80,13 +80,13 @@ NEAR, NEAR_WORD = 0.7, 0.75
 
 
 def near(name: str, valid: Iterable[str]) -> str | None:
-    """The valid name that was probably meant: each word of ``name`` is a word of it, or nearly; None where there is none."""
+    """The valid name that was probably meant: each word of ``name`` is a word of it, nearly, or in short; None where there is none."""
     words = _words(name)
     best, found = 0.0, None
     for candidate in valid:
         parts = _words(candidate)
         runs = ["".join(parts[start:end]) for start in range(len(parts)) for end in range(start + 1, len(parts) + 1)]
-        if not words or not all(any(_alike(word, run) >= NEAR_WORD for run in runs) for word in words):
+        if not words or not all(any(_meant(word, run) for run in runs) for word in words):
             continue
         alike = 1.0 if len(words) > 1 and set(words) <= set(parts) else _alike("".join(words), "".join(parts))
         if alike >= NEAR and (alike, -len(candidate)) > (best, -len(found or "")):
@@ -102,6 +102,13 @@ def nearest(name: str, valid: list[str]) -> str:
 
 def _words(name: str) -> list[str]:
     return [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
+
+
+def _meant(word: str, run: str) -> bool:
+    """Whether the two are spelt nearly alike, or one is short for the other as ``attn`` is for attention."""
+    short, long = sorted((word, run), key=len)
+    letters = iter(long)
+    return _alike(word, run) >= NEAR_WORD or (len(short) > 2 and short[0] == long[0] and all(letter in letters for letter in short))
 
 
 def _alike(one: str, other: str) -> float:

@@ -80,6 +80,12 @@ def math(response: str, label: str) -> float:
     return 1.0 if any(verify(_parsed(one), found) for one in truths) else 0.0
 
 
+def read(label: str) -> str:
+    """Returns what `math` compares answers with: a number, a text in small letters or an expression. Raises ValueError as `math` does."""
+    truth = _truth(label)
+    return truth.number or truth.text or truth.expression
+
+
 @lru_cache(64)  # the samples of a group have one label
 def _truth(label: str) -> _Truth:
     text = _bare(_answer(label))

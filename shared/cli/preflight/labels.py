@@ -112,11 +112,11 @@ def problem(label: Label, result: dict[str, Any], inspection: Inspection) -> Pro
         return Problem(f"is empty; {right if label.verifier == 'math' else 'give the text that an answer must have'}", sure=True)
     prose = len(text.split()) > PROSE_WORDS
     if label.verifier == "math":
+        if result["why"]:
+            return Problem(f"{result['why']}; {right}", sure=True)
         if not result["matches"]:
-            reads = "nothing" if result["reads"] is None else repr(result["reads"])
-            return Problem(f"math reads {reads} in it and gives no reward even to \\boxed{{}} around it; {right}", sure=True)
-        if result["reads"] is None:
-            return Problem(f"math reads no expression in it, only the same words in \\boxed{{}} match; {right}", sure=prose)
+            words = f"math reads {result['reads']!r} in it and gives no reward even to an answer that says just it; {right}"
+            return Problem(words, sure=True)
         if prose and _HASH not in text and "\\boxed" not in text:
             return Problem(f"is a whole text, of which math reads {result['reads']!r} alone; {right}", sure=False)
         return None

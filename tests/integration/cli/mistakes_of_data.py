@@ -101,10 +101,11 @@ MISTAKES = [
             change=without_template),
     # labels
     Mistake("labels that math cannot read",
-            ("data.prompt_data:label", "prompts.jsonl:2", "3 of 4 labels", "can never be matched", "math reads nothing"), MATH,
+            ("data.prompt_data:label", "prompts.jsonl:2", "3 of 4 labels", "can never be matched", "no number, expression or word"), MATH,
             change=labels("1", "٤", "٥", "٦")),
     Mistake("empty labels", ("data.prompt_data:label", "prompts.jsonl:1", "3 of 3 labels", "is empty"), MATH, change=labels("", " ", "\n")),
-    Mistake("rationales for math", ("3 of 3 labels", "no expression", "the final answer alone"), MATH, change=labels(*[RATIONALE] * 3)),
+    Mistake("rationales for math", ("3 of 3 labels", "words and no number", "the final answer alone"), MATH,
+            change=labels(*[RATIONALE] * 3)),
     Mistake("labels that are longer than a response",
             ("eval.eval_prompt_data:label", "exact compares all of a response", "rollout_max_response_len = 20"),
             ("--rollout-max-response-len", "20"), change=rows({"prompt": "9+9=", "label": RATIONALE}, name="heldout.jsonl")),

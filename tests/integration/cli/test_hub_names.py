@@ -55,6 +55,6 @@ def test_a_run_keeps_the_commits_that_it_began_with(myxo: Myxo, config_file: Con
 def test_names_without_a_network(myxo: Myxo, config_file: ConfigFile, hub: HubServer) -> None:
     config = config_file(**NAMED)
     code, out, err = myxo.run("up", config, environment={"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}"})
-    assert (code, out, len(err.splitlines())) == (2, "", 1), err
+    assert (code, out, len(err.splitlines())) == (2, "", 2), err
     assert "model.hf_checkpoint = 'hf:org/model'" in err
     assert "cannot be reached" in err
