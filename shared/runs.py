@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TypeVar
 
 from nats.js.errors import NotFoundError
@@ -19,6 +20,10 @@ Record = TypeVar("Record", bound=LedgerRecord)
 _CONFIG, _STORE, _PHASE = "config", "store", "phase"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 """Phases of a run. One that failed goes on when it is created again."""
+
+
+FROZEN = "config.json"
+"""The file of a run's directory that keeps its config, as it is frozen on the bus, for who asks without its servers."""
 
 
 class NoSuchRun(BadInput):
@@ -71,6 +76,14 @@ async def load(bus: Bus, run: str) -> RunConfig:
     if value is None:
         raise NoSuchRun(f"run {run!r} has no config on the bus yet")
     return RunConfig.model_validate(json.loads(value))
+
+
+def frozen(directory: Path) -> RunConfig | None:
+    """Returns the config that a run's directory keeps; None where it keeps none, or one of a release with other fields."""
+    try:
+        return RunConfig.model_validate_json((directory / FROZEN).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 async def store_url(bus: Bus, run: str) -> str | None:

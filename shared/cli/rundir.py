@@ -8,7 +8,6 @@ DIR/NAME/
   nats/ valkey/   what the embedded servers keep
   logs/           one file an instance
   checkpoints/ tensorboard/ reference/ hf/   the trainer's
-  hub.json        commits of the models and data sets that are named on the hub
   prompts/        which prompts are left out, what a custom data source has given
   rollouts/       the responses of groups that have ended (`shared.rollout_files`)
   summary.json reward.png         what `myxo summary` makes
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from shared import runs
 from shared.config import RunConfig
 from shared.data_files import paths
 from shared.errors import ConfigError, MyxoError, nearest
@@ -40,10 +40,9 @@ STATE = (
     "tensorboard",
     "reference",
     "hf",
-    "hub.json",
     "prompts",
     "rollouts",
-    "config.json",
+    runs.FROZEN,
     "summary.json",
     "reward.png",
     "servers.json",
@@ -80,7 +79,7 @@ class RunDirectory:
         self.root = root
         self.nats, self.valkey, self.logs = root / "nats", root / "valkey", root / "logs"
         self.summary, self.chart = root / "summary.json", root / "reward.png"
-        self._servers, self._lock, self._config = root / "servers.json", root / "lock", root / "config.json"
+        self._servers, self._lock, self._config = root / "servers.json", root / "lock", root / runs.FROZEN
         self._held: IO[str] | None = None
 
     def log(self, instance: str) -> Path:
@@ -149,13 +148,6 @@ class RunDirectory:
         partial = self._config.with_suffix(".partial")
         partial.write_text(config.model_dump_json(indent=2) + "\n")
         partial.replace(self._config)
-
-    def frozen(self) -> RunConfig | None:
-        """Returns the run's config; None where it was not kept, or by a release with other fields: then only the bus knows."""
-        try:
-            return RunConfig.model_validate_json(self._config.read_text())
-        except (OSError, ValueError):
-            return None
 
     def write_servers(self, servers: Servers) -> None:
         """Says where the live run's servers are, to nobody but this user."""

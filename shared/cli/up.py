@@ -17,7 +17,6 @@ from shared.cli.preflight import checked_config, servers
 from shared.cli.rundir import RunDirectory
 from shared.config import RunConfig
 from shared.errors import ConfigError
-from shared.hub import pins
 
 LAUNCHER = "launcher"
 """The instance under which the launcher's own log lines stand."""
@@ -45,7 +44,6 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
         if fresh:
             directory.clear()
         directory.logs.mkdir(parents=True, exist_ok=True)
-        pins.write(directory.root, config)
         with directory.log(LAUNCHER).open("a", buffering=1) as log:
             telemetry.configure_logs(config.run.name, LAUNCHER, LAUNCHER, stream=log)
             try:

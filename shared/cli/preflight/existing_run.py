@@ -15,5 +15,5 @@ def check(inspection: Inspection) -> Iterator[ConfigError]:
     directory = RunDirectory(inspection.config.run.root)
     if inspection.fresh or not inspection.starts or addresses.nats_url() or not directory.nats.is_dir():
         return
-    if (frozen := directory.frozen()) is not None:
+    if (frozen := runs.frozen(directory.root)) is not None:
         yield from runs.differences(frozen, inspection.frozen or inspection.config)

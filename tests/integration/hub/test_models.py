@@ -73,7 +73,7 @@ def test_of_several_weight_files_the_index_says_which(hub: HubServer, tmp_path: 
 def test_a_branch_that_moves_does_not_move_a_run(hub: HubServer, tmp_path: Path) -> None:
     old = hub.commit("models", "org/model", MODEL)
     config = resolve.pinned(named(tmp_path))
-    pins.write(tmp_path, config)
+    (tmp_path / runs.FROZEN).write_text(config.model_dump_json())
     resolve.local(config)
     new = hub.commit("models", "org/model", {**MODEL, "model.safetensors": b"trained on"})
     assert str(resolve.pinned(named(tmp_path)).model.hf_checkpoint) == f"hf:org/model@main={new}"
