@@ -143,8 +143,22 @@ def parse(values: dict[str, Any]) -> RunConfig:
         config = RunConfig.model_validate(known)
     except ValidationError as error:
         problems += _unless_told(_config_errors(error, values), problems)
+        problems += _misfits_of_others(known, error, values)
     raise_problems(problems)
     return config
+
+
+def _misfits_of_others(known: dict[str, Any], refused: ValidationError, values: dict[str, Any]) -> list[BadInput]:
+    """Returns which of the fields that were not refused do not go together: pydantic looks at that only once all are valid."""
+    fields = {(str(error["loc"][0]), str(error["loc"][1])) for error in refused.errors() if len(error["loc"]) > 1}
+    others = {section: {name: value for name, value in given.items() if (section, name) not in fields} for section, given in known.items()}
+    try:
+        RunConfig.model_validate(others)
+    except ValidationError as error:
+        if isinstance(error.errors()[0].get("ctx", {}).get("error"), Misfits) and fields:
+            found = _config_errors(error, values)
+            return [problem for problem in found if not any(name in str(problem) for _, name in fields)]
+    return []
 
 
 def load(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> RunConfig:

@@ -439,3 +439,16 @@ def test_sizes_that_do_not_go_together_are_told_at_once(tmp_path: Path) -> None:
         "rollout.n_samples_per_prompt",
         "trainer.offload_train",
     ]
+
+
+def test_fields_that_do_not_go_together_are_told_beside_one_that_is_refused(tmp_path: Path) -> None:
+    trainer = {"lr": "fast", "tensor_model_parallel_size": 3, "offload_train": True}
+    with pytest.raises(Problems) as caught:
+        run_config(tmp_path, trainer=trainer)
+    fields = [str(problem).partition(" =")[0] for problem in caught.value.problems]
+    assert fields == ["trainer.lr", "trainer.tensor_model_parallel_size", "trainer.offload_train"]
+
+
+def test_what_follows_from_a_refused_field_is_not_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"n_samples_per_prompt"):
+        run_config(tmp_path, rollout={"n_samples_per_prompt": "many"}, trainer={"global_batch_size": 7})
