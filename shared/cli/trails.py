@@ -198,7 +198,7 @@ class Trails:
         if facts.status in (DROPPED, EVALUATED):
             return f"its samples were freed when it was {facts.status}"
         if facts.status in (DEAD, FAILED):
-            return "its samples were freed when it was given up"
+            return "it was given up; samples that it had were freed"
         if self.durable(facts):
             return f"its samples were freed: step {facts.step} is trained and in a durable checkpoint"
         return None

@@ -166,7 +166,7 @@ def test_what_is_gone_is_said_and_the_ledger_shown(myxo: Myxo, stopped_run: RunC
     for group, why in (
         ("g0", "freed: step 0 is trained and in a durable checkpoint"),
         ("g2", "the store holds no blob test:group:g00000002:0:0"),
-        ("g3", "freed when it was given up"),
+        ("g3", "it was given up; samples that it had were freed"),
     ):
         code, out, err = myxo.run("samples", stopped_run.run.root, group)
         assert (code, err) == (0, "")
