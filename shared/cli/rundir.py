@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from shared import runs
+from shared import cache, runs
 from shared.config import RunConfig
 from shared.data_files import paths
 from shared.errors import ConfigError, MyxoError, nearest
@@ -145,9 +145,7 @@ class RunDirectory:
 
     def freeze(self, config: RunConfig) -> None:
         """Keeps the run's config, for who asks without its servers."""
-        partial = self._config.with_suffix(".partial")
-        partial.write_text(config.model_dump_json(indent=2) + "\n")
-        partial.replace(self._config)
+        cache.replace(self._config, f"{config.model_dump_json(indent=2)}\n".encode())
 
     def write_servers(self, servers: Servers) -> None:
         """Says where the live run's servers are, to nobody but this user."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shared import data_files
+from shared.cli.preflight.parameters import ModelSize, model_size
 from shared.config import RunConfig
 from shared.errors import ConfigError
 from shared.model.architecture import Architecture
@@ -60,6 +61,11 @@ class Inspection:
             return Tokenizer(self.config.model.hf_checkpoint)
         except ConfigError as error:
             return error
+
+    @cached_property
+    def model_size(self) -> ModelSize | None:
+        """How large the model is; None where its files cannot be read, which the check of the weight files reports."""
+        return model_size(self.config.model.hf_checkpoint)
 
     @cached_property
     def training(self) -> TrainingPrompts | ConfigError | None:

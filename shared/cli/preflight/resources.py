@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shared import devices
 from shared.cli.preflight.inspection import Inspection
-from shared.cli.preflight.parameters import ModelSize, model_size
+from shared.cli.preflight.parameters import ModelSize
 from shared.cli.rundir import STATE
 from shared.config import RunConfig
 from shared.errors import ConfigError
@@ -63,7 +63,7 @@ def check_disk(inspection: Inspection) -> Iterator[ConfigError]:
         return
     removed = STATE if inspection.fresh else ("checkpoints",)  # checkpoints that are there make room for those to come
     free = shutil.disk_usage(_existing(root)).free + sum(_size_of(root / name) for name in removed)
-    size = model_size(config.model.hf_checkpoint)
+    size = inspection.model_size
     one, most = (0, 0) if size is None else (checkpoint_bytes(config, size), disk_bytes(config, size))
     if free < max(one, LEAST_DISK):
         needed = f"a checkpoint of this model takes {_shown(one)}" if one > LEAST_DISK else f"a run needs {_shown(LEAST_DISK)} at least"
@@ -79,7 +79,7 @@ def check_disk(inspection: Inspection) -> Iterator[ConfigError]:
 
 def check_memory(inspection: Inspection) -> Iterator[ConfigError]:
     """Yields a model that does not fit into this machine's memory, where trainer or engines compute on CPUs; notes what is short."""
-    config, size = inspection.config, model_size(inspection.config.model.hf_checkpoint)
+    config, size = inspection.config, inspection.model_size
     if not inspection.starts:
         return
     shared = Path("/dev/shm")
