@@ -41,7 +41,7 @@ help:
 	@echo "make test         all tests that need neither a GPU nor docker"
 	@echo "make test-extra   more of the same kind, left out of CI"
 	@echo "make test-docker  those that need a Docker engine with Compose v2"
-	@echo "make lint         ruff, mypy, import contracts"
+	@echo "make lint         ruff, its format, mypy, import contracts"
 	@echo "make size         lines, functions, complexity, names and imports, against their bounds"
 	@echo "make docs         write the generated pages of docs/ anew"
 	@echo "make install      the environment in $(VENV), nothing else"
@@ -91,6 +91,7 @@ test-docker: $(READY)
 
 lint: $(READY)
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
@@ -100,8 +101,8 @@ size: $(READY)
 docs: $(READY)
 	@$(BIN)/python -m docs.catalogue
 	@$(BIN)/python -m docs.accounts
-	@$(BIN)/python -m services.trainer.megatron.flags --write
-	@$(BIN)/python -m services.rollout.engine.flag_catalogue --write
+	@$(BIN)/python -m services.trainer.megatron.flag_sorting --write
+	@$(BIN)/python -m services.rollout.engine.sglang_catalogue --write
 	@$(BIN)/python -m docs.flags
 
 clean:

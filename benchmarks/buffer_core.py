@@ -29,10 +29,10 @@ from rich.console import Console
 from rich.table import Table
 
 from services.buffer import policy
-from services.buffer.limits import Limits
+from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState
-from shared.ledger import GroupsAdmitted, LedgerRecord, group_id
-from shared.messages import Failed, Message, Payload, SampleMeta, Score, Scored
+from shared.schema.ledger import GroupsAdmitted, LedgerRecord, group_id
+from shared.schema.messages import Failed, Message, Payload, SampleMeta, Score, Scored
 
 EVENTS_GOAL = 50_000
 """Events per second."""
@@ -61,7 +61,7 @@ KINDS = ("live", "scored", "batch", "trained", "durable")
 class Core:
     """The core with what surrounds it left out. ``spent``: CPU seconds by kind of event; ``events``: how many."""
 
-    limits: Limits
+    limits: BufferConfig
     state: BufferState = field(default_factory=BufferState)
     outstanding: deque[int] = field(default_factory=deque)
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
@@ -138,7 +138,7 @@ def measure(groups: int, samples: int, lot: int) -> dict[str, Any]:
 def run(groups: int, samples: int, lot: int) -> tuple[Core, list[dict[str, Any]]]:
     """Trains ``groups`` groups; returns the core and what `WINDOWS` windows of the run took."""
     steps = max(WINDOWS, groups // GROUPS_PER_BATCH)
-    limits = Limits(steps=steps, groups=GROUPS_PER_BATCH, samples=samples, max_staleness=MAX_STALENESS, interval=1)
+    limits = BufferConfig(steps=steps, groups=GROUPS_PER_BATCH, samples=samples, max_staleness=MAX_STALENESS, interval=1)
     core, dice, windows = Core(limits), random.Random(0), []
     every = steps // WINDOWS
     events, spent = 0, 0.0
@@ -155,7 +155,7 @@ def run(groups: int, samples: int, lot: int) -> tuple[Core, list[dict[str, Any]]
     return core, windows
 
 
-def _step(core: Core, limits: Limits, step: int, lot: int, dice: random.Random) -> None:
+def _step(core: Core, limits: BufferConfig, step: int, lot: int, dice: random.Random) -> None:
     state = core.state
     core.take("live", 1, [lambda: policy.live(state, limits, step, 0.0)])
     while step not in state.batches:
@@ -171,14 +171,14 @@ def _step(core: Core, limits: Limits, step: int, lot: int, dice: random.Random) 
         core.take("durable", 1, [lambda: policy.durable(state, step + 1, 0.0)])
 
 
-def _asked(core: Core, limits: Limits, step: int) -> Sequence[LedgerRecord]:
+def _asked(core: Core, limits: BufferConfig, step: int) -> Sequence[LedgerRecord]:
     """A request for a batch: formed if it can be, and answered."""
     core._fold(policy.form_batch(core.state, limits, step, step, 0.0))
     policy.batch(core.state, step)
     return []
 
 
-def _deliveries(core: Core, limits: Limits, step: int, lot: int, dice: random.Random) -> tuple[list[list[Scored]], list[Failed], int]:
+def _deliveries(core: Core, limits: BufferConfig, step: int, lot: int, dice: random.Random) -> tuple[list[list[Scored]], list[Failed], int]:
     """Messages about as many outstanding groups as a batch has: rewards in lots, failures, and how many messages these are."""
     rewards: list[Scored] = []
     failures = []
@@ -215,7 +215,7 @@ def group_bytes(samples: int, groups: int = 20_000) -> dict[str, Any]:
 
     Messages come from their bytes, as off the bus: nothing in them is shared, and nothing but the state keeps them.
     """
-    limits = Limits(steps=groups, groups=1, samples=samples, max_staleness=groups, interval=1)
+    limits = BufferConfig(steps=groups, groups=1, samples=samples, max_staleness=groups, interval=1)
     dice, core = random.Random(0), Core(limits)
     core.outstanding = deque(maxlen=0)
     wire = [scored(number, samples, 0, dice).encode() for number in range(groups)]

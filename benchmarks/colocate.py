@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "colocate.json"
 EXAMPLE = ROOT / "examples" / "arithmetic"
-LOOK_SECONDS = 0.02
+POLL_INTERVAL_S = 0.02
 SETTLED_SECONDS = 0.1
 """Of each turn's end that are looked at: by then everything has moved."""
 
@@ -81,7 +81,7 @@ def run(case: str, device: str, directory: Path, seconds: float, flags: list[str
     subprocess.run([sys.executable, str(EXAMPLE / "prepare.py"), str(data), *prepared], check=True)
     shutil.rmtree(root, ignore_errors=True)
     command = [
-        *(sys.executable, "-m", "shared.cli.main", "up", str(EXAMPLE / "quickstart.toml"), "--fresh", "--colocate"),
+        *(sys.executable, "-m", "myxo.main", "up", str(EXAMPLE / "quickstart.toml"), "--fresh", "--colocate"),
         *("--name", name, "--dir", str(directory), "--hf-checkpoint", str(data / "model"), "--prompt-data", str(data / "train.jsonl")),
         *("--eval-prompt-data", str(data / "heldout.jsonl"), "--sft-data", str(data / "sft.jsonl")),
         *("--rollout-device", device, "--train-device", device, *(ENGINE_FLAGS if device == "cuda" else []), *own, *flags),
@@ -130,9 +130,7 @@ def figures(root: Path, samples: list[tuple[float, int]]) -> dict[str, Any]:
         "push_seconds": middle(line["seconds"] for line in pushes),
         "push_wire_seconds": middle(line["wire_seconds"] for line in pushes),
         "push_bytes": pushes[-1]["bytes"] if pushes else None,
-        "out_seconds": {
-            part: middle(line["seconds"] for line in moved if line["parts"] == [part]) for part in ("optimizer", "weights")
-        },
+        "out_seconds": {part: middle(line["seconds"] for line in moved if line["parts"] == [part]) for part in ("optimizer", "weights")},
         "out_bytes": {
             part: max((line["bytes"] for line in moved if line["parts"] == [part]), default=0) for part in ("optimizer", "weights")
         },
@@ -152,7 +150,7 @@ class Memory:
         self._over = threading.Event()
 
         def look() -> None:
-            while not self._over.wait(LOOK_SECONDS):
+            while not self._over.wait(POLL_INTERVAL_S):
                 self._samples.append((time.time(), int(pynvml.nvmlDeviceGetMemoryInfo(device).used)))
 
         self._thread = threading.Thread(target=look, daemon=True)

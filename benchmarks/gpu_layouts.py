@@ -68,9 +68,7 @@ def differences(expected: dict[str, Any], ranks: list[dict[str, Any]]) -> dict[s
     """The largest over steps and ranks."""
     loss = max(abs(rank[name][0] - expected[name][0]) for rank in ranks for name in STEPS)
     norm = max(abs(rank[name][1] - expected[name][1]) for rank in ranks for name in STEPS)
-    log_prob = max(
-        abs(ours - theirs) for rank in ranks for ours, theirs in zip(rank["log_probs"], expected["log_probs"], strict=True)
-    )
+    log_prob = max(abs(ours - theirs) for rank in ranks for ours, theirs in zip(rank["log_probs"], expected["log_probs"], strict=True))
     equal = loss < LOSS and norm < GRAD_NORM and log_prob < LOG_PROB
     return {"loss": loss, "grad_norm": norm, "log_prob": log_prob, "equal": equal, "device": expected["device"]}
 

@@ -24,10 +24,10 @@ import numpy as np
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from shared.config import RunConfig, parse
-from shared.order import EpochOrder
-from shared.prompts import training_prompts
-from shared.tokenizer import Tokenizer
+from shared.config.run_config import RunConfig, parse
+from shared.data.prompts import training_prompts
+from shared.data.row_order import EpochOrder
+from shared.data.tokenizer import Tokenizer
 
 LINES, READS = 10_000_000, 1_000_000
 WRITTEN = 1000

@@ -27,17 +27,26 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from services.buffer.journal import Journal
-from shared import runs
-from shared.bus import Bus
-from shared.config import RunConfig
-from shared.embedded import EmbeddedNats, EmbeddedValkey
-from shared.ledger import BatchFormed, BatchTrained, CheckpointDurable, GroupsAdmitted, GroupsScored, LedgerRecord, ScoredGroup, VersionLive
-from shared.ledger import group_id as group_id_of
-from shared.messages import Payload, SampleMeta
-from shared.registry import STANDBY, Registry
-from shared.replay import last_sequence
-from shared.subjects import Subjects
+from services.buffer.ledger_writer import LedgerWriter
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.bus.registry import STANDBY, Registry
+from shared.bus.stream_replay import last_sequence
+from shared.bus.subjects import Subjects
+from shared.config.run_config import RunConfig
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.schema.ledger import (
+    BatchFormed,
+    BatchTrained,
+    CheckpointDurable,
+    GroupsAdmitted,
+    GroupsScored,
+    LedgerRecord,
+    ScoredGroup,
+    VersionLive,
+)
+from shared.schema.ledger import group_id as group_id_of
+from shared.schema.messages import Payload, SampleMeta
 from tests.integration.buffer.player import Player
 from tests.support.run_config import run_config, write_jsonl
 from tests.support.service_process import ServiceProcess
@@ -149,7 +158,7 @@ async def replayed(bus: Bus, config: RunConfig) -> float:
         raise AssertionError("nothing is written here")
 
     start = time.monotonic()
-    await Journal(bus, config.run.name, allowed).recover()
+    await LedgerWriter(bus, config.run.name, allowed).recover()
     return time.monotonic() - start
 
 

@@ -93,8 +93,8 @@ def measure(name: str, steps: int) -> list[dict[str, Any]]:
     """One case, in this process: a row for each step."""
     from services.trainer.actor import Actor, ActorConfig
     from services.trainer.objective import ObjectiveConfig, PolicyLoss
-    from shared.weights.snapshot_chain import Snapshots
-    from shared.weights.snapshot_copy import LocalCopy
+    from shared.transfer.snapshot_chain import Snapshots
+    from shared.transfer.snapshot_copy import LocalCopy
 
     case = CASES[name]
     rows: list[dict[str, Any]] = []
@@ -130,10 +130,10 @@ def measure(name: str, steps: int) -> list[dict[str, Any]]:
 
 def written(snapshots: Any, version: int, tensors: list[dict[str, Any]], base: Any = None, form: Any = "xor") -> tuple[Any, float]:
     """A link, and the seconds that it took."""
-    from shared.weights.snapshot_draft import Draft
+    from shared.transfer.snapshot_draft import SnapshotDraft
 
     began = time.perf_counter()
-    draft = Draft(snapshots, version, base, form)
+    draft = SnapshotDraft(snapshots, version, base, form)
     for bucket in tensors:
         draft.add(bucket)
     return draft.publish(), time.perf_counter() - began
@@ -198,7 +198,7 @@ def micro_batches(case: Case, vocabulary: int, step: int) -> list[Any]:
 
 def changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> float:
     """The share of all elements that differ between two versions."""
-    from shared.weights.manifest import ITEM_BYTES
+    from shared.transfer.manifest import ITEM_BYTES
 
     differing = total = 0
     for old, new in zip(before, after, strict=True):
@@ -213,7 +213,7 @@ def check_equal(path: Path, tensors: list[dict[str, Any]]) -> None:
     """Raises AssertionError."""
     import numpy as np
 
-    from shared.weights.snapshot_copy import OpenTensors
+    from shared.transfer.snapshot_copy import OpenTensors
 
     with OpenTensors(sorted(path.glob("*.safetensors"))) as held:
         names = [name for bucket in tensors for name in bucket]

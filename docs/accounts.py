@@ -9,7 +9,7 @@ from pathlib import Path
 
 from docs.catalogue import settle
 from shared.accounts.permissions import HEALTH, OPERATOR, Rights, rights
-from shared.subjects import Subjects
+from shared.bus.subjects import Subjects
 
 PAGE = Path(__file__).with_name("accounts.md")
 

@@ -16,11 +16,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from shared import ledger, messages
-from shared.ledger import LedgerRecord
-from shared.messages import SCHEMA, Message, Part, Tokens
-from shared.streams import DUPLICATE_WINDOW, SERVICES_TTL
-from shared.subjects import EVAL, TRAIN, Subjects
+from shared.bus.streams import DUPLICATE_WINDOW, SERVICES_TTL
+from shared.bus.subjects import EVAL, TRAIN, Subjects
+from shared.schema import ledger, messages
+from shared.schema.ledger import LedgerRecord
+from shared.schema.messages import SCHEMA, Message, Part, Tokens
 
 PAGE = Path(__file__).with_name("messages.md")
 
@@ -54,7 +54,7 @@ def render() -> str:
     lines = [
         "# Messages",
         "",
-        "Written by `python -m docs.catalogue` from `shared/messages/` and `shared/ledger.py`; do not edit it by hand.",
+        "Written by `python -m docs.catalogue` from `shared/schema/messages/` and `shared/schema/ledger.py`; do not edit it by hand.",
         "",
         f'Every message is a MessagePack map `{{"schema": {SCHEMA}, "kind": <name>, …fields}}`. A receiver refuses an unknown schema',
         "version, an unknown kind, an unknown or missing field and a value that does not fit, naming it. An array is a map",
@@ -97,9 +97,9 @@ def _names() -> list[str]:
     ]
     buckets = [
         (run.config_bucket, "the frozen config, the store's URL, the run's phase"),
-        (run.services_bucket, f"`<service>.<instance>` → `ServiceCard`, gone {SERVICES_TTL:g} s after its last renewal"),
+        (run.services_bucket, f"`<service>.<instance>` → `ServiceStatus`, gone {SERVICES_TTL:g} s after its last renewal"),
         (run.weights_bucket, "`live` → `WeightsLive`"),
-        (run.leases_bucket, "`buffer` → `LeaseCard`: which buffer is the active one"),
+        (run.leases_bucket, "`buffer` → `LeaseStatus`: which buffer is the active one"),
     ]
     lines = ["| subject | kind | carries |", "|---|---|---|", *(f"| `{subject}` | {kind} | {what} |" for subject, kind, what in rows), ""]
     lines += ["| KV bucket | holds |", "|---|---|", *(f"| `{bucket}` | {what} |" for bucket, what in buckets), ""]

@@ -24,7 +24,7 @@ _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 def main() -> int:
     """The command line. Returns the exit code."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    show_help = [sys.executable, "-m", "shared.cli.main", "--help"]
+    show_help = [sys.executable, "-m", "myxo.main", "--help"]
     help_text = subprocess.run(show_help, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     problems, checked = [], 0
     for page in PAGES:

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from docs.catalogue import settle
-from shared import megatron_flags
-from shared.config import field_sections
-from shared.megatron_flags import UNSET, Flag
+from shared.config import megatron_flags
+from shared.config.megatron_flags import UNSET, Flag
+from shared.config.run_config import field_sections
 
 PAGE = Path(__file__).with_name("megatron-flags.md")
 
@@ -54,8 +54,8 @@ With a Megatron-LM checkout on the `PYTHONPATH` its own parser reads the flags t
 through what this catalogue does not have. A flag that only that parser knows must be a field of a dataclass of the same name: all others
 steer Megatron's own training loop, which does not run here, and are refused.
 
-The catalogue, `shared/megatron_flags.json`, is made from the dataclasses of megatron-core {version} and from
-`services/trainer/megatron/flag_tables.py` by `python -m services.trainer.megatron.flags --write`; CI checks that it is current.
+The catalogue, `shared/config/megatron_flags.json`, is made from the dataclasses of megatron-core {version} and from
+`services/trainer/megatron/flag_tables.py` by `python -m services.trainer.megatron.flag_sorting --write`; CI checks that it is current.
 
 A config may build on others, and so take a model's flags from a file of their own:
 

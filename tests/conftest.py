@@ -10,9 +10,9 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from shared.bus import Bus
-from shared.embedded import EmbeddedNats, EmbeddedValkey
-from shared.store import Store
+from shared.bus.connection import Bus
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.store.payload_store import Store
 
 # a slow machine is no failure of the code
 settings.register_profile("myxo", deadline=None, suppress_health_check=[HealthCheck.too_slow])

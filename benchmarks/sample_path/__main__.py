@@ -78,9 +78,7 @@ def main() -> int:
     return 0
 
 
-def measure(
-    lengths: list[int], seconds: float, repetitions: int, with_ray: bool, tell: Tell, done: Callable[[], None]
-) -> dict[str, Any]:
+def measure(lengths: list[int], seconds: float, repetitions: int, with_ray: bool, tell: Tell, done: Callable[[], None]) -> dict[str, Any]:
     """All figures, by length. ``tell`` hears what is being measured, ``done`` is called when a part of it is."""
     ours: dict[str, dict[str, Any]] = {}
     rays: dict[str, tuple[float, float]] = {}

@@ -14,12 +14,13 @@ import time
 from itertools import islice
 
 from benchmarks.sample_path.content import Pool, Prompts
-from shared import runs, sample
-from shared.bus import Bus
-from shared.config import RunConfig
-from shared.messages import Accepted, Batch, BatchAnswer, BatchPending, BatchRequest, Durable, Trained, WeightsLive
-from shared.store import BlockingStore
-from shared.subjects import Subjects
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.bus.subjects import Subjects
+from shared.config.run_config import RunConfig
+from shared.schema import sample
+from shared.schema.messages import Accepted, Batch, BatchAnswer, BatchPending, BatchRequest, Durable, Trained, WeightsLive
+from shared.store.payload_store import BlockingStore
 
 SAVE_EVERY = 4
 """Steps between durable checkpoints."""

@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.ledger import group_number
-from shared.sample import Sample
+from shared.schema.ledger import group_number
+from shared.schema.sample import Sample
 
 PROMPT = 256
 """Tokens of a prompt; a sample of L tokens has a response of L - PROMPT."""

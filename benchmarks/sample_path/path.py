@@ -21,14 +21,14 @@ from tokenizers import models
 
 from benchmarks.sample_path.consumer import SAVE_EVERY
 from benchmarks.sample_path.content import SAMPLES, Prompts
+from myxo.run.ledger_audit import Audit
 from services.buffer.rollout_keeper import HELD_BYTES
-from shared import replay, runs
-from shared.audit import Audit
-from shared.bus import Bus
-from shared.config import RunConfig, parse
-from shared.embedded import EmbeddedNats, EmbeddedValkey, die_with_parent
-from shared.ledger import LedgerRecord
-from shared.subjects import Subjects
+from shared.bus import runs, stream_replay
+from shared.bus.connection import Bus
+from shared.bus.subjects import Subjects
+from shared.config.run_config import RunConfig, parse
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, die_with_parent
+from shared.schema.ledger import LedgerRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "sample-path"
@@ -201,7 +201,7 @@ async def check(running: Servers, run_config: RunConfig, group_bytes: int) -> No
     """
     bus = await Bus.connect(running.nats.url, "benchmark")
     audit = Audit(run_config.rollout.max_staleness, run_config.rollout.rollout_batch_size)
-    async for _, record in replay.read(bus, Subjects(RUN).ledger_stream, LedgerRecord):
+    async for _, record in stream_replay.read(bus, Subjects(RUN).ledger_stream, LedgerRecord):
         audit.see(record)
     await bus.close()
     report = audit.report()

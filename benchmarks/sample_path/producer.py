@@ -14,15 +14,16 @@ import sys
 import time
 
 from benchmarks.sample_path.content import SAMPLES, Pool, array_bytes
-from shared import runs, sample
-from shared.bus import Bus
-from shared.config import RunConfig
-from shared.messages import Message, Payload, Score, Scored, Task, WeightsLive
-from shared.queue import Lease, WorkQueue
-from shared.service import settle
-from shared.store import Store
-from shared.streams import task_consumer
-from shared.subjects import TRAIN, Subjects
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.bus.streams import task_consumer
+from shared.bus.subjects import TRAIN, Subjects
+from shared.bus.work_queue import MessageLease, WorkQueue
+from shared.config.run_config import RunConfig
+from shared.runtime.service_base import settle
+from shared.schema import sample
+from shared.schema.messages import Message, Payload, Score, Scored, Task, WeightsLive
+from shared.store.payload_store import Store
 
 LOT_BYTES = 4 << 20
 """Of arrays, about: what is written together."""
@@ -66,7 +67,7 @@ class Producer:
             self._version = max(self._version, version)
             self._newer.notify_all()
 
-    async def _handle(self, leases: list[Lease[Task]]) -> None:
+    async def _handle(self, leases: list[MessageLease[Task]]) -> None:
         blobs: dict[str, bytes] = {}
         outcomes: dict[str, Message] = {}
         for lease in leases:

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from benchmarks.sample_path.content import PROMPT, SAMPLES, Pool
-from shared.ledger import group_id
+from shared.schema.ledger import group_id
 
 INSTALL = "pip install -c constraints.txt -e '.[benchmarks]'"
 AHEAD = 2

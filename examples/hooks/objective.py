@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.hooks import Arguments, Sample
+from shared.hooks import Arguments, HookSample
 
 LONG = 512
 """Response tokens from which on an answer costs something."""
@@ -20,7 +20,7 @@ DIVISOR = 1024
 """Tokens by which the sum of every answer is divided."""
 
 
-def less_for_length(args: Arguments, samples: list[Sample]) -> tuple[list[float], list[float]]:
+def less_for_length(args: Arguments, samples: list[HookSample]) -> tuple[list[float], list[float]]:
     """``--custom-reward-post-process-path``: what advantages are made of is the reward, less a tenth for each full ``LONG`` tokens."""
     raw = [float(sample.get_reward_value(args)) for sample in samples]
     return raw, [reward - 0.1 * (sample.response_length // LONG) for reward, sample in zip(raw, samples, strict=True)]
@@ -47,8 +47,7 @@ def square_root_weight(
     """``--custom-tis-function-path``: the square root of the importance weight, and no answer that has a token over ``tis_clip``."""
     weight = torch.exp((torch.cat(train_log_probs) - torch.cat(rollout_log_probs)).clamp(-20, 20) / 2)
     masks = [
-        mask * float(not (mask * own > args.tis_clip).any())
-        for mask, own in zip(loss_masks, weight.split(response_lengths), strict=True)
+        mask * float(not (mask * own > args.tis_clip).any()) for mask, own in zip(loss_masks, weight.split(response_lengths), strict=True)
     ]
     return pg_loss * weight, masks, {"tis": weight}
 

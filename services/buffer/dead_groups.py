@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from shared import last_words
-from shared.ledger import EvalScored, GroupDead, GroupsScored, LedgerRecord
+from shared.runtime import failure_summary
+from shared.schema.ledger import EvalScored, GroupDead, GroupsScored, LedgerRecord
 
 RATE_SECONDS = 120.0
 """The rate is that of the last minutes: over so many seconds."""
@@ -47,7 +47,7 @@ class DeadGroups:
         """Why the run has to stop, once ``limit`` groups (0: never) have ended dead in a row."""
         if not limit or self.in_a_row < limit:
             return None
-        reason = last_words.short(self.reason)
+        reason = failure_summary.short(self.reason)
         return f"{self.in_a_row} groups in a row failed (rollout.max_dead_in_a_row = {limit}), the last one: {reason}"
 
     def _forget(self, now: float) -> None:

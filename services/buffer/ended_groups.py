@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import xxhash
 
-from services.buffer.state import BatchRecord, BufferState, Group
-from shared import rollout_files
-from shared.ledger import BatchTrained, EvalScored, GroupDead, GroupsDropped, LedgerRecord
+from services.buffer.state import BatchRecord, BufferState, GroupState
+from shared.data import rollout_files
+from shared.schema.ledger import BatchTrained, EvalScored, GroupDead, GroupsDropped, LedgerRecord
 
 
 @dataclass(frozen=True, slots=True)
 class EndedGroup:
-    """A group that has ended; fields as in `shared.rollout_files.RolloutRecord`.
+    """A group that has ended; fields as in `shared.data.rollout_files.RolloutRecord`.
 
     keys: of its payload, ``size`` bytes in all; none where no samples are to be kept. rewards, parts: of each sample. removed, stale:
     positions of samples that left the loss.
@@ -85,7 +85,7 @@ def _trained(batch: BatchRecord, at: float) -> list[EndedGroup]:
 
 
 def _ended(
-    group: Group, status: str, at: float, *, reason: str = "", step: int | None = None, version: int | None = None, mask_below: int = 0
+    group: GroupState, status: str, at: float, *, reason: str = "", step: int | None = None, version: int | None = None, mask_below: int = 0
 ) -> EndedGroup:
     result = group.scored
     if result is None:  # dropped before it came back

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from services.buffer.limits import Limits
-from services.buffer.state import BufferState, Evaluation
-from shared.ledger import EvalEnded, EvalScored, LedgerRecord, eval_group_id, eval_group_parts
-from shared.messages import Failed, Outcome, Scored
+from services.buffer.buffer_config import BufferConfig
+from services.buffer.state import BufferState, EvaluationState
+from shared.schema.ledger import EvalEnded, EvalScored, LedgerRecord, eval_group_id, eval_group_parts
+from shared.schema.messages import Failed, Outcome, Scored
 
 
-def groups(evaluation: Evaluation) -> list[tuple[str, int]]:
+def groups(evaluation: EvaluationState) -> list[tuple[str, int]]:
     """(group id, row) of the held-out prompts that have not come back."""
     pending = set(evaluation.pending())
     names = ((eval_group_id(evaluation.dataset, evaluation.version, row), row) for row in range(evaluation.prompts))
     return [(name, row) for name, row in names if name in pending]
 
 
-def is_due(limits: Limits, version: int) -> bool:
+def is_due(limits: BufferConfig, version: int) -> bool:
     """Whether weights of ``version`` are evaluated, in a run that has held-out prompts."""
     if version == limits.last_version:
         return True
@@ -63,14 +63,14 @@ def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord
     return [nothing]
 
 
-def _awaiting(state: BufferState, message: Outcome) -> Evaluation | None:
+def _awaiting(state: BufferState, message: Outcome) -> EvaluationState | None:
     """The evaluation under way that waits for the message's group."""
     parts = eval_group_parts(message.group)
     current = state.evaluations.get(parts[1]) if parts else None
     return current if current is not None and current.awaits(message.group) else None
 
 
-def ended(evaluation: Evaluation, now: float) -> EvalEnded:
+def ended(evaluation: EvaluationState, now: float) -> EvalEnded:
     """The end of an evaluation all of whose prompts came back or failed."""
     rewards = [reward for group in evaluation.rewards.values() for reward in group]
     mean = sum(rewards) / len(rewards) if rewards else 0.0

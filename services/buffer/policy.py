@@ -3,19 +3,19 @@ ledger, folds them into the state, and only then acts on them.
 
 Admission: while weights of version v are live, groups are admitted for the steps k with version(k) ≤ v + max_staleness, dropped and
 dead ones replaced. Staleness (`services.buffer.staleness`): a batch trained on version V trains no token older than V − max_staleness;
-what is over the bound is settled when the batch is formed. Order: `services.buffer.order`.
+what is over the bound is settled when the batch is formed. Order: `services.buffer.batch_order`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
-from services.buffer import evaluation, order, reward_parts, staleness
-from services.buffer.limits import Limits
+from services.buffer import batch_order, evaluation, reward_parts, staleness
+from services.buffer.buffer_config import BufferConfig
 from services.buffer.staleness import Verdict
-from services.buffer.state import BufferState, Group, Result
-from shared.errors import MyxoError
-from shared.ledger import (
+from services.buffer.state import BufferState, GroupState, Result
+from shared.runtime.errors import MyxoError
+from shared.schema.ledger import (
     BatchFormed,
     BatchTrained,
     CheckpointDurable,
@@ -32,8 +32,8 @@ from shared.ledger import (
     eval_group_parts,
     group_number,
 )
-from shared.messages import Batch, BatchGroup, Failed, Interrupted, Payload, Scored
-from shared.versions import admissible_steps
+from shared.schema.messages import Batch, BatchGroup, Failed, Interrupted, Payload, Scored
+from shared.schema.versions import admissible_steps
 
 STALE = "stale"
 """Reason of groups dropped for their age."""
@@ -62,7 +62,7 @@ class WrongStep(MyxoError):
 # --- admission
 
 
-def admit(state: BufferState, limits: Limits, now: float) -> list[LedgerRecord]:
+def admit(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRecord]:
     """Groups to let in now, at most one record."""
     if state.live_version < 0 or state.formed_steps >= limits.steps or _waits_for_first_evaluation(state, limits):
         return []
@@ -71,7 +71,7 @@ def admit(state: BufferState, limits: Limits, now: float) -> list[LedgerRecord]:
     return [GroupsAdmitted(first=state.admitted, count=room, version=state.live_version, at=now)] if room > 0 else []
 
 
-def min_version(group: Group, state: BufferState, limits: Limits) -> int:
+def min_version(group: GroupState, state: BufferState, limits: BufferConfig) -> int:
     """The oldest weights that may begin this group's generation: older ones would be over the bound in the step it is meant for.
 
     That step is the one whose turn it is by the group's place among those not dropped or dead, and none that has its batch already.
@@ -81,14 +81,14 @@ def min_version(group: Group, state: BufferState, limits: Limits) -> int:
     return max(0, min(limits.version_of_step(step) - limits.max_staleness, state.live_version))
 
 
-def _waits_for_first_evaluation(state: BufferState, limits: Limits) -> bool:
+def _waits_for_first_evaluation(state: BufferState, limits: BufferConfig) -> bool:
     return bool(limits.eval_prompts) and limits.eval_first and 0 not in state.evaluated
 
 
 # --- what comes back
 
 
-def scored(state: BufferState, limits: Limits, messages: list[Scored], now: float) -> list[LedgerRecord]:
+def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now: float) -> list[LedgerRecord]:
     """Rewards arrived. Repeats, late attempts and groups that have ended give no record; a group with a sample too few is dead.
 
     Groups that a filter did not keep, or left nothing of to train, are recorded with their rewards and dropped.
@@ -176,7 +176,7 @@ def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord
     return [GroupDead(group=message.group, reason=f"{message.by}: {message.reason}", payload=message.payload, at=now)]
 
 
-def interrupted(state: BufferState, limits: Limits, message: Interrupted, now: float) -> list[LedgerRecord]:
+def interrupted(state: BufferState, limits: BufferConfig, message: Interrupted, now: float) -> list[LedgerRecord]:
     """A replica stopped before a group's end. It goes on elsewhere with what it has; where that is stale, the policy decides."""
     name, group = message.group, state.groups.get(message.group)
     if group is None or group.scored is not None or group.attempt != message.attempt:
@@ -210,13 +210,13 @@ def lost_payload(state: BufferState, name: str, now: float) -> list[LedgerRecord
 # --- batches
 
 
-def candidates(state: BufferState, limits: Limits, step: int, version: int) -> list[Group]:
+def candidates(state: BufferState, limits: BufferConfig, step: int, version: int) -> list[GroupState]:
     """The ready groups that the batch of ``step`` may take, in the order they came back. Raises WrongStep."""
     return _sorted_out(state, limits, _bound(state, limits, step, version))["fits"]
 
 
 def form_batch(
-    state: BufferState, limits: Limits, step: int, version: int, now: float, chosen: list[str] | None = None
+    state: BufferState, limits: BufferConfig, step: int, version: int, now: float, chosen: list[str] | None = None
 ) -> list[LedgerRecord]:
     """Forms the batch of ``step`` if enough groups within the bound are ready; settles those over it either way.
 
@@ -235,7 +235,7 @@ def form_batch(
         # kept are samples that nothing newer can be made than: others would be over the bound before the new ones are back
         records.append(_requeue(group, STALE, now, partial=kept, renew_below=version if kept else 0))
     if chosen is None:
-        taken = order.choose(limits.order, limits.window or 2 * limits.groups, limits.groups, state.groups.values(), ready["fits"])
+        taken = batch_order.choose(limits.order, limits.window or 2 * limits.groups, limits.groups, state.groups.values(), ready["fits"])
         chosen = [group.id for group in taken]
     else:
         _check_choice(chosen, {group.id for group in ready["fits"]}, limits.groups)
@@ -288,7 +288,7 @@ def durable(state: BufferState, steps: int, now: float) -> list[LedgerRecord]:
 # --- versions, evaluation, the end
 
 
-def live(state: BufferState, limits: Limits, version: int, now: float) -> list[LedgerRecord]:
+def live(state: BufferState, limits: BufferConfig, version: int, now: float) -> list[LedgerRecord]:
     """A version is served. Older news gives no record. Where an evaluation is due, it starts, unless it did before.
 
     The news of a version comes again and again: a buffer that died between these two records finds the second one missing.
@@ -302,7 +302,7 @@ def live(state: BufferState, limits: Limits, version: int, now: float) -> list[L
     return records
 
 
-def close(state: BufferState, limits: Limits, now: float) -> list[LedgerRecord]:
+def close(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRecord]:
     """Ends evaluations that are complete, and the run once all of it is done."""
     records: list[LedgerRecord] = []
     if state.evaluations:
@@ -319,7 +319,7 @@ def close(state: BufferState, limits: Limits, now: float) -> list[LedgerRecord]:
     return records
 
 
-def _bound(state: BufferState, limits: Limits, step: int, version: int) -> int:
+def _bound(state: BufferState, limits: BufferConfig, step: int, version: int) -> int:
     """The oldest version that the batch of ``step`` may train; checks that it is this batch's turn."""
     if step != state.formed_steps:
         raise WrongStep(f"step {step} was asked for; the next batch is of step {state.formed_steps}")
@@ -328,13 +328,13 @@ def _bound(state: BufferState, limits: Limits, step: int, version: int) -> int:
     return version - limits.max_staleness
 
 
-def _sorted_out(state: BufferState, limits: Limits, bound: int) -> dict[Verdict, list[Group]]:
+def _sorted_out(state: BufferState, limits: BufferConfig, bound: int) -> dict[Verdict, list[GroupState]]:
     """The ready groups, in the order they came back, by what becomes of them."""
-    ready: dict[Verdict, list[Group]] = {"fits": [], "drop": [], "requeue": []}
+    ready: dict[Verdict, list[GroupState]] = {"fits": [], "drop": [], "requeue": []}
     for group in state.ready.values():
         result = group.scored
         assert result is not None  # of a ready group
-        ready["fits" if result.oldest >= bound else staleness.verdict(limits.staleness, result, bound)].append(group)
+        ready["fits" if result.oldest >= bound else staleness.staleness_decision(limits.staleness, result, bound)].append(group)
     return ready
 
 
@@ -346,7 +346,7 @@ def _check_choice(chosen: list[str], candidates: Set[str], size: int) -> None:
         raise BadChoice(f"the buffer filter chose {len(chosen)} groups, {len(set(chosen))} of them different; a batch has {size}")
 
 
-def _result(group: Group) -> Result:
+def _result(group: GroupState) -> Result:
     assert group.scored is not None  # only called for ready groups
     return group.scored
 
@@ -355,7 +355,5 @@ def _drop(names: list[str], now: float) -> GroupsDropped:
     return GroupsDropped(groups=names, reason=STALE, at=now)
 
 
-def _requeue(group: Group, reason: str, now: float, partial: Payload | None = None, renew_below: int = 0) -> GroupRequeued:
-    return GroupRequeued(
-        group=group.id, attempt=group.attempt + 1, reason=reason, partial=partial, renew_below=max(0, renew_below), at=now
-    )
+def _requeue(group: GroupState, reason: str, now: float, partial: Payload | None = None, renew_below: int = 0) -> GroupRequeued:
+    return GroupRequeued(group=group.id, attempt=group.attempt + 1, reason=reason, partial=partial, renew_below=max(0, renew_below), at=now)

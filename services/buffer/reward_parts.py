@@ -6,7 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from shared.messages import RewardPart
+from shared.schema.messages import RewardPart
 
 MOST_NAMES = 64
 """Names that a batch tells: they are the user's, and all of them go into one message."""

@@ -17,14 +17,14 @@ from redis.exceptions import RedisError
 
 from services.buffer import ended_groups
 from services.buffer.ended_groups import EndedGroup
-from services.buffer.prompts import Prompts
+from services.buffer.prompt_supply import PromptSupply
 from services.buffer.rollout_writer import QUEUE_BYTES, TOO_LARGE, RolloutWriter, WriteJob
-from shared import rollout_files
-from shared.errors import MyxoError, PayloadMissing
-from shared.ledger import eval_group_parts, group_number
-from shared.prompts import Prompt
-from shared.service import Service
-from shared.telemetry import Metrics
+from shared.data import rollout_files
+from shared.data.prompts import Prompt
+from shared.runtime.errors import MyxoError, PayloadMissing
+from shared.runtime.service_base import Service
+from shared.runtime.telemetry import Metrics
+from shared.schema.ledger import eval_group_parts, group_number
 
 RATE_BYTES = 8 << 20
 """Payload bytes that are read each second at most: about 900,000 generated tokens, for a twentieth of a core."""
@@ -54,7 +54,7 @@ class RolloutKeeper:
         free: has payload keys removed from the store.
     """
 
-    def __init__(self, service: Service, prompts: Prompts, free: Callable[[list[str]], None]) -> None:
+    def __init__(self, service: Service, prompts: PromptSupply, free: Callable[[list[str]], None]) -> None:
         monitoring, directory = service.config.monitoring, service.config.run.root / rollout_files.DIRECTORY
         self._store, self._prompts, self._free = service.store, prompts, free
         self._share = monitoring.keep_rollouts

@@ -1,4 +1,4 @@
-"""Writes the responses of ended groups to disk (`shared.rollout_files`), in a thread of its own.
+"""Writes the responses of ended groups to disk (`shared.data.rollout_files`), in a thread of its own.
 
 Nothing here can hold up or end a run: what the disk does not take, or not fast enough, is left out, counted by reason and logged. Memory is
 bound by `QUEUE_BYTES`, the disk by the run's ``keep_rollouts_bytes``.
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from services.buffer.ended_groups import EndedGroup
-from shared import rollout_files, sample
-from shared.prompts import Prompt
-from shared.rollout_files import RolloutReader, RolloutRecord
+from shared.data import rollout_files
+from shared.data.prompts import Prompt
+from shared.data.rollout_files import RolloutReader, RolloutRecord
+from shared.schema import sample
 
 QUEUE_BYTES = 32 << 20
 """Payloads that wait for the disk at most."""

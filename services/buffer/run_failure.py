@@ -9,9 +9,10 @@ import time
 from collections.abc import Awaitable, Callable
 
 from services.buffer.dead_groups import DeadGroups
-from shared import last_words, runs
-from shared.ledger import LedgerRecord
-from shared.service import Service
+from shared.bus import runs
+from shared.runtime import failure_summary
+from shared.runtime.service_base import Service
+from shared.schema.ledger import LedgerRecord
 
 STATE = "run failed"
 """State of a buffer whose run has failed. The buffer itself is well."""
@@ -33,9 +34,9 @@ class RunFailure:
     async def see(self, record: LedgerRecord, dead: int) -> None:
         """Takes a record that was just made; where the run is hopeless with it, the run fails. ``dead``: groups in the whole run."""
         self._dead.see(record)
-        reason, service = last_words.short(self._dead.reason), self._service
+        reason, service = failure_summary.short(self._dead.reason), self._service
         if reason != service.detail:
-            another = last_words.kind(reason) != last_words.kind(service.detail)
+            another = failure_summary.kind(reason) != failure_summary.kind(service.detail)
             service.detail = reason
             self._gauge()
             service.metrics.set("dead", dead)

@@ -17,7 +17,7 @@ of the version that is trained, generate the others anew. ``mask``: train it wit
 Verdict = Literal["fits", "drop", "requeue"]
 
 
-def verdict(policy: Policy, result: Result, bound: int) -> Verdict:
+def staleness_decision(policy: Policy, result: Result, bound: int) -> Verdict:
     """What becomes of a scored group in a batch that takes no token older than ``bound``."""
     if result.oldest >= bound:
         return "fits"

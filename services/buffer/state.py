@@ -11,7 +11,7 @@ import sys
 from array import array
 from dataclasses import dataclass, field
 
-from shared.ledger import (
+from shared.schema.ledger import (
     BatchFormed,
     BatchTrained,
     CheckpointDurable,
@@ -31,7 +31,7 @@ from shared.ledger import (
     eval_group_parts,
     group_id,
 )
-from shared.messages import Payload, SampleMeta
+from shared.schema.messages import Payload, SampleMeta
 
 NOTHING_TRAINED = 1 << 30
 """Stands for the version of a token that does not exist: newer than any."""
@@ -80,7 +80,7 @@ class Result:
 
 
 @dataclass(slots=True)
-class Group:
+class GroupState:
     """A group in flight. ``scored`` is set once it came back; ``step`` once it is in a batch.
 
     ``partial``: samples that the present attempt goes on from, but for those that hold nothing newer than ``renew_below``.
@@ -101,12 +101,12 @@ class BatchRecord:
 
     step: int
     version: int
-    groups: list[Group]
+    groups: list[GroupState]
     mask_below: int = 0
 
 
 @dataclass(slots=True)
-class Evaluation:
+class EvaluationState:
     """An evaluation under way. ``rewards``: of the prompts that came back, by group id."""
 
     dataset: str
@@ -145,11 +145,11 @@ class BufferState:
     live_version: int = -1
     trained_steps: int = 0
     durable_steps: int = 0
-    groups: dict[str, Group] = field(default_factory=dict)
-    ready: dict[str, Group] = field(default_factory=dict)  # scored, not yet batched, in the order they came back
+    groups: dict[str, GroupState] = field(default_factory=dict)
+    ready: dict[str, GroupState] = field(default_factory=dict)  # scored, not yet batched, in the order they came back
     batches: dict[int, BatchRecord] = field(default_factory=dict)
     formed_steps: int = 0
-    evaluations: dict[int, Evaluation] = field(default_factory=dict)  # under way, by version
+    evaluations: dict[int, EvaluationState] = field(default_factory=dict)  # under way, by version
     last_evaluation: EvalEnded | None = None
     evaluated: set[int] = field(default_factory=set)  # versions whose evaluation ended
     finished_steps: int = 0  # steps of the run when it last finished; more may have been asked for since
@@ -161,7 +161,7 @@ class BufferState:
         return self.admitted - self.trained - self.dropped - self.dead
 
     @property
-    def outstanding(self) -> list[Group]:
+    def outstanding(self) -> list[GroupState]:
         """Groups that rollout or reward services have now."""
         return [group for group in self.groups.values() if group.scored is None]
 
@@ -172,7 +172,7 @@ class BufferState:
             case GroupsAdmitted(first=first, count=count):
                 for number in range(first, first + count):
                     name = group_id(number)
-                    self.groups[name] = Group(number, name)
+                    self.groups[name] = GroupState(number, name)
                 self.admitted += count
             case GroupsScored(groups=scored_groups):
                 for scored in scored_groups:
@@ -213,7 +213,7 @@ class BufferState:
             case VersionLive(version=version):
                 self.live_version = version
             case EvalStarted(dataset=dataset, version=version, prompts=prompts):
-                self.evaluations[version] = Evaluation(dataset, version, prompts)
+                self.evaluations[version] = EvaluationState(dataset, version, prompts)
             case EvalScored(version=version, group=name, rewards=rewards, oldest=oldest, newest=newest, payload=payload):
                 evaluation = self.evaluations[version]
                 self.released += payload.keys if payload is not None else []
@@ -236,7 +236,7 @@ class BufferState:
         self.ready.pop(name, None)
         self._release(group)
 
-    def _release(self, group: Group, but: Payload | None = None) -> None:
+    def _release(self, group: GroupState, but: Payload | None = None) -> None:
         """Lets go of all that the store holds of a group, ``but`` what its next attempt goes on from."""
         held = group.scored.keys if group.scored is not None else group.partial.keys if group.partial is not None else ()
         self.released.extend(held if but is None else [key for key in held if key not in but.keys])

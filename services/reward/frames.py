@@ -7,8 +7,8 @@ import os
 import sys
 from typing import Any
 
-from shared import codec
-from shared.errors import BadMessage
+from shared.runtime.errors import BadMessage
+from shared.schema import codec
 
 LONGEST = 1 << 28
 """Bytes of a frame. Less than any four characters of text say when they are read as a length."""
@@ -34,7 +34,7 @@ async def read(stream: asyncio.StreamReader) -> Any:
         raise EOFError from None
 
 
-class Channel:
+class FrameStream:
     """A worker's end. From here on its standard input is empty and its standard output is its standard error, so that nothing that a
     library prints or reads can get in between."""
 

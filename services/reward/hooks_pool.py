@@ -7,13 +7,13 @@ from dataclasses import asdict
 
 from pydantic import TypeAdapter, ValidationError
 
-from services.reward.functions import SCORE, Verdict
-from services.reward.pool import WorkerFailed, WorkerPool
-from shared import sample
-from shared.config import RunConfig
+from services.reward.custom_functions import SCORE, FilterResult
+from services.reward.worker_pool import WorkerFailed, WorkerPool
+from shared.config.run_config import RunConfig
 from shared.hooks import paths
-from shared.messages import Score
-from shared.sample import Sample
+from shared.schema import sample
+from shared.schema.messages import Score
+from shared.schema.sample import Sample
 
 _SCORE = TypeAdapter(Score)
 
@@ -44,12 +44,12 @@ class HooksPool(WorkerPool):
         answer = await self._asked(request, f"{len(samples)} rewards", self._scoring)
         return self._scores(answer, len(samples))
 
-    async def select(self, samples: list[Sample], scores: list[Score]) -> Verdict:
+    async def select(self, samples: list[Sample], scores: list[Score]) -> FilterResult:
         """What the filters make of a scored group."""
         request = {"verb": "select", "samples": self._blobs(samples), "scores": [asdict(score) for score in scores]}
         answer = await self._asked(request, "a verdict", self._selecting)
         filtered = answer.get("filtered")
-        return Verdict(None if filtered is None else str(filtered), self._scores(answer, len(samples)))
+        return FilterResult(None if filtered is None else str(filtered), self._scores(answer, len(samples)))
 
     async def _asked(self, request: Mapping[str, object], what: str, whom: str) -> dict[str, object]:
         timeout = self._config.reward.reward_timeout

@@ -1,10 +1,10 @@
 """The user's own functions in a process apart, killed from outside when they hold it up.
 
-``python -m services.reward.hooks_worker``; it speaks as `services.reward.pool.WorkerPool` says. In, once: ``{"config": JSON}``; out:
+``python -m services.reward.hooks_worker``; it speaks as `services.reward.worker_pool.WorkerPool` says. In, once: ``{"config": JSON}``; out:
 ``{"ready": True, "waits": [verb, …]}`` with the verbs whose functions are async, or ``{"refused": [field, value, expected]}`` where a
 function cannot be imported. Then in: ``{"verb": "score", "samples": [blob, …]}``, out: ``{"scores": [score, …]}``; in: ``{"verb": "select",
 "samples": [blob, …], "scores": [score, …]}``, out: ``{"filtered": reason or nil, "scores": [score, …]}``; either may be answered with
-``{"error": text}``. Blobs are those of `shared.sample`.
+``{"error": text}``. Blobs are those of `shared.schema.sample`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import asdict
 from typing import Any
 
 from services.reward import frames
-from services.reward.frames import Channel
-from services.reward.functions import Functions
-from shared import sample
-from shared.config import RunConfig
-from shared.embedded import die_with_parent
-from shared.errors import ConfigError
+from services.reward.custom_functions import Functions
+from services.reward.frames import FrameStream
+from shared.config.run_config import RunConfig
 from shared.hooks import HookFailed
-from shared.messages import Score
+from shared.runtime.embedded_servers import die_with_parent
+from shared.runtime.errors import ConfigError
+from shared.schema import sample
+from shared.schema.messages import Score
 
 FIRST_STEPS_SECONDS = 0.001
 """How long a call has the event loop for itself before the next one is taken up. One that computes without ever waiting then is done before
@@ -31,7 +31,7 @@ the next one's deadline begins, although its function is async."""
 def main() -> None:
     """Answers requests until the service is gone."""
     die_with_parent()
-    channel = Channel()
+    channel = FrameStream()
     number, setup = channel.receive()
     try:
         functions = Functions(RunConfig.model_validate_json(setup["config"]))
@@ -45,7 +45,7 @@ def main() -> None:
         pass
 
 
-async def _serve(channel: Channel, functions: Functions) -> None:
+async def _serve(channel: FrameStream, functions: Functions) -> None:
     """Raises EOFError when the service is gone; what a call raises ends the process."""
     requests, calls, waiting = await channel.stream(), dict[int, asyncio.Task[None]](), functions.waiting()
     async with asyncio.TaskGroup() as running:
@@ -63,7 +63,7 @@ async def _serve(channel: Channel, functions: Functions) -> None:
                 await asyncio.sleep(FIRST_STEPS_SECONDS)
 
 
-async def _call(channel: Channel, functions: Functions, number: int, request: dict[str, Any]) -> None:
+async def _call(channel: FrameStream, functions: Functions, number: int, request: dict[str, Any]) -> None:
     try:
         answer = await _answer(functions, request)
     except asyncio.CancelledError:  # late, or the function's own doing

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.environment.protocol import MAX_NAME, MAX_PARTS, shown
-from shared.messages import Score
+from shared.schema.messages import Score
 
 REWARD = "reward"
 """The name of the reward that counts where the run names no other."""

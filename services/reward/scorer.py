@@ -9,15 +9,15 @@ from abc import ABC, abstractmethod
 from pydantic import ValidationError
 
 from services.reward import rewards
+from services.reward.environment_health import EnvironmentHealthCheck
 from services.reward.hooks_pool import HooksPool
-from services.reward.pool import VerifierPool, WorkerFailed
-from services.reward.watch import Watch
-from shared.environment.client import Environment
+from services.reward.worker_pool import VerifierPool, WorkerFailed
+from shared.config.sections import CUSTOM, RewardSection
+from shared.environment.environment_client import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
-from shared.errors import BadMessage, DeadlineExceeded
-from shared.messages import Generated, Score
-from shared.sample import Sample
-from shared.sections import CUSTOM, RewardSection
+from shared.runtime.errors import BadMessage, DeadlineExceeded
+from shared.schema.messages import Generated, Score
+from shared.schema.sample import Sample
 
 IN_HAND = 4
 """Groups in hand for each verifier process: the next one's payload is read while this one is scored."""
@@ -100,7 +100,7 @@ class CustomScorer(Scorer):
 class ExternalScorer(Scorer):
     """An environment outside of Myxo. Its watch says whether it can be reached; what is in hand when it goes is tried again and again."""
 
-    def __init__(self, environment: Environment, watch: Watch, run: str, config: RewardSection) -> None:
+    def __init__(self, environment: Environment, watch: EnvironmentHealthCheck, run: str, config: RewardSection) -> None:
         super().__init__(environment.name, config.environment_concurrency)
         self._environment, self._watch, self._run, self._timeout = environment, watch, run, config.reward_timeout
         self._key = config.reward_key

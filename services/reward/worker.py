@@ -1,7 +1,8 @@
 """A verifier in a process of its own, killed from outside when it takes too long.
 
-``python -m services.reward.worker math``; it speaks as `services.reward.pool.WorkerPool` says. In, once: ``{}``; out, when everything is
-loaded: ``{"ready": True}``; then in: ``{"responses": [text, …], "label": text}``; out: ``{"rewards": [float, …]}`` or ``{"error": text}``.
+``python -m services.reward.worker math``; it speaks as `services.reward.worker_pool.WorkerPool` says. In, once: ``{}``; out, when
+everything is loaded: ``{"ready": True}``; then in: ``{"responses": [text, …], "label": text}``; out: ``{"rewards": [float, …]}`` or
+``{"error": text}``.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from services.reward.frames import Channel
+from services.reward.frames import FrameStream
 from services.reward.verifiers import VERIFIERS
-from shared.embedded import die_with_parent
+from shared.runtime.embedded_servers import die_with_parent
 
 
 def main() -> None:
     """Answers requests until the service is gone."""
     die_with_parent()
-    channel, name = Channel(), sys.argv[1]
+    channel, name = FrameStream(), sys.argv[1]
     verifier = VERIFIERS[name]
     verifier("", "x")  # loads what it imports on first use: sympy takes seconds, and no call's deadline should pay them
     with contextlib.suppress(EOFError):

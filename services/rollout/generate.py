@@ -10,13 +10,13 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from services.rollout.engine.errors import EngineError
+from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.generation import GenerationRequest
 from services.rollout.in_flight import InFlight
-from services.rollout.partial import Partial
+from services.rollout.partial_samples import Partial
 from services.rollout.replica import Replica
-from shared.errors import DeadlineExceeded
-from shared.messages import Task
+from shared.runtime.errors import DeadlineExceeded
+from shared.schema.messages import Task
 
 ENGINE_TRIES = 5
 """Engine failures in a row after which a group is given up for this delivery."""

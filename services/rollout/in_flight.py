@@ -1,6 +1,6 @@
 """What the engine is generating for training, and why it may be stopped: nothing will be trained of it, or the replica leaves.
 
-A group that is lost to its age (`shared.versions.is_lost`) is not generated to its end: that would be lost time.
+A group that is lost to its age (`shared.schema.versions.is_lost`) is not generated to its end: that would be lost time.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from services.rollout.engine.client import EngineClient
+from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
-from services.rollout.partial import Partial
-from shared.config import RunConfig
-from shared.errors import MyxoError
-from shared.versions import is_lost
+from services.rollout.partial_samples import Partial
+from shared.config.run_config import RunConfig
+from shared.runtime.errors import MyxoError
+from shared.schema.versions import is_lost
 
 LEAVE_SECONDS = 3.0
 """How long a replica that is to stop waits for the engine to hand back what it has."""

@@ -12,17 +12,17 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.rollout.engine.client import EngineClient
-from services.rollout.engine.command import EngineCommand, engine_command
-from services.rollout.engine.process import EngineProcess
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.engine_process import EngineProcess
+from services.rollout.engine.launch_command import EngineCommand, engine_command
 from services.rollout.router import reached_at, router_url
-from shared import devices
-from shared.embedded import free_port
-from shared.errors import DeadlineExceeded, MyxoError
-from shared.service import Service
+from shared.runtime import devices
+from shared.runtime.embedded_servers import free_port
+from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.service_base import Service
 
 if TYPE_CHECKING:
-    from services.rollout.turns import Turns
+    from services.rollout.colocated_engine import ColocatedEngine
 
 NO_WEIGHTS = -1
 """Version of a replica that no push has reached yet."""
@@ -48,7 +48,7 @@ class Replica:
         self.engine_up = asyncio.Event()
         self.incarnation = 0
         self.asleep = False  # it is the trainer's turn on the GPU that both compute on
-        self.turns: Turns | None = None
+        self.turns: ColocatedEngine | None = None
         self._exposed = bool(router_url())
         self._life = service.incarnation
         self._gate = asyncio.Event()
@@ -84,7 +84,7 @@ class Replica:
         self._gate.clear()
 
     async def open_gate(self, version: int, *, deadline: float = OPEN_SECONDS) -> None:
-        """The engine serves ``version`` from here on; in the trainer's turn: as soon as that is over. Raises as `Occupation.wake`."""
+        """The engine serves ``version`` from here on; in the trainer's turn: as soon as that is over. Raises as `EngineMemory.wake`."""
         if not self.asleep and self.client is not None and self.client.occupation.asleep:
             await self.client.occupation.wake(deadline=deadline)
         self.version = self._service.version = version

@@ -14,14 +14,14 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from services.rollout.engine.command import EngineCommand
-from shared.bus import TRANSIENT
-from shared.errors import ConfigError, MyxoError
-from shared.service import Service
+from services.rollout.engine.launch_command import EngineCommand
+from shared.bus.connection import TRANSIENT
+from shared.runtime.errors import ConfigError, MyxoError
+from shared.runtime.service_base import Service
 
 ROUTER_VARIABLE = "MYXO_ROUTER_URL"
 
-LOOK_SECONDS = 3.0
+POLL_INTERVAL_S = 3.0
 """How often the router's workers are compared with the engines that are alive."""
 
 CALL_SECONDS = 5.0
@@ -60,7 +60,7 @@ class Router:
                     if not self._away:
                         self._service.log.warning("router_away", url=self._url, error=str(error) or type(error).__name__)
                     self._away = True
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(POLL_INTERVAL_S)
 
     async def leave(self) -> None:
         """Takes this replica's engine off the router. A router that does not answer is let be."""

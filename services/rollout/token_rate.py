@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from services.rollout.engine.client import EngineClient
-from services.rollout.engine.errors import EngineError
-from shared.errors import DeadlineExceeded
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.engine_errors import EngineError
+from shared.runtime.errors import DeadlineExceeded
 
 WINDOW_SECONDS = 5.0
 

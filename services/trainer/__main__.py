@@ -6,9 +6,9 @@ import os
 import sys
 
 from services.trainer.rank import SERVICES, read_run
-from shared.config import RunConfig
-from shared.embedded import die_with_parent
-from shared.service import exit_code
+from shared.config.run_config import RunConfig
+from shared.runtime.embedded_servers import die_with_parent
+from shared.runtime.service_base import exit_code
 
 
 def launch(role: str) -> None:

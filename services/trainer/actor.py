@@ -19,19 +19,19 @@ from torch import Tensor
 from services.trainer.actor_config import DTYPES, ActorConfig, check_temperature
 from services.trainer.megatron import checkpoint, export, lora, passes, runtime
 from services.trainer.megatron.checkpoint import latest_step
+from services.trainer.megatron.checkpoint_writer import Save, SaveFailed
 from services.trainer.megatron.export import Bucket, Exporter
 from services.trainer.megatron.freezing import freeze
-from services.trainer.megatron.model import Model, build_chunks, transformer_config, wrap_chunks
+from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config, wrap_chunks
+from services.trainer.megatron.hf_weights import load_hf
 from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.passes import LossFunction
 from services.trainer.megatron.runtime import deadline, together
-from services.trainer.megatron.saving import Save, SaveFailed
-from services.trainer.megatron.weights import load_hf
 from services.trainer.packing import PackedBatch
-from shared.errors import ConfigError
-from shared.learning_rate import DecayStyle
+from shared.config.learning_rate import DecayStyle
 from shared.model.families import Architecture, read_architecture
-from shared.model.layout import check_divisible
+from shared.model.parallel_layout import check_divisible
+from shared.runtime.errors import ConfigError
 
 __all__ = ["Actor", "ActorConfig", "SaveFailed", "StepResult", "latest_step"]
 
@@ -56,7 +56,7 @@ class StepResult:
 class Actor:
     """A model, its optimizer, and the checkpoint directory that they came from. Made by :meth:`create`."""
 
-    def __init__(self, config: ActorConfig, hf_dir: Path, model: Model, optimizer: Optimizer) -> None:
+    def __init__(self, config: ActorConfig, hf_dir: Path, model: MegatronModel, optimizer: Optimizer) -> None:
         self.config, self.hf_dir = config, hf_dir
         self.model, self.optimizer = model, optimizer
         self._exporter: Exporter | None = None
@@ -98,7 +98,7 @@ class Actor:
             with together(f"loading {hf_dir}"):
                 load_hf(chunks, megatron, architecture, hf_dir)
         wrapped = wrap_chunks(chunks, megatron, config.use_distributed_optimizer, config.megatron.get("ddp", {}))
-        model = Model(architecture, megatron, config.layout, wrapped, config.value_head, config.lora, config.freezing)
+        model = MegatronModel(architecture, megatron, config.layout, wrapped, config.value_head, config.lora, config.freezing)
         with deadline("the making of the optimizer"):
             optimizer = Optimizer(model, config.optimizer)
         return cls(config, hf_dir, model, optimizer)
@@ -166,9 +166,7 @@ class Actor:
         self.model.zero_gradients()
         self.optimizer.zero_gradients()
         with deadline("the forward and backward passes"):
-            sums = passes.forward_backward(
-                self.model, self._checked(batches), loss_fn, self._temperature(temperature), need_entropy
-            )
+            sums = passes.forward_backward(self.model, self._checked(batches), loss_fn, self._temperature(temperature), need_entropy)
         if not math.isfinite(sums.loss):
             return StepResult(sums.loss, sums.metrics, math.nan, self.optimizer.lr, skipped=f"loss is {sums.loss}")
         self.model.readers.wait("optimizer step")
@@ -238,9 +236,7 @@ class Actor:
             SaveFailed: this checkpoint, or the one before it, could not be written.
         """
         self.finish_save()
-        self._saving = checkpoint.start_saving(
-            self.model, self.optimizer, Path(root), step, extra or {}, keep, copied=not wait
-        )
+        self._saving = checkpoint.start_saving(self.model, self.optimizer, Path(root), step, extra or {}, keep, copied=not wait)
         target = self._saving.target
         if wait:
             self.finish_save()
@@ -255,9 +251,7 @@ class Actor:
         saving, self._saving = self._saving, None
         return None if saving is None else saving.finish()
 
-    def load_checkpoint(
-        self, root: str | Path, step: int | None = None, *, reset_optimizer_states: bool = False
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, root: str | Path, step: int | None = None, *, reset_optimizer_states: bool = False) -> dict[str, Any]:
         """Go back to a checkpoint, the newest if ``step`` is None, and return its ``extra``.
 
         Args:
@@ -276,7 +270,7 @@ class Actor:
             self._exporter = Exporter(self._policy("export"))
         return self._exporter
 
-    def _policy(self, what: str) -> Model:
+    def _policy(self, what: str) -> MegatronModel:
         if self.config.value_head:
             raise ConfigError("trainer.value_head", True, f"false; a critic has no vocabulary to {what} with")
         return self.model

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 
 from services.trainer.megatron.optimizer import OptimizerSettings
-from shared.errors import ConfigError
-from shared.learning_rate import DecayStyle, LearningRateSchedule
-from shared.model.freezing import FREEZE, ONLY_TRAIN, Freezing
-from shared.model.layout import ParallelLayout
-from shared.model.lora import ALL_LINEAR, Lora
+from shared.config.learning_rate import DecayStyle, LearningRateSchedule
+from shared.model.lora_targets import ALL_LINEAR, Lora
+from shared.model.parallel_layout import ParallelLayout
 from shared.model.recomputation import megatron_fields
+from shared.model.trainable_parameters import FREEZE, ONLY_TRAIN, Freezing
+from shared.runtime.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -139,9 +139,7 @@ class ActorConfig:
 
     @property
     def schedule(self) -> LearningRateSchedule:
-        return LearningRateSchedule(
-            self.lr, self.min_lr, self.lr_warmup_steps, self.lr_decay_steps, self.lr_decay_style
-        )
+        return LearningRateSchedule(self.lr, self.min_lr, self.lr_warmup_steps, self.lr_decay_steps, self.lr_decay_style)
 
     @property
     def optimizer(self) -> OptimizerSettings:

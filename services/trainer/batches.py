@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.trainer import facts
-from services.trainer.facts import BatchFigures, Column, Facts
+from services.trainer import sample_stats
 from services.trainer.objective import (
     Advantages,
     Moments,
@@ -25,9 +24,10 @@ from services.trainer.objective import (
     whitened,
 )
 from services.trainer.packing import BadBatch, BadSample, PackedBatch, TrainSample, collect, pack, rank_micro_batches, spread
-from services.trainer.reading import Share
-from services.trainer.shares import Deal
-from shared import sample
+from services.trainer.partition import Partition
+from services.trainer.sample_stats import BatchMetrics, SampleStats, StatColumn
+from services.trainer.shard_reader import Shard
+from shared.schema import sample
 
 PerSample = Mapping[int, NDArray[np.floating]]
 """Numbers of response tokens, [R], of this rank's samples by their numbers in the deal."""
@@ -54,9 +54,9 @@ class TrainBatch:
     ``facts`` and ``figures`` are the whole batch's. ``denominators``: of each optimizer step, what sums over samples are divided by.
     """
 
-    deal: Deal
-    facts: Facts
-    figures: BatchFigures
+    deal: Partition
+    facts: SampleStats
+    figures: BatchMetrics
     steps: list[list[MicroBatch]]
     denominators: tuple[float, ...] = ()
 
@@ -95,7 +95,7 @@ class TrainBatch:
         return {number: sample.loss_mask for numbers, samples in pairs for number, sample in zip(numbers, samples, strict=True)}
 
 
-def masks_of(share: Share) -> Masks:
+def masks_of(share: Shard) -> Masks:
     """The masks that a share's samples are trained by: their own, without tokens of versions below the batch's ``mask_below``; all 0 for a
     sample that a filter removed."""
     below, removed = share.deal.batch.mask_below, share.deal.removed()
@@ -103,7 +103,7 @@ def masks_of(share: Share) -> Masks:
 
 
 def assemble(
-    share: Share, masks: Masks, known: Facts, objective: ObjectiveConfig, *, rank: int, max_tokens: int, vocab_size: int
+    share: Shard, masks: Masks, known: SampleStats, objective: ObjectiveConfig, *, rank: int, max_tokens: int, vocab_size: int
 ) -> TrainBatch:
     """Lays a share out, each token weighted so that sums over micro-batches and ranks are the batch's means.
 
@@ -116,7 +116,7 @@ def assemble(
         BadSample: a sample that cannot be trained on. BadBatch: no token of the batch is trained.
     """
     deal = share.deal
-    counts, rollouts = known.integers(Column.TRAINED), known.integers(Column.ROLLOUT)
+    counts, rollouts = known.integers(StatColumn.TRAINED), known.integers(StatColumn.ROLLOUT)
     passes = passing(objective, [reward for group in deal.batch.groups for reward in group.rewards])
     steps: list[list[MicroBatch]] = []
     denominators: list[float] = []
@@ -142,7 +142,7 @@ def assemble(
         steps.append(step)
     if not steps:
         raise BadBatch(f"the loss mask is 0 on every token of step {deal.batch.step} ({len(deal.items)} samples)")
-    return TrainBatch(deal, known, facts.figures(deal.batch, known), steps, tuple(denominators))
+    return TrainBatch(deal, known, sample_stats.figures(deal.batch, known), steps, tuple(denominators))
 
 
 def with_field(batch: TrainBatch, name: str, of: Callable[[MicroBatch], Tensor]) -> TrainBatch:
@@ -180,7 +180,7 @@ def with_advantages(
     own, groups, items = batch.numbers, batch.deal.batch.groups, batch.deal.items
     if rewards is None:
         rewards = [reward for group in groups for reward in group.rewards]
-    rollouts = [(item.group, rollout) for item, rollout in zip(items, batch.facts.integers(Column.ROLLOUT), strict=True)]
+    rollouts = [(item.group, rollout) for item, rollout in zip(items, batch.facts.integers(StatColumn.ROLLOUT), strict=True)]
     masks = batch.masks()
     found = token_advantages(
         objective,

@@ -9,39 +9,39 @@ import time
 from dataclasses import replace
 
 from services.trainer import batches
+from services.trainer.actor_critic_exchange import ActorCriticExchange
 from services.trainer.batches import TrainBatch
-from services.trainer.conductor import CriticConductor
-from services.trainer.exchange import Exchange
-from services.trainer.job import Job
-from services.trainer.link import Link
+from services.trainer.commands import Leave, Train, Value, Wait
+from services.trainer.control_client import ControlClient
+from services.trainer.loss_inputs import LossInputs
 from services.trainer.megatron.runtime import together
+from services.trainer.metrics_logger import MetricsLogger
 from services.trainer.objective import ValueLoss, needs
-from services.trainer.orders import Leave, Train, Value, Wait
-from services.trainer.record import Record
-from services.trainer.shaping import Shaping
-from shared.config import RunConfig
-from shared.messages import Batch
-from shared.store import BlockingStore
+from services.trainer.role_worker import RoleWorker
+from services.trainer.step_scheduler import CriticStepScheduler
+from shared.config.run_config import RunConfig
+from shared.schema.messages import Batch
+from shared.store.payload_store import BlockingStore
 
 
-class Critic(Job):
+class Critic(RoleWorker):
     """One rank of the critic.
 
     Args:
-        store, link, exchange: as `Job` takes them.
+        store, link, exchange: as `RoleWorker` takes them.
     """
 
-    def __init__(self, config: RunConfig, store: BlockingStore, link: Link | None, exchange: Exchange | None) -> None:
+    def __init__(self, config: RunConfig, store: BlockingStore, link: ControlClient | None, exchange: ActorCriticExchange | None) -> None:
         super().__init__(config, store, link, "critic", exchange)
-        self._shaping = Shaping(config, self._objective, self._store)
+        self._shaping = LossInputs(config, self._objective, self._store)
         self._objective = replace(self._objective, use_opd=False, normalize_advantages=False)  # neither touches the returns
         self._charged = needs(self._objective).kl
         self._valued: TrainBatch | None = None
         self._told = 0
-        self._record: Record | None = None
+        self._record: MetricsLogger | None = None
         if link is not None:
-            self._record = Record(link, self._places.tensorboard_of_critic, config, self._actor, "critic")
-            self._conductor = CriticConductor(link, config.trainer.batch_timeout, self._numbers, charged=self._charged)
+            self._record = MetricsLogger(link, self._places.tensorboard_of_critic, config, self._actor, "critic")
+            self._conductor = CriticStepScheduler(link, config.trainer.batch_timeout, self._numbers, charged=self._charged)
 
     def run(self) -> None:
         """Trains until the run is done or a stop is asked for; everything it needs to go on is then on disk."""
@@ -109,6 +109,6 @@ class Critic(Job):
             self._numbers.forget("kl", self._told)
 
     @property
-    def _numbers(self) -> Exchange:
+    def _numbers(self) -> ActorCriticExchange:
         assert self._exchange is not None  # of an objective with a critic
         return self._exchange

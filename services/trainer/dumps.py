@@ -17,10 +17,10 @@ from torch import Tensor
 from services.trainer.actor import StepResult
 from services.trainer.batches import TrainBatch
 from services.trainer.packing import PackedBatch
-from shared import codec
-from shared.errors import BadMessage, ConfigError, PayloadMissing
-from shared.messages import Batch
-from shared.store import BlockingStore
+from shared.runtime.errors import BadMessage, ConfigError, PayloadMissing
+from shared.schema import codec
+from shared.schema.messages import Batch
+from shared.store.payload_store import BlockingStore
 
 SCHEMA = 1
 

@@ -1,7 +1,7 @@
 """The actor's training loop, as every rank runs it.
 
 Warm start, then: take an order; push the weights, or train a batch, report it, save now and then. What a step means is in
-`services.trainer.objective`; which batch comes next is the buffer's; what to do next is `services.trainer.conductor`'s.
+`services.trainer.objective`; which batch comes next is the buffer's; what to do next is `services.trainer.step_scheduler`'s.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from dataclasses import asdict, replace
 
 from services.trainer import batches, dumps
 from services.trainer.actor import StepResult
+from services.trainer.actor_critic_exchange import ActorCriticExchange
+from services.trainer.batch_metrics import TokenSums
 from services.trainer.batches import TrainBatch
-from services.trainer.conductor import Conductor
-from services.trainer.exchange import Exchange
-from services.trainer.figures import TokenSums
-from services.trainer.job import Job
-from services.trainer.link import Link, StopAsked
+from services.trainer.colocation import ColocationScheduler
+from services.trainer.commands import Leave, Push, Snapshot, Train, Wait
+from services.trainer.control_client import ControlClient, StopAsked
+from services.trainer.loss_inputs import LossInputs, teacher_gap
 from services.trainer.megatron import runtime
-from services.trainer.megatron.reference import FrozenWeights
+from services.trainer.megatron.frozen_weights import FrozenWeights
 from services.trainer.megatron.runtime import together
+from services.trainer.metrics_logger import MetricsLogger
 from services.trainer.objective import SftLoss, needs
 from services.trainer.objective.kl import kl_estimate
-from services.trainer.orders import Leave, Push, Snapshot, Train, Wait
-from services.trainer.record import Record
-from services.trainer.reference import Reference
-from services.trainer.sft import Demonstrations
-from services.trainer.shaping import Shaping, teacher_gap
-from services.trainer.turns import Turns
+from services.trainer.reference_policy import ReferencePolicy
+from services.trainer.role_worker import RoleWorker
+from services.trainer.step_scheduler import StepScheduler
+from services.trainer.warm_start import Demonstrations
 from services.trainer.weights.pusher import Pusher
-from services.trainer.weights.snapshots import SnapshotWriter
-from shared.config import RunConfig
-from shared.messages import Batch, Trained
-from shared.store import BlockingStore
-from shared.tokenizer import Tokenizer
+from services.trainer.weights.snapshot_writer import SnapshotWriter
+from shared.config.run_config import RunConfig
+from shared.data.tokenizer import Tokenizer
+from shared.schema.messages import Batch, Trained
+from shared.store.payload_store import BlockingStore
 
 TOKEN_MEANS = {
     "advantages": "advantages",
@@ -48,32 +48,34 @@ TOKEN_MEANS = {
 """Metrics of a batch → the field that they are the mean of over trained tokens, where the batch has it."""
 
 
-class Trainer(Job):
+class Trainer(RoleWorker):
     """One rank of the actor.
 
     Args:
-        store, link, exchange: as `Job` takes them.
+        store, link, exchange: as `RoleWorker` takes them.
     """
 
-    def __init__(self, config: RunConfig, store: BlockingStore, link: Link | None, exchange: Exchange | None = None) -> None:
-        self._turns = Turns(config, link)
+    def __init__(
+        self, config: RunConfig, store: BlockingStore, link: ControlClient | None, exchange: ActorCriticExchange | None = None
+    ) -> None:
+        self._turns = ColocationScheduler(config, link)
         self._turns.begin()
         super().__init__(config, store, link, "actor", exchange)
         self._turns.attach(self._actor)
-        self._shaping = Shaping(config, self._objective, self._store)
+        self._shaping = LossInputs(config, self._objective, self._store)
         self._teacher: FrozenWeights | None = None
         trainer, interval = config.trainer, config.algorithm.ref_update_interval
-        self._reference: Reference | None = None
+        self._reference: ReferencePolicy | None = None
         if needs(self._objective).reference:
             keep = trainer.keep_checkpoints * trainer.save_interval
-            self._reference = Reference(self._actor, self._places.reference, interval, keep)
+            self._reference = ReferencePolicy(self._actor, self._places.reference, interval, keep)
         self._durable = 0
-        self._record: Record | None = None
+        self._record: MetricsLogger | None = None
         self._pusher = Pusher(link, self._actor.model, config.weights, "memory" if config.trainer.colocate else "group")
         self._snapshots = SnapshotWriter(config, link, self._actor)
         if link is not None:
-            self._record = Record(link, self._places.tensorboard, config, self._actor)
-            self._conductor = Conductor(
+            self._record = MetricsLogger(link, self._places.tensorboard, config, self._actor)
+            self._conductor = StepScheduler(
                 link,
                 self._pusher,
                 self._snapshots,

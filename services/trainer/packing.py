@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.placement import BadBatch, SampleTooLong, balance
-from shared.errors import MyxoError
+from shared.runtime.errors import MyxoError
 
 __all__ = [
     "NO_VERSION",

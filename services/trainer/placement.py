@@ -18,7 +18,7 @@ import heapq
 from collections.abc import Hashable, Sequence
 from typing import TypeAlias
 
-from shared.errors import MyxoError
+from shared.runtime.errors import MyxoError
 
 APART = 0.05
 """How far the dearest rank may be above the mean before units are taken apart."""

@@ -8,8 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
-from shared import failures
-from shared.embedded import die_with_parent
+from shared.runtime import failures
+from shared.runtime.embedded_servers import die_with_parent
 
 SERVICES = {"actor": "trainer", "critic": "critic"}
 """What each role is called in the registry and the logs."""
@@ -23,18 +23,18 @@ def main(role: str) -> None:
     """
     import torch
 
+    from services.trainer.actor_critic_exchange import ActorCriticExchange
+    from services.trainer.control_client import ControlClient
     from services.trainer.critic import Critic
-    from services.trainer.exchange import Exchange
-    from services.trainer.link import Link
     from services.trainer.loop import Trainer
-    from shared.store import BlockingStore
+    from shared.store.payload_store import BlockingStore
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         failures.arm(last_act=kill_siblings)
     rank = int(os.environ.get("RANK", "0"))
     with contextlib.ExitStack() as stack:
         if rank == 0:
-            link = stack.enter_context(Link(SERVICES[role]))
+            link = stack.enter_context(ControlClient(SERVICES[role]))
             config, redis_url = link.config, link.service.redis_url
         else:
             link = None
@@ -43,7 +43,7 @@ def main(role: str) -> None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if config.trainer.torch_threads is not None:
             torch.set_num_threads(config.trainer.torch_threads)
-        exchange = Exchange(redis_url, config.run.name) if config.algorithm.has_critic else None
+        exchange = ActorCriticExchange(redis_url, config.run.name) if config.algorithm.has_critic else None
         trainer = (Trainer if role == "actor" else Critic)(config, BlockingStore(redis_url), link, exchange)
         stack.callback(trainer.close)
         trainer.run()
@@ -61,7 +61,7 @@ def read_run():  # type: ignore[no-untyped-def]
     """(config, Redis URL) of the run, read from the bus."""
     import asyncio
 
-    from shared.service import connect
+    from shared.runtime.service_base import connect
 
     async def read():  # type: ignore[no-untyped-def]
         service = await connect("trainer")
@@ -76,6 +76,6 @@ def read_run():  # type: ignore[no-untyped-def]
 
 if __name__ == "__main__":
     die_with_parent()
-    from shared.service import exit_code
+    from shared.runtime.service_base import exit_code
 
     sys.exit(exit_code(SERVICES[sys.argv[1]], lambda: main(sys.argv[1])))

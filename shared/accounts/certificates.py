@@ -26,7 +26,7 @@ SKEW = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
-class Pair:
+class KeyPair:
     """A server's certificate and private key, PEM."""
 
     certificate: bytes
@@ -38,7 +38,7 @@ class Chain:
     """The authority's certificate, PEM, and what it has signed, by server."""
 
     authority: bytes
-    servers: dict[str, Pair]
+    servers: dict[str, KeyPair]
 
 
 def make(hosts: Mapping[str, Sequence[str]], now: datetime | None = None) -> Chain:
@@ -72,7 +72,7 @@ def make(hosts: Mapping[str, Sequence[str]], now: datetime | None = None) -> Cha
             .sign(key, hashes.SHA256())
         )
         private = own.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        servers[server] = Pair(certificate.public_bytes(serialization.Encoding.PEM), private)
+        servers[server] = KeyPair(certificate.public_bytes(serialization.Encoding.PEM), private)
     return Chain(authority.public_bytes(serialization.Encoding.PEM), servers)
 
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from shared.accounts.permissions import HEALTH, ROLES, Rights, rights
 from shared.accounts.render import CERTIFICATE, KEY, NatsPlace, RedisPlace, nats_conf, redis_conf
-from shared.errors import ConfigError, MyxoError
+from shared.runtime.errors import ConfigError, MyxoError
 
 NATS, REDIS = "nats", "redis"
 NATS_URL, REDIS_URL, AUTHORITY = "nats_url", "redis_url", "ca.pem"
@@ -35,7 +35,7 @@ PASSWORD_BYTES = 32
 
 
 @dataclass(frozen=True)
-class Address:
+class ServerAddress:
     """Where services reach a server."""
 
     host: str
@@ -56,8 +56,8 @@ class Deployment:
     """
 
     run: str
-    nats: Address
-    redis: Address
+    nats: ServerAddress
+    redis: ServerAddress
     tls: bool = False
     nats_place: NatsPlace | None = None
     redis_place: RedisPlace | None = None
@@ -159,7 +159,7 @@ def _certificates(directory: Path, deployment: Deployment) -> list[str]:
     hosts = {server: list(dict.fromkeys((server, host, "localhost", "127.0.0.1"))) for server, host in at.items()}
     reason: str | None = "there is none yet"
     with contextlib.suppress(FileNotFoundError):
-        pairs = {s: certificates.Pair((directory / s / CERTIFICATE).read_bytes(), (directory / s / KEY).read_bytes()) for s in hosts}
+        pairs = {s: certificates.KeyPair((directory / s / CERTIFICATE).read_bytes(), (directory / s / KEY).read_bytes()) for s in hosts}
         authorities = {(directory / role / AUTHORITY).read_bytes() for role in ROLES}
         found = certificates.Chain(min(authorities), pairs)
         differ = "roles trust different authorities" if len(authorities) > 1 else None

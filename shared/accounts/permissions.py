@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from shared import registry
-from shared.sections import BusSection
-from shared.streams import generated_consumer, scored_consumer, task_consumer
-from shared.subjects import EVAL, TRAIN, Subjects
+from shared.bus import registry
+from shared.bus.streams import generated_consumer, scored_consumer, task_consumer
+from shared.bus.subjects import EVAL, TRAIN, Subjects
+from shared.config.sections import BusSection
 
 BUFFER, ROLLOUT, REWARD, TRAINER, OPERATOR, ENVIRONMENT = "buffer", "rollout", "reward", "trainer", "operator", "environment"
 ROLES = (BUFFER, ROLLOUT, REWARD, TRAINER, OPERATOR, ENVIRONMENT)
@@ -122,7 +122,7 @@ def _take(stream: str, consumer: str) -> tuple[str, str]:
 
 
 def _service(names: Subjects, role: str) -> tuple[str, ...]:
-    """What `shared.service` does for every service: prove JetStream, read the config, keep a card, tell of itself."""
+    """What `shared.runtime.service_base` does for every service: prove JetStream, read the config, keep a card, tell of itself."""
     return (
         f"{API}.INFO",
         _stream_info(names.ledger_stream),  # whether the run is there

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from shared.environment.client import Environment
+from shared.environment.environment_client import Environment
 from shared.environment.protocol import (
     PROTOCOL,
     SCORE,
@@ -21,8 +21,8 @@ from shared.environment.protocol import (
     ScoreSample,
     read_scores,
 )
-from shared.errors import DeadlineExceeded, MyxoError
-from shared.messages import Score
+from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.schema.messages import Score
 
 DESCRIBE_SECONDS = 5.0
 SCORE_SECONDS = 30.0
@@ -125,9 +125,7 @@ class Conformance:
 
     async def _concurrent(self) -> str:
         responses = [self._example.responses[index % len(self._example.responses)] for index in range(CONCURRENT)]
-        requests = [
-            self._request([response] * (1 + index % 3), group=f"concurrent-{index}") for index, response in enumerate(responses)
-        ]
+        requests = [self._request([response] * (1 + index % 3), group=f"concurrent-{index}") for index, response in enumerate(responses)]
         await asyncio.gather(*(self._score(request) for request in requests))
         return "each got its own answer"
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shared.errors import MyxoError
-from shared.messages import Score
+from shared.runtime.errors import MyxoError
+from shared.schema.messages import Score
 
 PROTOCOL = 1
 DESCRIBE, SCORE = "describe", "score"

@@ -2,7 +2,7 @@
 
 from shared.hooks.arguments import Arguments
 from shared.hooks.filters import DynamicFilterOutput, nonzero_std
+from shared.hooks.hook_sample import HookSample, Status
 from shared.hooks.loading import HookFailed, load, paths
-from shared.hooks.sample import Sample, Status
 
-__all__ = ["Arguments", "DynamicFilterOutput", "HookFailed", "Sample", "Status", "load", "nonzero_std", "paths"]
+__all__ = ["Arguments", "DynamicFilterOutput", "HookFailed", "HookSample", "Status", "load", "nonzero_std", "paths"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import sys
 
-from shared.config import RunConfig
-from shared.errors import ConfigError
+from shared.config.run_config import RunConfig
 from shared.hooks.loading import load, paths
+from shared.runtime.errors import ConfigError
 
 
 def main() -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from shared.config import RunConfig, field_sections
-from shared.errors import nearest
+from shared.config.run_config import RunConfig, field_sections
+from shared.runtime.errors import nearest
 
 
 class Arguments:

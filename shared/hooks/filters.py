@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shared.hooks.sample import Sample
+from shared.hooks.hook_sample import HookSample
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class DynamicFilterOutput:
     reason: str | None = None
 
 
-def nonzero_std(args: Any, group: list[Sample], **_: Any) -> DynamicFilterOutput:
+def nonzero_std(args: Any, group: list[HookSample], **_: Any) -> DynamicFilterOutput:
     """Keeps a group unless its rewards are all equal: compared with each other, they teach nothing."""
     rewards = {sample.get_reward_value(args) for sample in group}
     if len(rewards) > 1:

@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from shared.config import RunConfig
-from shared.errors import ConfigError, MyxoError
+from shared.config.run_config import RunConfig
+from shared.runtime.errors import ConfigError, MyxoError
 
 RUN_BY = {
     "rollout.custom_generate_function_path": "rollout",

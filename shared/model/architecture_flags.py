@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shared import megatron_flags
-from shared.errors import ConfigError
+from shared.config import megatron_flags
 from shared.model.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Rope, YarnScaling
 from shared.model.families import FAMILIES, Family
+from shared.runtime.errors import ConfigError
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192}
 """Megatron knows Llama 3's scaling with these constants only."""
@@ -226,9 +226,7 @@ class _Reader:
             fused_gate_up=FAMILIES[model_type].fused_gate_up,
         )
 
-    def model_type(
-        self, qk_norm: bool, post_norms: bool, latent: LatentAttention | None, experts: Experts | None
-    ) -> str:
+    def model_type(self, qk_norm: bool, post_norms: bool, latent: LatentAttention | None, experts: Experts | None) -> str:
         def fits(family: Family) -> bool:
             return (
                 family.latent == (latent is not None)

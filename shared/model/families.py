@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shared.errors import ConfigError
 from shared.model.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Rope, YarnScaling
-from shared.model.names import hf_tensors
+from shared.model.tensor_table import hf_tensors
+from shared.runtime.errors import ConfigError
 
 __all__ = ["FAMILIES", "Architecture", "Experts", "Family", "LatentAttention", "Rope", "hf_tensors", "read_architecture"]
 
@@ -48,12 +48,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
     "qwen3_moe": Family(qk_norm=True, experts="softmax"),
-    "glm4": Family(
-        qkv_bias=("attention_bias", True), post_norms=True, fused_gate_up=True, interleaved_rope=True, rotary_fraction=0.5
-    ),
-    "glm4_moe": Family(
-        qk_norm=("use_qk_norm", False), qkv_bias=("attention_bias", False), rotary_fraction=0.5, experts="sigmoid"
-    ),
+    "glm4": Family(qkv_bias=("attention_bias", True), post_norms=True, fused_gate_up=True, interleaved_rope=True, rotary_fraction=0.5),
+    "glm4_moe": Family(qk_norm=("use_qk_norm", False), qkv_bias=("attention_bias", False), rotary_fraction=0.5, experts="sigmoid"),
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
 }

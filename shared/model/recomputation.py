@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from shared.errors import ConfigError, nearest
+from shared.runtime.errors import ConfigError, nearest
 
 MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 """Of a layer, as Megatron-Core 0.16 names them."""

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 from services.rollout.engine.capabilities import Capabilities
-from services.rollout.engine.channel import Channel
-from services.rollout.engine.client import EngineClient
+from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import SequenceLimits
-from services.rollout.engine.receiver.session import Session
+from services.rollout.engine.receiver.command_session import Session
+from services.rollout.engine.receiver_channel import ReceiverChannel
 from services.rollout.replica import Replica
-from services.rollout.weights import WeightsReceiver
+from services.rollout.weight_receiver import WeightsReceiver
 from services.trainer.actor import Actor, ActorConfig
-from services.trainer.link import Link
+from services.trainer.control_client import ControlClient
 from services.trainer.weights.pusher import Pusher
-from shared.service import attended, connect
+from shared.runtime.service_base import attended, connect
 
 BUCKET_BYTES = 40_000
 """The tiny model travels in about a dozen buckets, so that a death in the middle of one is likely."""
@@ -81,7 +81,7 @@ def replica(instance: str, directory: str, model: str, environment: dict[str, st
         serving = Replica(service)
         limits = SequenceLimits(vocab_size=1, max_sequence=1)
         client = EngineClient(Yes(), Capabilities("none", model, limits, 1, False, False, False), -1)  # type: ignore[arg-type]
-        client._channel = Channel(place, 1)
+        client._channel = ReceiverChannel(place, 1)
         await client.channel.wait_open(60)
         serving.client, service.state = client, "fenced"
         serving._reincarnate()
@@ -102,7 +102,7 @@ def trainer(directory: str, model: str, environment: dict[str, str]) -> None:
     os.environ |= {**environment, "MYXO_INSTANCE": "trainer-0"}
     torch.set_num_threads(1)
     begun = Path(directory, "version")
-    with Link() as link:
+    with ControlClient() as link:
         actor = Actor.create(ActorConfig(), model)
         weights = link.config.weights.model_copy(update={"update_weight_buffer_size": BUCKET_BYTES, "push_timeout": PUSH_SECONDS})
         pusher = Pusher(link, actor.model, weights)

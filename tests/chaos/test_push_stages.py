@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from services.trainer.actor import Actor, ActorConfig
-from services.trainer.link import Link
+from services.trainer.control_client import ControlClient
 from services.trainer.megatron import runtime
-from services.trainer.weights.calls import Asked, Calls
-from services.trainer.weights.group import GroupLane
+from services.trainer.weights.group_channel import GroupWeightChannel
+from services.trainer.weights.push_requests import Asked, PushRequests
 from services.trainer.weights.pusher import Pusher
-from shared import runs
-from shared.bus import Bus
-from shared.embedded import EmbeddedNats, EmbeddedValkey
-from shared.messages import ServiceCard
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.schema.messages import ServiceStatus
 from tests.chaos.parts import BUCKET_BYTES, PUSH_SECONDS
 from tests.chaos.test_weights import Parts
 from tests.support.run_config import run_config
@@ -31,10 +31,10 @@ BUCKET = 3
 """In whose middle a replica dies."""
 
 
-class Stages(Calls):
+class Stages(PushRequests):
     """Has something done just before the replicas are asked for a step."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: ControlClient) -> None:
         super().__init__(link)
         self.before: dict[str, Callable[[], None]] = {}
 
@@ -46,7 +46,7 @@ class Stages(Calls):
 class Trainer:
     """A trainer whose version v is a model full of the number v."""
 
-    def __init__(self, link: Link, model: Path) -> None:
+    def __init__(self, link: ControlClient, model: Path) -> None:
         self.link = link
         weights = link.config.weights.model_copy(update={"update_weight_buffer_size": BUCKET_BYTES, "push_timeout": PUSH_SECONDS})
         self.actor = Actor.create(ActorConfig(), model)
@@ -62,7 +62,7 @@ class Trainer:
                 for parameter in module.parameters():
                     parameter.fill_(self.version)
 
-    def until(self, what: str, condition: Callable[[dict[str, ServiceCard]], bool]) -> None:
+    def until(self, what: str, condition: Callable[[dict[str, ServiceStatus]], bool]) -> None:
         """Pushes to whoever is behind, until the replicas' cards are so."""
         end = time.monotonic() + SECONDS
         while not condition(cards := {card.instance: card for card in self.link.replicas}):
@@ -99,15 +99,15 @@ def replicas(
 
 @pytest.mark.timeout(900)
 def test_a_death_at_each_stage(replicas: Parts, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    send, dying = GroupLane.send, list[str]()
+    send, dying = GroupWeightChannel.send, list[str]()
 
-    def send_or_kill(lane: GroupLane, number: int, flat: torch.Tensor) -> None:
+    def send_or_kill(lane: GroupWeightChannel, number: int, flat: torch.Tensor) -> None:
         if dying and number == BUCKET:
             replicas.kill(dying.pop())
         send(lane, number, flat)
 
-    monkeypatch.setattr(GroupLane, "send", send_or_kill)
-    with Link() as link:
+    monkeypatch.setattr(GroupWeightChannel, "send", send_or_kill)
+    with ControlClient() as link:
         trainer = Trainer(link, tiny_model)
         try:
             for stage in ("offer", "prepare", "receive", "in the middle of a bucket", "commit", "after"):
@@ -130,5 +130,5 @@ def test_a_death_at_each_stage(replicas: Parts, tiny_model: Path, tmp_path: Path
             trainer.close()
 
 
-def serve(cards: dict[str, ServiceCard], version: int, *names: str) -> bool:
+def serve(cards: dict[str, ServiceStatus], version: int, *names: str) -> bool:
     return all(name in cards and cards[name].version == version and cards[name].state == "ready" for name in names)

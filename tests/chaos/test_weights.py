@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from shared import runs
-from shared.bus import Bus
-from shared.embedded import EmbeddedNats, EmbeddedValkey
-from shared.messages import ServiceCard
-from shared.registry import Registry
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.bus.registry import Registry
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.schema.messages import ServiceStatus
 from tests.chaos import parts
 from tests.support.run_config import run_config
 
@@ -89,7 +89,7 @@ async def newest(registry: Registry) -> int:
 
 async def serve_beyond(registry: Registry, version: int, wrong: Path, after: str) -> None:
     """Waits until every replica serves a version newer than ``version``."""
-    end, cards = time.monotonic() + RECOVERY_SECONDS, list[ServiceCard]()
+    end, cards = time.monotonic() + RECOVERY_SECONDS, list[ServiceStatus]()
     while time.monotonic() < end:
         assert not wrong.exists(), f"after {after}: {wrong.read_text()}"
         cards = await registry.alive("rollout")

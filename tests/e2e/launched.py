@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shared.bus import Bus
-from shared.cli.rundir import RunDirectory
-from shared.embedded import die_with_parent
-from shared.messages import ServiceCard
-from shared.registry import Registry
+from myxo.run.run_directory import RunDirectory
+from shared.bus.connection import Bus
+from shared.bus.registry import Registry
+from shared.runtime.embedded_servers import die_with_parent
+from shared.schema.messages import ServiceStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +31,7 @@ class LaunchedRun:
     def __init__(self, config: Path, root: Path, run: str, flags: Sequence[str] = ()) -> None:
         self.root, self.run = root, run
         self.directory = RunDirectory(root)
-        self._command = [sys.executable, "-m", "shared.cli.main", "up", str(config), *flags]
+        self._command = [sys.executable, "-m", "myxo.main", "up", str(config), *flags]
         root.parent.mkdir(parents=True, exist_ok=True)
         self.output = root.parent / f"{run}.out"
 
@@ -65,7 +65,7 @@ class LaunchedRun:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run did not end within {deadline:g} s\n{self.said()}") from None
 
-    def until(self, what: str, condition: Callable[[list[ServiceCard]], bool], deadline: float) -> list[ServiceCard]:
+    def until(self, what: str, condition: Callable[[list[ServiceStatus]], bool], deadline: float) -> list[ServiceStatus]:
         """Waits until the registry's cards satisfy ``condition``."""
         return asyncio.run(self._until(what, condition, deadline))
 
@@ -90,7 +90,7 @@ class LaunchedRun:
         content: dict[str, object] = json.loads((self.root / "summary.json").read_text())
         return content
 
-    async def _until(self, what: str, condition: Callable[[list[ServiceCard]], bool], deadline: float) -> list[ServiceCard]:
+    async def _until(self, what: str, condition: Callable[[list[ServiceStatus]], bool], deadline: float) -> list[ServiceStatus]:
         end = time.monotonic() + deadline
         while time.monotonic() < end:
             if self.process.poll() is not None:
@@ -112,7 +112,7 @@ class LaunchedRun:
         raise AssertionError(f"{what} did not come within {deadline:g} s\n{self.said()}")
 
 
-def gauge(cards: list[ServiceCard], service: str, name: str) -> float:
+def gauge(cards: list[ServiceStatus], service: str, name: str) -> float:
     """A live figure of the (first) service of a kind; -1 where there is none yet."""
     for card in cards:
         if card.service == service and name in card.gauges:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from shared import replay
-from shared.bus import Bus
-from shared.embedded import EmbeddedNats
-from shared.ledger import BatchTrained, LedgerRecord
-from shared.subjects import Subjects
+from shared.bus import stream_replay
+from shared.bus.connection import Bus
+from shared.bus.subjects import Subjects
+from shared.runtime.embedded_servers import EmbeddedNats
+from shared.schema.ledger import BatchTrained, LedgerRecord
 from tests.e2e.launched import LaunchedRun, gauge
 
 RUN_SECONDS = 900
@@ -84,7 +84,7 @@ async def trained(root: Path, name: str) -> list[BatchTrained]:
     server.start()
     try:
         bus = await Bus.connect(server.url, "test")
-        records = replay.read(bus, Subjects(name).ledger_stream, LedgerRecord)
+        records = stream_replay.read(bus, Subjects(name).ledger_stream, LedgerRecord)
         found = [record async for _, record in records if isinstance(record, BatchTrained)]
         await bus.close()
     finally:

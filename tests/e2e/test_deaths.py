@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.messages import ServiceCard
+from shared.schema.messages import ServiceStatus
 from tests.e2e.launched import LaunchedRun, gauge
 
 STEP_SECONDS = 420
@@ -41,9 +41,9 @@ def test_a_run_survives_the_death_of_every_part(small_run: Callable[..., Path], 
     assert sum(restarts.values()) >= 4
 
 
-def has_buffer(cards: list[ServiceCard]) -> bool:
+def has_buffer(cards: list[ServiceStatus]) -> bool:
     return gauge(cards, "buffer", "trained_steps") >= 0
 
 
-def trained(cards: list[ServiceCard]) -> float:
+def trained(cards: list[ServiceStatus]) -> float:
     return gauge(cards, "buffer", "trained_steps")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.messages import ServiceCard
-from shared.weights.snapshot_chain import Snapshots
+from shared.schema.messages import ServiceStatus
+from shared.transfer.snapshot_chain import Snapshots
 from tests.e2e.launched import LaunchedRun, gauge
 
 RUN_SECONDS = 1200
@@ -40,5 +40,5 @@ def test_versions_over_a_disk(small_run: Callable[..., Path], tmp_path: Path) ->
     assert any(snapshots.link(version).kind == "delta" for version in snapshots.versions())
 
 
-def serves(cards: list[ServiceCard]) -> bool:
+def serves(cards: list[ServiceStatus]) -> bool:
     return any(card.service == "rollout" and card.version >= 1 for card in cards)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.messages import ServiceCard
+from shared.schema.messages import ServiceStatus
 from tests.e2e.launched import LaunchedRun, gauge
 
 RUN_SECONDS = 1200
@@ -42,7 +42,7 @@ def test_two_ranks_and_two_replicas(small_run: Callable[..., Path], tmp_path: Pa
     assert (tmp_path / "runs" / "layout" / "hf" / "model.safetensors").is_file()
 
 
-def assert_watchable(card: ServiceCard) -> None:
+def assert_watchable(card: ServiceStatus) -> None:
     """Every service answers health checks and shows Prometheus metrics."""
     with urllib.request.urlopen(f"http://{card.http}/healthz", timeout=30) as answer:
         health = json.load(answer)
@@ -53,5 +53,5 @@ def assert_watchable(card: ServiceCard) -> None:
     assert all(line.startswith(("#", "myxo_")) for line in text.splitlines())
 
 
-def two_serve(cards: list[ServiceCard]) -> bool:
+def two_serve(cards: list[ServiceStatus]) -> bool:
     return sum(card.service == "rollout" and card.version >= 1 for card in cards) == 2

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.exchange import Exchange, Kind
-from shared.embedded import EmbeddedValkey
+from services.trainer.actor_critic_exchange import ActorCriticExchange, Kind
+from shared.runtime.embedded_servers import EmbeddedValkey
 from tests.e2e.launched import LaunchedRun, gauge
 
 RUN_SECONDS = 1500
@@ -44,7 +44,7 @@ async def left_over(root: Path) -> list[str]:
     server = EmbeddedValkey(root / "valkey")
     server.start()
     try:
-        exchange = Exchange(server.url, "ppo")
+        exchange = ActorCriticExchange(server.url, "ppo")
         kinds: tuple[Kind, ...] = ("values", "kl")
         found = [f"{kind} {step}" for kind in kinds for step in range(STEPS) if exchange.complete(kind, step)]
         exchange.close()

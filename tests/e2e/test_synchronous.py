@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from shared import replay
-from shared.bus import Bus
-from shared.embedded import EmbeddedNats
-from shared.ledger import BatchFormed, GroupsScored, LedgerRecord
-from shared.subjects import Subjects
+from shared.bus import stream_replay
+from shared.bus.connection import Bus
+from shared.bus.subjects import Subjects
+from shared.runtime.embedded_servers import EmbeddedNats
+from shared.schema.ledger import BatchFormed, GroupsScored, LedgerRecord
 from tests.e2e.launched import ROOT, LaunchedRun
 
 RUN_SECONDS = 900
@@ -53,7 +53,7 @@ def dumping(root: Path) -> list[str]:
 
 def assert_replayed(config: Path, root: Path) -> None:
     """`myxo replay` makes the very weights out of the dumped batches that the run ended with, and reports the same losses."""
-    command = [sys.executable, "-m", "shared.cli.main", "replay", str(config), str(root / "dumps" / "batch_{rollout_id}.msgpack")]
+    command = [sys.executable, "-m", "myxo.main", "replay", str(config), str(root / "dumps" / "batch_{rollout_id}.msgpack")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in done.stdout.splitlines()]
@@ -74,7 +74,7 @@ async def first_batch(root: Path, name: str) -> list[tuple[str, list[float], lis
     try:
         bus = await Bus.connect(server.url, "test")
         scored, chosen = {}, None
-        async for _, record in replay.read(bus, Subjects(name).ledger_stream, LedgerRecord):
+        async for _, record in stream_replay.read(bus, Subjects(name).ledger_stream, LedgerRecord):
             if isinstance(record, GroupsScored):
                 scored |= {group.group: group for group in record.groups}
             if isinstance(record, BatchFormed) and record.step == 0:

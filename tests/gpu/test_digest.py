@@ -17,8 +17,8 @@ SPECS = [
 
 
 def test_leaves_equal_those_of_the_cpu():
-    from shared.weights import digest, digest_kernel
-    from shared.weights.manifest import lay_out
+    from shared.transfer import digest, digest_kernel
+    from shared.transfer.manifest import lay_out
 
     (bucket,) = lay_out(SPECS, 10**9).buckets
     flat = torch.randint(0, 256, (bucket.nbytes,), dtype=torch.uint8, device="cuda")

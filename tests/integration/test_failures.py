@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.link import Link
-from shared import runs
-from shared.bus import Bus
-from shared.embedded import EmbeddedNats, EmbeddedValkey
-from shared.messages import ServiceCard
-from shared.registry import Registry
+from services.trainer.control_client import ControlClient
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.bus.registry import Registry
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.schema.messages import ServiceStatus
 from tests.support.run_config import run_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,8 +29,8 @@ DEATH_SECONDS = 2.0
 
 SERVICE = """
 import asyncio, threading, time
-from shared.failures import SupervisedThread
-from shared.service import run
+from shared.runtime.failures import SupervisedThread
+from shared.runtime.service_base import run
 
 def dies():
     print("dying", flush=True)
@@ -56,7 +56,7 @@ run("reward", body)
 TRAINER = """
 import sys, time
 from services.trainer import link
-from shared.service import exit_code
+from shared.runtime.service_base import exit_code
 
 async def dies(self, service):
     print("dying", flush=True)
@@ -171,13 +171,13 @@ def test_fifty_starts_of_a_trainer_while_the_buffer_tells_of_an_evaluation(
     async def tell() -> None:
         bus = await Bus.connect(nats.url, "test")
         gauges = {"eval_heldout": 0.5, "eval_heldout_version": 3.0}
-        card = ServiceCard(service="buffer", instance="buffer-0", host="h", pid=1, http="", state="ready", gauges=gauges, at=time.time())
+        card = ServiceStatus(service="buffer", instance="buffer-0", host="h", pid=1, http="", state="ready", gauges=gauges, at=time.time())
         await Registry(bus, run_name).renew(card)
         await bus.close()
 
     for _ in range(50):
         asyncio.run(tell())
-        link = Link()
+        link = ControlClient()
         link._started = LateFuture()
         with link:
             wait_for("the evaluation", lambda link=link: link.evaluations == {"heldout": (3, 0.5)} or not link._thread.is_alive(), 30)

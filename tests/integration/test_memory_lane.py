@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.rollout.engine.receiver.memory import MemoryWire
-from services.rollout.engine.receiver.wire import Aborted, Watch, WireBroken
-from services.trainer.weights import memory
-from services.trainer.weights.lane import LaneBroken
-from services.trainer.weights.memory import MemoryLane
-from shared.errors import BadMessage, DeadlineExceeded
-from shared.weights import mapped
-from shared.weights.manifest import Manifest, lay_out
+from services.rollout.engine.receiver.channel_receiver import Aborted, ChannelBroken, ReceiveDeadline
+from services.rollout.engine.receiver.memory_receiver import MemoryReceiver
+from services.trainer.weights import memory_channel
+from services.trainer.weights.memory_channel import MemoryWeightChannel
+from services.trainer.weights.weight_channel import WeightChannelBroken
+from shared.runtime.errors import BadMessage, DeadlineExceeded
+from shared.transfer import mapped_files
+from shared.transfer.manifest import Manifest, lay_out
 
 SECONDS = 60.0
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def content(number: int, nbytes: int, push: int = 1) -> torch.Tensor:
     return torch.arange(nbytes, dtype=torch.int64).mul(31).add(number * 7 + push * 101).remainder(251).to(torch.uint8)
 
 
-def send(lane: MemoryLane, sent: Manifest, push: int) -> None:
+def send(lane: MemoryWeightChannel, sent: Manifest, push: int) -> None:
     lane.announce(push, sent, SECONDS)
     for number, bucket in enumerate(sent.buckets):
         flat = lane.buffer(number, bucket.nbytes)
@@ -42,8 +42,8 @@ def send(lane: MemoryLane, sent: Manifest, push: int) -> None:
     lane.finish()
 
 
-def receive(wire: MemoryWire, push: int) -> list[torch.Tensor]:
-    watch = Watch(SECONDS)
+def receive(wire: MemoryReceiver, push: int) -> list[torch.Tensor]:
+    watch = ReceiveDeadline(SECONDS)
     taken = []
     for number, bucket in enumerate(wire.manifest(push, watch).buckets):
         taken.append(wire.take(number, bucket.nbytes, watch).clone())
@@ -59,14 +59,14 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-def joined(threads: ThreadPoolExecutor) -> Iterator[Callable[[int], tuple[MemoryLane, list[MemoryWire]]]]:
+def joined(threads: ThreadPoolExecutor) -> Iterator[Callable[[int], tuple[MemoryWeightChannel, list[MemoryReceiver]]]]:
     """``joined(readers)``: a lane whose readers have all joined."""
-    lanes: list[MemoryLane] = []
+    lanes: list[MemoryWeightChannel] = []
 
-    def make(readers: int) -> tuple[MemoryLane, list[MemoryWire]]:
-        lanes.append(lane := MemoryLane(f"lane-{len(lanes)}", 1 + readers, SECONDS))
-        wires = [MemoryWire(lane.address(), rank, CPU) for rank in range(1, 1 + readers)]
-        joining = [threads.submit(wire.join, Watch(SECONDS)) for wire in wires]
+    def make(readers: int) -> tuple[MemoryWeightChannel, list[MemoryReceiver]]:
+        lanes.append(lane := MemoryWeightChannel(f"lane-{len(lanes)}", 1 + readers, SECONDS))
+        wires = [MemoryReceiver(lane.address(), rank, CPU) for rank in range(1, 1 + readers)]
+        joining = [threads.submit(wire.join, ReceiveDeadline(SECONDS)) for wire in wires]
         lane.join(SECONDS)
         for one in joining:
             one.result(SECONDS)
@@ -92,13 +92,13 @@ def test_two_readers_get_every_bucket_of_every_push(joined: Callable, threads: T
 def test_a_buffer_is_filled_anew_only_once_every_reader_has_loaded_it(joined: Callable, threads: ThreadPoolExecutor) -> None:
     lane, (wire, slow) = joined(2)
     sending = threads.submit(send, lane, sent := manifest(), 1)
-    assert len(receive_some(wire, memory.BUFFERS)) == memory.BUFFERS
+    assert len(receive_some(wire, memory_channel.BUFFERS)) == memory_channel.BUFFERS
     assert not sending.done()
-    watch = Watch(SECONDS)
+    watch = ReceiveDeadline(SECONDS)
     slow.manifest(1, watch)
     first = slow.take(0, sent.buckets[0].nbytes, watch)
     assert torch.equal(first, content(0, sent.buckets[0].nbytes)), "overwritten before it was released"
-    rest = threads.submit(receive_rest, wire, memory.BUFFERS, sent)
+    rest = threads.submit(receive_rest, wire, memory_channel.BUFFERS, sent)
     for number, bucket in enumerate(sent.buckets):
         assert torch.equal(slow.take(number, bucket.nbytes, watch), content(number, bucket.nbytes))
         slow.release(number)
@@ -106,8 +106,8 @@ def test_a_buffer_is_filled_anew_only_once_every_reader_has_loaded_it(joined: Ca
     sending.result(SECONDS)
 
 
-def receive_some(wire: MemoryWire, count: int) -> list[torch.Tensor]:
-    watch = Watch(SECONDS)
+def receive_some(wire: MemoryReceiver, count: int) -> list[torch.Tensor]:
+    watch = ReceiveDeadline(SECONDS)
     buckets = wire.manifest(1, watch).buckets[:count]
     taken = []
     for number, bucket in enumerate(buckets):
@@ -116,8 +116,8 @@ def receive_some(wire: MemoryWire, count: int) -> list[torch.Tensor]:
     return taken
 
 
-def receive_rest(wire: MemoryWire, first: int, sent: Manifest) -> None:
-    watch = Watch(SECONDS)
+def receive_rest(wire: MemoryReceiver, first: int, sent: Manifest) -> None:
+    watch = ReceiveDeadline(SECONDS)
     for number in range(first, len(sent.buckets)):
         wire.take(number, sent.buckets[number].nbytes, watch)
         wire.release(number)
@@ -128,7 +128,7 @@ def test_nothing_of_it_is_left_in_memory(joined: Callable, threads: ThreadPoolEx
     reading = threads.submit(receive, wire, 1)
     send(lane, manifest(), 1)
     reading.result(SECONDS)
-    assert not list(mapped.directory().glob(f"{mapped.FILE_PREFIX}{lane.name}-*"))
+    assert not list(mapped_files.directory().glob(f"{mapped_files.FILE_PREFIX}{lane.name}-*"))
 
 
 def test_who_waits_is_ended_by_an_abort_of_either_side(joined: Callable, threads: ThreadPoolExecutor) -> None:
@@ -137,7 +137,7 @@ def test_who_waits_is_ended_by_an_abort_of_either_side(joined: Callable, threads
     begun = threading.Event()
 
     def take() -> None:
-        watch = Watch(SECONDS)
+        watch = ReceiveDeadline(SECONDS)
         wire.manifest(1, watch)
         begun.set()
         wire.take(0, 1, watch)
@@ -145,10 +145,10 @@ def test_who_waits_is_ended_by_an_abort_of_either_side(joined: Callable, threads
     waiting: Future[None] = threads.submit(take)
     assert begun.wait(SECONDS)
     lane.abort("rollout-1 is gone")
-    with pytest.raises(WireBroken, match="rollout-1 is gone"):
+    with pytest.raises(ChannelBroken, match="rollout-1 is gone"):
         waiting.result(SECONDS)
-    with pytest.raises(LaneBroken, match="rollout-1 is gone"):
-        lane.buffer(memory.BUFFERS, 1)
+    with pytest.raises(WeightChannelBroken, match="rollout-1 is gone"):
+        lane.buffer(memory_channel.BUFFERS, 1)
 
     lane, (wire,) = joined(1)
     lane.announce(1, manifest(), SECONDS)
@@ -161,19 +161,19 @@ def test_who_waits_is_ended_by_an_abort_of_either_side(joined: Callable, threads
 
 
 def test_waits_end_with_their_deadlines_and_say_for_whom(joined: Callable) -> None:
-    lane = MemoryLane("lonely", 3, SECONDS)
-    with pytest.raises(LaneBroken, match="2 engine ranks did not all join lane lonely"):
+    lane = MemoryWeightChannel("lonely", 3, SECONDS)
+    with pytest.raises(WeightChannelBroken, match="2 engine ranks did not all join lane lonely"):
         lane.join(0.1)
     lane.close()
     lane, (wire,) = joined(1)
     lane.announce(1, manifest(), 0.1)
-    for number in range(memory.BUFFERS):
+    for number in range(memory_channel.BUFFERS):
         lane.send(number, lane.buffer(number, 256))
-    with pytest.raises(LaneBroken, match="take bucket 0 of lane"):
-        lane.buffer(memory.BUFFERS, 256)
+    with pytest.raises(WeightChannelBroken, match="take bucket 0 of lane"):
+        lane.buffer(memory_channel.BUFFERS, 256)
     with pytest.raises(DeadlineExceeded, match="bucket 3 of lane"):
-        wire.manifest(1, Watch(SECONDS))
-        wire.take(3, 256, Watch(0.1))
+        wire.manifest(1, ReceiveDeadline(SECONDS))
+        wire.take(3, 256, ReceiveDeadline(0.1))
 
 
 def test_a_file_that_is_no_buffer_is_not_opened(joined: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,4 +184,4 @@ def test_a_file_that_is_no_buffer_is_not_opened(joined: Callable, tmp_path: Path
     monkeypatch.setattr(lane, "_make_room", lambda _: None)
     lane.announce(1, manifest(), SECONDS)
     with pytest.raises(BadMessage, match="no buffer of a trainer's"):
-        wire.manifest(1, Watch(SECONDS))
+        wire.manifest(1, ReceiveDeadline(SECONDS))

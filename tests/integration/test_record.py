@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from services.trainer import facts, shares
+from services.trainer import partition, sample_stats
 from services.trainer.actor import StepResult
 from services.trainer.batches import TrainBatch
-from services.trainer.facts import Facts
-from services.trainer.link import Link
-from services.trainer.record import Record
-from services.trainer.record.speed import Speed
-from services.trainer.weights.result import PushResult
-from shared import replay, runs
-from shared.bus import Bus
-from shared.config import RunConfig
-from shared.embedded import EmbeddedNats, EmbeddedValkey
-from shared.messages import Batch, BatchGroup, Payload, RewardPart, ServiceCard, TrainerStep, WarmStartEnded
+from services.trainer.control_client import ControlClient
+from services.trainer.metrics_logger import MetricsLogger
+from services.trainer.metrics_logger.speed import Speed
+from services.trainer.sample_stats import SampleStats
+from services.trainer.weights.push_result import PushResult
+from shared.bus import runs, stream_replay
+from shared.bus.connection import Bus
+from shared.bus.registry import Registry
+from shared.bus.subjects import Subjects
+from shared.config.run_config import RunConfig
 from shared.model.architecture import Architecture, Rope
-from shared.registry import Registry
-from shared.subjects import Subjects
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.schema.messages import Batch, BatchGroup, Payload, RewardPart, ServiceStatus, TrainerStep, WarmStartEnded
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 
@@ -42,8 +42,8 @@ def batch(step: int, rewards: list[list[float]]) -> TrainBatch:
     parts = {"is short?": RewardPart(samples=4, mean=0.25 + step, std=0.5, min=0.0, max=1.0)}
     given = Batch(step=step, version=step, groups=groups, parts=parts)
     rows = [(3 + index, 0, 3 + index, index, step, index == len(values) - 1, 0) for values in rewards for index in range(len(values))]
-    known = Facts(np.array(rows, dtype=np.float64))
-    return TrainBatch(shares.deal(given, 1, 1, 1000), known, facts.figures(given, known), [])
+    known = SampleStats(np.array(rows, dtype=np.float64))
+    return TrainBatch(partition.partition_batch(given, 1, 1, 1000), known, sample_stats.figures(given, known), [])
 
 
 def result(loss: float) -> StepResult:
@@ -52,9 +52,9 @@ def result(loss: float) -> StepResult:
 
 def recorded(config: RunConfig, directory: Path) -> str:
     """Two steps, a push; returns what Prometheus would read."""
-    with Link() as link:
+    with ControlClient() as link:
         asyncio.run(until(lambda: link.evaluations, "the evaluation on the buffer's card"))
-        record = Record(link, directory, config)
+        record = MetricsLogger(link, directory, config)
         record._speed = SPEED
         record.sft(1, 2, result(4.0))
         assert "sft_seconds_left" not in link.service.metrics.values
@@ -76,7 +76,7 @@ async def evaluated(bus: Bus, run: str) -> None:
     """Keeps a buffer's card up that says what the first evaluation came to."""
     gauges = {"eval_heldout": 0.75, "eval_heldout_version": 0.0}
     while True:
-        card = ServiceCard(service="buffer", instance="b", host="h", pid=1, http="", state="ready", gauges=gauges, at=time.time())
+        card = ServiceStatus(service="buffer", instance="b", host="h", pid=1, http="", state="ready", gauges=gauges, at=time.time())
         await Registry(bus, run).renew(card)
         await asyncio.sleep(1)
 
@@ -128,9 +128,9 @@ async def test_a_step_is_written_everywhere(
     assert 'myxo_train_loss{instance="' in scraped and "myxo_rollout_zero_std_count_0{" in scraped
     assert "myxo_passrate_pass_1{" in scraped and "myxo_rewards_is_short__mean{" in scraped
     names = Subjects(run_name)
-    steps = replay.read(bus, names.events_stream, TrainerStep, subject=names.event("trainer", "step"))
+    steps = stream_replay.read(bus, names.events_stream, TrainerStep, subject=names.event("trainer", "step"))
     told = [event async for _, event in steps]
-    ended = replay.read(bus, names.events_stream, WarmStartEnded, subject=names.event("trainer", "warm_start"))
+    ended = stream_replay.read(bus, names.events_stream, WarmStartEnded, subject=names.event("trainer", "warm_start"))
     assert [event async for _, event in ended] == [WarmStartEnded(steps=2, every=1, losses=[4.0, 2.0])]
     assert [event.metrics["loss"] for event in told] == [2.0, 1.0]
     assert told[0].metrics["agreement_abs_diff"] == 2.0

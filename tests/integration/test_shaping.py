@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer import batches, facts, shares
-from services.trainer.facts import Facts
+from services.trainer import batches, partition, sample_stats
+from services.trainer.loss_inputs import LossInputs, gathered, scored, teacher_gap
 from services.trainer.objective import CustomFunctions, ObjectiveConfig
 from services.trainer.packing import BadSample
-from services.trainer.reading import ShareReader
-from services.trainer.settings import objective_config
-from services.trainer.shaping import Shaping, gathered, scored, teacher_gap
-from shared.embedded import EmbeddedValkey
-from shared.errors import ConfigError
-from shared.store import BlockingStore
+from services.trainer.sample_stats import SampleStats
+from services.trainer.shard_reader import ShardReader
+from services.trainer.trainer_settings import objective_config
+from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.runtime.errors import ConfigError
+from shared.store.payload_store import BlockingStore
 from tests.integration.test_batches import read, stored
 from tests.support.run_config import run_config
 
@@ -30,7 +30,7 @@ REWARDS = [[1.0, 0.0], [3.0, 2.0, 2.5]]
 
 
 def test_every_sample_comes_with_its_reward(valkey: EmbeddedValkey, run_name: str) -> None:
-    deal = shares.deal(asyncio.run(stored(valkey.url, run_name, REWARDS)), 1, 1, 100)
+    deal = partition.partition_batch(asyncio.run(stored(valkey.url, run_name, REWARDS)), 1, 1, 100)
     samples = scored(deal, BlockingStore(valkey.url))
     assert [sample.reward for sample in samples] == [1.0, 0.0, 3.0, 2.0, 2.5]
     assert [(sample.group_index, sample.index, sample.response_length) for sample in samples] == [
@@ -55,7 +55,7 @@ def test_a_function_of_ones_own_makes_the_advantages(
     objective = objective_config(config)
     batch = asyncio.run(stored(valkey.url, run_name, REWARDS))
     for one in read(batch, valkey.url, ranks=2):
-        shaping = Shaping(config, objective, BlockingStore(valkey.url))
+        shaping = LossInputs(config, objective, BlockingStore(valkey.url))
         custom = shaping.advantages(one)
         assert custom is not None
         made = batches.with_advantages(one, objective, lambda own: own, rewards=shaping.rewards(one.deal), custom=custom)
@@ -70,7 +70,7 @@ def test_a_function_of_ones_own_makes_the_advantages(
 def test_a_function_that_cannot_be_imported_is_refused(valkey: EmbeddedValkey, tmp_path: Path) -> None:
     config = run_config(tmp_path, algorithm={"custom_tis_function_path": "no_such_module:f"})
     with pytest.raises(ConfigError, match=r"algorithm\.custom_tis_function_path"):
-        Shaping(config, ObjectiveConfig(), BlockingStore(valkey.url))
+        LossInputs(config, ObjectiveConfig(), BlockingStore(valkey.url))
     assert CustomFunctions().tis is None
 
 
@@ -96,10 +96,10 @@ def test_what_sums_are_divided_by_is_the_optimizer_steps(valkey: EmbeddedValkey,
 
 def test_the_teachers_log_probs_come_with_the_samples(valkey: EmbeddedValkey, run_name: str) -> None:
     objective = ObjectiveConfig(use_opd=True, opd_type="sglang", opd_kl_coef=0.5, off_policy="rollout")
-    dealt = shares.deal(asyncio.run(stored(valkey.url, run_name, REWARDS)), 1, 1, 100)
-    share = ShareReader(BlockingStore(valkey.url), 0).take(dealt)
+    dealt = partition.partition_batch(asyncio.run(stored(valkey.url, run_name, REWARDS)), 1, 1, 100)
+    share = ShardReader(BlockingStore(valkey.url), 0).take(dealt)
     masks = batches.masks_of(share)
-    known = Facts(facts.table(len(dealt.items), share.samples, masks, dealt.removed()))
+    known = SampleStats(sample_stats.table(len(dealt.items), share.samples, masks, dealt.removed()))
 
     def assembled() -> batches.TrainBatch:
         return batches.assemble(share, masks, known, objective, rank=0, max_tokens=100, vocab_size=100)

@@ -10,7 +10,7 @@ from testcontainers.community.nats import NatsContainer
 from testcontainers.community.redis import RedisContainer
 from testcontainers.core.container import DockerContainer
 
-from shared.embedded import free_port
+from shared.runtime.embedded_servers import free_port
 
 NATS_IMAGE, REDIS_IMAGE = "nats:2.12-alpine", "redis:7-alpine"
 

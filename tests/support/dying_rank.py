@@ -8,8 +8,8 @@ import sys
 import time
 
 from services.trainer.rank import kill_siblings
-from shared import failures
-from shared.service import exit_code
+from shared.runtime import failures
+from shared.runtime.service_base import exit_code
 
 
 def main() -> None:

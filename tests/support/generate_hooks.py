@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from shared.hooks import Arguments, Sample, Status
+from shared.hooks import Arguments, HookSample, Status
 
 TOOL = [20, 21, 22]
 """What a tool answers, as tokens."""
@@ -20,11 +20,11 @@ FIRST_TURN, SECOND_TURN = 5, 7
 between, go_on = threading.Event(), threading.Event()
 """A function is between its turns; it may go on."""
 
-calls: list[Sample] = []
+calls: list[HookSample] = []
 """What `recorded` and those that fail were called with."""
 
 
-async def ask(args: Arguments, sample: Sample, sampling_params: dict[str, Any], count: int) -> dict[str, Any]:
+async def ask(args: Arguments, sample: HookSample, sampling_params: dict[str, Any], count: int) -> dict[str, Any]:
     """The engine's answer behind the sample's tokens: exactly ``count`` tokens."""
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     parameters = {**sampling_params, "max_new_tokens": count, "ignore_eos": True, "stop_token_ids": []}
@@ -34,7 +34,7 @@ async def ask(args: Arguments, sample: Sample, sampling_params: dict[str, Any], 
         return await answer.json()  # type: ignore[no-any-return]
 
 
-async def turn(args: Arguments, sample: Sample, sampling_params: dict[str, Any], count: int) -> None:
+async def turn(args: Arguments, sample: HookSample, sampling_params: dict[str, Any], count: int) -> None:
     """One turn of the model's."""
     answer = await ask(args, sample, sampling_params, count)
     meta = answer["meta_info"]
@@ -42,7 +42,7 @@ async def turn(args: Arguments, sample: Sample, sampling_params: dict[str, Any],
     sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, meta_info=meta, text=answer["text"])
 
 
-async def two_turns(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def two_turns(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
     """The model, a tool, the model again."""
     await turn(args, sample, sampling_params, FIRST_TURN)
     sample.append_response_tokens(args, tokens=TOOL, trainable=False, text="[tool]")
@@ -51,7 +51,7 @@ async def two_turns(args: Arguments, sample: Sample, sampling_params: dict[str, 
     return sample
 
 
-async def two_turns_with_a_break(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def two_turns_with_a_break(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
     """As `two_turns`; between them it waits to be told to go on."""
     await turn(args, sample, sampling_params, FIRST_TURN)
     between.set()
@@ -61,38 +61,38 @@ async def two_turns_with_a_break(args: Arguments, sample: Sample, sampling_param
     return sample
 
 
-async def of_unknown_version(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def of_unknown_version(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
     """As slime's own: what the engine calls itself at the end of a call is all that it says about versions."""
     sample = await two_turns_with_a_break(args, sample, sampling_params)
     sample.weight_versions = [str(sample.weight_versions[-1])]
     return sample
 
 
-async def fanned_out(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+async def fanned_out(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> list[HookSample]:
     """Each turn a sample of its own."""
     samples = []
     for count in (FIRST_TURN, SECOND_TURN):
-        one = Sample(prompt=sample.prompt, tokens=[*sample.tokens, count], label=sample.label, metadata={"turn": count})
+        one = HookSample(prompt=sample.prompt, tokens=[*sample.tokens, count], label=sample.label, metadata={"turn": count})
         await turn(args, one, sampling_params, count)
         samples.append(one)
     return samples
 
 
-def written(sample: Sample) -> Sample:
+def written(sample: HookSample) -> HookSample:
     """A finished sample without an engine."""
     sample.append_response_tokens(tokens=[7, 8], log_probs=[-0.5, -0.25], text="ok")
     sample.status = Status.COMPLETED
     return sample
 
 
-def recorded(args: Arguments, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+def recorded(args: Arguments, sample: HookSample, sampling_params: dict[str, Any], evaluation: bool = False) -> HookSample:
     """A plain function; says what it was called with."""
     calls.append(sample)
     sample.metadata |= {"evaluation": evaluation, "parameters": sampling_params, "thread": threading.current_thread().name}
     return written(sample)
 
 
-async def blocking(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def blocking(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
     """Blocks the loop that it runs on until it is told to go on."""
     between.set()
     if not go_on.wait(60):
@@ -100,32 +100,32 @@ async def blocking(args: Arguments, sample: Sample, sampling_params: dict[str, A
     return written(sample)
 
 
-async def hanging(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def hanging(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
     calls.append(sample)
     await asyncio.sleep(3600)
     raise AssertionError
 
 
-def hanging_plainly(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+def hanging_plainly(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
     calls.append(sample)
     time.sleep(3600)
     raise AssertionError
 
 
-async def raising(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def raising(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
     calls.append(sample)
     raise ValueError("the tool is broken")
 
 
-async def leaving(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def leaving(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
     raise SystemExit(3)
 
 
-async def cancelling(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def cancelling(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
     raise asyncio.CancelledError
 
 
-async def failing_once(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def failing_once(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
     """Fails each rollout's first call, and aborts its second."""
     calls.append(sample)
     count = sum(one.session_id == sample.session_id for one in calls)
@@ -139,11 +139,11 @@ async def failing_once(args: Arguments, sample: Sample, sampling_params: dict[st
     return written(sample)
 
 
-async def without_log_probs(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def without_log_probs(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
     sample = written(sample)
     sample.rollout_log_probs = None
     return sample
 
 
-async def nothing(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> None:
+async def nothing(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> None:
     return None

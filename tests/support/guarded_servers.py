@@ -6,9 +6,9 @@ import socket
 import tempfile
 from pathlib import Path
 
-from shared.accounts.credentials import NATS_URL, REDIS_URL, Address, Deployment, make
+from shared.accounts.credentials import NATS_URL, REDIS_URL, Deployment, ServerAddress, make
 from shared.accounts.render import NatsPlace, RedisPlace
-from shared.embedded import EmbeddedServer, _nats_binary, _valkey_binary, free_port
+from shared.runtime.embedded_servers import EmbeddedServer, _nats_binary, _valkey_binary, free_port
 
 
 class GuardedNats(EmbeddedServer):
@@ -76,8 +76,8 @@ class GuardedServers:
         nats_port, redis_port = free_port(), free_port()
         self.deployment = Deployment(
             run,
-            Address("127.0.0.1", nats_port),
-            Address("127.0.0.1", redis_port),
+            ServerAddress("127.0.0.1", nats_port),
+            ServerAddress("127.0.0.1", redis_port),
             tls=tls,
             nats_place=NatsPlace(f"0.0.0.0:{nats_port}", f"127.0.0.1:{free_port()}", str(directory / "nats")),
             redis_place=RedisPlace("127.0.0.1", redis_port, str(self.socket), str(directory / "valkey")),

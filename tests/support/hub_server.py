@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from shared.embedded import free_port
+from shared.runtime.embedded_servers import free_port
 
 
 class HubServer:

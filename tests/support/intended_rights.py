@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shared.subjects import Subjects
+from shared.bus.subjects import Subjects
 
 BUFFER, ROLLOUT, REWARD, TRAINER, OPERATOR, ENVIRONMENT = ROLES = ("buffer", "rollout", "reward", "trainer", "operator", "environment")
 SERVICES = {BUFFER, ROLLOUT, REWARD, TRAINER}

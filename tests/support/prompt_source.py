@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from shared.config import RunConfig
+from shared.config.run_config import RunConfig
 
 
 class Sums:

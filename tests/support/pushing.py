@@ -10,12 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from services.trainer.link import Link
-from shared import runs
-from shared.bus import Bus
-from shared.config import RunConfig
-from shared.embedded import EmbeddedNats, EmbeddedValkey
-from shared.messages import ServiceCard
+from services.trainer.control_client import ControlClient
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.config.run_config import RunConfig
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.schema.messages import ServiceStatus
 from tests.support.run_config import run_config, write_jsonl
 from tests.support.service_process import ServiceProcess
 
@@ -65,7 +65,7 @@ class Replicated:
         os.environ.update(self._addresses)
         for number in range(self._count):
             self.start(number)
-        self.link = self._open.enter_context(Link())
+        self.link = self._open.enter_context(ControlClient())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
@@ -81,12 +81,12 @@ class Replicated:
         self.replicas[name] = process
         return process
 
-    def cards(self) -> dict[str, ServiceCard]:
+    def cards(self) -> dict[str, ServiceStatus]:
         """Of the replicas whose engines are up."""
         return {card.instance: card for card in self.link.replicas}
 
     def until(
-        self, what: str, condition: Callable[[dict[str, ServiceCard]], bool], seconds: float = START_SECONDS, *, fragile: bool = True
+        self, what: str, condition: Callable[[dict[str, ServiceStatus]], bool], seconds: float = START_SECONDS, *, fragile: bool = True
     ) -> None:
         """Waits for the replicas' cards to be so. ``fragile``: unless one of the services has ended."""
         end = time.monotonic() + seconds

@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared import runs, sample
-from shared.bus import Bus
-from shared.config import RunConfig
-from shared.embedded import EmbeddedNats, EmbeddedValkey
-from shared.messages import Failed, Generated, Outcome, Payload, ServiceCard
-from shared.queue import WorkQueue
-from shared.registry import ENVIRONMENT, Registry
-from shared.sample import Sample
-from shared.store import Store
-from shared.streams import scored_consumer
-from shared.subjects import Subjects
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.bus.registry import ENVIRONMENT, Registry
+from shared.bus.streams import scored_consumer
+from shared.bus.subjects import Subjects
+from shared.bus.work_queue import WorkQueue
+from shared.config.run_config import RunConfig
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.schema import sample
+from shared.schema.messages import Failed, Generated, Outcome, Payload, ServiceStatus
+from shared.schema.sample import Sample
+from shared.store.payload_store import Store
 from tests.support.run_config import run_config
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
@@ -109,14 +110,14 @@ class Bench:
         await until(enough, f"{count} outcomes")
         return found
 
-    async def card(self, environment: str, state: str) -> ServiceCard:
+    async def card(self, environment: str, state: str) -> ServiceStatus:
         """The card of an external environment, as soon as it is in that state."""
 
-        async def there() -> ServiceCard | None:
+        async def there() -> ServiceStatus | None:
             cards = await Registry(self.bus, self.config.run.name).alive(ENVIRONMENT)
             return next((card for card in cards if (card.instance, card.state) == (environment, state)), None)
 
-        card: ServiceCard = await until(there, f"{environment} {state}")
+        card: ServiceStatus = await until(there, f"{environment} {state}")
         return card
 
     async def failure(self, group: str) -> str:

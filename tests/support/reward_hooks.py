@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from shared.hooks import Arguments, DynamicFilterOutput, Sample
+from shared.hooks import Arguments, DynamicFilterOutput, HookSample
 
 
-async def length(args: Arguments, sample: Sample, **_: Any) -> float:
+async def length(args: Arguments, sample: HookSample, **_: Any) -> float:
     """The reward is the length of the text; some texts misbehave."""
     await asyncio.sleep(0)
     match sample.response:
@@ -49,7 +49,7 @@ async def length(args: Arguments, sample: Sample, **_: Any) -> float:
 _together: list[asyncio.Event] = []
 
 
-async def judge(args: Arguments, sample: Sample, **_: Any) -> float:
+async def judge(args: Arguments, sample: HookSample, **_: Any) -> float:
     """Waits as one that asks a judge over the network: ``together N`` until N samples wait at once, ``late`` for ever; some misbehave."""
     word, _, number = sample.response.partition(" ")
     match word:
@@ -81,7 +81,7 @@ async def judge(args: Arguments, sample: Sample, **_: Any) -> float:
 _alone = 0
 
 
-def alone(args: Arguments, sample: Sample, **_: Any) -> float:
+def alone(args: Arguments, sample: HookSample, **_: Any) -> float:
     """The most samples that were in hand at once; takes as many seconds as the response says."""
     global _alone
     _alone += 1
@@ -90,7 +90,7 @@ def alone(args: Arguments, sample: Sample, **_: Any) -> float:
     return float(most)
 
 
-def leaves_a_child(args: Arguments, sample: Sample, **_: Any) -> float:
+def leaves_a_child(args: Arguments, sample: HookSample, **_: Any) -> float:
     """Hangs in a process that it started, whose id it writes to the label's path."""
     assert sample.label is not None
     child = subprocess.Popen(["sleep", "3600"])
@@ -99,50 +99,50 @@ def leaves_a_child(args: Arguments, sample: Sample, **_: Any) -> float:
     raise AssertionError
 
 
-def seen(args: Arguments, sample: Sample, **_: Any) -> dict[str, Any]:
+def seen(args: Arguments, sample: HookSample, **_: Any) -> dict[str, Any]:
     """Named rewards, of what the function saw; a plain function."""
     assert args.reward_key == "match" and args.n_samples_per_prompt == 2
-    assert (sample.prompt, sample.metadata, sample.status) == ("40+2=", {"level": 3}, Sample.Status.COMPLETED)
+    assert (sample.prompt, sample.metadata, sample.status) == ("40+2=", {"level": 3}, HookSample.Status.COMPLETED)
     assert (sample.tokens, sample.response_length, sample.loss_mask, sample.weight_versions) == ([1, 0, 1], 2, [1, 1], [3, 3])
     assert sample.rollout_log_probs == [0.0, 0.0]
     return {"match": sample.response == sample.label, "length": np.float32(len(sample.response)), "pred": sample.response}
 
 
-async def ranks(args: Arguments, samples: list[Sample]) -> list[float]:
+async def ranks(args: Arguments, samples: list[HookSample]) -> list[float]:
     """Rewards of a whole group: each sample's rank by length."""
     order = sorted(len(sample.response) for sample in samples)
     return [float(order.index(len(sample.response))) for sample in samples]
 
 
-def one_too_few(args: Arguments, samples: list[Sample]) -> list[float]:
+def one_too_few(args: Arguments, samples: list[HookSample]) -> list[float]:
     return [1.0] * (len(samples) - 1)
 
 
-def sample_or_rollout(args: Arguments, given: Sample | list[Sample]) -> float | list[float]:
+def sample_or_rollout(args: Arguments, given: HookSample | list[HookSample]) -> float | list[float]:
     """As slime calls a function of a run that fans out: a list for a rollout that gave several samples."""
     return [float(len(given))] * len(given) if isinstance(given, list) else 1.0
 
 
-def keep_long(args: Arguments, group: list[Sample], **_: Any) -> DynamicFilterOutput:
+def keep_long(args: Arguments, group: list[HookSample], **_: Any) -> DynamicFilterOutput:
     """Keeps groups whose rewards are long on average."""
     mean = sum(sample.get_reward_value(args) for sample in group) / len(group)
     return DynamicFilterOutput(mean >= 2, None if mean >= 2 else "short")
 
 
-def keep_by_numpy(args: Arguments, group: list[Sample]) -> Any:
+def keep_by_numpy(args: Arguments, group: list[HookSample]) -> Any:
     return np.std([sample.get_reward_value(args) for sample in group]) > 0
 
 
-def keep_forgotten(args: Arguments, group: list[Sample]) -> None:
+def keep_forgotten(args: Arguments, group: list[HookSample]) -> None:
     return None
 
 
-def remove_shortest(args: Arguments, groups: list[list[Sample]]) -> None:
+def remove_shortest(args: Arguments, groups: list[list[HookSample]]) -> None:
     for group in groups:
         min(group, key=lambda sample: len(sample.response)).remove_sample = True
 
 
-def double(args: Arguments, groups: list[list[Sample]]) -> None:
+def double(args: Arguments, groups: list[list[HookSample]]) -> None:
     """Changes rewards, which counts, and texts, which does not."""
     for group in groups:
         for sample in group:
@@ -150,12 +150,12 @@ def double(args: Arguments, groups: list[list[Sample]]) -> None:
             sample.response = ""
 
 
-def hang_on_sleep(args: Arguments, groups: list[list[Sample]]) -> None:
+def hang_on_sleep(args: Arguments, groups: list[list[HookSample]]) -> None:
     if any(sample.response == "sleep" for group in groups for sample in group):
         time.sleep(3600)
 
 
-def write_down(args: Arguments, all_groups: list[list[Sample]], data_source: object) -> None:
+def write_down(args: Arguments, all_groups: list[list[HookSample]], data_source: object) -> None:
     """Appends what it sees to a file in the run's directory."""
     assert data_source is None
     args.dir.mkdir(parents=True, exist_ok=True)

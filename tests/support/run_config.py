@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shared.config import RunConfig, parse
+from shared.config.run_config import RunConfig, parse
 
 PROMPTS = [{"prompt": f"{left}+{right}=", "label": str(left + right)} for left in range(3) for right in range(3)]
 """Nine sums of one-digit numbers with their answers."""

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
-from services.rollout.engine.channel import Received
-from services.rollout.engine.client import EngineClient
-from shared.messages import WeightsLane
-from shared.weights import digest
-from shared.weights.digest import Known
-from shared.weights.manifest import Bucket, Manifest, lay_out
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.receiver_channel import ReceiveReport
+from shared.schema.messages import WeightsLane
+from shared.transfer import digest
+from shared.transfer.digest import TensorDigest
+from shared.transfer.manifest import Bucket, Manifest, lay_out
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -97,7 +97,7 @@ class Pusher:
     clients: Sequence[EngineClient]
     lanes: Sequence[WeightsGroup]
     pushes: int = 0
-    known: dict[str, Known] = field(default_factory=dict)
+    known: dict[str, TensorDigest] = field(default_factory=dict)
     sent: Tensors = field(default_factory=dict)
 
     @classmethod
@@ -132,7 +132,7 @@ class Pusher:
         only: slice = slice(None),
         then: Callable[[WeightsGroup], None] = lambda lane: None,
         deadline: float = 60.0,
-    ) -> list[Received]:
+    ) -> list[ReceiveReport]:
         """Has the engines take the tensors, spread over the lanes; the version is not set.
 
         Args:
@@ -159,7 +159,7 @@ class Pusher:
             await client.end_weight_update()
         return list(taken)
 
-    async def push(self, tensors: Tensors | torch.nn.Module, version: int) -> list[Received]:
+    async def push(self, tensors: Tensors | torch.nn.Module, version: int) -> list[ReceiveReport]:
         """Has the engines take and name a version."""
         taken = await self.send(parameters(tensors), version)
         for client in self.clients:
@@ -185,9 +185,9 @@ def manifest_of(tensors: Tensors, bucket_bytes: int = BUCKET_BYTES) -> Manifest:
     return lay_out([(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in tensors.items()], bucket_bytes)
 
 
-def known_of(manifest: Manifest, tensors: Tensors) -> dict[str, Known]:
+def known_of(manifest: Manifest, tensors: Tensors) -> dict[str, TensorDigest]:
     """What an engine knows that has received the tensors."""
-    known: dict[str, Known] = {}
+    known: dict[str, TensorDigest] = {}
     for bucket in manifest.buckets:
         known |= digest.tensors(bucket, digest.leaves(flat_of(bucket, tensors).numpy(), digest.leaf_table(bucket)))
     return known

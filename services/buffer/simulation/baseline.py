@@ -1,7 +1,7 @@
 """The synchronous run that speed-ups are over: all N GPUs generate a batch, then all of them train it.
 
-Symbols as in `services.buffer.simulation.model`; M, seconds that all N GPUs take to generate a batch, its longest responses last. A
-synchronous step takes T_sync = M + h/N. However the work is spread, a step takes at least (g + h)/N + w, so nothing is faster than the
+Symbols as in `services.buffer.simulation.workload_model`; M, seconds that all N GPUs take to generate a batch, its longest responses last.
+A synchronous step takes T_sync = M + h/N. However the work is spread, a step takes at least (g + h)/N + w, so nothing is faster than the
 synchronous run by more than the limit T_sync/((g + h)/N + w). U_sync = (g + h)/(N · T_sync) is the part of its GPUs' time that the
 synchronous run uses; where w = 0, the limit is 1/U_sync.
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy
 from numpy.random import Generator
 
-from services.buffer.simulation.engine import Engine
-from services.buffer.simulation.model import Floats, Model
+from services.buffer.simulation.modelled_engine import ModelledEngine
+from services.buffer.simulation.workload_model import Floats, WorkloadModel
 
 MAKESPANS = 10_000
 """Batches that M is the mean of; of those played event by event, a fiftieth."""
@@ -30,17 +30,17 @@ class Baseline:
     limit: float
 
     @classmethod
-    def of(cls, model: Model, rng: Generator) -> Baseline:
+    def of(cls, model: WorkloadModel, rng: Generator) -> Baseline:
         makespan, ideal = mean_makespan(model, rng), (model.generation + model.train) / model.gpus
         step = makespan + model.train / model.gpus
         return cls(makespan, step, ideal / step, step / (ideal + model.push))
 
 
-def mean_makespan(model: Model, rng: Generator) -> float:
+def mean_makespan(model: WorkloadModel, rng: Generator) -> float:
     """M, in seconds."""
     if model.batch > model.concurrency * model.gpus:
         batches = model.batches(rng, MAKESPANS // 50).tolist()
-        return sum(Engine.alone(model, model.gpus, lengths) for lengths in batches) / len(batches)
+        return sum(ModelledEngine.alone(model, model.gpus, lengths) for lengths in batches) / len(batches)
     # all responses run at once, so the k-th shortest ends a known time after the one before it
     rates = numpy.array([model.rate(running, model.gpus) for running in range(model.batch, 0, -1)])
     rows, seconds = max(1, 1_000_000 // model.batch), 0.0

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.buffer.simulation.baseline import Baseline
-from services.buffer.simulation.model import DECILES
-from services.buffer.simulation.run import Outcome, Setting
+from services.buffer.simulation.simulation_run import PolicyOutcome, Setting
+from services.buffer.simulation.workload_model import DECILES
 
 
 def available() -> bool:
@@ -19,14 +19,14 @@ def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw(baseline: Baseline, outcomes: Sequence[Outcome], path: Path) -> None:
+def draw(baseline: Baseline, outcomes: Sequence[PolicyOutcome], path: Path) -> None:
     """Writes the picture as PNG. The right side is of the middle one of the bounds."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    settings: dict[Setting, list[Outcome]] = {}
+    settings: dict[Setting, list[PolicyOutcome]] = {}
     for outcome in outcomes:
         settings.setdefault(outcome.setting, []).append(outcome)
     bounds = sorted({outcome.bound for outcome in outcomes})
@@ -63,5 +63,5 @@ def draw(baseline: Baseline, outcomes: Sequence[Outcome], path: Path) -> None:
         pyplot.close(figure)
 
 
-def _lost(outcome: Outcome) -> list[tuple[float, float]]:
+def _lost(outcome: PolicyOutcome) -> list[tuple[float, float]]:
     return list(zip(outcome.dropped_tokens_by_decile, outcome.masked_by_decile, strict=True))

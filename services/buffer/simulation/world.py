@@ -1,7 +1,7 @@
 """What surrounds the buffer in the simulation: an engine, a trainer and weight pushes, event by event.
 
-Every decision is `services.buffer.policy`'s, every record is folded by `services.buffer.state` and replayed by `shared.audit`, as in a run
-on a bus. What is left out there is the time that messages, verifiers, prefill and checkpoints take.
+Every decision is `services.buffer.policy`'s, every record is folded by `services.buffer.state` and replayed by `myxo.run.ledger_audit`, as
+in a run on a bus. What is left out there is the time that messages, verifiers, prefill and checkpoints take.
 """
 
 from __future__ import annotations
@@ -13,25 +13,17 @@ from dataclasses import dataclass, field, replace
 import numpy
 from numpy.random import Generator
 
-from services.buffer import order, policy
-from services.buffer.limits import Limits
-from services.buffer.simulation.engine import Engine, Response
-from services.buffer.simulation.model import Model
-from services.buffer.simulation.tally import Tally
-from services.buffer.state import BufferState, Group
-from shared.audit import Audit, AuditReport
-from shared.errors import MyxoError
-from shared.ledger import (
-    BatchFormed,
-    GroupRequeued,
-    GroupsAdmitted,
-    GroupsDropped,
-    LedgerRecord,
-    group_id,
-    group_number,
-)
-from shared.messages import Interrupted, Payload, SampleMeta, Score, Scored
-from shared.versions import is_lost
+from myxo.run.ledger_audit import Audit, AuditReport
+from services.buffer import batch_order, policy
+from services.buffer.buffer_config import BufferConfig
+from services.buffer.simulation.length_tally import LengthTally
+from services.buffer.simulation.modelled_engine import ModelledEngine, Response
+from services.buffer.simulation.workload_model import WorkloadModel
+from services.buffer.state import BufferState, GroupState
+from shared.runtime.errors import MyxoError
+from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsAdmitted, GroupsDropped, LedgerRecord, group_id, group_number
+from shared.schema.messages import Interrupted, Payload, SampleMeta, Score, Scored
+from shared.schema.versions import is_lost
 
 ENDLESS = 1 << 40
 """Steps of a simulated run: it is left while it is under way, so that the idle time at a run's end is no part of it."""
@@ -48,10 +40,11 @@ class Broken(MyxoError):
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class SimulatedTask:
     """One group's present attempt.
 
-    prompt: see `Model.prompts`. left: of its responses, those that have not ended. oldest: version of the first token that was drawn.
+    prompt: see `WorkloadModel.prompts`. left: of its responses, those that have not ended. oldest: version of the first token that was
+    drawn.
     """
 
     group: str
@@ -73,10 +66,10 @@ class World:
 
     def __init__(
         self,
-        model: Model,
-        limits: Limits,
+        model: WorkloadModel,
+        limits: BufferConfig,
         rng: Generator,
-        tally: Tally,
+        tally: LengthTally,
         *,
         enforced: bool = True,
         interrupting: bool = True,
@@ -90,9 +83,9 @@ class World:
         self._state = BufferState()
         self._scores = [Score(reward=0.0) for _ in range(limits.samples)]
         self._audit = Audit(self._limits.max_staleness, limits.groups)
-        self._engine = Engine(model, model.split, self._began)
-        self._jobs: dict[str, Job] = {}
-        self._begun: dict[int, list[Job]] = {}  # unfinished ones by the version of their first token
+        self._engine = ModelledEngine(model, model.split, self._began)
+        self._jobs: dict[str, SimulatedTask] = {}
+        self._begun: dict[int, list[SimulatedTask]] = {}  # unfinished ones by the version of their first token
         self._work_at: list[float] = []  # the engine's work when each version went live
         self._now = 0.0
         self._trained_at = math.inf
@@ -134,14 +127,14 @@ class World:
                 prompts = self._model.prompts(self._rng, count)
                 lengths = self._model.lengths(self._rng, prompts, self._limits.samples).tolist()
                 for place in range(count):
-                    self._send(Job(group_id(first + place), 0, float(prompts[place])), [], lengths[place])
+                    self._send(SimulatedTask(group_id(first + place), 0, float(prompts[place])), [], lengths[place])
             case GroupRequeued(group=name, attempt=attempt, partial=partial, renew_below=renew_below):
                 before = self._jobs[name]
                 kept = [response for response in before.responses if partial is not None and response.newest >= renew_below]
                 self._stop([response for response in before.responses if response not in kept])
                 again = len(before.responses) - len(kept)
                 lengths = self._model.lengths(self._rng, numpy.array([before.prompt]), again)[0].tolist()
-                self._send(Job(name, attempt, before.prompt), kept, lengths)
+                self._send(SimulatedTask(name, attempt, before.prompt), kept, lengths)
             case GroupsDropped(groups=names):
                 for name in names:
                     self._stop(self._jobs.pop(name).responses)
@@ -171,13 +164,13 @@ class World:
             # of all that wait, the newest that a batch could take
             self._horizon = self._chosen([group for group in reversed(state.groups.values()) if group.step is None])[0].number
 
-    def _chosen(self, groups: list[Group]) -> list[Group]:
+    def _chosen(self, groups: list[GroupState]) -> list[GroupState]:
         limits = self._limits
-        return order.choose(limits.order, limits.window, limits.groups, self._state.groups.values(), groups)
+        return batch_order.choose(limits.order, limits.window, limits.groups, self._state.groups.values(), groups)
 
     # --- rollout
 
-    def _send(self, job: Job, kept: list[Response], lengths: list[float]) -> None:
+    def _send(self, job: SimulatedTask, kept: list[Response], lengths: list[float]) -> None:
         """A task reaches the engine: beside what is ``kept`` of an earlier attempt, samples of these lengths are generated."""
         self._jobs[job.group] = job
         made = [Response(length, job) for length in lengths]
@@ -206,7 +199,7 @@ class World:
             self._tally.discarded(response.length, self._engine.drawn(response))
         self._engine.stop(responses)
 
-    def _scored(self, job: Job) -> Scored:
+    def _scored(self, job: SimulatedTask) -> Scored:
         samples = [
             SampleMeta(tokens=max(1, round(response.length)), oldest=response.oldest, newest=response.newest, finish="stop")
             for response in job.responses

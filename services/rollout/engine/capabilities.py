@@ -12,10 +12,10 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine.errors import EngineError
+from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.generation import SequenceLimits
 from services.rollout.engine.transport import EngineTransport
-from shared.engine_limits import longest_sequence
+from shared.config.engine_limits import longest_sequence
 
 NOT_CHANGED = "nothing was changed"
 

@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from services.rollout.engine.errors import EngineError, InvalidRequest
-from shared.messages import Sampling
+from services.rollout.engine.engine_errors import EngineError, InvalidRequest
+from shared.schema.messages import Sampling
 
 Tokens = NDArray[np.int32] | Sequence[int]
 Finish = Literal["stop", "length", "abort"]

@@ -8,8 +8,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from services.rollout.engine.errors import EngineError, EngineUnreachable
-from shared.errors import DeadlineExceeded
+from services.rollout.engine.engine_errors import EngineError, EngineUnreachable
+from shared.runtime.errors import DeadlineExceeded
 
 IDLE_SECONDS = 3.0
 """Idle connections are closed after this. SGLang's server closes its side after 5 s; a request sent into that moment

@@ -19,12 +19,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from services.trainer.megatron.gpt_model import MegatronModel
+from services.trainer.megatron.hf_weights import recipe
 from services.trainer.megatron.lora import Adapter, Part, layers
-from services.trainer.megatron.model import Model
 from services.trainer.megatron.runtime import deadline, device, gather_json
-from services.trainer.megatron.weights import recipe
-from shared.errors import ConfigError
-from shared.model.lora import Lora
+from shared.model.lora_targets import Lora
+from shared.runtime.errors import ConfigError
 
 DIRECTORY = "adapter"
 """Beside a merged model: its adapters in PEFT's format."""
@@ -80,7 +80,7 @@ class Adapters:
         model: its adapters are read when something is asked for. Without LoRA there are none.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: MegatronModel) -> None:
         self.lora: Lora | None = model.lora
         self._parts: dict[str, _Part] = {}
         self._of: dict[str, tuple[_Part, _Part]] = {}

@@ -18,11 +18,11 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.context import gather_keys_and_values
+from services.trainer.megatron.context_parallel import gather_keys_and_values
 from services.trainer.megatron.long import attend_long, fits
 from services.trainer.megatron.packed import PackedSequences
 from services.trainer.megatron.runtime import round_up
-from shared.errors import MyxoError
+from shared.runtime.errors import MyxoError
 
 
 def uses_dense_batches(dtype: torch.dtype) -> bool:
@@ -98,9 +98,7 @@ class PackedCausalAttention(MegatronModule):
                 .transpose(1, 2)
                 for tensor in (query, key, value)
             )
-            attended = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.scale, enable_gqa=query.size(1) != key.size(1)
-            )
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=query.size(1) != key.size(1))
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined if sequences.restore is None else joined.index_select(0, sequences.restore)
@@ -113,9 +111,7 @@ class PackedCausalAttention(MegatronModule):
         for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
             seen = torch.ones(q.size(0), k.size(0), dtype=torch.bool, device=q.device).tril(k.size(0) - q.size(0))
             q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-            attended = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
-            )
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.scale, enable_gqa=q.size(1) != k.size(1))
             outputs.append(attended[0].transpose(0, 1))
         return torch.cat(outputs)
 

@@ -12,8 +12,8 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shared import megatron_flags
-from shared.errors import ConfigError
+from shared.config import megatron_flags
+from shared.runtime.errors import ConfigError
 
 STUBBED = ("get_args", "get_timers", "get_tokenizer", "get_adlr_autoresume")
 """What the package's modules take from it when they are imported; none of it is called by the parser."""

@@ -27,13 +27,13 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 
 from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.model import Model
+from services.trainer.megatron.checkpoint_writer import Save, StagedShards
+from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.runtime import deadline, timeout_seconds, together
-from services.trainer.megatron.saving import Save, StagedShards
-from shared.directory import fsync_tree, publish, replaced_by, scratch, settle
-from shared.errors import ConfigError, MyxoError
-from shared.learning_rate import LearningRateSchedule
+from shared.config.learning_rate import LearningRateSchedule
+from shared.runtime.atomic_directory import fsync_tree, publish, replaced_by, scratch, settle
+from shared.runtime.errors import ConfigError, MyxoError
 
 FORMAT = 2
 MARKER = "checkpoint.json"
@@ -45,7 +45,7 @@ class CheckpointMissing(MyxoError):
 
 
 def start_saving(
-    model: Model, optimizer: Optimizer, root: Path, step: int, extra: dict[str, Any], keep: int | None = None, copied: bool = True
+    model: MegatronModel, optimizer: Optimizer, root: Path, step: int, extra: dict[str, Any], keep: int | None = None, copied: bool = True
 ) -> Save:
     """Begin to write a checkpoint. A collective of all ranks; ``root`` must be the same directory for all.
 
@@ -82,7 +82,7 @@ def start_saving(
 
 
 def load_checkpoint(
-    model: Model, optimizer: Optimizer, root: Path, step: int | None = None, reset_optimizer: bool = False
+    model: MegatronModel, optimizer: Optimizer, root: Path, step: int | None = None, reset_optimizer: bool = False
 ) -> dict[str, Any]:
     """Bring model, optimizer, schedule and random state to where a checkpoint left them. A collective of all ranks.
 
@@ -121,7 +121,7 @@ def load_checkpoint(
     return extra
 
 
-def load_weights(model: Model, root: Path, step: int | None = None) -> None:
+def load_weights(model: MegatronModel, root: Path, step: int | None = None) -> None:
     """The weights of a checkpoint, whatever its layout and optimizer; nothing else of it. A collective of all ranks.
 
     An optimizer's float32 copies of the weights stay as they are.
@@ -134,7 +134,7 @@ def load_weights(model: Model, root: Path, step: int | None = None) -> None:
     _load_modules(path, model)
 
 
-def _load_modules(path: Path, model: Model) -> None:
+def _load_modules(path: Path, model: MegatronModel) -> None:
     with deadline(f"reading the weights of checkpoint {path}"):
         loaded = dist_checkpointing.load(sharded_modules(model), str(path), strict="assume_ok_unexpected")
     for index, module in enumerate(model.modules):
@@ -170,7 +170,7 @@ def checkpoints(root: Path) -> dict[int, Path]:
     return found
 
 
-def _describe(model: Model, optimizer: Optimizer, step: int, extra: dict[str, Any]) -> str:
+def _describe(model: MegatronModel, optimizer: Optimizer, step: int, extra: dict[str, Any]) -> str:
     marker = {
         "format": FORMAT,
         "step": step,
@@ -188,7 +188,7 @@ def _describe(model: Model, optimizer: Optimizer, step: int, extra: dict[str, An
         raise ConfigError("extra", type(extra).__name__, f"JSON data without NaN or infinities ({error})") from error
 
 
-def model_entries(model: Model) -> dict[str, Any]:
+def model_entries(model: MegatronModel) -> dict[str, Any]:
     return {
         "architecture": model.architecture.as_json(),
         "value_head": model.value_head,
@@ -197,15 +197,15 @@ def model_entries(model: Model) -> dict[str, Any]:
     }
 
 
-def _freezing(model: Model) -> dict[str, Any] | None:
+def _freezing(model: MegatronModel) -> dict[str, Any] | None:
     return None if model.freezing.nothing else asdict(model.freezing)
 
 
-def _layout(model: Model) -> dict[str, Any]:
+def _layout(model: MegatronModel) -> dict[str, Any]:
     return {**asdict(model.layout), "world_size": dist.get_world_size(), "device": DEVICE_TYPE}
 
 
-def _check(path: Path, marker: dict[str, Any], model: Model, optimizer: Optimizer | None = None) -> None:
+def _check(path: Path, marker: dict[str, Any], model: MegatronModel, optimizer: Optimizer | None = None) -> None:
     """Raises ConfigError naming the first entry in which the checkpoint is not one of this model (and optimizer)."""
     if marker.get("format") != FORMAT:
         raise ConfigError(f"{path}:format", marker.get("format"), f"{FORMAT}; written by another version of Myxo")
@@ -228,7 +228,7 @@ _METADATA = {
 }
 
 
-def sharded_modules(model: Model, layers_apart: bool = False) -> dict[str, Any]:
+def sharded_modules(model: MegatronModel, layers_apart: bool = False) -> dict[str, Any]:
     """``layers_apart``: each layer under a name of its own. Otherwise layers that are alike are stacked under one."""
     metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     if layers_apart:
@@ -236,9 +236,7 @@ def sharded_modules(model: Model, layers_apart: bool = False) -> dict[str, Any]:
     return {f"model{index}": module.sharded_state_dict(metadata=metadata) for index, module in enumerate(model.modules)}
 
 
-def _sharded_state(
-    model: Model, optimizer: Optimizer, loading: bool, with_random: bool = True, updates: int = 0
-) -> dict[str, Any]:
+def _sharded_state(model: MegatronModel, optimizer: Optimizer, loading: bool, with_random: bool = True, updates: int = 0) -> dict[str, Any]:
     """``updates``: how many the checkpoint that is loaded has seen."""
     metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     modules = sharded_modules(model)

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from shared.errors import MyxoError
+from shared.runtime.errors import MyxoError
 
 PACKAGE = "megatron.core"
 _DEVICE_NAME = "__myxo_cpu_device__"
@@ -226,9 +226,7 @@ class CpuLoader(SourceFileLoader):
 class CpuFinder:
     """Finds modules of Megatron-Core as usual and hands them to :class:`CpuLoader`."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None) -> ModuleSpec | None:
         if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
@@ -251,8 +249,6 @@ def install() -> str:
     if any(isinstance(finder, CpuFinder) for finder in sys.meta_path):
         return "cpu"
     if PACKAGE in sys.modules:
-        raise MegatronAlreadyImported(
-            f"{PACKAGE} was imported before services.trainer.megatron; import services.trainer.megatron first"
-        )
+        raise MegatronAlreadyImported(f"{PACKAGE} was imported before services.trainer.megatron; import services.trainer.megatron first")
     sys.meta_path.insert(0, CpuFinder())
     return "cpu"

@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.trainer.megatron import adapters
-from services.trainer.megatron.model import Model
+from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan, GatherUnit
+from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.runtime import deadline, device, together
-from services.trainer.megatron.shipping import Cargo, Groups, Shipment
-from shared.directory import fsync_tree, publish, scratch
+from shared.runtime.atomic_directory import fsync_tree, publish, scratch
 
 Bucket = list[tuple[str, Tensor | None]]
 
@@ -36,9 +36,9 @@ class Exporter:
         model: its parameters are read when an export runs. groups: to gather over; those of the training if None.
     """
 
-    def __init__(self, model: Model, groups: Groups | None = None) -> None:
+    def __init__(self, model: MegatronModel, groups: GatherGroups | None = None) -> None:
         self.model = model
-        self.cargo = Cargo(model, groups or Groups.of_training())
+        self.cargo = GatherPlan(model, groups or GatherGroups.of_training())
 
     def buckets(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
         """The whole model in the model's dtype (routers' biases in float32), in the order of its layers; tied embeddings come once.
@@ -67,7 +67,7 @@ class Exporter:
             yield bucket
 
     @torch.no_grad()
-    def _ship(self, shipment: Shipment) -> Sequence[Tensor | None]:
+    def _ship(self, shipment: GatherUnit) -> Sequence[Tensor | None]:
         rank, world = dist.get_rank(), self.cargo.groups.world
         shapes = [shape for _, shape in shipment.tensors]
         parts = self.cargo.parts(shipment)

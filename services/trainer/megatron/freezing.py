@@ -9,10 +9,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from services.trainer.megatron.hf_weights import LocalParameter, parameters
 from services.trainer.megatron.runtime import deadline, gather_json
-from services.trainer.megatron.weights import LocalParameter, parameters
 from shared.model.architecture import Architecture
-from shared.model.freezing import Freezing
+from shared.model.trainable_parameters import Freezing
 
 
 def freeze(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, freezing: Freezing, lora: bool) -> None:

@@ -29,11 +29,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from services.trainer.megatron.hf_weights import numbered_chunks, recipe
 from services.trainer.megatron.replicated import ReplicatedLinear
 from services.trainer.megatron.runtime import device
-from services.trainer.megatron.weights import numbered_chunks, recipe
 from shared.model.architecture import Architecture
-from shared.model.lora import Lora
+from shared.model.lora_targets import Lora
 
 Split = Literal["outputs", "inputs", "none"]
 """What of a layer the tensor-parallel ranks divide among them."""
@@ -44,7 +44,7 @@ PARTS: tuple[Part, Part] = ("a", "b")
 """The two matrices of an adapter."""
 
 
-class Pair(torch.nn.Module):
+class AdapterPair(torch.nn.Module):
     """One matrix's adapter, or this rank's part of it: ``a`` [rank, inputs], ``b`` [outputs, rank]."""
 
     def __init__(self, rank: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
@@ -82,9 +82,9 @@ class Adapter(torch.nn.Module):
         assert isinstance(weight, Tensor) and weight.size(0) == sum(self.rows.values())
         for name, rows in self.rows.items():
             if lora.takes(name):
-                self.add_module(name, self._marked(Pair(lora.rank, weight.size(1), rows, config.params_dtype)))
+                self.add_module(name, self._marked(AdapterPair(lora.rank, weight.size(1), rows, config.params_dtype)))
 
-    def _marked(self, pair: Pair) -> Pair:
+    def _marked(self, pair: AdapterPair) -> AdapterPair:
         """With what Megatron must know of each parameter: which are split, and whose gradients are sums over the ranks' tokens."""
         if self.split == "outputs":
             set_tensor_model_parallel_attributes(pair.b, True, 0, 1)
@@ -97,9 +97,9 @@ class Adapter(torch.nn.Module):
         return pair
 
     @property
-    def pairs(self) -> dict[str, Pair]:
+    def pairs(self) -> dict[str, AdapterPair]:
         """By PEFT's names, in the layer's order."""
-        return {name: module for name, module in self.named_children() if isinstance(module, Pair)}
+        return {name: module for name, module in self.named_children() if isinstance(module, AdapterPair)}
 
     def split_axis(self, part: Part) -> int | None:
         """The dimension of ``a`` or ``b`` that the tensor-parallel ranks divide."""
@@ -169,10 +169,7 @@ class _Sharded(_Adapted):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         held: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         axes = {
-            f"{name}.{part}": axis
-            for name in self.adapter.pairs
-            for part in PARTS
-            if (axis := self.adapter.split_axis(part)) is not None
+            f"{name}.{part}": axis for name in self.adapter.pairs for part in PARTS if (axis := self.adapter.split_axis(part)) is not None
         }
         state, group = self.adapter.state_dict(keep_vars=True), self.adapter.group
         held |= make_sharded_tensors_for_checkpoint(

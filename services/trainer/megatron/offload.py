@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from services.trainer.megatron.model import Model
+from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.optimizer import Optimizer
 
 Part = Literal["optimizer", "weights"]
@@ -56,7 +56,7 @@ class Offload:
     kept. A collective of none: each rank moves its own.
     """
 
-    def __init__(self, model: Model, optimizer: Optimizer) -> None:
+    def __init__(self, model: MegatronModel, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._away: dict[Part, list[_Storage]] = {}
         self._known: dict[tuple[int, bool], _Storage] = {}

@@ -18,9 +18,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from services.trainer.megatron.model import Model, laid_over
+from services.trainer.megatron.gpt_model import MegatronModel, laid_over
 from services.trainer.megatron.runtime import device
-from shared.learning_rate import LearningRateSchedule
+from shared.config.learning_rate import LearningRateSchedule
 
 
 class Adam(torch.optim.Optimizer):
@@ -177,7 +177,7 @@ class Optimizer:
         model: loaded; in bfloat16 the main weights are copied from it now.
     """
 
-    def __init__(self, model: Model, settings: OptimizerSettings) -> None:
+    def __init__(self, model: MegatronModel, settings: OptimizerSettings) -> None:
         register_adam()
         self.settings, self.updates = settings, 0
         bfloat16 = model.config.params_dtype == torch.bfloat16

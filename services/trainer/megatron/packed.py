@@ -17,11 +17,11 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from services.trainer.megatron.context import ContextSplit, padded_starts, split
+from services.trainer.megatron.context_parallel import ContextSplit, padded_starts, split
 from services.trainer.megatron.long import LongSequences, long_sequences
 from services.trainer.megatron.runtime import round_up
 from services.trainer.packing import PackedBatch
-from shared.model.layout import ParallelLayout
+from shared.model.parallel_layout import ParallelLayout
 
 SHORT = 16
 """Sequences up to this many tokens share one batch, whatever padding that costs."""
@@ -113,9 +113,7 @@ def model_input(
     return ModelInput(tokens[None], positions[None].to(device), sequences, labels, padding)
 
 
-def _context_input(
-    batch: PackedBatch, starts: list[int], tensor: int, device: torch.device, group: dist.ProcessGroup
-) -> ModelInput:
+def _context_input(batch: PackedBatch, starts: list[int], tensor: int, device: torch.device, group: dist.ProcessGroup) -> ModelInput:
     padded = padded_starts(starts, group.size(), tensor)
     part = split(starts, padded, group, group.rank(), device)
     bounds = torch.tensor(starts)

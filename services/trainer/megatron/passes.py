@@ -16,12 +16,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from services.trainer.megatron.attention import uses_dense_batches
+from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.likelihood import VocabularySlice, log_probs_and_entropy
-from services.trainer.megatron.model import Model
 from services.trainer.megatron.packed import ModelInput, model_input
 from services.trainer.megatron.runtime import device, round_up
 from services.trainer.packing import PackedBatch
-from shared.errors import MyxoError
+from shared.runtime.errors import MyxoError
 
 LossFunction = Callable[[Tensor, Tensor | None, PackedBatch], tuple[Tensor, dict[str, Tensor]]]
 """``(log_probs [T], entropy [T] or None, batch) -> (loss, metrics)``; both float32, on the model's device, entropy only if
@@ -49,18 +49,18 @@ class Sums:
     metrics: dict[str, float]
 
 
-def log_probs(model: Model, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+def log_probs(model: MegatronModel, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
     """Log-probability of every label under the model, float32 [T] a micro-batch, on every rank that shares the model."""
     return _read(model, batches, lambda logits, given: _likelihood(model, logits, given, temperature, need_entropy=False)[0])
 
 
-def values(model: Model, batches: Sequence[PackedBatch]) -> list[Tensor]:
+def values(model: MegatronModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
     """A critic's values before each label, float32 [T] a micro-batch, on every rank that shares the model."""
     return _read(model, batches, _values)
 
 
 def forward_backward(
-    model: Model, batches: Sequence[PackedBatch], loss_fn: LossFunction, temperature: float, need_entropy: bool
+    model: MegatronModel, batches: Sequence[PackedBatch], loss_fn: LossFunction, temperature: float, need_entropy: bool
 ) -> Sums:
     """Add the gradient of the summed loss to the (zeroed) gradient buffers, reduced over the data-parallel ranks.
 
@@ -85,7 +85,7 @@ def forward_backward(
     return _reduce(_run(model, batches, compute, forward_only=False))
 
 
-def _read(model: Model, batches: Sequence[PackedBatch], read: Callable[[Tensor, ModelInput], Tensor]) -> list[Tensor]:
+def _read(model: MegatronModel, batches: Sequence[PackedBatch], read: Callable[[Tensor, ModelInput], Tensor]) -> list[Tensor]:
     """``read`` of the last stage's outputs, float32 [T] a micro-batch, without gradients, on all stages."""
     model.train(False)
     with torch.no_grad():
@@ -98,9 +98,7 @@ def _read(model: Model, batches: Sequence[PackedBatch], read: Callable[[Tensor, 
     return results
 
 
-def _run(
-    model: Model, batches: Sequence[PackedBatch], on_output: Callable[..., Any], forward_only: bool
-) -> list[Any]:
+def _run(model: MegatronModel, batches: Sequence[PackedBatch], on_output: Callable[..., Any], forward_only: bool) -> list[Any]:
     """Results of ``on_output`` on the last pipeline stage, nothing on the others."""
     dense = uses_dense_batches(model.config.params_dtype)
     group = parallel_state.get_context_parallel_group()
@@ -155,7 +153,7 @@ def _filler() -> PackedBatch:
 
 
 def _likelihood(
-    model: Model, logits: Tensor, given: ModelInput, temperature: float, need_entropy: bool
+    model: MegatronModel, logits: Tensor, given: ModelInput, temperature: float, need_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """``logits``: [U, rows of this rank]. Log-probs and entropy of the whole pack, [T]."""
     if given.padding:

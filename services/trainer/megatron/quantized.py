@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.trainer.megatron.weights import SafetensorsReader
-from shared.errors import ConfigError
+from services.trainer.megatron.hf_weights import SafetensorsReader
+from shared.runtime.errors import ConfigError
 
 _FACTORS = "_scale_inv"
 """Follows the name of the matrix."""

@@ -21,9 +21,7 @@ def _stretched(scaling: Llama3Scaling, frequencies: torch.Tensor) -> torch.Tenso
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_positions / scaling.low_freq_factor
     shortest = scaling.original_max_positions / scaling.high_freq_factor
-    smooth = (scaling.original_max_positions / wavelengths - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
+    smooth = (scaling.original_max_positions / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     between = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
     stretched = torch.where(wavelengths > longest, frequencies / scaling.factor, frequencies)
     return torch.where((wavelengths >= shortest) & (wavelengths <= longest), between, stretched)

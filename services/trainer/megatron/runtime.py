@@ -23,8 +23,8 @@ from megatron.core import parallel_state, tensor_parallel
 from numpy.typing import NDArray
 
 from services.trainer.megatron import DEVICE_TYPE
-from shared.errors import ConfigError, DeadlineExceeded, MyxoError
-from shared.model.layout import ParallelLayout
+from shared.model.parallel_layout import ParallelLayout
+from shared.runtime.errors import ConfigError, DeadlineExceeded, MyxoError
 
 
 class PeerLost(MyxoError):

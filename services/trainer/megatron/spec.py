@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from services.trainer.megatron.attention import PackedCausalAttention
 from services.trainer.megatron.norm import LatentNorm, NormedResidual, RMSNorm
 from services.trainer.megatron.replicated import ReplicatedLinear
-from shared.errors import ConfigError
 from shared.model.architecture import Architecture
+from shared.runtime.errors import ConfigError
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # The router's matrix product asks for this name, which exists only where Transformer Engine does (0.15, 0.16).
@@ -31,9 +31,7 @@ if not HAVE_TE:
     multi_latent_attention.Linear = ReplicatedLinear
 
 
-def decoder_spec(
-    architecture: Architecture, config: TransformerConfig, vp_stage: int | None = None
-) -> TransformerBlockSubmodules:
+def decoder_spec(architecture: Architecture, config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The layers of this rank's pipeline stage.
 
     Args:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from services.trainer.objective.config import ObjectiveConfig
+from services.trainer.objective.objective_config import ObjectiveConfig
 from services.trainer.objective.returns import discounted_sum, generalized_advantages
-from shared.errors import MyxoError
+from shared.runtime.errors import MyxoError
 
 FloatArray = npt.NDArray[np.float64]
 Rewards = Sequence[float] | npt.NDArray[np.floating]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from services.trainer.objective.config import ObjectiveConfig
 from services.trainer.objective.importance import (
     importance_weight,
     level_ratio,
@@ -12,6 +11,7 @@ from services.trainer.objective.importance import (
     vetoed,
     within,
 )
+from services.trainer.objective.objective_config import ObjectiveConfig
 from services.trainer.objective.statistics import Statistics
 from services.trainer.objective.tokens import MaskedTokens, Metrics
 

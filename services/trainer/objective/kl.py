@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.trainer.objective.config import KlType, ObjectiveConfig
-from services.trainer.objective.policy import LOG_RATIO_LIMIT
+from services.trainer.objective.objective_config import KlType, ObjectiveConfig
+from services.trainer.objective.policy_gradient import LOG_RATIO_LIMIT
 
 LOW_VARIANCE_LIMIT = 10.0
 

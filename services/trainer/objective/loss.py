@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from services.trainer.objective import correction, policy
-from services.trainer.objective.config import ObjectiveConfig
+from services.trainer.objective import correction, policy_gradient
 from services.trainer.objective.correction import MissingStatistics
-from services.trainer.objective.custom import CustomFunctions
+from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.objective.importance import second_moment_mask, second_moments
 from services.trainer.objective.kl import LOSS_KL, kl_estimate
+from services.trainer.objective.objective_config import ObjectiveConfig
 from services.trainer.objective.sequence import sequence_sum
 from services.trainer.objective.statistics import Statistics
 from services.trainer.objective.tokens import MaskedTokens, Metrics, MissingField
@@ -78,7 +78,7 @@ class PolicyLoss:
         gradient, d_clipped = self._policy_gradient(d, rollout, tokens, advantages)
         pg, metrics = gradient.loss, {"pg_clipfrac": tokens.mean(gradient.clipped.to(tokens.dtype))}
         metrics["ppo_kl"] = tokens.mean(d_clipped.detach())
-        metrics["ois"] = tokens.mean(policy.ratio_of(-d_clipped.detach()))
+        metrics["ois"] = tokens.mean(policy_gradient.ratio_of(-d_clipped.detach()))
 
         if rollout is not None:
             pg = self._off_policy(pg, start, rollout, tokens, advantages, metrics)
@@ -90,7 +90,7 @@ class PolicyLoss:
 
     def _policy_gradient(
         self, d: Tensor, rollout: Tensor | None, tokens: MaskedTokens, advantages: Tensor
-    ) -> tuple[policy.PolicyGradient, Tensor]:
+    ) -> tuple[policy_gradient.PolicyGradient, Tensor]:
         """The per-token loss, and the d that it was clipped by."""
         config = self.config
         if config.use_m2po:
@@ -98,13 +98,13 @@ class PolicyLoss:
             if limit is None or rollout is None:
                 raise MissingStatistics("use_m2po")
             stays = second_moment_mask(second_moments(tokens.log_probs, rollout, advantages, tokens.mask), limit)
-            return policy.masked_surrogate(d, advantages, stays), d
+            return policy_gradient.masked_surrogate(d, advantages, stays), d
         if config.advantage_estimator == "cispo":
-            terms = policy.clipped_weight(d, tokens.log_probs, advantages, config.clip_low, config.clip_high)
+            terms = policy_gradient.clipped_weight(d, tokens.log_probs, advantages, config.clip_low, config.clip_high)
             return terms, d
         if config.advantage_estimator == "gspo":
-            d = policy.sequence_log_ratio(d, tokens.mask, tokens.batch.cu_seqlens)
-        terms = policy.clipped_surrogate(d, advantages, config.clip_low, config.clip_high, config.eps_clip_c)
+            d = policy_gradient.sequence_log_ratio(d, tokens.mask, tokens.batch.cu_seqlens)
+        terms = policy_gradient.clipped_surrogate(d, advantages, config.clip_low, config.clip_high, config.eps_clip_c)
         return terms, d
 
     def _off_policy(self, pg: Tensor, start: Tensor, rollout: Tensor, tokens: MaskedTokens, advantages: Tensor, metrics: Metrics) -> Tensor:
@@ -154,7 +154,7 @@ class PolicyLoss:
         if "ref_log_probs" not in tokens.batch.fields and not config.measures_kl:
             return tokens.weights.new_zeros(())
         reference = tokens.field("ref_log_probs", f"kl_loss_coef {config.kl_loss_coef}").detach()
-        ratio = policy.ratio_of(-d) if config.use_unbiased_kl else None
+        ratio = policy_gradient.ratio_of(-d) if config.use_unbiased_kl else None
         mean = tokens.mean(kl_estimate(tokens.log_probs, reference, config.kl_loss_type or LOSS_KL, ratio))
         metrics["kl_loss"] = mean.detach()
         return config.kl_loss_coef * mean if config.kl_loss_coef != 0.0 else tokens.weights.new_zeros(())

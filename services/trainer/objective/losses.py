@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from services.trainer.objective.config import ObjectiveConfig
-from services.trainer.objective.custom import CustomFunctions, CustomLoss
+from services.trainer.objective.custom_objective import CustomFunctions, CustomLoss
 from services.trainer.objective.loss import PolicyLoss
-from services.trainer.objective.sft import SftLoss
+from services.trainer.objective.objective_config import ObjectiveConfig
+from services.trainer.objective.sft_loss import SftLoss
 from services.trainer.objective.statistics import Statistics
 
 ActorLoss = PolicyLoss | SftLoss | CustomLoss

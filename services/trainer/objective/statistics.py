@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.objective.config import ObjectiveConfig
 from services.trainer.objective.importance import importance_weight, second_moment_limit, second_moments, weight_counts
+from services.trainer.objective.objective_config import ObjectiveConfig
 from services.trainer.objective.tokens import MaskedTokens, MissingField
 from services.trainer.packing import PackedBatch
 

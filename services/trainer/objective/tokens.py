@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.packing import PackedBatch
-from shared.errors import MyxoError
+from shared.runtime.errors import MyxoError
 
 Metrics = dict[str, Tensor]
 

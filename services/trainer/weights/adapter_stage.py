@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from services.trainer.megatron.gather_plan import GatherPlan
 from services.trainer.megatron.runtime import deadline
-from services.trainer.megatron.shipping import Cargo
-from services.trainer.weights.stage import view
-from shared.weights.manifest import Manifest, lay_out
+from services.trainer.weights.stage_export import view
+from shared.transfer.manifest import Manifest, lay_out
 
 
 class AdapterExport:
@@ -17,7 +17,7 @@ class AdapterExport:
     Engines lay them over their own checkpoint, which is what was trained from.
     """
 
-    def __init__(self, cargo: Cargo, bucket_bytes: int) -> None:
+    def __init__(self, cargo: GatherPlan, bucket_bytes: int) -> None:
         self._cargo, self._adapters = cargo, cargo.adapters
         self.manifest: Manifest = lay_out(self._adapters.tensors(), bucket_bytes, "adapter", self._adapters.scale)
 

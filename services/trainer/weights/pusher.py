@@ -19,19 +19,20 @@ import structlog
 import torch
 from torch.distributed import TCPStore
 
-from services.trainer.link import Link, now
+from services.trainer.commands import Push
+from services.trainer.control_client import ControlClient, now
 from services.trainer.megatron import runtime
-from services.trainer.megatron.model import Model
-from services.trainer.megatron.readers import Reading
-from services.trainer.orders import Push
-from services.trainer.weights.calls import Asked, Calls, PeerFailure
-from services.trainer.weights.lane import LaneBroken
+from services.trainer.megatron.gpt_model import MegatronModel
+from services.trainer.megatron.weight_read_lock import WeightRead
+from services.trainer.weights.push_requests import Asked, PeerFailure, PushRequests
+from services.trainer.weights.push_result import PushResult
 from services.trainer.weights.replicas import Replicas, Target, guilty
-from services.trainer.weights.result import PushResult
 from services.trainer.weights.sender import LaneKind, Sender
-from shared.errors import MyxoError
-from shared.failures import end_soon, log_error
-from shared.messages import (
+from services.trainer.weights.weight_channel import WeightChannelBroken
+from shared.config.weights_section import WeightsSection
+from shared.runtime.errors import MyxoError
+from shared.runtime.failures import end_soon, log_error
+from shared.schema.messages import (
     Accepted,
     Message,
     WeightsAbort,
@@ -44,8 +45,7 @@ from shared.messages import (
     WeightsReceive,
     WeightsReceived,
 )
-from shared.weights.digest import Known, version_digest
-from shared.weights.section import WeightsSection
+from shared.transfer.digest import TensorDigest, version_digest
 
 OFFER_SECONDS = 5.0
 """How long a replica has to say that it can take a version."""
@@ -61,18 +61,18 @@ class Pusher:
         link: rank 0's; None on the others. kind: of the lanes.
     """
 
-    def __init__(self, link: Link | None, model: Model, config: WeightsSection, kind: LaneKind = "group") -> None:
+    def __init__(self, link: ControlClient | None, model: MegatronModel, config: WeightsSection, kind: LaneKind = "group") -> None:
         self._link, self._model, self._config = link, model, config
         self._sender = Sender(model, kind, config.push_timeout, config.update_weight_buffer_size, config.update_weight_dtype)
-        self._calls = Calls(link) if link is not None else None
+        self._calls = PushRequests(link) if link is not None else None
         self._replicas = Replicas()
         self._members: tuple[Target, ...] = ()
         self._lanes: list[WeightsLane] = []
         self._digests: set[str] = set()  # of versions that were pushed in this life
-        self._known: dict[str, Known] = {}
+        self._known: dict[str, TensorDigest] = {}
         self._number = 0
         self._thread: threading.Thread | None = None
-        self._reading: Reading | None = None
+        self._reading: WeightRead | None = None
         self._failure: BaseException | None = None
         self._closing = False
         self._results: list[PushResult] = []
@@ -203,7 +203,7 @@ class Pusher:
                 self._compared(asked)
             step = "commit"
             committed = self._committed(push, digest, end)
-        except (PeerFailure, LaneBroken) as error:
+        except (PeerFailure, WeightChannelBroken) as error:
             self._give_up(push, step, error, asked)
             return
         if self._link is not None and committed:
@@ -227,7 +227,7 @@ class Pusher:
             watch.add_done_callback(lambda gone: None if gone.cancelled() else self._end_lanes(push.number, gone.result()))
         try:
             self._together(lambda: self._sender.join(_left(end)))
-        except LaneBroken:
+        except WeightChannelBroken:
             if watch is not None and watch.done():
                 raise PeerFailure("join", watch.result()) from None
             raise
@@ -246,7 +246,7 @@ class Pusher:
         asked.done.add_done_callback(lambda _: self._end_lanes(number, asked.errors) if asked.errors else None)
         return asked
 
-    def _streamed(self, push: Push, number: int, end: float, *, last: bool) -> tuple[int, dict[str, Known]]:
+    def _streamed(self, push: Push, number: int, end: float, *, last: bool) -> tuple[int, dict[str, TensorDigest]]:
         """Bytes that all stages have sent, and their tensors. Raises LaneBroken, on all ranks if one lane broke.
 
         Args:
@@ -258,13 +258,13 @@ class Pusher:
         sent = self._sender.finish(sent)
         told = self._sender.agree([sent.bytes, {name: asdict(one) for name, one in sent.known.items()}, sent.error])
         if broken := [error for _, _, error in told if error is not None]:
-            raise LaneBroken(broken[0])
+            raise WeightChannelBroken(broken[0])
         known = {
-            name: Known(one["dtype"], tuple(one["shape"]), one["digest"]) for _, tensors, _ in told for name, one in tensors.items()
+            name: TensorDigest(one["dtype"], tuple(one["shape"]), one["digest"]) for _, tensors, _ in told for name, one in tensors.items()
         }
         return sum(count for count, _, _ in told), known
 
-    def _received(self, asked: Asked | None, known: dict[str, Known], partial: bool) -> str:
+    def _received(self, asked: Asked | None, known: dict[str, TensorDigest], partial: bool) -> str:
         """The version's digest, once every replica has found the same."""
         self._known = {**self._known, **known} if partial else known
         digest = version_digest(self._known)
@@ -318,25 +318,25 @@ class Pusher:
 
     def _together(self, work: Callable[[], object]) -> None:
         """A step that ends the push on all ranks if it fails on one. Raises what ``work`` raised, elsewhere LaneBroken."""
-        failure: PeerFailure | LaneBroken | None = None
+        failure: PeerFailure | WeightChannelBroken | None = None
         try:
             work()
-        except (PeerFailure, LaneBroken) as error:
+        except (PeerFailure, WeightChannelBroken) as error:
             failure = error
         told = [one for one in self._sender.agree(str(failure) if failure else None) if one is not None]
         if failure is not None:
             raise failure
         if told:
-            raise LaneBroken(told[0])
+            raise WeightChannelBroken(told[0])
 
-    def _give_up(self, push: Push, step: str, error: PeerFailure | LaneBroken, asked: Asked | None) -> None:
+    def _give_up(self, push: Push, step: str, error: PeerFailure | WeightChannelBroken, asked: Asked | None) -> None:
         """Aborts the push at all its replicas and drops the lanes; the guilty are offered the next push later."""
         self._sender.abort(str(error))
         self._sender.drop()
         if self._link is None:
             return
         members, self._members = self._members, ()
-        if asked is not None and isinstance(error, LaneBroken):
+        if asked is not None and isinstance(error, WeightChannelBroken):
             asked.settle()
         errors = dict(asked.errors) if asked is not None else {}
         if isinstance(error, PeerFailure) and not errors:

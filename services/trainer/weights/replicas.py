@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shared.messages import ServiceCard
-from shared.registry import CATCHING_UP
+from shared.bus.registry import CATCHING_UP
+from shared.schema.messages import ServiceStatus
 
 BACK_OFF_SECONDS = 1.0
 BACK_OFF_MOST = 60.0
@@ -29,12 +29,12 @@ class Replicas:
         self._served: dict[str, tuple[str, int]] = {}  # instance → (incarnation, version) that it confirmed to us
         self._failures: dict[str, tuple[str, int, float]] = {}  # instance → (life of its process, in a row, not before)
 
-    def behind(self, cards: Iterable[ServiceCard], version: int, now: float) -> tuple[Target, ...]:
+    def behind(self, cards: Iterable[ServiceStatus], version: int, now: float) -> tuple[Target, ...]:
         """Those that do not serve ``version`` yet and may be offered it now. ``now``: monotonic seconds."""
         found = [card for card in cards if card.state != CATCHING_UP and self._is_behind(card, version, now)]
         return tuple(sorted(Target(card.instance, card.incarnation, card.ranks) for card in found))
 
-    def _is_behind(self, card: ServiceCard, version: int, now: float) -> bool:
+    def _is_behind(self, card: ServiceStatus, version: int, now: float) -> bool:
         served = card.version
         incarnation, confirmed = self._served.get(card.instance, ("", -1))
         if incarnation == card.incarnation:  # the card may be older than the commit; a fenced replica has a new incarnation
@@ -81,7 +81,7 @@ def guilty(members: Sequence[Target], answers: Mapping[str, str | None], failure
     return silent or {target.instance: answers[target.instance] or "" for target in members}
 
 
-def is_gone(target: Target, cards: Mapping[str, ServiceCard]) -> str | None:
+def is_gone(target: Target, cards: Mapping[str, ServiceStatus]) -> str | None:
     """Why a member of a push counts as gone, by the registry; None while it lives."""
     card = cards.get(target.instance)
     if card is None:

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from services.trainer.megatron import runtime
-from services.trainer.megatron.model import Model
-from services.trainer.megatron.shipping import Cargo, Groups
+from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
+from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.weights.adapter_stage import AdapterExport
-from services.trainer.weights.group import GroupLane
-from services.trainer.weights.lane import Lane, LaneBroken
-from services.trainer.weights.stage import StageExport
-from shared.messages import WeightsLane
-from shared.weights.digest import Known
-from shared.weights.hashing import Hasher
+from services.trainer.weights.group_channel import GroupWeightChannel
+from services.trainer.weights.stage_export import StageExport
+from services.trainer.weights.weight_channel import WeightChannel, WeightChannelBroken
+from shared.schema.messages import WeightsLane
+from shared.transfer.bucket_hashing import Hasher
+from shared.transfer.digest import TensorDigest
 
 LaneKind = Literal["group", "memory"]
 
@@ -32,7 +32,7 @@ class Sent:
     """What one rank has sent of a push. ``known``: the tensors, by their digests. ``error``: why not everything went out."""
 
     bytes: int
-    known: dict[str, Known]
+    known: dict[str, TensorDigest]
     error: str | None
 
 
@@ -43,12 +43,12 @@ class Sender:
         kind: of the lanes. seconds: a push may take. bucket_bytes, dtype: see `StageExport`.
     """
 
-    def __init__(self, model: Model, kind: LaneKind, seconds: float, bucket_bytes: int, dtype: str | None = None) -> None:
-        self.cargo = Cargo(model, Groups.own())
+    def __init__(self, model: MegatronModel, kind: LaneKind, seconds: float, bucket_bytes: int, dtype: str | None = None) -> None:
+        self.cargo = GatherPlan(model, GatherGroups.own())
         self._kind, self._seconds, self._bucket_bytes, self._dtype = kind, seconds, bucket_bytes, dtype
         self._life = secrets.token_hex(4)  # a lane of an earlier life must not be taken for one of this
         self._exports: dict[bool, StageExport | AdapterExport] = {}
-        self._lane: Lane | None = None
+        self._lane: WeightChannel | None = None
         self._hasher = Hasher(_to_device)
         limit = datetime.timedelta(seconds=seconds + runtime.timeout_seconds())
         self._talk = dist.new_group(backend="gloo", timeout=limit) if dist.get_world_size() > 1 else None
@@ -80,7 +80,7 @@ class Sender:
             try:
                 if lane is not None and error is None:
                     flat = lane.buffer(index, bucket.nbytes)
-            except LaneBroken as broken:
+            except WeightChannelBroken as broken:
                 error = str(broken)
             export.fill(index, flat)
             if lane is not None and flat is not None:
@@ -125,23 +125,22 @@ class Sender:
             self._exports[partial] = StageExport(self.cargo, self._bucket_bytes, dtype=self._dtype, skip_frozen=partial)
         return self._exports[partial]
 
-    def _made(self, name: str, world_size: int) -> Lane:
+    def _made(self, name: str, world_size: int) -> WeightChannel:
         if self._kind == "memory":
-            from services.trainer.weights.memory import MemoryLane
+            from services.trainer.weights.memory_channel import MemoryWeightChannel
 
-            return MemoryLane(name, world_size, self._seconds)
-        return GroupLane(name, world_size, "nccl" if runtime.device().type == "cuda" else "gloo", self._seconds)
+            return MemoryWeightChannel(name, world_size, self._seconds)
+        return GroupWeightChannel(name, world_size, "nccl" if runtime.device().type == "cuda" else "gloo", self._seconds)
 
 
 def _broken(work: Callable[[], None]) -> str | None:
     """What broke, if the lane did."""
     try:
         work()
-    except LaneBroken as error:
+    except WeightChannelBroken as error:
         return str(error)
     return None
 
 
 def _to_device(table: NDArray[np.int64]) -> torch.Tensor:
     return torch.from_numpy(table).to(runtime.device())
-

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import pytest
 from nats.aio.client import Client
 
-from shared.bus import Bus, BusUnreachable, NotPermitted
-from shared.messages import Accepted, Durable, Generated, WeightsLive
-from shared.queue import WorkQueue
-from shared.sections import BusSection
-from shared.streams import generated_consumer
-from shared.subjects import Subjects
+from shared.bus.connection import Bus, BusUnreachable, NotPermitted
+from shared.bus.streams import generated_consumer
+from shared.bus.subjects import Subjects
+from shared.bus.work_queue import WorkQueue
+from shared.config.sections import BusSection
+from shared.schema.messages import Accepted, Durable, Generated, WeightsLive
 from tests.support import intended_rights as intended
 from tests.support.guarded_servers import GuardedServers
 from tests.support.waiting import until
@@ -91,7 +91,7 @@ async def connected(guarded: GuardedServers, role: str) -> Bus:
 async def test_our_own_client_ends_with_the_refused_subject_and_does_not_wait_for_its_deadline(
     guarded: GuardedServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.bus.ATTEMPT_SECONDS", 1)  # one try's length, at whose end it is known
+    monkeypatch.setattr("shared.bus.connection.ATTEMPT_SECONDS", 1)  # one try's length, at whose end it is known
     names = Subjects(RUN)
     bus = await connected(guarded, "reward")
     try:

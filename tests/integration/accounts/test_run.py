@@ -12,19 +12,23 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.trainer.link import Link
-from shared import runs, streams
-from shared.bus import Bus
-from shared.cli.audit import audit
-from shared.cli.erase import erase_from_bus, erase_from_store
-from shared.cli.report import summarise
-from shared.cli.status import status
-from shared.messages import (
+from myxo.commands.audit import audit
+from myxo.commands.erase import erase_from_bus, erase_from_store
+from myxo.commands.status import status
+from myxo.launch.exit_report import summarise
+from services.trainer.control_client import ControlClient
+from shared.bus import runs, streams
+from shared.bus.connection import Bus
+from shared.bus.registry import Registry
+from shared.bus.streams import task_consumer
+from shared.bus.subjects import TRAIN, Subjects
+from shared.bus.work_queue import WorkQueue
+from shared.schema.messages import (
     Accepted,
     Batch,
     Generated,
-    ServiceCard,
     ServiceEvent,
+    ServiceStatus,
     Task,
     Trained,
     TrainerStep,
@@ -32,12 +36,8 @@ from shared.messages import (
     WeightsLive,
     WeightsPrepare,
 )
-from shared.messages import WeightsReady as Ready
-from shared.queue import WorkQueue
-from shared.registry import Registry
-from shared.store import BlockingStore, Store
-from shared.streams import task_consumer
-from shared.subjects import TRAIN, Subjects
+from shared.schema.messages import WeightsReady as Ready
+from shared.store.payload_store import BlockingStore, Store
 from tests.integration.buffer.player import Player
 from tests.support.guarded_servers import GuardedServers
 from tests.support.run_config import run_config, write_jsonl
@@ -124,7 +124,7 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
             return Ready(replica="rollout-0", version=offer.version - 1)
 
         await rollout.serve(NAMES.replica_weights("rollout-0", "prepare"), WeightsPrepare, prepare)
-        card = ServiceCard(service="rollout", instance="rollout-0", host="h", pid=1, http="", state="ready", at=time.time())
+        card = ServiceStatus(service="rollout", instance="rollout-0", host="h", pid=1, http="", state="ready", at=time.time())
         await Registry(rollout, RUN).renew(card)
         assert [seen.instance for seen in await Registry(trainer, RUN).alive("rollout")] == ["rollout-0"]
         assert [seen.instance for seen in await Registry(rollout, RUN).alive("rollout")] == ["rollout-0"]
@@ -210,7 +210,7 @@ async def test_the_trainers_own_link_works_with_its_account(
         monkeypatch.setenv(name, value)
 
     def live() -> list[str]:
-        with Link() as link:
+        with ControlClient() as link:
             link.weights_live(WeightsLive(version=3, replicas=["r"], seconds=0.1, bytes=1, at=time.time()))
             link.report_step(TrainerStep(step=0, version=0, started=1.0, ended=2.0, metrics={}))
             return [link.config.run.name, link.service.redis_url]

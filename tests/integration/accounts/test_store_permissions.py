@@ -10,7 +10,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 from redis.retry import Retry
 
-from shared.store import BlockingStore, Store, StoreRefused, StoreUnreachable
+from shared.store.payload_store import BlockingStore, Store, StoreRefused, StoreUnreachable
 from tests.support import intended_rights as intended
 from tests.support.guarded_servers import GuardedServers
 

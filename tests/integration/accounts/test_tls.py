@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from shared.accounts.credentials import AUTHORITY
-from shared.addresses import CA_VARIABLE
-from shared.bus import Bus, BusUnreachable
-from shared.embedded import free_port
-from shared.errors import ConfigError, MyxoError
-from shared.store import BlockingStore, Store, StoreRefused, StoreUnreachable
-from shared.subjects import Subjects
+from shared.bus.connection import Bus, BusUnreachable
+from shared.bus.subjects import Subjects
+from shared.runtime.embedded_servers import free_port
+from shared.runtime.errors import ConfigError, MyxoError
+from shared.runtime.server_urls import CA_VARIABLE
+from shared.store.payload_store import BlockingStore, Store, StoreRefused, StoreUnreachable
 from tests.support.guarded_servers import GuardedServers
 
 RUN = "guarded"  # that of the shared servers, behind whose Valkey the encrypting proxy stands
@@ -55,9 +55,7 @@ async def test_without_the_authority_the_connection_is_refused_with_what_to_do(e
         assert not any(secret in str(caught.value) for secret in encrypted.secrets)
 
 
-async def test_another_authority_is_not_trusted(
-    encrypted: GuardedServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_another_authority_is_not_trusted(encrypted: GuardedServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = GuardedServers(tmp_path, RUN, tls=True)
     monkeypatch.setenv(CA_VARIABLE, str(other.accounts / "trainer" / AUTHORITY))
     with pytest.raises(BusUnreachable, match="certificate is not trusted"):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from shared import runs
-from shared.bus import Bus
-from shared.embedded import EmbeddedNats, EmbeddedValkey
-from shared.store import Store
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.store.payload_store import Store
 from tests.integration.buffer.player import Player
 from tests.support.run_config import run_config, write_jsonl
 from tests.support.service_process import ServiceProcess

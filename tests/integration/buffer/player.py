@@ -7,12 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
-from shared import replay, runs, sample
-from shared.audit import AuditReport, audit
-from shared.bus import Bus
-from shared.config import RunConfig
-from shared.ledger import LedgerRecord
-from shared.messages import (
+from myxo.run.ledger_audit import AuditReport, audit
+from shared.bus import runs, stream_replay
+from shared.bus.connection import Bus
+from shared.bus.registry import Registry
+from shared.bus.streams import task_consumer
+from shared.bus.subjects import EVAL, TRAIN, Subjects
+from shared.bus.work_queue import MessageLease, WorkQueue
+from shared.config.run_config import RunConfig
+from shared.schema import sample
+from shared.schema.ledger import LedgerRecord
+from shared.schema.messages import (
     Accepted,
     Batch,
     BatchAnswer,
@@ -27,13 +32,9 @@ from shared.messages import (
     Trained,
     WeightsLive,
 )
-from shared.queue import Lease, WorkQueue
-from shared.registry import Registry
-from shared.sample import Sample
-from shared.store import Store
-from shared.streams import task_consumer
-from shared.subjects import EVAL, TRAIN, Subjects
-from shared.versions import is_pushed, version_after
+from shared.schema.sample import Sample
+from shared.schema.versions import is_pushed, version_after
+from shared.store.payload_store import Store
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
 
@@ -74,7 +75,7 @@ class Player:
 
     # --- replicas and verifiers
 
-    async def tasks(self, most: int, kind: str = TRAIN) -> list[Lease[Task]]:
+    async def tasks(self, most: int, kind: str = TRAIN) -> list[MessageLease[Task]]:
         """Takes tasks that are waiting; empty when there is none."""
         return await self._queues[kind].fetch(most, seconds=0.3)
 
@@ -181,7 +182,7 @@ class Player:
     # --- what became of it
 
     async def records(self) -> list[LedgerRecord]:
-        return [record async for _, record in replay.read(self.bus, self.names.ledger_stream, LedgerRecord)]
+        return [record async for _, record in stream_replay.read(self.bus, self.names.ledger_stream, LedgerRecord)]
 
     async def audit(self) -> AuditReport:
         return audit(await self.records(), self.config.rollout.max_staleness, self.config.rollout.rollout_batch_size)

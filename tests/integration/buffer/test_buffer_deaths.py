@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from shared import runs
-from shared.bus import RequestRefused
-from shared.embedded import EmbeddedNats, EmbeddedServer, EmbeddedValkey
-from shared.errors import DeadlineExceeded
-from shared.ledger import VersionLive
-from shared.messages import Batch, RunDone
+from shared.bus import runs
+from shared.bus.connection import RequestRefused
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
+from shared.runtime.errors import DeadlineExceeded
+from shared.schema.ledger import VersionLive
+from shared.schema.messages import Batch, RunDone
 from tests.integration.buffer.conftest import NewRun, on_mortal_servers
 from tests.integration.buffer.player import Player
 from tests.support.service_process import ServiceProcess

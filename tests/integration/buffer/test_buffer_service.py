@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from shared import runs
-from shared.bus import RequestRefused
-from shared.ledger import EvalEnded, EvalStarted, GroupDead, GroupRequeued, GroupsDropped, GroupsScored, group_id
-from shared.messages import BatchPending, Failed, RunDone
-from shared.registry import Registry
-from shared.subjects import EVAL, TRAIN
-from shared.tokenizer import Tokenizer
+from shared.bus import runs
+from shared.bus.connection import RequestRefused
+from shared.bus.registry import Registry
+from shared.bus.subjects import EVAL, TRAIN
+from shared.data.tokenizer import Tokenizer
+from shared.schema.ledger import EvalEnded, EvalStarted, GroupDead, GroupRequeued, GroupsDropped, GroupsScored, group_id
+from shared.schema.messages import BatchPending, Failed, RunDone
 from tests.integration.buffer.player import Player
 from tests.support.run_config import PROMPTS, write_jsonl
 from tests.support.service_process import ServiceProcess

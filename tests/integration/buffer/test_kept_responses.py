@@ -6,10 +6,10 @@ import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from shared.messages import Failed
-from shared.registry import Registry
-from shared.rollout_files import DIRECTORY, RolloutReader, RolloutRecord
-from shared.subjects import EVAL, TRAIN
+from shared.bus.registry import Registry
+from shared.bus.subjects import EVAL, TRAIN
+from shared.data.rollout_files import DIRECTORY, RolloutReader, RolloutRecord
+from shared.schema.messages import Failed
 from tests.integration.buffer.player import Player
 from tests.support.run_config import PROMPTS
 from tests.support.service_process import ServiceProcess

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from shared.bus import RequestRefused
-from shared.ledger import BatchFormed, GroupRequeued, GroupsDropped, GroupsScored, group_id
-from shared.messages import Batch, BatchPending, Interrupted
+from shared.bus.connection import RequestRefused
+from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsDropped, GroupsScored, group_id
+from shared.schema.messages import Batch, BatchPending, Interrupted
 from tests.integration.buffer.conftest import NewRun
 from tests.integration.buffer.player import Player
 from tests.integration.buffer.test_buffer_service import finished

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from services.buffer.run_failure import STATE
-from shared import runs
-from shared.messages import Batch, Failed, RunDone, ServiceCard
-from shared.registry import Registry
-from shared.subjects import EVAL, TRAIN
+from shared.bus import runs
+from shared.bus.registry import Registry
+from shared.bus.subjects import EVAL, TRAIN
+from shared.schema.messages import Batch, Failed, RunDone, ServiceStatus
 from tests.integration.buffer.player import Player
 from tests.support.run_config import PROMPTS, write_jsonl
 from tests.support.service_process import ServiceProcess
@@ -35,7 +35,7 @@ async def fail(player: Player, groups: int, kind: str = TRAIN) -> None:
     await until(enough, f"{groups} tasks to fail")
 
 
-async def card(player: Player) -> ServiceCard:
+async def card(player: Player) -> ServiceStatus:
     [found] = await Registry(player.bus, player.config.run.name).alive("buffer")
     return found
 

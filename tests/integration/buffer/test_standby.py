@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from shared import runs
-from shared.embedded import EmbeddedNats, EmbeddedServer, EmbeddedValkey
-from shared.lease import Timing
-from shared.ledger import GroupsAdmitted, GroupsScored
-from shared.messages import LeaseCard, RunDone
-from shared.registry import STANDBY, Registry
+from shared.bus import runs
+from shared.bus.leader_lease import LeaseTiming
+from shared.bus.registry import STANDBY, Registry
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
+from shared.schema.ledger import GroupsAdmitted, GroupsScored
+from shared.schema.messages import LeaseStatus, RunDone
 from tests.integration.buffer.conftest import NewRun, on_mortal_servers
 from tests.integration.buffer.player import Player
 from tests.support.service_process import ServiceProcess
@@ -58,10 +58,10 @@ async def scored(player: Player, count: int) -> bool:
     return sum(len(record.groups) for record in await player.records() if isinstance(record, GroupsScored)) == count
 
 
-async def holder(player: Player) -> LeaseCard:
+async def holder(player: Player) -> LeaseStatus:
     value = await player.bus.get(player.names.leases_bucket, "buffer")
     assert value is not None
-    return LeaseCard.decode(value)
+    return LeaseStatus.decode(value)
 
 
 async def test_after_a_kill_the_standby_answers_and_the_run_goes_on(new_run: NewRun) -> None:
@@ -95,7 +95,7 @@ async def test_a_buffer_that_is_asked_to_stop_hands_over(new_run: NewRun) -> Non
         assert second.process.poll() is None
 
 
-@pytest.mark.parametrize("outage", [0.3, Timing().duration + 2.0])
+@pytest.mark.parametrize("outage", [0.3, LeaseTiming().duration + 2.0])
 async def test_when_nats_was_away_exactly_one_goes_on(
     mortal_nats: EmbeddedNats,
     mortal_valkey: EmbeddedValkey,

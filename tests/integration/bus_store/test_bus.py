@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
-from shared.bus import SIZE_MARGIN, Bus, BusUnreachable, RequestRefused, WrongSequence
-from shared.embedded import EmbeddedNats, free_port
-from shared.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
-from shared.messages import Accepted, BatchRequest, Durable, Message, Refused, RunDone
+from shared.bus.connection import SIZE_MARGIN, Bus, BusUnreachable, RequestRefused, WrongSequence
+from shared.runtime.embedded_servers import EmbeddedNats, free_port
+from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
+from shared.schema.messages import Accepted, BatchRequest, Durable, Message, Refused, RunDone
 from tests.support.waiting import until
 
 

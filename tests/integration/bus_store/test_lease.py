@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from shared import runs
-from shared.bus import Bus
-from shared.config import RunConfig
-from shared.embedded import EmbeddedNats, EmbeddedServer
-from shared.errors import MyxoError
-from shared.lease import Lease, LeaseLost, Timing
-from shared.messages import LeaseCard
-from shared.subjects import Subjects
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.bus.leader_lease import LeaderLease, LeaseLost, LeaseTiming
+from shared.bus.subjects import Subjects
+from shared.config.run_config import RunConfig
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer
+from shared.runtime.errors import MyxoError
+from shared.schema.messages import LeaseStatus
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 
-LONG = Timing(600.0, 10.0)
+LONG = LeaseTiming(600.0, 10.0)
 """Runs out in no test."""
 
-SHORT = Timing(0.6, 0.2)
+SHORT = LeaseTiming(0.6, 0.2)
 
 
 @pytest.fixture
@@ -35,14 +35,14 @@ async def run(bus: Bus, run_name: str, tmp_path: Path) -> RunConfig:
     return config
 
 
-def lease(bus: Bus, config: RunConfig, instance: str, timing: Timing = LONG) -> Lease:
-    return Lease(bus, config.run.name, "job", instance, timing)
+def lease(bus: Bus, config: RunConfig, instance: str, timing: LeaseTiming = LONG) -> LeaderLease:
+    return LeaderLease(bus, config.run.name, "job", instance, timing)
 
 
-async def card(bus: Bus, config: RunConfig) -> LeaseCard:
+async def card(bus: Bus, config: RunConfig) -> LeaseStatus:
     value = await bus.get(Subjects(config.run.name).leases_bucket, "job")
     assert value is not None
-    return LeaseCard.decode(value)
+    return LeaseStatus.decode(value)
 
 
 async def test_one_of_many_gets_it(bus: Bus, run: RunConfig) -> None:
@@ -70,8 +70,8 @@ async def test_a_lease_that_was_released_is_taken_at_once(bus: Bus, run: RunConf
 async def test_a_lease_of_a_process_that_is_dead_is_taken_at_once(bus: Bus, run: RunConfig) -> None:
     if sys.platform != "linux":
         pytest.skip("nobody can tell elsewhere")
-    said = subprocess.run([sys.executable, "-c", "from shared.liveness import mark; print(mark())"], capture_output=True, text=True)
-    dead = LeaseCard(holder="dead", term="t", mark=said.stdout.strip(), at=time.time())
+    said = subprocess.run([sys.executable, "-c", "from shared.runtime.liveness import mark; print(mark())"], capture_output=True, text=True)
+    dead = LeaseStatus(holder="dead", term="t", mark=said.stdout.strip(), at=time.time())
     await bus.put(Subjects(run.run.name).leases_bucket, "job", dead.encode())
     assert await lease(bus, run, "heir").attempt()
 
@@ -139,4 +139,4 @@ async def test_who_waits_while_the_server_is_away_waits_on(mortal_nats: Embedded
 
 async def test_without_its_bucket_the_run_is_named(bus: Bus) -> None:
     with pytest.raises(MyxoError, match="no bucket for the lease job of run none: does the run exist there?"):
-        await Lease(bus, "none", "job", "x").attempt()
+        await LeaderLease(bus, "none", "job", "x").attempt()

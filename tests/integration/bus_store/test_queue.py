@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from nats.js.api import DiscardPolicy, RetentionPolicy
 
-from shared import streams
-from shared.bus import Bus
-from shared.config import RunConfig
-from shared.embedded import EmbeddedNats
-from shared.messages import Failed, Outcome
-from shared.queue import FETCH_BYTES, Lease, WorkQueue
-from shared.streams import Consumer, scored_consumer, task_consumer
-from shared.subjects import EVAL, TRAIN, Subjects
+from shared.bus import streams
+from shared.bus.connection import Bus
+from shared.bus.streams import Consumer, scored_consumer, task_consumer
+from shared.bus.subjects import EVAL, TRAIN, Subjects
+from shared.bus.work_queue import FETCH_BYTES, MessageLease, WorkQueue
+from shared.config.run_config import RunConfig
+from shared.runtime.embedded_servers import EmbeddedNats
+from shared.schema.messages import Failed, Outcome
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 
@@ -45,9 +45,9 @@ async def put(bus: Bus, consumer: Consumer, *groups: str) -> None:
         await bus.publish(consumer.subject, Failed(group=group, attempt=0, reason="x", by="r"), msg_id=group)
 
 
-async def take(queue: WorkQueue[Outcome], most: int = 1) -> list[Lease[Outcome]]:
+async def take(queue: WorkQueue[Outcome], most: int = 1) -> list[MessageLease[Outcome]]:
     """Waits until something comes."""
-    leases: list[Lease[Outcome]] = await until(lambda: queue.fetch(most), "a lease")
+    leases: list[MessageLease[Outcome]] = await until(lambda: queue.fetch(most), "a lease")
     return leases
 
 

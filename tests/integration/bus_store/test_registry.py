@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from shared import streams
-from shared.bus import Bus
-from shared.messages import ServiceCard
-from shared.registry import HEARTBEAT, Registry
-from shared.streams import SERVICES_TTL
-from shared.subjects import Subjects
+from shared.bus import streams
+from shared.bus.connection import Bus
+from shared.bus.registry import HEARTBEAT, Registry
+from shared.bus.streams import SERVICES_TTL
+from shared.bus.subjects import Subjects
+from shared.schema.messages import ServiceStatus
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 
@@ -23,8 +23,8 @@ async def registry(bus: Bus, run_name: str, tmp_path: Path) -> Registry:
     return Registry(bus, run_name)
 
 
-def card(service: str, instance: str, **fields: object) -> ServiceCard:
-    return ServiceCard(service=service, instance=instance, host="h", pid=1, http="127.0.0.1:1", state="ready", at=time.time(), **fields)
+def card(service: str, instance: str, **fields: object) -> ServiceStatus:
+    return ServiceStatus(service=service, instance=instance, host="h", pid=1, http="127.0.0.1:1", state="ready", at=time.time(), **fields)
 
 
 async def test_cards_are_seen_by_kind_with_what_they_say(registry: Registry) -> None:

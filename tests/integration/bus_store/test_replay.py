@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 import pytest
 from nats.js.api import StreamConfig
 
-from shared import replay
-from shared.bus import Bus
-from shared.errors import BadMessage
-from shared.ledger import BatchTrained, CheckpointDurable, LedgerRecord
-from shared.messages import Durable
+from shared.bus import stream_replay
+from shared.bus.connection import Bus
+from shared.runtime.errors import BadMessage
+from shared.schema.ledger import BatchTrained, CheckpointDurable, LedgerRecord
+from shared.schema.messages import Durable
 
-MANY = replay.FETCH * 2 + 7
+MANY = stream_replay.FETCH * 2 + 7
 
 
 @pytest.fixture
@@ -27,38 +27,38 @@ async def steps(messages: AsyncIterator[tuple[int, LedgerRecord]]) -> list[tuple
 
 
 async def test_an_empty_stream_has_no_end(bus: Bus, stream: str) -> None:
-    assert await replay.last_sequence(bus, stream) == 0
-    assert await steps(replay.read(bus, stream, LedgerRecord)) == []
+    assert await stream_replay.last_sequence(bus, stream) == 0
+    assert await steps(stream_replay.read(bus, stream, LedgerRecord)) == []
 
 
 async def test_everything_is_read_in_order_and_nothing_that_comes_later(bus: Bus, stream: str) -> None:
     for number in range(MANY):
         await bus.js.publish(f"{stream}.durable", CheckpointDurable(steps=number, at=0.0).encode())
     read = []
-    async for sequence, record in replay.read(bus, stream, LedgerRecord):
+    async for sequence, record in stream_replay.read(bus, stream, LedgerRecord):
         if not read:
             await bus.publish(f"{stream}.durable", CheckpointDurable(steps=9999, at=0.0))
         assert isinstance(record, CheckpointDurable)
         read.append((sequence, record.steps))
     assert read == [(number + 1, number) for number in range(MANY)]
-    assert await replay.last_sequence(bus, stream) == MANY + 1
+    assert await stream_replay.last_sequence(bus, stream) == MANY + 1
 
 
 async def test_reading_changes_nothing_and_can_be_repeated(bus: Bus, stream: str) -> None:
     await bus.publish(f"{stream}.durable", CheckpointDurable(steps=1, at=0.0))
     for _ in range(3):
-        assert await steps(replay.read(bus, stream, LedgerRecord)) == [(1, 1)]
+        assert await steps(stream_replay.read(bus, stream, LedgerRecord)) == [(1, 1)]
 
 
 async def test_one_subject_of_many(bus: Bus, stream: str) -> None:
     await bus.publish(f"{stream}.durable", CheckpointDurable(steps=1, at=0.0))
     await bus.publish(f"{stream}.trained", BatchTrained(step=0, version=1, started=0, ended=1, at=0.0))
     await bus.publish(f"{stream}.durable", CheckpointDurable(steps=2, at=0.0))
-    assert await steps(replay.read(bus, stream, LedgerRecord, subject=f"{stream}.durable")) == [(1, 1), (3, 2)]
-    assert await steps(replay.read(bus, stream, LedgerRecord, subject=f"{stream}.nothing")) == []
+    assert await steps(stream_replay.read(bus, stream, LedgerRecord, subject=f"{stream}.durable")) == [(1, 1), (3, 2)]
+    assert await steps(stream_replay.read(bus, stream, LedgerRecord, subject=f"{stream}.nothing")) == []
 
 
 async def test_what_does_not_belong_into_the_stream_is_refused(bus: Bus, stream: str) -> None:
     await bus.publish(f"{stream}.x", Durable(steps=1))
     with pytest.raises(BadMessage, match="message kind 'Durable' where LedgerRecord was expected"):
-        await steps(replay.read(bus, stream, LedgerRecord))
+        await steps(stream_replay.read(bus, stream, LedgerRecord))

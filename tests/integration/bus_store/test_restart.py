@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from shared import runs
-from shared.bus import Bus
-from shared.config import RunConfig
-from shared.embedded import EmbeddedNats, EmbeddedServer, EmbeddedValkey
-from shared.messages import BatchRequest, Durable, Failed, Message, Outcome
-from shared.queue import WorkQueue
-from shared.store import BlockingStore, Store
-from shared.streams import scored_consumer
-from shared.subjects import Subjects
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.bus.streams import scored_consumer
+from shared.bus.subjects import Subjects
+from shared.bus.work_queue import WorkQueue
+from shared.config.run_config import RunConfig
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
+from shared.schema.messages import BatchRequest, Durable, Failed, Message, Outcome
+from shared.store.payload_store import BlockingStore, Store
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 

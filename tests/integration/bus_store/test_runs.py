@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shared import runs
-from shared.bus import Bus
-from shared.errors import ConfigError, Problems
-from shared.ledger import RunFinished
-from shared.subjects import Subjects
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.bus.subjects import Subjects
+from shared.runtime.errors import ConfigError, Problems
+from shared.schema.ledger import RunFinished
 from tests.support.run_config import run_config
 
 

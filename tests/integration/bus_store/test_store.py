@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from shared.embedded import EmbeddedValkey
-from shared.errors import DeadlineExceeded, PayloadMissing
-from shared.store import BlockingStore, Store, StoreRefused, StoreUnreachable
+from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.runtime.errors import DeadlineExceeded, PayloadMissing
+from shared.store.payload_store import BlockingStore, Store, StoreRefused, StoreUnreachable
 
 
 async def test_blobs_come_back_in_the_order_asked_for(store: Store, run_name: str) -> None:

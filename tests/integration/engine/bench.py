@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from services.rollout.engine.client import EngineClient
-from services.rollout.service import Rollout
-from shared import sample
-from shared.messages import Failed, Generated, Outcome, Sampling, Task
-from shared.queue import WorkQueue
-from shared.sample import Sample
-from shared.service import Service
-from shared.streams import generated_consumer, scored_consumer
-from shared.subjects import EVAL, TRAIN
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.rollout_service import Rollout
+from shared.bus.streams import generated_consumer, scored_consumer
+from shared.bus.subjects import EVAL, TRAIN
+from shared.bus.work_queue import WorkQueue
+from shared.runtime.service_base import Service
+from shared.schema import sample
+from shared.schema.messages import Failed, Generated, Outcome, Sampling, Task
+from shared.schema.sample import Sample
 from tests.integration.engine.load import prompts
 from tests.support.waiting import until
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from services.rollout.engine.client import EngineClient
-from services.rollout.engine.command import FlagValue, engine_command
-from services.rollout.engine.process import EngineProcess
-from services.rollout.service import Rollout
-from shared import runs
-from shared.bus import Bus
-from shared.cancel import cancelled
-from shared.embedded import EmbeddedNats, EmbeddedValkey, free_port
-from shared.service import Service
-from shared.store import Store
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.engine_process import EngineProcess
+from services.rollout.engine.launch_command import FlagValue, engine_command
+from services.rollout.rollout_service import Rollout
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.runtime.cancellation import cancelled
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, free_port
+from shared.runtime.service_base import Service
+from shared.store.payload_store import Store
 from tests.integration.engine.bench import Bench, NewBench
 from tests.support.run_config import run_config
 from tests.support.tiny_model import TinyModelShape, write_tiny_model

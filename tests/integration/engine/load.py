@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from services.rollout.engine.client import EngineClient
+from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import Generation, GenerationRequest
-from shared.messages import Sampling
+from shared.schema.messages import Sampling
 from tests.support.waiting import until
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=1)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from shared.messages import WeightsAbort, WeightsCommit, WeightsPrepare, WeightsReceive, WeightsReceived
-from shared.weights import digest
-from shared.weights.digest import Known
+from shared.schema.messages import WeightsAbort, WeightsCommit, WeightsPrepare, WeightsReceive, WeightsReceived
+from shared.transfer import digest
+from shared.transfer.digest import TensorDigest
 from tests.integration.engine.bench import Bench
 from tests.support.weights_group import WeightsGroup, known_of, manifest_of, parameters
 
@@ -30,7 +30,7 @@ class Source:
         self.group = WeightsGroup(f"source-{next(NUMBERS)}", world_size)
         self.tensors = parameters(model)
         self.manifest = manifest_of(self.tensors)
-        self.known: dict[str, Known] = known_of(self.manifest, self.tensors)
+        self.known: dict[str, TensorDigest] = known_of(self.manifest, self.tensors)
 
     @property
     def digest(self) -> str:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engine.channel import Received
-from services.rollout.engine.client import EngineClient
+from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
+from services.rollout.engine.receiver_channel import ReceiveReport
 from services.trainer.actor import Actor
 from services.trainer.weights.sender import Sender, Sent
-from shared.weights.digest import version_digest
+from shared.transfer.digest import version_digest
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.load import SAMPLING, prompts
 from tests.support.weights_group import JOIN_SECONDS
@@ -42,7 +42,7 @@ async def test_adapters_alone_make_the_engine_compute_what_the_trainer_does(
     def send(number: int) -> Sent:
         return sender.finish(sender.stream(number, partial=False, seconds=SECONDS))
 
-    async def push(number: int, version: int, check: bool = False) -> Received:
+    async def push(number: int, version: int, check: bool = False) -> ReceiveReport:
         """Returns what the engine says, once it is what the trainer has sent."""
         await client.pause("in_place")
         await client.begin_weight_update()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engine.command import CPU_LAUNCHER, engine_command
-from shared.engine_limits import CPU_MIN_TOKENS
-from shared.errors import ConfigError
+from services.rollout.engine.launch_command import CPU_LAUNCHER, engine_command
+from shared.config.engine_limits import CPU_MIN_TOKENS
+from shared.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from examples.hooks import arithmetic
-from shared.errors import ConfigError
+from shared.runtime.errors import ConfigError
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.reference import log_probs

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.rollout.engine.client import EngineClient
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import Generation, GenerationRequest
-from services.rollout.engine.process import EngineProcess
 from services.trainer.megatron import runtime
-from shared.messages import Sampling
+from shared.schema.messages import Sampling
 from tests.integration.engine.conftest import running_engine
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.support.weights_group import Pusher

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cli.command import COMMAND_SECONDS, ROOT
 from tests.integration.engine.bench import NewBench
+from tests.integration.myxo.command import COMMAND_SECONDS, ROOT
 
 PAGE = (ROOT / "docs" / "first-run.md").read_text()
 FILES: dict[str, str] = dict(re.findall(r"^`([\w./-]+)`:\n\n```\w+\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
@@ -31,7 +31,7 @@ def page(tmp_path: Path, tiny_model: Path) -> Path:
     return tmp_path
 
 
-def myxo(directory: Path, line: str, module: str = "shared.cli.main") -> str:
+def myxo(directory: Path, line: str, module: str = "myxo.main") -> str:
     """What a command of the page prints, run in ``directory`` as a user would; it must succeed."""
     program, *words = line.split()
     assert program == "myxo"
@@ -67,7 +67,7 @@ def test_its_configs_pass_the_check(page: Path, line: str) -> None:
 @pytest.mark.parametrize("line", RUNS)
 def test_its_reward_scores_a_run(page: Path, line: str) -> None:
     """Rollout and trainer are stand-ins: eight tokens a response, which is the label or wrong. Data, buffer and reward are real."""
-    printed = myxo(page, line, "tests.integration.cli.standin_myxo")
+    printed = myxo(page, line, "tests.integration.myxo.standin_myxo")
     summary = json.loads((page / "runs" / "first-run" / "summary.json").read_text())
     assert (summary["steps"], summary["finished"], summary["audit"]) == (4, True, "ok"), printed
     right = summary["reward_first"] - 0.1 * (1 - 8 / 16)

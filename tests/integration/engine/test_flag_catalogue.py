@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from shared import runs, sglang_flags
-from shared.bus import Bus
-from shared.cli.preflight import engine
-from shared.cli.preflight.inspection import Inspection
-from shared.embedded import EmbeddedNats, EmbeddedValkey
-from shared.sglang_flags import EngineFlag, EngineFlags
+from myxo.preflight import engine_checks
+from myxo.preflight.inspection import Inspection
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.config import sglang_flags
+from shared.config.sglang_flags import EngineFlag, EngineFlags
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from tests.support.run_config import run_config
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
@@ -58,7 +59,7 @@ def test_a_machine_without_sglang_says_that_it_cannot_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sglang_flags, "installed", lambda: None)
-    assert list(engine.check_flags(Inspection(run_config(tmp_path, rollout={"sglang": {"typo": 1}})))) == []
+    assert list(engine_checks.check_flags(Inspection(run_config(tmp_path, rollout={"sglang": {"typo": 1}})))) == []
     assert "SGLang is not installed here; [rollout.sglang] is checked where the rollout service starts" in capsys.readouterr().err
 
 

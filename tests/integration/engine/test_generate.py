@@ -8,12 +8,12 @@ from importlib.metadata import version
 import numpy as np
 import pytest
 
-from services.rollout.engine.client import EngineClient
-from services.rollout.engine.errors import EngineError, EngineUnreachable, InvalidRequest
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.engine_errors import EngineError, EngineUnreachable, InvalidRequest
 from services.rollout.engine.generation import GenerationRequest, Span
-from shared.embedded import free_port
-from shared.errors import DeadlineExceeded
-from shared.messages import Sampling
+from shared.runtime.embedded_servers import free_port
+from shared.runtime.errors import DeadlineExceeded
+from shared.schema.messages import Sampling
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.load import LONG, SAMPLING, generating, prompts, requests, whole
 from tests.integration.engine.reference import log_probs

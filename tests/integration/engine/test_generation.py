@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.engine.errors import EngineError
+from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.generation import Generation, GenerationRequest, Span, parse_group
 
 REQUEST = GenerationRequest([5, 6], 8, rid="a")

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.weights import PushRefused
-from shared import sample
-from shared.messages import Interrupted, Payload, Sampling, WeightsCommit, WeightsOffer, WeightsReady
-from shared.sample import Sample
+from services.rollout.weight_receiver import PushRefused
+from shared.schema import sample
+from shared.schema.messages import Interrupted, Payload, Sampling, WeightsCommit, WeightsOffer, WeightsReady
+from shared.schema.sample import Sample
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.load import LONG

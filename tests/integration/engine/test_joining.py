@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.engine.client import EngineClient
+from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest, Span
 from services.rollout.replica import NO_WEIGHTS
-from services.rollout.service import Rollout
-from shared import runs
-from shared.bus import Bus
-from shared.cancel import cancelled
-from shared.embedded import EmbeddedNats, EmbeddedValkey
-from shared.messages import WeightsLive, WeightsSnapshot
-from shared.service import Service
-from shared.weights.digest import Known
-from shared.weights.snapshot import Link
-from shared.weights.snapshot_chain import Snapshots
-from shared.weights.snapshot_copy import LocalCopy, OpenTensors
-from shared.weights.snapshot_draft import Draft
+from services.rollout.rollout_service import Rollout
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.runtime.cancellation import cancelled
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.runtime.service_base import Service
+from shared.schema.messages import WeightsLive, WeightsSnapshot
+from shared.transfer.digest import TensorDigest
+from shared.transfer.snapshot import SnapshotLink
+from shared.transfer.snapshot_chain import Snapshots
+from shared.transfer.snapshot_copy import LocalCopy, OpenTensors
+from shared.transfer.snapshot_draft import SnapshotDraft
 from tests.integration.engine.conftest import Checkpoint, Checkpoints
 from tests.integration.engine.load import LONG, SAMPLING, generating, prompts
 from tests.integration.engine.reference import log_probs
@@ -68,15 +68,15 @@ async def a_run(
         await service.bus.close()
 
 
-def write(snapshots: Snapshots, version: int, checkpoint: Checkpoint, base: LocalCopy | None = None) -> Link:
+def write(snapshots: Snapshots, version: int, checkpoint: Checkpoint, base: LocalCopy | None = None) -> SnapshotLink:
     """A snapshot as a trainer writes it."""
-    draft = Draft(snapshots, version, base)
+    draft = SnapshotDraft(snapshots, version, base)
     with OpenTensors([checkpoint.path / "model.safetensors"]) as held:
         draft.add({name: (dtype, shape, held[name]) for name, (dtype, shape) in held.tensors.items()})
         return draft.publish(lambda path: [shutil.copy(file, path) for file in checkpoint.path.glob("*.json")] and None)
 
 
-async def announce(service: Service, link: Link) -> None:
+async def announce(service: Service, link: SnapshotLink) -> None:
     message = WeightsSnapshot(
         version=link.version, digest=link.digest, form=link.kind, path=str(link.path), bytes=link.bytes, seconds=0.1, at=time.time()
     )
@@ -157,7 +157,7 @@ async def test_weights_from_another_engine(
 ) -> None:
     """The lender's requests run on as if nothing were; the joiner serves what it serves, and knows its digest."""
     with OpenTensors([checkpoint(1).path / "model.safetensors"]) as held:
-        known: dict[str, Known] = held.known()
+        known: dict[str, TensorDigest] = held.known()
     async with a_run(nats, valkey, run_name, tmp_path, checkpoint(0).path) as replica:
         lender = await replica("rollout-1", client)
         await client.update_weights_from_disk(str(checkpoint(1).path), 5)

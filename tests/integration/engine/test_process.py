@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.rollout.engine.client import EngineClient
-from services.rollout.engine.command import EngineCommand, engine_command
-from services.rollout.engine.errors import EngineStartError, EngineUnreachable
-from services.rollout.engine.process import LEASH, EngineProcess, group_members
-from shared.embedded import free_port
-from shared.errors import DeadlineExceeded
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.engine_errors import EngineStartError, EngineUnreachable
+from services.rollout.engine.engine_process import LEASH, EngineProcess, group_members
+from services.rollout.engine.launch_command import EngineCommand, engine_command
+from shared.runtime.embedded_servers import free_port
+from shared.runtime.errors import DeadlineExceeded
 from tests.integration.engine.conftest import START_SECONDS, Checkpoints
 from tests.integration.engine.load import generating
 from tests.support.waiting import until
@@ -26,8 +26,8 @@ from tests.support.waiting import until
 SERVICE = """
 import asyncio, sys, time
 from pathlib import Path
-from services.rollout.engine.command import EngineCommand, engine_command
-from services.rollout.engine.process import EngineProcess
+from services.rollout.engine.launch_command import EngineCommand, engine_command
+from services.rollout.engine.engine_process import EngineProcess
 
 engine = EngineProcess({command}, Path({log!r}))
 engine.start()

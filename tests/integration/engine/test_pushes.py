@@ -7,11 +7,11 @@ import itertools
 
 import pytest
 
-from services.rollout import weights as protocol
-from services.rollout.engine.channel import ReceiverError
+from services.rollout import weight_receiver as protocol
+from services.rollout.engine.receiver_channel import ReceiverError
 from services.rollout.replica import NO_WEIGHTS
-from services.rollout.weights import PushRefused
-from shared.messages import WeightsOffer, WeightsReady, WeightsReceive
+from services.rollout.weight_receiver import PushRefused
+from shared.schema.messages import WeightsOffer, WeightsReady, WeightsReceive
 from tests.integration.engine.bench import Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.source import SECONDS, Source

@@ -13,12 +13,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.rollout.engine.process import EngineProcess
+from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.router import Router
-from shared import runs
-from shared.bus import Bus
-from shared.embedded import EmbeddedNats, EmbeddedValkey, die_with_parent, free_port
-from shared.service import Service
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, die_with_parent, free_port
+from shared.runtime.service_base import Service
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from services.rollout import service as rollout_service
+from services.rollout import rollout_service
 from services.rollout.token_rate import WINDOW_SECONDS
-from shared.messages import Sampling
+from shared.schema.messages import Sampling
 from tests.integration.engine.bench import NewBench
 from tests.support.waiting import until
 

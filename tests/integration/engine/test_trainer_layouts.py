@@ -15,19 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from services.rollout.engine.client import EngineClient
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import Generation, GenerationRequest
-from services.rollout.engine.process import EngineProcess
 from services.trainer.actor import Actor
 from services.trainer.megatron.export import copy_beside_weights
 from services.trainer.weights.sender import LaneKind, Sender
-from services.trainer.weights.snapshots import on_host
-from shared.messages import Sampling, WeightsLane
-from shared.weights.digest import Known, version_digest
-from shared.weights.snapshot import Link
-from shared.weights.snapshot_chain import Snapshots
-from shared.weights.snapshot_copy import LocalCopy
-from shared.weights.snapshot_draft import Draft
+from services.trainer.weights.snapshot_writer import on_host
+from shared.schema.messages import Sampling, WeightsLane
+from shared.transfer.digest import TensorDigest, version_digest
+from shared.transfer.snapshot import SnapshotLink
+from shared.transfer.snapshot_chain import Snapshots
+from shared.transfer.snapshot_copy import LocalCopy
+from shared.transfer.snapshot_draft import SnapshotDraft
 from tests.integration.engine.conftest import running_engine
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.unit.trainer.megatron import rank_steps
@@ -189,20 +189,20 @@ def pushed_digest(actor: Actor, carried_by: LaneKind, place: Path) -> str:
     if dist.get_rank() == 0:
         say(place, "lanes", [lane.model_dump() for lane in lanes])
     sender.join(SECONDS)
-    known: dict[str, Known] = {}
+    known: dict[str, TensorDigest] = {}
     for push in range(PUSHES):
         sent = sender.finish(sender.stream(push, partial=False, seconds=SECONDS))
         assert sent.error is None, sent.error
         for tensors in sender.agree({name: [one.dtype, one.shape, one.digest] for name, one in sent.known.items()}):
-            known |= {name: Known(dtype, tuple(shape), digest) for name, (dtype, shape, digest) in tensors.items()}
+            known |= {name: TensorDigest(dtype, tuple(shape), digest) for name, (dtype, shape, digest) in tensors.items()}
     sender.agree(wait_for(place / "pushed.json"))  # the engine has everything
     sender.close()
     return version_digest(known)
 
 
-def write_snapshot(actor: Actor, snapshots: Snapshots, version: int, base: LocalCopy | None) -> Link | None:
+def write_snapshot(actor: Actor, snapshots: Snapshots, version: int, base: LocalCopy | None) -> SnapshotLink | None:
     """Rank 0's; None on the others."""
-    draft = Draft(snapshots, version, base) if dist.get_rank() == 0 else None
+    draft = SnapshotDraft(snapshots, version, base) if dist.get_rank() == 0 else None
     for bucket in actor.export(BUCKET_BYTES):
         if draft is not None:
             draft.add(on_host(bucket))

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.engine.client import EngineClient
+from services.rollout.colocated_engine import ColocatedEngine
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.engine_memory import EVERYTHING, WEIGHTS
 from services.rollout.engine.generation import GenerationRequest
-from services.rollout.engine.occupation import EVERYTHING, WEIGHTS
-from services.rollout.turns import Turns
-from shared.messages import Accepted, Message, Sampling, WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
+from shared.schema.messages import Accepted, Message, Sampling, WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.load import LONG
@@ -109,7 +109,7 @@ async def test_each_word_of_the_trainer_counts_from_when_it_was_said(desk: Bench
 async def test_weights_that_went_with_the_memory_come_back_by_a_push_only(desk: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is told to release its memory as on a GPU; on a CPU it keeps it, so that only the protocol is seen here."""
     turns = desk.replica.turns
-    assert isinstance(turns, Turns)
+    assert isinstance(turns, ColocatedEngine)
     monkeypatch.setattr(turns, "_releases", True)
     monkeypatch.setattr(turns, "_loses", True)
     adopted: list[int] = []

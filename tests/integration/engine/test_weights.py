@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.engine.channel import ReceiverError
-from services.rollout.engine.client import EngineClient
-from services.rollout.engine.errors import EngineError, InvalidRequest
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.engine_errors import EngineError, InvalidRequest
+from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import GenerationRequest, Span
-from services.rollout.engine.process import EngineProcess
-from shared.weights import digest
+from services.rollout.engine.receiver_channel import ReceiverError
+from shared.transfer import digest
 from tests.integration.engine.conftest import Checkpoints, fresh_client, running_engine
 from tests.integration.engine.load import LONG, SAMPLING, generating, prompts, requests
 from tests.integration.engine.reference import log_probs, log_probs_with_kept_cache

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus import Bus
-from shared.cli.main import main
-from shared.embedded import EmbeddedNats, free_port
-from shared.environment.client import open_environment
+from myxo.main import main
+from shared.bus.connection import Bus
+from shared.environment.environment_client import open_environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed
-from shared.errors import MyxoError
+from shared.runtime.embedded_servers import EmbeddedNats, free_port
+from shared.runtime.errors import MyxoError
 from tests.integration.environments.live import ROOT, EnvironmentProcess, mute_server, node_example, page_example, python_example
 from tests.support.waiting import until
 
@@ -55,7 +55,7 @@ def command(*words: str, **environment: str) -> tuple[int, str, str]:
     """The command as a process."""
     inherited = {key: value for key, value in os.environ.items() if key not in ("NATS_URL", "NATS_URL_FILE")}
     done = subprocess.run(
-        [sys.executable, "-m", "shared.cli.main", "env", "check", *words],
+        [sys.executable, "-m", "myxo.main", "env", "check", *words],
         cwd=ROOT,
         env={**inherited, **environment},
         capture_output=True,

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from shared.embedded import EmbeddedNats, free_port
-from shared.messages import Failed, Generated, Scored
-from shared.queue import WorkQueue
-from shared.registry import Registry
-from shared.streams import generated_consumer
+from shared.bus.registry import Registry
+from shared.bus.streams import generated_consumer
+from shared.bus.work_queue import WorkQueue
+from shared.runtime.embedded_servers import EmbeddedNats, free_port
+from shared.schema.messages import Failed, Generated, Scored
 from tests.integration.environments.live import ROOT, mute_server, node_example, page_example, python_example
 from tests.support.reward_bench import Bench, NewBench
 from tests.support.waiting import until
@@ -35,7 +35,7 @@ async def waiting(desk: Bench, environment: str) -> tuple[int, int]:
 
 async def status(desk: Bench, nats: EmbeddedNats) -> dict[str, Any]:
     """What ``myxo status`` says of the run."""
-    command = [sys.executable, "-m", "shared.cli.main", "status", desk.config.run.name, "--json"]
+    command = [sys.executable, "-m", "myxo.main", "status", desk.config.run.name, "--json"]
     environment = {**os.environ, "NATS_URL": nats.url, "PYTHONPATH": str(ROOT)}
     done = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

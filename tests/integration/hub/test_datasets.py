@@ -10,11 +10,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from shared.config import RunConfig
-from shared.data_files import files
-from shared.errors import ConfigError
-from shared.hub import resolve
-from shared.rows import open_rows
+from shared.config.run_config import RunConfig
+from shared.data.data_files import files
+from shared.data.rows import open_rows
+from shared.hub import hub_resolve
+from shared.runtime.errors import ConfigError
 from tests.support.hub_server import HubServer
 from tests.support.run_config import run_config
 
@@ -41,17 +41,17 @@ def parquet(**columns: list[Any]) -> bytes:
 
 
 def named(tmp_path: Path, *names: str) -> RunConfig:
-    return resolve.pinned(run_config(tmp_path, data={"prompt_data": list(names)}).absolute(tmp_path))
+    return hub_resolve.pinned(run_config(tmp_path, data={"prompt_data": list(names)}).absolute(tmp_path))
 
 
 def rows(config: RunConfig) -> list[dict[str, Any]]:
-    opened = open_rows(files(resolve.local(config, resolve.DATA).data.prompt_data), "data.prompt_data")
+    opened = open_rows(files(hub_resolve.local(config, hub_resolve.DATA).data.prompt_data), "data.prompt_data")
     return [opened[row] for row in range(len(opened))]
 
 
 def refused(tmp_path: Path, name: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        resolve.local(named(tmp_path, name), resolve.DATA)
+        hub_resolve.local(named(tmp_path, name), hub_resolve.DATA)
     assert caught.value.field == "data.prompt_data"
     assert "\n" not in str(caught.value)
     return caught.value.expected

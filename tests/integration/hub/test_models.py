@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
-from shared import runs
-from shared.bus import Bus
-from shared.config import RunConfig
-from shared.embedded import free_port
-from shared.errors import ConfigError
-from shared.hub import client, pins, resolve, transfer
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.config.run_config import RunConfig
+from shared.hub import hub_client, hub_download, hub_pins, hub_resolve
+from shared.runtime.embedded_servers import free_port
+from shared.runtime.errors import ConfigError
 from tests.integration.hub.conftest import MODEL
 from tests.support.hub_server import HubServer
 from tests.support.run_config import run_config
@@ -30,7 +30,7 @@ def named(tmp_path: Path, name: str = "org/model") -> RunConfig:
 def refused(tmp_path: Path, name: str = "org/model") -> str:
     """The error of a name that cannot be used."""
     with pytest.raises(ConfigError) as caught:
-        resolve.local(resolve.pinned(named(tmp_path, name)))
+        hub_resolve.local(hub_resolve.pinned(named(tmp_path, name)))
     assert caught.value.field == "model.hf_checkpoint"
     assert "\n" not in str(caught.value)
     return caught.value.expected
@@ -38,11 +38,11 @@ def refused(tmp_path: Path, name: str = "org/model") -> str:
 
 def test_only_what_is_needed_is_downloaded_and_only_once(hub: HubServer, tmp_path: Path) -> None:
     commit = hub.commit("models", "org/model", MODEL)
-    config = resolve.pinned(named(tmp_path))
+    config = hub_resolve.pinned(named(tmp_path))
     assert str(config.model.hf_checkpoint) == f"hf:org/model@main={commit}"
-    buffer = resolve.for_service(config, "buffer").model.hf_checkpoint
+    buffer = hub_resolve.for_service(config, "buffer").model.hf_checkpoint
     assert sorted(path.name for path in buffer.iterdir()) == ["config.json", "tokenizer.json", "tokenizer_config.json"]
-    directory = resolve.for_service(config, "rollout").model.hf_checkpoint
+    directory = hub_resolve.for_service(config, "rollout").model.hf_checkpoint
     assert sorted(path.name for path in directory.iterdir()) == [
         "config.json",
         "model.safetensors",
@@ -52,8 +52,8 @@ def test_only_what_is_needed_is_downloaded_and_only_once(hub: HubServer, tmp_pat
     assert (directory / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
     assert directory == tmp_path / "hf" / "hub" / "models--org--model" / "snapshots" / commit
     hub.asked.clear()
-    assert resolve.for_service(config, "trainer").model.hf_checkpoint == directory
-    assert resolve.for_service(config, "reward") is config
+    assert hub_resolve.for_service(config, "trainer").model.hf_checkpoint == directory
+    assert hub_resolve.for_service(config, "reward") is config
     assert hub.asked == []
 
 
@@ -62,53 +62,53 @@ def test_of_several_weight_files_the_index_says_which(hub: HubServer, tmp_path: 
     index = json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}).encode()
     beside = {name: content for name, content in MODEL.items() if name != "model.safetensors"}
     hub.commit("models", "org/model", {**beside, **shards, "consolidated.safetensors": b"again", "model.safetensors.index.json": index})
-    config = resolve.pinned(named(tmp_path))
-    directory = resolve.local(config).model.hf_checkpoint
+    config = hub_resolve.pinned(named(tmp_path))
+    directory = hub_resolve.local(config).model.hf_checkpoint
     assert sorted(path.name for path in directory.glob("*.safetensors")) == sorted(shards)
     (directory / "model-00002-of-00002.safetensors").unlink()
-    assert resolve.local(config).model.hf_checkpoint == directory
+    assert hub_resolve.local(config).model.hf_checkpoint == directory
     assert (directory / "model-00002-of-00002.safetensors").is_file()
 
 
 def test_a_branch_that_moves_does_not_move_a_run(hub: HubServer, tmp_path: Path) -> None:
     old = hub.commit("models", "org/model", MODEL)
-    config = resolve.pinned(named(tmp_path))
+    config = hub_resolve.pinned(named(tmp_path))
     (tmp_path / runs.FROZEN).write_text(config.model_dump_json())
-    resolve.local(config)
+    hub_resolve.local(config)
     new = hub.commit("models", "org/model", {**MODEL, "model.safetensors": b"trained on"})
-    assert str(resolve.pinned(named(tmp_path)).model.hf_checkpoint) == f"hf:org/model@main={new}"
-    again = resolve.pinned(named(tmp_path), pins.read(tmp_path))
+    assert str(hub_resolve.pinned(named(tmp_path)).model.hf_checkpoint) == f"hf:org/model@main={new}"
+    again = hub_resolve.pinned(named(tmp_path), hub_pins.read(tmp_path))
     assert str(again.model.hf_checkpoint) == f"hf:org/model@main={old}"
-    assert (resolve.local(again).model.hf_checkpoint / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
-    other = resolve.pinned(named(tmp_path, f"org/model@{new}"), pins.read(tmp_path))
+    assert (hub_resolve.local(again).model.hf_checkpoint / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+    other = hub_resolve.pinned(named(tmp_path, f"org/model@{new}"), hub_pins.read(tmp_path))
     assert str(other.model.hf_checkpoint) == f"hf:org/model@{new}"
 
 
 async def test_the_bus_tells_the_commits_of_a_run(hub: HubServer, tmp_path: Path, bus: Bus, run_name: str) -> None:
     commit = hub.commit("models", "org/model", MODEL)
     config = named(tmp_path)
-    config = resolve.pinned(config.model_copy(update={"run": config.run.model_copy(update={"name": run_name})}))
-    assert await pins.on_bus(bus, run_name) == {}
+    config = hub_resolve.pinned(config.model_copy(update={"run": config.run.model_copy(update={"name": run_name})}))
+    assert await hub_pins.on_bus(bus, run_name) == {}
     await runs.create(bus, config, None)
-    assert await pins.on_bus(bus, run_name) == {"hf:org/model": f"hf:org/model@main={commit}"}
+    assert await hub_pins.on_bus(bus, run_name) == {"hf:org/model": f"hf:org/model@main={commit}"}
 
 
 def test_what_is_in_the_cache_needs_no_network(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.commit("models", "org/model", MODEL)
     hub.commit("models", "org/model", {**MODEL, "config.json": b"[]"}, branch="v1")
-    config = resolve.pinned(named(tmp_path))
-    directory = resolve.local(config).model.hf_checkpoint
+    config = hub_resolve.pinned(named(tmp_path))
+    directory = hub_resolve.local(config).model.hf_checkpoint
     hub.asked.clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert resolve.pinned(named(tmp_path)) == config
-    assert resolve.local(config).model.hf_checkpoint == directory
+    assert hub_resolve.pinned(named(tmp_path)) == config
+    assert hub_resolve.local(config).model.hf_checkpoint == directory
     line = refused(tmp_path, "org/model@v1")
     assert "HF_HUB_OFFLINE is set, and the cache " in line
     assert f"{tmp_path}/hf" in line
     assert hub.asked == []
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    assert resolve.pinned(named(tmp_path)) == config
+    assert hub_resolve.pinned(named(tmp_path)) == config
     (directory / "model.safetensors").unlink()
     assert "cannot be reached" in refused(tmp_path)
 
@@ -124,12 +124,12 @@ def test_no_network_is_told_at_once(tmp_path: Path, hub: HubServer, monkeypatch:
 
 
 def test_a_hub_that_keeps_silent_is_given_up(tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(hub_client, "REQUEST_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert "cannot be reached" in refused(tmp_path)
-    monkeypatch.setattr(client, "REQUEST_SECONDS", 60)
-    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(hub_client, "REQUEST_SECONDS", 60)
+    monkeypatch.setattr(hub_client, "ANSWER_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert "no answer within" in refused(tmp_path)
@@ -154,7 +154,7 @@ def test_a_gated_model_needs_a_token(hub: HubServer, tmp_path: Path, monkeypatch
     monkeypatch.setenv("HF_TOKEN", "hf_another")
     assert "the account of HF_TOKEN has no access" in refused(tmp_path)
     monkeypatch.setenv("HF_TOKEN", hub.token)
-    assert resolve.local(resolve.pinned(named(tmp_path))).model.hf_checkpoint.is_dir()
+    assert hub_resolve.local(hub_resolve.pinned(named(tmp_path))).model.hf_checkpoint.is_dir()
 
 
 @pytest.mark.parametrize(
@@ -174,28 +174,28 @@ def test_a_repository_without_what_a_run_needs(hub: HubServer, tmp_path: Path, a
 def test_a_download_that_breaks_off_goes_on_where_it_was(hub: HubServer, tmp_path: Path) -> None:
     hub.commit("models", "org/model", MODEL)
     hub.cut["model.safetensors"] = 1000
-    directory = resolve.local(resolve.pinned(named(tmp_path))).model.hf_checkpoint
+    directory = hub_resolve.local(hub_resolve.pinned(named(tmp_path))).model.hf_checkpoint
     assert (directory / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
     assert len([line for line in hub.asked if line.startswith("GET") and line.endswith("/model.safetensors")]) == 2
 
 
 def test_where_xet_is_blocked_plain_http_is_used(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
-    monkeypatch.setattr(transfer, "XET_STALL_SECONDS", 0.3)
+    monkeypatch.setattr(hub_download, "XET_STALL_SECONDS", 0.3)
     hub.commit("models", "org/model", MODEL)
     hub.over_xet.add("model.safetensors")
-    directory = resolve.local(resolve.pinned(named(tmp_path))).model.hf_checkpoint
+    directory = hub_resolve.local(hub_resolve.pinned(named(tmp_path))).model.hf_checkpoint
     assert (directory / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
     assert any("xet-read-token" in line for line in hub.asked)
 
 
 def test_a_file_in_the_cache_that_is_not_whole_comes_again(hub: HubServer, tmp_path: Path) -> None:
     hub.commit("models", "org/model", MODEL)
-    config = resolve.pinned(named(tmp_path))
-    directory = resolve.local(config).model.hf_checkpoint
+    config = hub_resolve.pinned(named(tmp_path))
+    directory = hub_resolve.local(config).model.hf_checkpoint
     (directory / "model.safetensors").resolve().write_bytes(b"cut")
     (directory / "config.json").unlink()
-    assert (resolve.local(config).model.hf_checkpoint / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+    assert (hub_resolve.local(config).model.hf_checkpoint / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
 
 
 def test_room_is_looked_for_before(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

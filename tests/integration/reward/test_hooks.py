@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shared.messages import Outcome, Scored
-from shared.registry import Registry
+from shared.bus.registry import Registry
+from shared.schema.messages import Outcome, Scored
 from tests.support.reward_bench import Bench, NewBench
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from services.reward.pool import START_SECONDS, VerifierPool, WorkerFailed
-from shared.errors import DeadlineExceeded
+from services.reward.worker_pool import START_SECONDS, VerifierPool, WorkerFailed
+from shared.runtime.errors import DeadlineExceeded
 
 SOON = 60.0
 """A deadline that a healthy verifier does not reach on a slow machine."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shared.messages import Failed, Generated, Payload, SampleMeta, Scored
-from shared.queue import WorkQueue
-from shared.registry import Registry
-from shared.streams import generated_consumer
+from shared.bus.registry import Registry
+from shared.bus.streams import generated_consumer
+from shared.bus.work_queue import WorkQueue
+from shared.schema.messages import Failed, Generated, Payload, SampleMeta, Scored
 from tests.support.reward_bench import NewBench
 from tests.support.waiting import until
 

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from services.trainer.exchange import Exchange
-from shared.embedded import EmbeddedValkey
-from shared.errors import PayloadMissing
+from services.trainer.actor_critic_exchange import ActorCriticExchange
+from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.runtime.errors import PayloadMissing
 
 
 @pytest.fixture
-def exchange(valkey: EmbeddedValkey, run_name: str) -> Iterator[Exchange]:
-    made = Exchange(valkey.url, run_name)
+def exchange(valkey: EmbeddedValkey, run_name: str) -> Iterator[ActorCriticExchange]:
+    made = ActorCriticExchange(valkey.url, run_name)
     yield made
     made.close()
 
 
-def test_numbers_come_back_to_the_bit(exchange: Exchange) -> None:
+def test_numbers_come_back_to_the_bit(exchange: ActorCriticExchange) -> None:
     numbers = {"g1/0": np.asarray([0.1, -2.5], np.float32), "g1/1": np.zeros(0, np.float32)}
     assert not exchange.complete("values", 4)
     exchange.write("values", 4, numbers)
@@ -32,25 +32,25 @@ def test_numbers_come_back_to_the_bit(exchange: Exchange) -> None:
     assert exchange.read("values", 4, []) == []
 
 
-def test_what_is_not_there_is_named(exchange: Exchange) -> None:
+def test_what_is_not_there_is_named(exchange: ActorCriticExchange) -> None:
     exchange.write("kl", 2, {"g1/0": np.ones(1, np.float32)})
     with pytest.raises(PayloadMissing, match=r"the store holds no kl of sample g1/1, step 2"):
         exchange.read("kl", 2, ["g1/0", "g1/1"])
 
 
-def test_steps_behind_a_checkpoint_are_freed(exchange: Exchange, valkey: EmbeddedValkey, run_name: str) -> None:
+def test_steps_behind_a_checkpoint_are_freed(exchange: ActorCriticExchange, valkey: EmbeddedValkey, run_name: str) -> None:
     for step in range(5):
         exchange.write("values", step, {"g/0": np.ones(1, np.float32)})
         exchange.finish("values", step)
     exchange.forget("values", 3)
     assert [exchange.complete("values", step) for step in range(5)] == [False, False, False, True, True]
-    again = Exchange(valkey.url, run_name)  # as after a restart
+    again = ActorCriticExchange(valkey.url, run_name)  # as after a restart
     again.forget("values", 4)
     assert [again.complete("values", step) for step in range(5)] == [False, False, False, False, True]
     again.close()
 
 
-def test_what_its_reader_is_past_is_not_written_again(exchange: Exchange) -> None:
+def test_what_its_reader_is_past_is_not_written_again(exchange: ActorCriticExchange) -> None:
     exchange.save("critic", 3)
     for step in (2, 3):  # an actor that resumed from an older checkpoint
         exchange.write("kl", step, {"g/0": np.ones(1, np.float32)})
@@ -58,7 +58,7 @@ def test_what_its_reader_is_past_is_not_written_again(exchange: Exchange) -> Non
     assert [exchange.complete("kl", step) for step in (2, 3)] == [False, True]
 
 
-def test_each_role_says_how_far_it_has_saved(exchange: Exchange) -> None:
+def test_each_role_says_how_far_it_has_saved(exchange: ActorCriticExchange) -> None:
     assert exchange.saved("critic") == 0
     exchange.save("critic", 12)
     assert (exchange.saved("critic"), exchange.saved("actor")) == (12, 0)

@@ -16,16 +16,16 @@ import torch
 from safetensors.torch import load_file
 
 from services.trainer.actor import Actor
-from services.trainer.link import Link
+from services.trainer.control_client import ControlClient
 from services.trainer.megatron import runtime
-from services.trainer.weights.snapshots import CURRENT, SnapshotWriter
-from shared import runs
-from shared.bus import Bus
-from shared.embedded import EmbeddedNats, EmbeddedValkey
-from shared.messages import ServiceCard, WeightsLive, WeightsSnapshot
-from shared.registry import Registry
-from shared.weights.snapshot_chain import Snapshots
-from shared.weights.snapshot_copy import LocalCopy
+from services.trainer.weights.snapshot_writer import CURRENT, SnapshotWriter
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.bus.registry import Registry
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.schema.messages import ServiceStatus, WeightsLive, WeightsSnapshot
+from shared.transfer.snapshot_chain import Snapshots
+from shared.transfer.snapshot_copy import LocalCopy
 from tests.support.run_config import run_config
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import make_checkpoint
@@ -36,7 +36,7 @@ SECONDS = 60
 class Bench:
     """A trainer of one rank without its loop."""
 
-    def __init__(self, link: Link, actor: Actor, nats: EmbeddedNats) -> None:
+    def __init__(self, link: ControlClient, actor: Actor, nats: EmbeddedNats) -> None:
         self.link, self.actor, self._nats = link, actor, nats
         self.writer = SnapshotWriter(link.config, link, actor)
         self.snapshots = Snapshots.of(link.config)
@@ -58,7 +58,7 @@ class Bench:
     def card(self, version: int, **gauges: float) -> None:
         """A replica's card, as the link has read it from the registry."""
         fields = {"service": "rollout", "instance": "rollout-1", "host": "h", "pid": 1, "http": "", "state": "ready", "incarnation": "a"}
-        card = ServiceCard(**fields, version=version, gauges=gauges, at=time.time())
+        card = ServiceStatus(**fields, version=version, gauges=gauges, at=time.time())
 
         async def renew() -> None:
             bus = await Bus.connect(self._nats.url, "test")
@@ -86,7 +86,7 @@ NewBench = Callable[..., Bench]
 def new_bench(
     nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[NewBench]:
-    links: list[Link] = []
+    links: list[ControlClient] = []
     make_checkpoint("qwen3_tied", tmp_path / "model")
 
     def make(dtype: str = "float32", **weights: Any) -> Bench:
@@ -100,7 +100,7 @@ def new_bench(
         asyncio.run(create())
         for name, value in {"NATS_URL": nats.url, "REDIS_URL": valkey.url, "MYXO_RUN": run_name}.items():
             monkeypatch.setenv(name, value)
-        links.append(Link().__enter__())
+        links.append(ControlClient().__enter__())
         return Bench(links[-1], rank_steps.actor(tmp_path / "model", dtype=dtype), nats)
 
     yield make
@@ -214,7 +214,7 @@ def test_a_full_disk_ends_no_training(new_bench: NewBench, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr("shared.weights.tensor_file.write", no_space)
+        full.setattr("shared.transfer.tensor_file.write", no_space)
         assert bench.writer.write(1) is None
     assert bench.snapshots.versions() == [0] and not bench.writer.due(1)  # not at once again
     assert np.isfinite(bench.writer._not_before) and os.listdir(bench.snapshots.directory) == ["v000000"]

@@ -11,7 +11,7 @@ import pytest
 from cryptography import x509
 
 from shared.accounts import certificates
-from shared.accounts.certificates import LIFE, RENEW, Pair, make, stale
+from shared.accounts.certificates import LIFE, RENEW, KeyPair, make, stale
 
 HOSTS = {"nats": ["nats", "localhost", "127.0.0.1"], "redis": ["redis", "10.1.2.3"]}
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -37,7 +37,7 @@ def test_it_is_made_anew_a_month_before_its_end(before_the_end: timedelta, kept:
 def test_what_does_not_fit_is_made_anew() -> None:
     chain, other = make(HOSTS), make(HOSTS)
     assert "other hosts" in (stale(chain, HOSTS | {"nats": ["nats", "elsewhere"]}) or "")
-    mixed = chain.servers | {"nats": Pair(chain.servers["nats"].certificate, other.servers["nats"].key)}
+    mixed = chain.servers | {"nats": KeyPair(chain.servers["nats"].certificate, other.servers["nats"].key)}
     assert "key" in (stale(replace(chain, servers=mixed), HOSTS) or "")
     assert "cannot be used" in (stale(replace(chain, authority=other.authority), HOSTS) or "")
     assert "cannot be used" in (stale(replace(chain, authority=b"junk"), HOSTS) or "")

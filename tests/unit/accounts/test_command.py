@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.cli.accounts import address
-from shared.cli.main import main
-from shared.errors import ConfigError
+from myxo.commands.accounts import address
+from myxo.main import main
+from shared.runtime.errors import ConfigError
 
 
 def test_it_says_what_it_did_and_no_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

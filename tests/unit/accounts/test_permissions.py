@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from shared.accounts.permissions import ROLES, Rights, allowed, covers, rights
-from shared.subjects import Subjects
+from shared.bus.subjects import Subjects
 from tests.support import intended_rights as intended
 
 RUN, OTHER = "demo", "demo-2"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from services.buffer.buffer_config import BufferConfig
 from services.buffer.dead_groups import RATE_SECONDS, DeadGroups
-from services.buffer.limits import Limits
-from shared.ledger import EvalScored, GroupDead, GroupsAdmitted, GroupsDropped, GroupsScored, LedgerRecord
+from shared.schema.ledger import EvalScored, GroupDead, GroupsAdmitted, GroupsDropped, GroupsScored, LedgerRecord
 from tests.support.run_config import run_config
 
 
@@ -60,4 +60,4 @@ def test_the_rate_is_of_late() -> None:
 @pytest.mark.parametrize(("batch", "given", "limit"), [(2, None, 32), (64, None, 256), (64, 5, 5), (2, 0, 0)])
 def test_the_default_is_a_few_batches(tmp_path, batch: int, given: int | None, limit: int) -> None:  # type: ignore[no-untyped-def]
     config = run_config(tmp_path, rollout={"rollout_batch_size": batch, "max_dead_in_a_row": given})
-    assert Limits.of(config, 0).max_dead_in_a_row == limit
+    assert BufferConfig.of(config, 0).max_dead_in_a_row == limit

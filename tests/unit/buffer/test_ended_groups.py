@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.buffer.ended_groups import chosen, ended, trained_not_durable
 from services.buffer.state import BufferState
-from shared.ledger import (
+from shared.schema.ledger import (
     BatchFormed,
     BatchTrained,
     CheckpointDurable,
@@ -19,7 +19,7 @@ from shared.ledger import (
     eval_group_id,
     group_id,
 )
-from shared.messages import Payload, SampleMeta
+from shared.schema.messages import Payload, SampleMeta
 
 
 def scored(number: int, removed: tuple[int, ...] = ()) -> ScoredGroup:

@@ -15,11 +15,12 @@ import pytest
 from services.buffer import rollout_writer
 from services.buffer.ended_groups import EndedGroup
 from services.buffer.rollout_writer import RolloutWriter, WriteJob
-from shared import rollout_files, sample
-from shared.ledger import group_id
-from shared.prompts import Prompt
-from shared.rollout_files import RolloutReader
-from shared.sample import Sample
+from shared.data import rollout_files
+from shared.data.prompts import Prompt
+from shared.data.rollout_files import RolloutReader
+from shared.schema import sample
+from shared.schema.ledger import group_id
+from shared.schema.sample import Sample
 
 BOUND = 1 << 20
 

@@ -15,22 +15,22 @@ import numpy
 import pytest
 from numpy.random import default_rng
 
+from myxo.run.ledger_audit import audit
 from services.buffer.simulation import baseline, picture
 from services.buffer.simulation.baseline import Baseline
-from services.buffer.simulation.command import main
-from services.buffer.simulation.engine import Engine
-from services.buffer.simulation.model import Model
-from services.buffer.simulation.run import ORDERS, POLICIES, Outcome, Plan, Setting, Simulated, limits, settings
-from services.buffer.simulation.tally import Tally
+from services.buffer.simulation.length_tally import LengthTally
+from services.buffer.simulation.modelled_engine import ModelledEngine
+from services.buffer.simulation.simulate_command import main
+from services.buffer.simulation.simulation_run import ORDERS, POLICIES, PolicyOutcome, Setting, Simulated, SimulationPlan, limits, settings
+from services.buffer.simulation.workload_model import WorkloadModel
 from services.buffer.simulation.world import NO_BOUND, World
 from services.buffer.state import BufferState
-from shared.audit import audit
-from shared.errors import ConfigError
-from shared.ledger import BatchFormed, GroupRequeued, GroupsDropped, LedgerRecord
+from shared.runtime.errors import ConfigError
+from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsDropped, LedgerRecord
 
 ROOT = Path(__file__).parents[3]
 
-SMALL = Model(gpus=2, batch=64)
+SMALL = WorkloadModel(gpus=2, batch=64)
 """As full as the default model, for each GPU."""
 
 GROUPS = replace(SMALL, samples=4, push=2.0)
@@ -43,16 +43,18 @@ def few_makespans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baseline, "MAKESPANS", 500)
 
 
-def simulated(model: Model, *wanted: Setting, bounds: tuple[int, ...] = (BOUND,), steps: int = 30, seed: int = 0) -> list[Outcome]:
-    plan = Plan(model, wanted, bounds, steps=steps, warm_up=10, seed=seed)
+def simulated(
+    model: WorkloadModel, *wanted: Setting, bounds: tuple[int, ...] = (BOUND,), steps: int = 30, seed: int = 0
+) -> list[PolicyOutcome]:
+    plan = SimulationPlan(model, wanted, bounds, steps=steps, warm_up=10, seed=seed)
     return list(plan.outcomes(plan.baseline()))
 
 
-def ledger(model: Model, setting: Setting, bound: int, steps: int = 25, world: Callable[..., World] = World) -> list[LedgerRecord]:
+def ledger(model: WorkloadModel, setting: Setting, bound: int, steps: int = 25, world: Callable[..., World] = World) -> list[LedgerRecord]:
     """The records of a simulated run."""
     records: list[LedgerRecord] = []
     enforced = setting.policy != "unbounded"
-    run = world(model, limits(model, setting, bound), default_rng(3), Tally(model, 0), enforced=enforced, record=records.append)
+    run = world(model, limits(model, setting, bound), default_rng(3), LengthTally(model, 0), enforced=enforced, record=records.append)
     run.run(steps)
     return records
 
@@ -62,7 +64,7 @@ def ledger(model: Model, setting: Setting, bound: int, steps: int = 25, world: C
 
 def test_the_limit_of_equal_lengths() -> None:
     # 128 responses of 40 s on 4 GPUs that could take 64 each: g = 80 GPU-s, M = 40 s, h = 80 GPU-s
-    model = Model(gpus=4, batch=128, sigma=0, saturation=64)
+    model = WorkloadModel(gpus=4, batch=128, sigma=0, saturation=64)
     found = Baseline.of(model, default_rng(0))
     assert (model.generation, model.train, model.split) == (80, 80, 2)
     assert found.makespan == pytest.approx(40)
@@ -73,10 +75,10 @@ def test_the_limit_of_equal_lengths() -> None:
 
 
 def test_the_split_follows_the_work() -> None:
-    assert Model(training=1 / 3).split == 12
-    assert Model(training=100).split == 1
-    assert Model(training=0.001).split == 15
-    assert Model(rollout_gpus=5).split == 5
+    assert WorkloadModel(training=1 / 3).split == 12
+    assert WorkloadModel(training=100).split == 1
+    assert WorkloadModel(training=0.001).split == 15
+    assert WorkloadModel(rollout_gpus=5).split == 5
 
 
 @pytest.mark.parametrize(
@@ -89,20 +91,20 @@ def test_the_split_follows_the_work() -> None:
     ],
 )
 def test_responses_share_a_gpu(saturation: float, concurrency: int, seconds: float) -> None:
-    model = Model(gpus=2, batch=4, token_rate=1, saturation=saturation, concurrency=concurrency)
-    assert Engine.alone(model, 1, [1, 2, 3]) == pytest.approx(seconds)
+    model = WorkloadModel(gpus=2, batch=4, token_rate=1, saturation=saturation, concurrency=concurrency)
+    assert ModelledEngine.alone(model, 1, [1, 2, 3]) == pytest.approx(seconds)
 
 
 def test_the_makespan_event_by_event_is_that_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baseline, "MAKESPANS", 20)
-    model = Model(gpus=2, batch=60, saturation=20)  # 30 responses on a GPU that 20 saturate
+    model = WorkloadModel(gpus=2, batch=60, saturation=20)  # 30 responses on a GPU that 20 saturate
     batches = model.batches(default_rng(1), 20).tolist()
-    expected = sum(Engine.alone(model, model.gpus, lengths) for lengths in batches) / 20
+    expected = sum(ModelledEngine.alone(model, model.gpus, lengths) for lengths in batches) / 20
     assert baseline.mean_makespan(model, default_rng(1)) == pytest.approx(expected)
 
 
 def test_lengths_keep_their_mean_cap_and_deciles() -> None:
-    model = Model(sigma=1.0, cap=3.0, samples=4, correlation=0.5)
+    model = WorkloadModel(sigma=1.0, cap=3.0, samples=4, correlation=0.5)
     lengths = model.batches(default_rng(0), 400)
     assert lengths.max() == model.longest == 6000
     assert lengths.mean() == pytest.approx(model.capped_mean, rel=0.01)
@@ -111,7 +113,7 @@ def test_lengths_keep_their_mean_cap_and_deciles() -> None:
 
 
 def test_lengths_of_one_prompt_are_alike() -> None:
-    model = Model(samples=2, correlation=0.8)
+    model = WorkloadModel(samples=2, correlation=0.8)
     pairs = numpy.log(model.lengths(default_rng(0), model.prompts(default_rng(1), 20_000), 2))
     assert numpy.corrcoef(pairs.T)[0, 1] == pytest.approx(0.8, abs=0.02)
 
@@ -122,7 +124,7 @@ def test_lengths_of_one_prompt_are_alike() -> None:
 )
 def test_a_model_that_cannot_be(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--" + next(iter(wrong)).replace("_", "-")):
-        Model(**wrong)
+        WorkloadModel(**wrong)
 
 
 # --- simulated runs
@@ -202,7 +204,7 @@ def test_looser_orders_are_faster() -> None:
 
 
 def test_nothing_is_faster_than_the_limit() -> None:
-    plan = Plan(SMALL, settings(["unbounded", "mask"], None, []), (8,), steps=60, warm_up=20, seed=0)
+    plan = SimulationPlan(SMALL, settings(["unbounded", "mask"], None, []), (8,), steps=60, warm_up=20, seed=0)
     found = plan.baseline()
     for outcome in plan.outcomes(found):
         assert outcome.speedup == pytest.approx(found.limit, rel=0.04)
@@ -231,7 +233,7 @@ def test_questions_left_out_change_nothing(setting: Setting) -> None:
 
 def test_the_default_model_gives_the_published_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    plan = Plan(Model(), [Setting("mask"), Setting("drop", "fifo")], (2,), steps=14, warm_up=8, seed=0)
+    plan = SimulationPlan(WorkloadModel(), [Setting("mask"), Setting("drop", "fifo")], (2,), steps=14, warm_up=8, seed=0)
     found = plan.baseline()
     assert found.limit == pytest.approx(2.80, rel=0.02)
     mask, fifo = plan.outcomes(found)
@@ -320,7 +322,7 @@ def test_the_page_shows_the_figures_of_the_results(heading: str, results: str) -
 
 
 def run_myxo(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "shared.cli.main", *words], capture_output=True, text=True, timeout=240)
+    return subprocess.run([sys.executable, "-m", "myxo.main", *words], capture_output=True, text=True, timeout=240)
 
 
 def test_myxo_simulate(tmp_path: Path) -> None:

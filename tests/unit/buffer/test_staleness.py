@@ -9,19 +9,28 @@ from typing import Any
 import pytest
 
 from services.buffer import policy
-from services.buffer.limits import Limits
+from services.buffer.buffer_config import BufferConfig
 from services.buffer.policy import BadChoice
 from services.buffer.staleness import Policy
 from services.buffer.state import BufferState
-from shared.ledger import BatchFormed, GroupRequeued, GroupsAdmitted, GroupsDropped, GroupsScored, LedgerRecord, VersionLive, group_id
-from shared.messages import Batch, Interrupted, Payload, SampleMeta, Score, Scored
+from shared.schema.ledger import (
+    BatchFormed,
+    GroupRequeued,
+    GroupsAdmitted,
+    GroupsDropped,
+    GroupsScored,
+    LedgerRecord,
+    VersionLive,
+    group_id,
+)
+from shared.schema.messages import Batch, Interrupted, Payload, SampleMeta, Score, Scored
 
 Ages = Sequence[tuple[int, int]]
 """(oldest, newest) version of each sample."""
 
 
-def limits(**changes: Any) -> Limits:
-    return Limits(**{"steps": 8, "groups": 2, "samples": 2, "max_staleness": 1, "interval": 1, **changes})
+def limits(**changes: Any) -> BufferConfig:
+    return BufferConfig(**{"steps": 8, "groups": 2, "samples": 2, "max_staleness": 1, "interval": 1, **changes})
 
 
 def scored(number: int, ages: Ages = ((0, 0), (0, 0)), attempt: int = 0, **changes: Any) -> Scored:
@@ -45,7 +54,7 @@ def fold(state: BufferState, records: Sequence[LedgerRecord]) -> list[LedgerReco
     return list(records)
 
 
-def at_step(run: Limits, step: int, *groups: Scored) -> BufferState:
+def at_step(run: BufferConfig, step: int, *groups: Scored) -> BufferState:
     """A run whose next batch is that of ``step``, version ``step`` live, with these groups back and as many more out."""
     state = BufferState()
     state.formed_steps = state.trained_steps = step
@@ -54,7 +63,7 @@ def at_step(run: Limits, step: int, *groups: Scored) -> BufferState:
     return state
 
 
-def formed(state: BufferState, run: Limits, step: int, **changes: Any) -> list[LedgerRecord]:
+def formed(state: BufferState, run: BufferConfig, step: int, **changes: Any) -> list[LedgerRecord]:
     return fold(state, policy.form_batch(state, run, step, step, 0.0, **changes))
 
 

@@ -1,7 +1,7 @@
 """The world around the buffer's pure decisions, played at random: replicas, verifiers, a trainer with checkpoints, deaths.
 
-`World` does what `services.buffer.service` does with the decisions (append the records, fold them in, act on them), keeps the list of
-records as the ledger, and checks every invariant after every record.
+`World` does what `services.buffer.buffer_service` does with the decisions (append the records, fold them in, act on them), keeps the list
+of records as the ledger, and checks every invariant after every record.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from myxo.run.ledger_audit import Audit
 from services.buffer import evaluation, policy
-from services.buffer.limits import Limits
-from services.buffer.state import BufferState, Group
-from shared.audit import Audit
-from shared.ledger import (
+from services.buffer.buffer_config import BufferConfig
+from services.buffer.state import BufferState, GroupState
+from shared.schema.ledger import (
     BatchFormed,
     EvalEnded,
     EvalScored,
@@ -27,8 +27,8 @@ from shared.ledger import (
     VersionLive,
     group_id,
 )
-from shared.messages import Batch, Failed, Interrupted, Payload, SampleMeta, Score, Scored
-from shared.versions import admissible_steps, is_lost, is_pushed, version_after
+from shared.schema.messages import Batch, Failed, Interrupted, Payload, SampleMeta, Score, Scored
+from shared.schema.versions import admissible_steps, is_lost, is_pushed, version_after
 
 
 def replay(records: Sequence[LedgerRecord]) -> BufferState:
@@ -59,7 +59,7 @@ class Job:
 class World:
     """See the module's docstring."""
 
-    limits: Limits
+    limits: BufferConfig
     dice: random.Random
     state: BufferState = field(default_factory=BufferState)
     records: list[LedgerRecord] = field(default_factory=list)
@@ -103,7 +103,7 @@ class World:
                 for name, _ in evaluation.groups(self.state.evaluations[version]):
                     self.jobs.append(Job(name, 0, 1, version))
 
-    def _send(self, group: Group) -> None:
+    def _send(self, group: GroupState) -> None:
         minimum = policy.min_version(group, self.state, self.limits)
         keys = () if group.partial is None else tuple(group.partial.keys)
         assert not self.freed & set(keys)  # what a task goes on from is there

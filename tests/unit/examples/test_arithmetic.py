@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.reward.verifiers import VERIFIERS
-from shared.tokenizer import Tokenizer
+from shared.data.tokenizer import Tokenizer
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "arithmetic" / "prepare.py"
 SIZES = ["--train", "300", "--heldout", "50", "--demonstrations", "200"]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from examples.hooks import arithmetic
-from services.reward.functions import KEEP, REMOVE, SCORE, SEE, Functions
-from shared.sample import Sample
+from services.reward.custom_functions import KEEP, REMOVE, SCORE, SEE, Functions
+from shared.schema.sample import Sample
 from tests.support.run_config import run_config
 
 MODULE = "examples.hooks.arithmetic"

@@ -12,8 +12,8 @@ import torch
 from examples.hooks import objective
 from services.trainer.objective import CustomFunctions, CustomLoss, PolicyLoss, denominator, loss_of, sample_weights, token_advantages
 from services.trainer.packing import PackedBatch, TrainSample, pack
-from services.trainer.settings import objective_config
-from shared.hooks import Sample
+from services.trainer.trainer_settings import objective_config
+from shared.hooks import HookSample
 from tests.support.run_config import run_config
 
 MODULE = "examples.hooks.objective"
@@ -48,7 +48,9 @@ def train_samples(advantages: list[np.ndarray]) -> list[TrainSample]:
 
 def test_rewards_to_loss_by_functions_of_ones_own(tmp_path: Path) -> None:
     config, custom = loaded(tmp_path, **{field: f"{MODULE}:{name}" for field, name in FUNCTIONS.items()})
-    raw, rewards = custom.post_processed([Sample(reward=1.0, response_length=2 * objective.LONG), Sample(reward=0.0, response_length=3)])
+    raw, rewards = custom.post_processed(
+        [HookSample(reward=1.0, response_length=2 * objective.LONG), HookSample(reward=0.0, response_length=3)]
+    )
     assert (raw, rewards) == ([1.0, 0.0], [0.8, 0.0])
     masks = [np.ones(3, np.uint8), np.ones(2, np.uint8)]
     found = token_advantages(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.reward import rewards
-from shared.messages import Score
+from shared.schema.messages import Score
 
 
 @pytest.mark.parametrize(

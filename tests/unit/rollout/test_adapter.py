@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.rollout.engine.receiver.adapter import merged
-from shared.errors import BadMessage, ConfigError
-from shared.weights.manifest import Manifest, lay_out
+from services.rollout.engine.receiver.lora_adapter import merged
+from shared.runtime.errors import BadMessage, ConfigError
+from shared.transfer.manifest import Manifest, lay_out
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout.joining import FromDisk, FromPeer, Situation, choose
+from services.rollout.weight_catch_up import FromDisk, FromPeer, Situation, choose
 
 NEW, PUSHES, PULLS = -1, True, False
 PEER, DISK = FromPeer("a", 7), FromDisk(7)

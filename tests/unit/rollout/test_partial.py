@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.rollout.engine.generation import Finish, Generation, Span
-from services.rollout.partial import Partial
+from services.rollout.partial_samples import Partial
 
 LONGEST = 1000
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from services.rollout.engine.receiver import peer
+from services.rollout.engine.receiver import peer_transfer
+from services.rollout.engine.receiver.channel_receiver import ReceiveDeadline
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver
-from services.rollout.engine.receiver.wire import Watch
-from shared.errors import BadMessage
-from shared.weights.digest import Known
+from shared.runtime.errors import BadMessage
+from shared.transfer.digest import TensorDigest
 
-KNOWN = {"model.weight": Known("float32", (2, 3), 0xFFFF_0000_1234_5678), "head": Known("bfloat16", (), 7)}
+KNOWN = {"model.weight": TensorDigest("float32", (2, 3), 0xFFFF_0000_1234_5678), "head": TensorDigest("bfloat16", (), 7)}
 SECONDS = 60.0
 
 
@@ -52,11 +52,11 @@ def receiver(seed: int, version: int = -1, width: int = 5) -> Receiver:
 
 def lent(lender: Receiver, version: int = 3, seconds: float = SECONDS) -> dict[str, Any]:
     order = {"version": version, "name": f"lend-{id(lender)}", "address": "127.0.0.1", "seconds": seconds}
-    return peer.lend(lender, order, Watch(SECONDS))
+    return peer_transfer.lend(lender, order, ReceiveDeadline(SECONDS))
 
 
 def borrow(borrower: Receiver, lane: dict[str, Any], version: int = 3, seconds: float = SECONDS) -> dict[str, Any]:
-    return peer.borrow(borrower, {"lanes": [lane], "version": version}, Watch(seconds))
+    return peer_transfer.borrow(borrower, {"lanes": [lane], "version": version}, ReceiveDeadline(seconds))
 
 
 @pytest.fixture
@@ -67,13 +67,13 @@ def lender() -> Iterator[Receiver]:
 
 
 def test_a_borrower_holds_what_the_lender_holds(lender: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "BUCKET_BYTES", 300)  # several buckets, more than there are buffers
+    monkeypatch.setattr(peer_transfer, "BUCKET_BYTES", 300)  # several buckets, more than there are buffers
     borrower = receiver(2)
     offer = lent(lender)
     answer = borrow(borrower, offer["lane"])
     assert answer["digest"] == offer["digest"] == lender.digest == borrower.digest
     assert (borrower.version, borrower.known) == (3, KNOWN)
-    got, had = peer.held(borrower.model), peer.held(lender.model)
+    got, had = peer_transfer.held(borrower.model), peer_transfer.held(lender.model)
     assert got.keys() == had.keys() == {"embed.weight", "strided", "narrow", "kept", "computed"}
     assert all(torch.equal(got[name], tensor) for name, tensor in had.items())
     assert borrower.model.head.weight is borrower.model.embed.weight and borrower.model.cache.tolist() == [2.0, 2.0]
@@ -81,7 +81,10 @@ def test_a_borrower_holds_what_the_lender_holds(lender: Receiver, monkeypatch: p
 
 def test_two_borrowers_at_once(lender: Receiver) -> None:
     borrowers = [receiver(2), receiver(4)]
-    offers = [peer.lend(lender, {"version": 3, "name": f"l{n}", "address": "127.0.0.1", "seconds": SECONDS}, Watch(9)) for n in range(2)]
+    offers = [
+        peer_transfer.lend(lender, {"version": 3, "name": f"l{n}", "address": "127.0.0.1", "seconds": SECONDS}, ReceiveDeadline(9))
+        for n in range(2)
+    ]
     with pytest.raises(BadMessage, match="lends to 2 others already"):
         lent(lender)
     with ThreadPoolExecutor(2) as pool:
@@ -107,16 +110,16 @@ def test_a_push_breaks_a_loan_off(lender: Receiver) -> None:
 
 
 def test_a_push_in_the_middle_of_a_loan(lender: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "BUCKET_BYTES", 300)
-    give, given = peer._LendersEnd.give, threading.Event()
+    monkeypatch.setattr(peer_transfer, "BUCKET_BYTES", 300)
+    give, given = peer_transfer._LendersEnd.give, threading.Event()
 
-    def disturbed(wire: Any, flat: Any, watch: Watch) -> Any:
+    def disturbed(wire: Any, flat: Any, watch: ReceiveDeadline) -> Any:
         if given.is_set():
             lender.disturb("a push of version 4 begins")
         given.set()
         return give(wire, flat, watch)
 
-    monkeypatch.setattr(peer._LendersEnd, "give", disturbed)
+    monkeypatch.setattr(peer_transfer._LendersEnd, "give", disturbed)
     borrower = receiver(2, version=1)
     with pytest.raises(ReceiveError, match=r"a push of version 4 begins") as raised:
         borrow(borrower, lent(lender)["lane"])
@@ -138,13 +141,13 @@ def test_a_lender_that_never_was() -> None:
 
 
 def test_bytes_that_changed_on_their_way(lender: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    give = peer._LendersEnd.give
+    give = peer_transfer._LendersEnd.give
 
-    def altered(wire: Any, flat: torch.Tensor, watch: Watch) -> Any:
+    def altered(wire: Any, flat: torch.Tensor, watch: ReceiveDeadline) -> Any:
         flat[3] ^= 1
         return give(wire, flat, watch)
 
-    monkeypatch.setattr(peer._LendersEnd, "give", altered)
+    monkeypatch.setattr(peer_transfer._LendersEnd, "give", altered)
     borrower = receiver(2)
     with pytest.raises(ReceiveError, match="1 tensors did not arrive as they were sent, strided among them"):
         borrow(borrower, lent(lender)["lane"])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.rollout.engine.receiver import plan
+from services.rollout.engine.receiver import load_plan
 from services.rollout.engine.receiver.receiver import Layout, Receiver
-from shared.weights.manifest import Bucket
+from shared.transfer.manifest import Bucket
 from tests.support.weights_group import flat_of, manifest_of
 
 Load = Callable[["Model", str, Tensor], None]
@@ -118,7 +118,7 @@ def test_copies_are_repeated(special: Load, inference: bool) -> None:
     """From any flat buffer, without the model's own load."""
     model, bucket = Model(special), bucket_of(tensors(0))
     with torch.inference_mode(inference):  # SGLang's loop runs in it
-        traced, obstacle = plan.trace(model, bucket, flat_of(bucket, tensors(0)))
+        traced, obstacle = load_plan.trace(model, bucket, flat_of(bucket, tensors(0)))
         assert traced is not None, obstacle
         assert same(model, loaded(tensors(0), special)) and model.loads == 1
         model.embed.data.fill_(5)
@@ -145,7 +145,7 @@ def test_what_is_more_than_copies_is_not(special: Load, obstacle: str, inference
     """The model loads such a bucket itself, every time."""
     model, bucket = Model(special), bucket_of(tensors(0))
     with torch.inference_mode(inference):
-        traced, found = plan.trace(model, bucket, flat_of(bucket, tensors(0)))
+        traced, found = load_plan.trace(model, bucket, flat_of(bucket, tensors(0)))
         assert traced is None and any(one in found for one in obstacle.split("|")), found
         receiver = Receiver(model, 0, "cpu")
         layout = Layout(bucket, torch.device("cpu"))
@@ -159,7 +159,7 @@ def test_a_parameter_that_is_replaced_by_one_that_nothing_is_copied_to() -> None
         model.other.data = torch.ones(4, 4)
 
     bucket = bucket_of(tensors(0))
-    traced, found = plan.trace(Model(renewed), bucket, flat_of(bucket, tensors(0)))
+    traced, found = load_plan.trace(Model(renewed), bucket, flat_of(bucket, tensors(0)))
     assert traced is None and found == "it replaced a parameter"
 
 
@@ -181,7 +181,7 @@ def test_a_comparison_changes_nothing() -> None:
     model, bucket = Model(plain), bucket_of(tensors(0))
     model.load_weights(iter(tensors(0).items()))
     held = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert {name: int(count) for name, count in plan.compare(model, bucket, flat_of(bucket, tensors(0))).items()} == dict.fromkeys(
+    assert {name: int(count) for name, count in load_plan.compare(model, bucket, flat_of(bucket, tensors(0))).items()} == dict.fromkeys(
         ["q", "k", "v", "down", "embed", "norm", "bias", "other"], 0
     )
     given = tensors(0)
@@ -190,7 +190,7 @@ def test_a_comparison_changes_nothing() -> None:
     given["norm"][3] = -given["norm"][3]
     model.embed.data[8, 0] = 1
     held["embed"][8, 0] = 1
-    found = {name: int(count) for name, count in plan.compare(model, bucket, flat_of(bucket, given)).items() if count}
+    found = {name: int(count) for name, count in load_plan.compare(model, bucket, flat_of(bucket, given)).items() if count}
     assert found == {"v": 3, "norm": 1, "embed": 1}
     assert same(model, {**held, "computed": model.computed})
 
@@ -200,10 +200,10 @@ def test_nan_is_equal_to_itself() -> None:
     given["bias"][:] = float("nan")
     bucket = bucket_of(given)
     model.load_weights(iter(given.items()))
-    assert not any(int(count) for count in plan.compare(model, bucket, flat_of(bucket, given)).values())
+    assert not any(int(count) for count in load_plan.compare(model, bucket, flat_of(bucket, given)).values())
 
 
 def test_a_load_that_cannot_be_compared() -> None:
     model, bucket = Model(scaled), bucket_of(tensors(0))
     with pytest.raises(NotImplementedError, match=r"mul_.* on the parameter of other cannot be compared"):
-        plan.compare(model, bucket, flat_of(bucket, tensors(0)))
+        load_plan.compare(model, bucket, flat_of(bucket, tensors(0)))

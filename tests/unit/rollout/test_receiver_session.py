@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.rollout.engine.channel import Channel, ReceiverError
-from services.rollout.engine.receiver.session import Session, socket_path
-from shared.errors import DeadlineExceeded
-from shared.weights import digest
+from services.rollout.engine.receiver.command_session import Session, socket_path
+from services.rollout.engine.receiver_channel import ReceiverChannel, ReceiverError
+from shared.runtime.errors import DeadlineExceeded
+from shared.transfer import digest
 from tests.support.weights_group import WeightsGroup, known_of, manifest_of
 
 RANKS = 2
@@ -48,7 +48,7 @@ class Ranks:
     def __init__(self, directory: Path, threads: list[threading.Thread]) -> None:
         self.models = [Model(rank) for rank in range(RANKS)]
         self.sessions = [Session(directory, rank) for rank in range(RANKS)]
-        self.channel = Channel(directory, RANKS)
+        self.channel = ReceiverChannel(directory, RANKS)
         self.threads = [
             threading.Thread(target=session.serve, args=(model,), daemon=True)
             for session, model in zip(self.sessions, self.models, strict=True)
@@ -152,7 +152,7 @@ async def test_orders_that_nobody_does(directory: Path) -> None:
     """A session whose model's thread is never asked: an order waits, and is gone when it is called off."""
     session = Session(directory, 0)
     session.open()
-    channel = Channel(directory, 1)
+    channel = ReceiverChannel(directory, 1)
     order = {"verb": "receive", "version": 1, "push": 1, "lanes": []}
     woken = asyncio.Event()
 
@@ -192,6 +192,6 @@ async def test_what_is_no_order(ranks: Ranks, directory: Path) -> None:
 
 async def test_ranks_that_do_not_listen(ranks: Ranks, directory: Path) -> None:
     with pytest.raises(DeadlineExceeded, match=r"ranks \[2\] of the engine"):
-        await Channel(directory, RANKS + 1).wait_open(0.2)
+        await ReceiverChannel(directory, RANKS + 1).wait_open(0.2)
     with pytest.raises(ReceiverError, match="rank 2 cannot be reached"):
-        await Channel(directory, RANKS + 1).ask({"verb": "state"}, SECONDS)
+        await ReceiverChannel(directory, RANKS + 1).ask({"verb": "state"}, SECONDS)

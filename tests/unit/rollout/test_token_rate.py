@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from services.rollout.engine.drawn import parse_drawn
-from services.rollout.engine.errors import EngineUnreachable
+from services.rollout.engine.drawn_count import parse_drawn
+from services.rollout.engine.engine_errors import EngineUnreachable
 from services.rollout.token_rate import WINDOW_SECONDS, DrawnTokens, TokenRate
 
 

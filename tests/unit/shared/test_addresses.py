@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from shared import addresses
-from shared.errors import ConfigError
+from shared.runtime import server_urls
+from shared.runtime.errors import ConfigError
 
-READ: dict[str, Callable[[], str | None]] = {"NATS_URL": addresses.nats_url, "REDIS_URL": addresses.redis_url}
+READ: dict[str, Callable[[], str | None]] = {"NATS_URL": server_urls.nats_url, "REDIS_URL": server_urls.redis_url}
 
 
 @pytest.fixture(autouse=True)
 def nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*READ, *(f"{name}_FILE" for name in READ), addresses.CA_VARIABLE):
+    for name in (*READ, *(f"{name}_FILE" for name in READ), server_urls.CA_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -34,9 +34,7 @@ def test_the_variable_goes_before_the_file(variable: str, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("variable", READ)
 @pytest.mark.parametrize("content", [None, b"", b" \n", b"\xff\xfe"])
-def test_a_file_without_a_url_is_bad_input(
-    variable: str, content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_without_a_url_is_bad_input(variable: str, content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "url"
     if content is not None:
         path.write_bytes(content)
@@ -58,4 +56,4 @@ def test_a_file_without_a_url_is_bad_input(
     ],
 )
 def test_whether_a_url_has_credentials(url: str, expected: bool) -> None:
-    assert addresses.has_credentials(url) is expected
+    assert server_urls.has_credentials(url) is expected

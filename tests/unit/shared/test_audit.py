@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shared.audit import audit
-from shared.ledger import (
+from myxo.run.ledger_audit import audit
+from shared.schema.ledger import (
     BatchFormed,
     BatchTrained,
     CheckpointDurable,
@@ -23,7 +23,7 @@ from shared.ledger import (
     VersionLive,
     group_id,
 )
-from shared.messages import Payload, SampleMeta
+from shared.schema.messages import Payload, SampleMeta
 
 BOUND, SIZE = 1, 2
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from redis.exceptions import BusyLoadingError, NoPermissionError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from shared import blobs
-from shared.blobs import Answer, Answers
+from shared.store import blobs
+from shared.store.blobs import Answer, Answers
 
 LARGE = b"\r\n$5\r\n-+:" * (blobs.BUFFER_BYTES // 4)
 VALUES = st.none() | st.binary(max_size=40) | st.sampled_from([b"", b"\r\n", b"$-1\r\n", LARGE])

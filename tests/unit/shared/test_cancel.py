@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import structlog
 
-from shared.cancel import cancelled
+from shared.runtime.cancellation import cancelled
 
 
 async def stubborn(times: int) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from shared import codec
-from shared.errors import BadMessage
+from shared.runtime.errors import BadMessage
+from shared.schema import codec
 
 PLAIN = st.recursive(
     st.none()

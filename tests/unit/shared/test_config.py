@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from shared.cli.preflight import files
-from shared.cli.preflight.inspection import Inspection
-from shared.config import RunConfig, changes, field_sections, load, parse, section_model
-from shared.errors import ConfigError, Problems
-from shared.sections import Section
+from myxo.preflight import file_checks
+from myxo.preflight.inspection import Inspection
+from shared.config.run_config import RunConfig, changes, field_sections, load, parse, section_model
+from shared.config.sections import Section
+from shared.runtime.errors import ConfigError, Problems
 from tests.support.run_config import run_config, values
 
 SECTIONS: dict[str, type[Section]] = {section: section_model(section) for section in RunConfig.model_fields}
@@ -381,7 +381,7 @@ def test_changes_names_old_and_new_and_leaves_out_what_may_change(tmp_path: Path
 def missing_files(config: RunConfig) -> list[ConfigError]:
     """What the checks of a config's files find, in their order."""
     inspection = Inspection(config)
-    return [problem for check in (files.check_model, files.check_data) for problem in check(inspection)]
+    return [problem for check in (file_checks.check_model, file_checks.check_data) for problem in check(inspection)]
 
 
 def test_paths_that_do_not_exist_are_refused_by_field(tmp_path: Path) -> None:

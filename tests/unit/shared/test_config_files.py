@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shared import flags
-from shared.cli import toml
-from shared.config import load
-from shared.errors import ConfigError
+from myxo.run import config_toml
+from shared.config import flags
+from shared.config.run_config import load
+from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 
 
@@ -18,7 +18,7 @@ from tests.support.run_config import run_config
 def plain(tmp_path: Path) -> Path:
     """A whole config in a file of its own."""
     path = tmp_path / "plain.toml"
-    path.write_text(toml.dump(run_config(tmp_path, rollout={"sglang": {"page-size": 16, "mem-fraction-static": 0.5}})))
+    path.write_text(config_toml.dump(run_config(tmp_path, rollout={"sglang": {"page-size": 16, "mem-fraction-static": 0.5}})))
     return path
 
 
@@ -55,7 +55,7 @@ def test_flags_stand_over_all_and_the_dump_shows_the_whole(plain: Path, tmp_path
     path = write(tmp_path / "run.toml", 'base = "plain.toml"\n[trainer]\nlr = 1e-3\n')
     config = load(path, flags.parse(["--lr", "5e-4", "--num-layers", "4"]))
     assert config.trainer.lr == 5e-4
-    shown = tomllib.loads(toml.dump(config))
+    shown = tomllib.loads(config_toml.dump(config))
     assert "base" not in shown
     assert (shown["trainer"]["lr"], shown["trainer"]["megatron"]) == (5e-4, {"num_layers": 4})
 

@@ -10,21 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import flags
-from shared.cli import toml
-from shared.cli.preflight.files import check_data
-from shared.cli.preflight.inspection import Inspection
-from shared.cli.rundir import RunDirectory
-from shared.config import RunConfig, changes
-from shared.config import parse as parse_config
-from shared.data_files import DataFile, files, parse
-from shared.errors import ConfigError
+from myxo.preflight.file_checks import check_data
+from myxo.preflight.inspection import Inspection
+from myxo.run import config_toml
+from myxo.run.run_directory import RunDirectory
+from shared.config import flags
+from shared.config.run_config import RunConfig, changes
+from shared.config.run_config import parse as parse_config
+from shared.data.data_files import DataFile, files, parse
+from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, values
 
 ENDS = st.none() | st.integers(-30, 30)
-FILES = st.builds(
-    DataFile, st.text("ab.@[]:*2/ ", min_size=1).map(Path), ENDS, ENDS, st.floats(1e-3, 1e3, allow_nan=False) | st.just(1.0)
-)
+FILES = st.builds(DataFile, st.text("ab.@[]:*2/ ", min_size=1).map(Path), ENDS, ENDS, st.floats(1e-3, 1e3, allow_nan=False) | st.just(1.0))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +66,7 @@ def test_lists_keep_their_form_in_json_toml_and_paths(tmp_path: Path) -> None:
     expected = [DataFile(Path("a.jsonl")), DataFile(Path("b.parquet"), 2, -1, 2.5), DataFile(Path("/c.jsonl"), weight=3.0)]
     assert config.data.prompt_data == expected
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
-    assert parse_config(tomllib.loads(toml.dump(config))) == config
+    assert parse_config(tomllib.loads(config_toml.dump(config))) == config
     absolute = config.absolute(Path("/base"))
     assert [str(file) for file in files(absolute.data.prompt_data)] == ["/base/a.jsonl", "/base/b.parquet@[2:-1]*2.5", "/c.jsonl@[:]*3.0"]
     assert [str(file) for file in files(absolute.eval.eval_prompt_data)] == ["/base/a.jsonl@[:3]"]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from shared.config import RunConfig
-from shared.data_source import DrawnPrompts, load
-from shared.errors import ConfigError
-from shared.tokenizer import Tokenizer
+from shared.config.run_config import RunConfig
+from shared.data.data_source import DrawnPrompts, load
+from shared.data.tokenizer import Tokenizer
+from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 
 SOURCE = '''

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shared.demonstrations import DemonstrationFile
-from shared.errors import ConfigError
-from shared.tokenizer import Tokenizer
+from shared.data.demonstrations import DemonstrationFile
+from shared.data.tokenizer import Tokenizer
+from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, write_jsonl
 
 CHATML = (

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shared import devices
-from shared.errors import ConfigError
+from shared.runtime import devices
+from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 
 

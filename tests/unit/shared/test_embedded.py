@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from shared.embedded import free_port
+from shared.runtime.embedded_servers import free_port
 
 
 def test_a_port_is_free_and_none_that_an_outgoing_connection_may_get() -> None:

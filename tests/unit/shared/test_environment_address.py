@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.environment.address import blocked, parse
+from shared.environment.environment_url import blocked, parse
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from shared import flags, megatron_flags, slime_flags
-from shared.config import RunConfig, field_sections, parse, section_model
-from shared.errors import ConfigError
+from shared.config import flags, megatron_flags, slime_flags
+from shared.config.run_config import RunConfig, field_sections, parse, section_model
+from shared.runtime.errors import ConfigError
 from tests.support.run_config import values
 
 

@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import sample as stored_sample
-from shared.errors import BadMessage
-from shared.hooks.conversion import Bounds, Served, from_stored, group_index, to_stored
-from shared.hooks.sample import Sample, Status
-from shared.ledger import is_evaluation
-from shared.messages import Score
-from shared.sample import Sample as StoredSample
+from shared.hooks.hook_sample import HookSample, Status
+from shared.hooks.sample_conversion import Bounds, Served, from_stored, group_index, to_stored
+from shared.runtime.errors import BadMessage
+from shared.schema import sample as stored_sample
+from shared.schema.ledger import is_evaluation
+from shared.schema.messages import Score
+from shared.schema.sample import Sample as StoredSample
 from tests.unit.shared.test_sample import samples
 
 SERVED = Served(begun=3, newest=5)
 BOUNDS = Bounds(vocabulary=100, longest=20)
 
 
-def hook_sample(**changes: Any) -> Sample:
+def hook_sample(**changes: Any) -> HookSample:
     """Prompt of two tokens, response of four: two of the model, one of a tool, one of the model."""
     fields: dict[str, Any] = {
         "prompt": "1+1=",
@@ -35,10 +35,10 @@ def hook_sample(**changes: Any) -> Sample:
         "status": Status.COMPLETED,
         "metadata": {"turns": 2},
     }
-    return Sample(**{**fields, **changes})
+    return HookSample(**{**fields, **changes})
 
 
-def stored(given: Sample, group: str = "g00000007", served: Served = SERVED, bounds: Bounds = BOUNDS) -> StoredSample:
+def stored(given: HookSample, group: str = "g00000007", served: Served = SERVED, bounds: Bounds = BOUNDS) -> StoredSample:
     return to_stored(given, group, 3, 1, served, bounds)
 
 
@@ -185,7 +185,7 @@ def meta(finish: str, *spans: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def test_appending_keeps_all_in_step() -> None:
-    one = Sample(tokens=[1, 2])
+    one = HookSample(tokens=[1, 2])
     one.append_response_tokens(tokens=[5, 6], log_probs=[-1.0, -2.0], meta_info=meta("stop", (0, 1, 3), (1, 5, 4)), text="ab")
     one.append_response_tokens(tokens=[7], trainable=False, text="[tool]")
     one.append_response_tokens(tokens=[8], log_probs=[-3.0], meta_info=meta("length"), text="c")
@@ -200,8 +200,8 @@ def test_appending_keeps_all_in_step() -> None:
 
 def test_appending_refuses_trained_tokens_without_log_probs() -> None:
     with pytest.raises(ValueError, match="2 trainable tokens without log_probs"):
-        Sample().append_response_tokens(tokens=[5, 6])
+        HookSample().append_response_tokens(tokens=[5, 6])
     with pytest.raises(ValueError, match="1 log_probs for 2 tokens"):
-        Sample().append_response_tokens(tokens=[5, 6], log_probs=[-1.0])
+        HookSample().append_response_tokens(tokens=[5, 6], log_probs=[-1.0])
     with pytest.raises(ValueError, match="the 2 response tokens before these have no rollout_log_probs"):
-        Sample(tokens=[1, 5, 6], response_length=2).append_response_tokens(tokens=[7], log_probs=[-1.0])
+        HookSample(tokens=[1, 5, 6], response_length=2).append_response_tokens(tokens=[7], log_probs=[-1.0])

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from shared.config import field_sections
-from shared.errors import ConfigError
-from shared.hooks import Arguments, DynamicFilterOutput, Sample, load, nonzero_std, paths
+from shared.config.run_config import field_sections
+from shared.hooks import Arguments, DynamicFilterOutput, HookSample, load, nonzero_std, paths
 from shared.hooks.loading import RUN_BY
+from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 from tests.support.service_process import ROOT
 
@@ -138,15 +138,15 @@ def test_arguments_name_the_nearest_and_cannot_be_set(tmp_path: Path) -> None:
 )
 def test_groups_of_equal_rewards_teach_nothing(tmp_path: Path, rewards: list[Any], verdict: DynamicFilterOutput) -> None:
     args = Arguments(run_config(tmp_path, reward={"reward_key": "match"}))
-    assert nonzero_std(args, [Sample(reward=reward) for reward in rewards]) == verdict
+    assert nonzero_std(args, [HookSample(reward=reward) for reward in rewards]) == verdict
 
 
 def test_the_reward_that_counts(tmp_path: Path) -> None:
     by_key, plain = Arguments(run_config(tmp_path, reward={"reward_key": "match"})), Arguments(run_config(tmp_path))
-    assert Sample(reward=0.5).get_reward_value(by_key) == Sample(reward=0.5).get_reward_value(plain) == 0.5
-    named = Sample(reward={"match": 1.0, "reward": 0.0})
+    assert HookSample(reward=0.5).get_reward_value(by_key) == HookSample(reward=0.5).get_reward_value(plain) == 0.5
+    named = HookSample(reward={"match": 1.0, "reward": 0.0})
     assert (named.get_reward_value(by_key), named.get_reward_value(plain)) == (1.0, 0.0)
     with pytest.raises(ValueError, match="no reward is named match; there are length"):
-        Sample(reward={"length": 1.0}).get_reward_value(by_key)
+        HookSample(reward={"length": 1.0}).get_reward_value(by_key)
     with pytest.raises(ValueError, match="no reward yet"):
-        Sample().get_reward_value(plain)
+        HookSample().get_reward_value(plain)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import ConfigError
-from shared.hub import names
-from shared.hub.names import HubName
+from shared.hub import hub_names
+from shared.hub.hub_names import HubName
+from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 
 COMMIT = "c1899de289a04d12100db370d81485cdf75e47ca"
@@ -25,9 +25,9 @@ COMMIT = "c1899de289a04d12100db370d81485cdf75e47ca"
     ],
 )
 def test_models(text: str, name: HubName) -> None:
-    assert names.model(text) == name
+    assert hub_names.model(text) == name
     assert str(name) == text
-    assert names.model(Path(text)) == name
+    assert hub_names.model(Path(text)) == name
 
 
 @pytest.mark.parametrize(
@@ -42,15 +42,15 @@ def test_models(text: str, name: HubName) -> None:
     ],
 )
 def test_data_sets(text: str, name: HubName) -> None:
-    assert names.dataset(text) == name
+    assert hub_names.dataset(text) == name
     assert str(name) == text
 
 
 def test_a_pinned_name_remembers_what_was_asked_for() -> None:
-    name = names.model("hf:a/b@v1").pinned(COMMIT)
+    name = hub_names.model("hf:a/b@v1").pinned(COMMIT)
     assert str(name) == f"hf:a/b@v1={COMMIT}"
     assert str(name.unpinned) == "hf:a/b@v1"
-    assert str(names.model(f"hf:a/b@{COMMIT}").unpinned) == f"hf:a/b@{COMMIT}"
+    assert str(hub_names.model(f"hf:a/b@{COMMIT}").unpinned) == f"hf:a/b@{COMMIT}"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_is_no_name_is_refused_by_field(tmp_path: Path, section: str, field
 def test_a_local_path_wins_where_it_exists(tmp_path: Path) -> None:
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     read = {
-        text: str(names.model_path(Path(text), tmp_path))
+        text: str(hub_names.model_path(Path(text), tmp_path))
         for text in ("models/tiny", "Qwen/Qwen3-0.6B@v1", "a/b/c", "tiny", "hf:gpt2", "/x/y")
     }
     assert read == {

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import ConfigError
-from shared.jsonl import JsonLines
+from shared.data.jsonl import JsonLines
+from shared.runtime.errors import ConfigError
 
 
 def lines(tmp_path: Path, text: str | bytes) -> JsonLines:

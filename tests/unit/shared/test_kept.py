@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.kept import Marks
+from shared.data.row_bitmap import RowMarks
 
 
 @given(st.integers(0, 20_000), st.sets(st.integers(0, 19_999), max_size=60), st.booleans())
 def test_rows_and_counts_agree_with_a_list(size: int, some: set[int], invert: bool) -> None:
     out = set(range(size)) - some if invert else {row for row in some if row < size}
-    marks = Marks(size)
+    marks = RowMarks(size)
     for row in out:
         marks.leave_out(row)
     kept, expected = marks.kept(), [row for row in range(size) if row not in out]

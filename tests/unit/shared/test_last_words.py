@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from shared import last_words
+from shared.runtime import failure_summary
 
 TRACEBACK = """Traceback (most recent call last):
   File "x.py", line 3, in <module>
@@ -35,19 +35,19 @@ def line(event: str, level: str = "error", **fields: object) -> str:
     ],
 )
 def test_the_reason_is_the_first_cause_that_was_logged(lines: list[str], reason: str) -> None:
-    assert last_words.of_log(lines) == reason
+    assert failure_summary.of_log(lines) == reason
 
 
 def test_a_reason_is_one_short_line() -> None:
-    reason = last_words.of_event({"event": "failed", "error": "a\nb " + "x" * 1000})
-    assert reason.startswith("a b xxx") and len(reason) == last_words.LONGEST
+    reason = failure_summary.of_event({"event": "failed", "error": "a\nb " + "x" * 1000})
+    assert reason.startswith("a b xxx") and len(reason) == failure_summary.LONGEST
 
 
 def test_numbers_addresses_and_ids_make_no_other_kind() -> None:
-    assert last_words.kind("g00000012: 33 tokens at 0x7f2a") == last_words.kind("g00000013: 35 tokens at 0x7e11")
-    assert last_words.kind("no space left") != last_words.kind("no such file")
+    assert failure_summary.kind("g00000012: 33 tokens at 0x7f2a") == failure_summary.kind("g00000013: 35 tokens at 0x7e11")
+    assert failure_summary.kind("no space left") != failure_summary.kind("no such file")
 
 
 def test_the_most_frequent_kinds_come_first_with_an_example() -> None:
     reasons = {f"group {number} of 9 tokens": 2 for number in range(50)} | {"a hook raised": 3, "other": 1}
-    assert last_words.most(reasons, 2) == [("group 0 of 9 tokens", 100), ("a hook raised", 3)]
+    assert failure_summary.most(reasons, 2) == [("group 0 of 9 tokens", 100), ("a hook raised", 3)]

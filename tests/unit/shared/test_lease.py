@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.lease import Timing, Vigil
+from shared.bus.leader_lease import LeaseObserver, LeaseTiming
 
-TIMING = Timing()
+TIMING = LeaseTiming()
 
 
 def test_a_holder_renews_several_times_before_it_must_stop() -> None:
@@ -19,7 +19,7 @@ def test_a_holder_renews_several_times_before_it_must_stop() -> None:
 
 
 def test_a_revision_must_stand_for_the_whole_duration() -> None:
-    vigil = Vigil(6.0)
+    vigil = LeaseObserver(6.0)
     assert not vigil.see(4, 100.0)
     assert not vigil.see(4, 105.9)
     assert vigil.see(4, 106.0)
@@ -27,7 +27,7 @@ def test_a_revision_must_stand_for_the_whole_duration() -> None:
 
 
 def test_a_renewal_starts_the_count_anew() -> None:
-    vigil = Vigil(6.0)
+    vigil = LeaseObserver(6.0)
     vigil.see(4, 100.0)
     assert not vigil.see(5, 105.0)
     assert not vigil.see(5, 110.9)
@@ -36,7 +36,7 @@ def test_a_renewal_starts_the_count_anew() -> None:
 
 
 def test_time_in_which_the_lease_could_not_be_read_does_not_count() -> None:
-    vigil = Vigil(6.0)
+    vigil = LeaseObserver(6.0)
     vigil.see(4, 100.0)
     vigil.blind()
     assert not vigil.see(4, 107.0)
@@ -62,7 +62,7 @@ def test_whatever_is_late_or_lost_nobody_takes_the_lease_from_one_who_acts(holde
     """The holder renews and the waiter looks and takes, each at its own pace and by its own clock, through one server."""
     revision = known = 1
     until = TIMING.acts_until(0.0)
-    vigil, wanted = Vigil(TIMING.duration), None
+    vigil, wanted = LeaseObserver(TIMING.duration), None
     now = {"holder": 0.0, "waiter": 0.0}
     left = {"holder": list(holder), "waiter": list(waiter)}
     while left["holder"] and left["waiter"]:
@@ -91,5 +91,5 @@ def test_whatever_is_late_or_lost_nobody_takes_the_lease_from_one_who_acts(holde
 
 @pytest.mark.parametrize("duration", [2.0, 6.0, 60.0])
 def test_every_part_of_a_timing_follows_its_duration(duration: float) -> None:
-    timing = Timing(duration, duration / 4)
+    timing = LeaseTiming(duration, duration / 4)
     assert timing.renewal + timing.patience < timing.acts_until(0.0) < duration

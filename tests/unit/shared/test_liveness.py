@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.liveness import certainly_dead, mark
+from shared.runtime.liveness import certainly_dead, mark
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nobody can tell elsewhere")
 
-TELLS = "from shared.liveness import mark; print(mark(), flush=True); input()"
+TELLS = "from shared.runtime.liveness import mark; print(mark(), flush=True); input()"
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from shared import flags, megatron_flags
-from shared.cli import toml
-from shared.config import changes, field_sections, load, parse
-from shared.errors import ConfigError
+from myxo.run import config_toml
+from shared.config import flags, megatron_flags
+from shared.config.run_config import changes, field_sections, load, parse
+from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, values
 
 # how scripts launch Megatron and slime: dense, mixture of experts, latent attention, and what they say of training
@@ -128,7 +128,7 @@ def test_toml_is_refused_by_key(tmp_path: Path, megatron: dict[str, Any], messag
 def test_the_command_line_stands_over_the_file_in_any_spelling(tmp_path: Path) -> None:
     config = run_config(tmp_path, trainer={"megatron": {"no_rope_fusion": True, "swiglu": True}})
     path = tmp_path / "run.toml"
-    path.write_text(toml.dump(config))
+    path.write_text(config_toml.dump(config))
     again = load(path, flags.parse(["--apply-rope-fusion"]))
     assert again.trainer.megatron == {"apply_rope_fusion": True, "swiglu": True}
     assert [line.split(":")[0] for line in changes(config, again)] == ["trainer.megatron"]

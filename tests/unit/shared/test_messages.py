@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared import codec, ledger, messages
-from shared.errors import BadMessage
-from shared.messages import SCHEMA, Message, Outcome, Scored, Task
+from shared.runtime.errors import BadMessage
+from shared.schema import codec, ledger, messages
+from shared.schema.messages import SCHEMA, Message, Outcome, Scored, Task
 
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 8}
 PAYLOAD = {"keys": ["run:group:g00000000:0:0"], "bytes": 100}
@@ -81,11 +81,19 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "WeightsWake": {"deadline": 60.0},
     "WeightsLive": {"version": 1, "replicas": ["r"], "seconds": 0.1, "bytes": 10, "at": 1.0},
     "WeightsSnapshot": {
-        "version": 1, "digest": "0f", "form": "delta", "path": "/runs/r/weights/v000001", "bytes": 10, "seconds": 0.1, "at": 1.0,
+        "version": 1,
+        "digest": "0f",
+        "form": "delta",
+        "path": "/runs/r/weights/v000001",
+        "bytes": 10,
+        "seconds": 0.1,
+        "at": 1.0,
     },
     "WeightsLend": {"borrower": "r", "version": 1, "ranks": 1, "deadline": 60.0},
     "WeightsLent": {
-        "replica": "r", "version": 1, "digest": "0f",
+        "replica": "r",
+        "version": 1,
+        "digest": "0f",
         "lanes": [LANE],
     },
     "TrainerStep": {"step": 0, "version": 1, "started": 1.0, "ended": 2.0, "metrics": {"loss": 0.5}},

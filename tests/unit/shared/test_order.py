@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shared.order import Cipher, EpochOrder, MixedOrder
+from shared.data.row_order import EpochOrder, FeistelPermutation, MixedOrder
 
 SIZES, SEEDS = st.integers(1, 40), st.integers(0, 2**31)
 
@@ -49,7 +49,7 @@ def test_an_order_that_is_computed_is_a_permutation_too(size: int, seed: int) ->
 def test_orders_are_what_they_always_were() -> None:
     # a run resumed under a newer version goes on with the prompts that it would have had
     assert [EpochOrder(10, True, 42).row(number) for number in range(12)] == [5, 6, 0, 7, 3, 2, 4, 9, 1, 8, 2, 8]
-    assert [Cipher(1 << 40, 7)[place] for place in range(3)] == [227134629944, 944323139396, 358413424437]
+    assert [FeistelPermutation(1 << 40, 7)[place] for place in range(3)] == [227134629944, 944323139396, 358413424437]
 
 
 @given(SIZES, SIZES, SEEDS, st.booleans(), st.integers(0, 200))

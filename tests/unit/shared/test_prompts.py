@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.errors import ConfigError
-from shared.jsonl import JsonLines
-from shared.prompts import PromptFile, TrainingPrompts, eval_prompts, training_prompts
-from shared.sections import DataSection, RewardSection
-from shared.tokenizer import Tokenizer
+from shared.config.sections import DataSection, RewardSection
+from shared.data.jsonl import JsonLines
+from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts, training_prompts
+from shared.data.tokenizer import Tokenizer
+from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, write_jsonl
 
 

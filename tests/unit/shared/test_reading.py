@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from shared import reading
-from shared.reading import Reading
+from shared.data import read_progress
+from shared.data.read_progress import ReadProgress
 
 
 class Terminal(io.StringIO):
@@ -21,10 +21,10 @@ class Terminal(io.StringIO):
 def test_progress_is_for_long_work(monkeypatch: pytest.MonkeyPatch, terminal: bool, patience: float) -> None:
     screen = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(reading, "PATIENCE_SECONDS", patience)
+    monkeypatch.setattr(read_progress, "PATIENCE_SECONDS", patience)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    with Reading("indexing a.jsonl", 4000) as progress:
+    with ReadProgress("indexing a.jsonl", 4000) as progress:
         progress.at(1000)
         progress.at(4000)
     shown = screen.getvalue()

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from shared import rollout_files
-from shared.rollout_files import RolloutHead, RolloutReader, RolloutRecord
-from shared.sample import Sample
+from shared.data import rollout_files
+from shared.data.rollout_files import RolloutHead, RolloutReader, RolloutRecord
+from shared.schema.sample import Sample
 
 
 def sample(index: int = 0, **changes: Any) -> Sample:

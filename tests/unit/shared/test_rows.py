@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.data_files import parse
-from shared.errors import ConfigError
-from shared.jsonl import JsonLines
-from shared.parquet import ParquetRows
-from shared.rows import open_rows
+from shared.data.data_files import parse
+from shared.data.jsonl import JsonLines
+from shared.data.parquet import ParquetRows
+from shared.data.rows import open_rows
+from shared.runtime.errors import ConfigError
 
 FIELD = "data.prompt_data"
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import codec, sample
-from shared.errors import BadMessage
-from shared.sample import Sample
+from shared.runtime.errors import BadMessage
+from shared.schema import codec, sample
+from shared.schema.sample import Sample
 
 
 def make(index: int = 0, length: int = 4, **changes: Any) -> Sample:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from shared.subjects import RUN_ID, Subjects
+from shared.bus.subjects import RUN_ID, Subjects
 
 
 def names(run: str) -> list[str]:

@@ -8,11 +8,11 @@ import sys
 
 from prometheus_client import generate_latest
 
-from shared.telemetry import Metrics
+from shared.runtime.telemetry import Metrics
 
 SPEAK = """
 import logging, structlog
-from shared.telemetry import configure_logs
+from shared.runtime.telemetry import configure_logs
 configure_logs("r", "buffer", "b-1", level="WARNING")
 structlog.get_logger().info("quiet")
 structlog.get_logger().warning("event", group="g1")

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from shared.errors import ConfigError
-from shared.tokenizer import Tokenizer
+from shared.data.tokenizer import Tokenizer
+from shared.runtime.errors import ConfigError
 
 QWEN3 = Path(__file__).parents[2] / "support" / "qwen3_chat_template.jinja"
 

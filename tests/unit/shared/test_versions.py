@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.versions import admissible_steps, is_pushed, version_after
+from shared.schema.versions import admissible_steps, is_pushed, version_after
 
 TOTALS, INTERVALS = st.integers(1, 60), st.integers(1, 9)
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer import figures
-from services.trainer.figures import LOOP_LONGEST, LOOP_TIMES, LOOP_TOKENS, TokenSums
+from services.trainer import batch_metrics
+from services.trainer.batch_metrics import LOOP_LONGEST, LOOP_TIMES, LOOP_TOKENS, TokenSums
 
 
 def says(*tokens: int, times: int = 1) -> list[int]:
@@ -37,16 +37,16 @@ def says(*tokens: int, times: int = 1) -> list[int]:
     ],
 )
 def test_a_response_that_ends_in_a_loop_is_known(response: list[int], expected: bool) -> None:
-    assert figures.loops(np.array(response, dtype=np.int32)) is expected
+    assert batch_metrics.loops(np.array(response, dtype=np.int32)) is expected
 
 
 def test_random_text_does_not_loop() -> None:
     tokens = np.random.default_rng(0).integers(0, 50, size=(200, 400))
-    assert not any(figures.loops(row) for row in tokens)
+    assert not any(batch_metrics.loops(row) for row in tokens)
 
 
 def test_metrics_of_the_samples() -> None:
-    found = figures.rollout(
+    found = batch_metrics.rollout(
         [1.0, 1.0, 0.0, 0.0, 0.0, 1.0],
         ["a", "a", "b", "b", "c", "c"],
         [10, 20, 30, 40, 50, 90],
@@ -68,25 +68,25 @@ def test_metrics_of_the_samples() -> None:
             "zero_std/count_1": 1,
         }
     )
-    assert figures.rollout([], [], [], truncated=[]) == {}
+    assert batch_metrics.rollout([], [], [], truncated=[]) == {}
 
 
 def test_equal_groups_are_told_by_their_reward() -> None:
     groups = [[-1.0, -1.0], [0.04, 0.04], [-0.04, -0.04], [0.5, 0.5], [0.5, 0.5], [0.5, 0.4], [3.0]]
-    assert figures.zero_std(groups) == {"zero_std/count_-1": 1, "zero_std/count_0": 2, "zero_std/count_0.5": 2}
+    assert batch_metrics.zero_std(groups) == {"zero_std/count_-1": 1, "zero_std/count_0": 2, "zero_std/count_0.5": 2}
 
 
 def test_pass_at_k_goes_as_far_as_every_group_does() -> None:
-    assert figures.passrate([[1.0] * 8, [0.0] * 8]) == {"pass@1": 0.5, "pass@2": 0.5, "pass@4": 0.5, "pass@8": 0.5}
-    assert list(figures.passrate([[1.0] * 8, [0.0] * 7])) == ["pass@1", "pass@2", "pass@4"]
-    assert figures.passrate([]) == {}
-    assert figures.passrate([[0.4, 0.6]], threshold=0.5) == {"pass@1": 0.5, "pass@2": 1.0}
+    assert batch_metrics.passrate([[1.0] * 8, [0.0] * 8]) == {"pass@1": 0.5, "pass@2": 0.5, "pass@4": 0.5, "pass@8": 0.5}
+    assert list(batch_metrics.passrate([[1.0] * 8, [0.0] * 7])) == ["pass@1", "pass@2", "pass@4"]
+    assert batch_metrics.passrate([]) == {}
+    assert batch_metrics.passrate([[0.4, 0.6]], threshold=0.5) == {"pass@1": 0.5, "pass@2": 1.0}
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=4, max_size=7), min_size=1, max_size=3))
 def test_pass_at_k_is_the_mean_over_all_draws(groups: list[list[float]]) -> None:
-    found = figures.passrate(groups)
+    found = batch_metrics.passrate(groups)
     for k in (1, 2, 4):
         drawn = [[max(draw) >= 1.0 for draw in itertools.combinations(rewards, k)] for rewards in groups]
         assert found[f"pass@{k}"] == pytest.approx(np.mean([np.mean(draws) for draws in drawn]))

@@ -6,12 +6,12 @@ import dataclasses
 import re
 from pathlib import Path
 
-from services.trainer import figures
-from services.trainer.facts import BatchFigures
+from services.trainer import batch_metrics
 from services.trainer.loop import TOKEN_MEANS
-from services.trainer.record import SAME
-from services.trainer.record.reward_parts import RewardParts
-from shared.messages import RewardPart
+from services.trainer.metrics_logger import SAME
+from services.trainer.metrics_logger.reward_part_metrics import RewardParts
+from services.trainer.sample_stats import BatchMetrics
+from shared.schema.messages import RewardPart
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
@@ -23,11 +23,11 @@ def documented(prefix: str) -> set[str]:
 
 
 def test_every_rollout_metric_has_its_line() -> None:
-    samples = figures.rollout([1.0, 1.0], [0, 0], [3, 4], truncated=[0, 1], looping=[0, 0], shaped=[0.0, 0.0])
+    samples = batch_metrics.rollout([1.0, 1.0], [0, 0], [3, 4], truncated=[0, 1], looping=[0, 0], shaped=[0.0, 0.0])
     names = {re.sub("count_.*", "count_<reward>", name) for name in samples}
-    plain = {field.name for field in dataclasses.fields(BatchFigures)} - set(SAME)
+    plain = {field.name for field in dataclasses.fields(BatchMetrics)} - set(SAME)
     assert documented("rollout") == names | plain | set(TOKEN_MEANS)
-    assert documented("passrate") == {re.sub(r"@\d+", "@<k>", name) for name in figures.passrate([[1.0, 0.0]])}
+    assert documented("passrate") == {re.sub(r"@\d+", "@<k>", name) for name in batch_metrics.passrate([[1.0, 0.0]])}
 
 
 def test_every_metric_of_the_losses_has_its_line() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.trainer.reference import made_at
+from services.trainer.reference_policy import made_at
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from services.trainer.weights.replicas import BACK_OFF_MOST, Replicas, Target, guilty, is_gone
-from shared.messages import ServiceCard
+from shared.schema.messages import ServiceStatus
 
 
-def card(instance: str, version: int, incarnation: str = "a", state: str = "ready") -> ServiceCard:
-    return ServiceCard(
+def card(instance: str, version: int, incarnation: str = "a", state: str = "ready") -> ServiceStatus:
+    return ServiceStatus(
         service="rollout", instance=instance, host="h", pid=1, http="", state=state, version=version, incarnation=incarnation, at=0.0
     )
 

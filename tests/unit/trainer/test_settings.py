@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from services.trainer.actor import ActorConfig
-from services.trainer.settings import actor_config
-from shared.errors import ConfigError
-from shared.model.freezing import Freezing
-from shared.model.layout import ParallelLayout
-from shared.model.lora import Lora
+from services.trainer.trainer_settings import actor_config
+from shared.model.lora_targets import Lora
+from shared.model.parallel_layout import ParallelLayout
+from shared.model.trainable_parameters import Freezing
+from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 
 GIVEN = {

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.shares import deal, parts
-from shared.messages import Batch, BatchGroup, Payload
+from services.trainer.partition import partition_batch, parts
+from shared.schema.messages import Batch, BatchGroup, Payload
 
 few = settings(max_examples=60, deadline=None)
 
@@ -34,7 +34,7 @@ def batch(lengths: list[list[int]], removed: Positions | None = None, stale: Pos
 @few
 @given(lengths=groups_of_lengths, steps=st.integers(1, 4), ranks=st.integers(1, 4), square=st.booleans())
 def test_every_sample_is_dealt_once(lengths: list[list[int]], steps: int, ranks: int, square: bool) -> None:
-    dealt = deal(batch(lengths), steps, ranks, 64, (lambda tokens: tokens + tokens**2 / 40) if square else float)
+    dealt = partition_batch(batch(lengths), steps, ranks, 64, (lambda tokens: tokens + tokens**2 / 40) if square else float)
     total = sum(map(len, lengths))
     assert len(dealt.items) == total
     assert sorted(number for rank in range(ranks) for number in dealt.own(rank)) == list(range(total))
@@ -56,7 +56,7 @@ def test_parts_have_as_many_trained_samples(trained: list[bool], count: int) -> 
 
 
 def test_removed_and_stale_samples_do_not_count_as_trained() -> None:
-    dealt = deal(batch([[4, 4, 4], [4, 4, 4]], removed={0: (0,)}, stale={0: (1,)}), 2, 1, 64)
+    dealt = partition_batch(batch([[4, 4, 4], [4, 4, 4]], removed={0: (0,)}, stale={0: (1,)}), 2, 1, 64)
     assert [sorted(number for micro in placement[0] for number in micro) for placement in dealt.steps] == [[0, 1, 2, 3], [4, 5]]
     assert dealt.removed() == {0}
     assert dealt.name(4) == "g00000001/1"
@@ -65,5 +65,5 @@ def test_removed_and_stale_samples_do_not_count_as_trained() -> None:
 @pytest.mark.parametrize("optimizer_steps", [1, 3])
 def test_the_same_batch_is_dealt_the_same_way(optimizer_steps: int) -> None:
     lengths = [[5, 9, 33], [60, 2], [17, 17, 17, 17]]
-    first, second = (deal(batch(lengths), optimizer_steps, 2, 64) for _ in range(2))
+    first, second = (partition_batch(batch(lengths), optimizer_steps, 2, 64) for _ in range(2))
     assert first.steps == second.steps

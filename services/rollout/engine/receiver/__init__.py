@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from services.rollout.engine.receiver.session import Session
+    from services.rollout.engine.receiver.command_session import Session
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +42,10 @@ def load(model: Any, tensors: Iterable[object]) -> None:
     global _session
     try:
         if _session is None:
+            from services.rollout.engine.receiver.command_session import Session
             from services.rollout.engine.receiver.receiver import Receiver
-            from services.rollout.engine.receiver.session import Session
             from services.rollout.engine.receiver.sglang import model_path, rank
-            from shared import failures
+            from shared.runtime import failures
 
             failures.arm()  # an engine whose receiver is gone would serve old weights for ever
             directory = os.environ[DIRECTORY_VARIABLE]

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.rollout.engine.receiver import plan
-from services.rollout.engine.receiver.wire import WIRES, Aborted, Ring, Watch, Wire, aside
-from shared.errors import BadMessage, DeadlineExceeded, MyxoError
-from shared.messages import WeightsLane
-from shared.weights import digest
-from shared.weights.digest import Known
-from shared.weights.manifest import Bucket, Manifest, lay_out
+from services.rollout.engine.receiver import load_plan
+from services.rollout.engine.receiver.channel_receiver import WIRES, Aborted, BucketRing, ChannelReceiver, ReceiveDeadline, run_in_thread
+from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
+from shared.schema.messages import WeightsLane
+from shared.transfer import digest
+from shared.transfer.digest import TensorDigest
+from shared.transfer.manifest import Bucket, Manifest, lay_out
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Layout:
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         self.bucket = bucket
-        self.plan: plan.Plan | None = None
+        self.plan: load_plan.LoadPlan | None = None
         self.traced = False
         self.table = digest.leaf_table(bucket)
         if device.type == "cuda":
@@ -75,13 +75,13 @@ class Receiver:
 
     def __init__(self, model: Any, rank: int, device: torch.device | str, model_path: str | None = None) -> None:
         self.model, self.rank, self.device, self.model_path = model, rank, torch.device(device), model_path
-        self.known: dict[str, Known] = {}
+        self.known: dict[str, TensorDigest] = {}
         self.version = -1
         self.before_change: set[Callable[[str], None]] = set()  # of those who read parameters meanwhile: told why they must stop
         self._digest: str | None = ""
         self._lanes: _Lanes | None = None
         self._called_off: frozenset[str] = frozenset()  # lanes that an abort has left while they were being joined
-        self._rings: list[Ring] = []
+        self._rings: list[BucketRing] = []
         self._layouts: dict[str, list[Layout]] = {}  # by manifest
         self._parameters: list[int] = []
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -95,12 +95,12 @@ class Receiver:
             self._digest = digest.version_digest(self.known) if self.known else ""
         return self._digest
 
-    def adopt(self, version: int, known: Mapping[str, Known]) -> None:
+    def adopt(self, version: int, known: Mapping[str, TensorDigest]) -> None:
         """The model holds exactly these now. None: it is not known what it holds."""
         self.disturb("the weights are being replaced")
         self.known, self.version, self._digest = dict(known), version, None
 
-    def learn(self, version: int, known: Mapping[str, Known]) -> None:
+    def learn(self, version: int, known: Mapping[str, TensorDigest]) -> None:
         """The model holds these now, beside what was known."""
         self.known.update(known)
         self.version, self._digest = version, None
@@ -125,10 +125,10 @@ class Receiver:
         """
         self.leave()
         while len(self._rings) < len(lanes):
-            self._rings.append(Ring(self.device))
+            self._rings.append(BucketRing(self.device))
         rank = first_rank + self.rank
         wires = [WIRES[lane.kind](lane, rank, ring, self.device) for lane, ring in zip(lanes, self._rings, strict=False)]
-        self._lanes = _Lanes(wires, Watch(seconds, "the lanes are given up"))
+        self._lanes = _Lanes(wires, ReceiveDeadline(seconds, "the lanes are given up"))
 
     def leave(self) -> None:
         """Leaves all lanes."""
@@ -152,7 +152,7 @@ class Receiver:
 
     # ------------------------------------------------------------------------------------------------------ receiving
 
-    def receive(self, version: int, push: int, lanes: Sequence[str], watch: Watch, *, check: bool = False) -> Received:
+    def receive(self, version: int, push: int, lanes: Sequence[str], watch: ReceiveDeadline, *, check: bool = False) -> Received:
         """Takes one push from these lanes and loads it, or compares it with what the model holds.
 
         Lanes that a push has failed on are left: what is on its way over them belongs to nobody.
@@ -175,7 +175,7 @@ class Receiver:
             reason = str(error) if isinstance(error, MyxoError) else f"{type(error).__name__}: {error}"
             raise ReceiveError(reason, intake.touched) from error
 
-    def _joined(self, names: Sequence[str], watch: Watch) -> list[Wire]:
+    def _joined(self, names: Sequence[str], watch: ReceiveDeadline) -> list[ChannelReceiver]:
         lanes = self._lanes
         if lanes is None and self._called_off.issuperset(names):  # the order was on its way when its abort came
             raise Aborted(f"the joining of lanes {sorted(names)} was called off")
@@ -186,7 +186,7 @@ class Receiver:
 
     def layouts(self, manifest: Manifest) -> list[Layout]:
         """What is kept of the manifest's buckets."""
-        parameters = [tensor.data_ptr() for tensor in plan.parameters_of(self.model)]
+        parameters = [tensor.data_ptr() for tensor in load_plan.parameters_of(self.model)]
         if parameters != self._parameters:  # replaced since: what was traced leads elsewhere
             self._layouts, self._parameters = {}, parameters
         found = self._layouts.pop(manifest.id, None)
@@ -200,7 +200,7 @@ class Receiver:
     def load(self, layout: Layout, flat: Tensor) -> None:
         """Loads one bucket, in the current stream's order."""
         if not layout.traced:
-            layout.plan, obstacle = plan.trace(self.model, layout.bucket, flat)
+            layout.plan, obstacle = load_plan.trace(self.model, layout.bucket, flat)
             layout.traced = True
             if layout.plan is None:
                 first = layout.bucket.slots[0].name
@@ -209,7 +209,7 @@ class Receiver:
             layout.plan.replay(flat)
         else:
             with torch.no_grad():
-                self.model.load_weights(plan.views(layout.bucket, flat))
+                self.model.load_weights(load_plan.views(layout.bucket, flat))
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -231,18 +231,18 @@ class Receiver:
 class _Lanes:
     """Wires that are being joined, one after the other, in the same order on all engines: NCCL's communicators are made alike."""
 
-    def __init__(self, wires: list[Wire], watch: Watch) -> None:
+    def __init__(self, wires: list[ChannelReceiver], watch: ReceiveDeadline) -> None:
         self.wires, self._watch = wires, watch
         self._ended = threading.Event()
-        self._present: Wire | None = None
-        self._joining = aside(self._join, "join-lanes")
+        self._present: ChannelReceiver | None = None
+        self._joining = run_in_thread(self._join, "join-lanes")
 
     @property
     def joined(self) -> bool:
         """Whether joining has ended well."""
         return self._joining.done() and self._joining.exception() is None
 
-    def wait(self, watch: Watch) -> None:
+    def wait(self, watch: ReceiveDeadline) -> None:
         """Returns once all are joined. Raises what joining did, or Aborted, or DeadlineExceeded that names who is missing."""
         try:
             watch.until(self._joining.done, "the lanes' joining", "the lanes' members")
@@ -270,15 +270,15 @@ class _Lanes:
 class _Intake:
     """One push on its way in."""
 
-    def __init__(self, receiver: Receiver, version: int, push: int, check: bool, watch: Watch) -> None:
+    def __init__(self, receiver: Receiver, version: int, push: int, check: bool, watch: ReceiveDeadline) -> None:
         self._receiver, self._version, self._push, self._check, self._watch = receiver, version, push, check, watch
         self.touched = False
-        self._found: dict[str, Known] = {}
+        self._found: dict[str, TensorDigest] = {}
         self._hashing: deque[tuple[Layout, torch.cuda.Event]] = deque()
         self._differences: dict[str, int | Tensor] = {}
         self._adapters: list[tuple[Manifest, dict[str, Tensor]]] = []
 
-    def run(self, wires: Sequence[Wire]) -> Received:
+    def run(self, wires: Sequence[ChannelReceiver]) -> Received:
         receiver, started = self._receiver, time.monotonic()
         with receiver.on_stream():  # before any broadcast is issued: beginning waits for the device, and a broadcast may never end
             manifests = [wire.manifest(self._push, self._watch) for wire in wires]
@@ -298,7 +298,7 @@ class _Intake:
         named = digest.version_digest(receiver.known | self._found) if self._check else receiver.digest
         return Received(named, size, seconds, {name: count for name, count in differences.items() if count})
 
-    def _take_all(self, wires: Sequence[Wire], manifests: Sequence[Manifest]) -> None:
+    def _take_all(self, wires: Sequence[ChannelReceiver], manifests: Sequence[Manifest]) -> None:
         """Every lane's buckets in turn: the same order on all engines. Nothing is loaded before every lane has brought one."""
         receiver = self._receiver
         layouts = [receiver.layouts(manifest) for manifest in manifests]
@@ -316,7 +316,7 @@ class _Intake:
                     flat = wire.take(number, layout.bucket.nbytes, self._watch)
                 flats[lane] = None
                 if manifest.kind == "adapter":
-                    adapters[lane] |= {name: tensor.clone() for name, tensor in plan.views(layout.bucket, flat)}
+                    adapters[lane] |= {name: tensor.clone() for name, tensor in load_plan.views(layout.bucket, flat)}
                 else:
                     self._load(layout, flat)
                 self._hash(layout, flat)
@@ -326,7 +326,7 @@ class _Intake:
 
     def _load(self, layout: Layout, flat: Tensor) -> None:
         if self._check:
-            for name, count in plan.compare(self._receiver.model, layout.bucket, flat).items():
+            for name, count in load_plan.compare(self._receiver.model, layout.bucket, flat).items():
                 self._differences[name] = self._differences.get(name, 0) + count
         else:
             self.touched = True
@@ -334,7 +334,7 @@ class _Intake:
 
     def _merge(self, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
         """Lays an adapter over the base weights."""
-        from services.rollout.engine.receiver.adapter import merged
+        from services.rollout.engine.receiver.lora_adapter import merged
 
         receiver = self._receiver
         if receiver.model_path is None:
@@ -344,7 +344,7 @@ class _Intake:
             for name, tensor in made:
                 bucket = lay_out([(name, "float32", tuple(tensor.shape))], tensor.nbytes).buckets[0]
                 flat = tensor.contiguous().view(-1).view(torch.uint8)
-                self._differences |= plan.compare(receiver.model, bucket, flat)
+                self._differences |= load_plan.compare(receiver.model, bucket, flat)
             return
         self.touched = True
         with torch.no_grad():
@@ -352,7 +352,7 @@ class _Intake:
 
     def _hash(self, layout: Layout, flat: Tensor) -> None:
         if self._receiver.device.type == "cuda":
-            from shared.weights import digest_kernel
+            from shared.transfer import digest_kernel
 
             layout.leaves.copy_(digest_kernel.leaves(flat, layout.device_table), non_blocking=True)
             hashed = torch.cuda.Event()
@@ -367,7 +367,7 @@ class _Intake:
             layout, _ = self._hashing.popleft()
             self._found |= digest.tensors(layout.bucket, layout.leaves.numpy().view(np.uint64))
 
-    def _drain(self, wires: Sequence[Wire]) -> None:
+    def _drain(self, wires: Sequence[ChannelReceiver]) -> None:
         """Waits until the device has done all that it was told."""
         if self._receiver.device.type == "cuda":
             told = torch.cuda.Event()
@@ -380,5 +380,5 @@ class _Intake:
             wire.finish(self._watch)
 
 
-Verb = Callable[["Receiver", Mapping[str, Any], Watch], dict[str, Any]]
+Verb = Callable[["Receiver", Mapping[str, Any], ReceiveDeadline], dict[str, Any]]
 """What an order has done: the receiver, the order, how long it may take → the answer's fields. Raises MyxoError."""

@@ -6,9 +6,9 @@ start. The decoupled objective clips around the proximal policy and weights by p
 All tensors are [T], finite everywhere.
 """
 
+from services.trainer.objective.importance.importance_weights import ImportanceWeight, importance_weight, level_ratio, weight_counts
 from services.trainer.objective.importance.rejection import off_policy_sequence_mask, vetoed, within
 from services.trainer.objective.importance.second_moment import second_moment_limit, second_moment_mask, second_moments
-from services.trainer.objective.importance.weights import ImportanceWeight, importance_weight, level_ratio, weight_counts
 
 __all__ = [
     "ImportanceWeight",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from services.trainer.objective.policy import ratio_of
+from services.trainer.objective.policy_gradient import ratio_of
 from services.trainer.objective.sequence import sequence_mean, sequence_sum
 
 

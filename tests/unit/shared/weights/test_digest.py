@@ -8,10 +8,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.errors import BadMessage
-from shared.weights import digest
-from shared.weights.hashing import Hasher
-from shared.weights.manifest import ALIGNMENT, ITEM_BYTES, Manifest, lay_out, lay_out_units
+from shared.runtime.errors import BadMessage
+from shared.transfer import digest
+from shared.transfer.bucket_hashing import Hasher
+from shared.transfer.manifest import ALIGNMENT, ITEM_BYTES, Manifest, lay_out, lay_out_units
 
 shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
 specs = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes), min_size=1, max_size=12).map(

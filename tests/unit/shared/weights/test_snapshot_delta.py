@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.errors import BadMessage
-from shared.weights import snapshot_delta
-from shared.weights.snapshot_delta import apply, encode
+from shared.runtime.errors import BadMessage
+from shared.transfer import snapshot_delta
+from shared.transfer.snapshot_delta import apply, encode
 
 ENCODINGS = pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from shared.weights.digest import Known, of_bytes, version_digest
-from shared.weights.snapshot import LINK_FILE, BrokenLink, Link
-from shared.weights.snapshot_chain import Snapshots
-from shared.weights.snapshot_copy import LocalCopy
-from shared.weights.snapshot_delta import Encoding
-from shared.weights.snapshot_draft import Draft
+from shared.transfer.digest import TensorDigest, of_bytes, version_digest
+from shared.transfer.snapshot import LINK_FILE, BrokenLink, SnapshotLink
+from shared.transfer.snapshot_chain import Snapshots
+from shared.transfer.snapshot_copy import LocalCopy
+from shared.transfer.snapshot_delta import Encoding
+from shared.transfer.snapshot_draft import SnapshotDraft
 
 Weights = dict[str, np.ndarray]
 
@@ -35,9 +35,9 @@ def weights(version: int, names: int = 5) -> Weights:
 
 def write(
     snapshots: Snapshots, version: int, base: LocalCopy | None = None, encoding: Encoding = "xor", found: Weights | None = None
-) -> Link:
+) -> SnapshotLink:
     """A link as a trainer writes it, in two buckets."""
-    draft = Draft(snapshots, version, base, encoding)
+    draft = SnapshotDraft(snapshots, version, base, encoding)
     tensors = {name: ("float32", array.shape, array.reshape(-1).view(np.uint8)) for name, array in (found or weights(version)).items()}
     for part in (list(tensors)[:3], list(tensors)[3:]):
         draft.add({name: tensors[name] for name in part})
@@ -69,7 +69,7 @@ def test_a_full_link_is_a_checkpoint(tmp_path: Path) -> None:
     assert {path.name for path in link.path.iterdir()} == {
         "config.json", LINK_FILE, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json",
     }  # fmt: skip
-    known = {name: Known("float32", array.shape, of_bytes(array.tobytes())) for name, array in weights(12).items()}
+    known = {name: TensorDigest("float32", array.shape, of_bytes(array.tobytes())) for name, array in weights(12).items()}
     assert link.digest == version_digest(known) and link.kind == "full"
     assert LocalCopy(tmp_path / "cache").follow(Snapshots(tmp_path), 12) == link  # nothing to copy
 
@@ -140,8 +140,8 @@ def test_a_delta_that_lies_about_what_it_makes(tmp_path: Path) -> None:
     """Sums that fit the files prove nothing: what was made is what counts."""
     snapshots = history(tmp_path / "w", "fd")
     honest = snapshots.link(1)
-    for tensors in (honest.tensors | {"layer.4.weight": Known("float32", (6, 8), 1)}, dict(list(honest.tensors.items())[1:])):
-        Link(honest.path, 1, "delta", version_digest(tensors), tensors, honest.files, honest.base, "xor").write()
+    for tensors in (honest.tensors | {"layer.4.weight": TensorDigest("float32", (6, 8), 1)}, dict(list(honest.tensors.items())[1:])):
+        SnapshotLink(honest.path, 1, "delta", version_digest(tensors), tensors, honest.files, honest.base, "xor").write()
         cache = LocalCopy(tmp_path / "cache")
         with pytest.raises(BrokenLink, match=r"v000001: (layer.4.weight laid over its base|it has no change of layer.0)"):
             cache.follow(snapshots, 1)
@@ -188,7 +188,7 @@ def test_versions_of_a_life_that_is_over_go(tmp_path: Path) -> None:
 
 def test_a_base_without_a_tensor_is_refused(tmp_path: Path) -> None:
     snapshots, current = history(tmp_path, "f"), LocalCopy(tmp_path / ".current")
-    draft = Draft(snapshots, 1, current)
+    draft = SnapshotDraft(snapshots, 1, current)
     extra = np.zeros(4, np.uint8)
     with pytest.raises(BrokenLink, match=r"another is not in version 0"):
         draft.add({"another": ("float32", (1,), extra)})
@@ -196,16 +196,16 @@ def test_a_base_without_a_tensor_is_refused(tmp_path: Path) -> None:
     assert snapshots.versions() == [0] and LocalCopy(tmp_path / ".current").held() is None
     current.take(snapshots.link(0))
     with pytest.raises(BrokenLink, match=r"layer.0.weight has not come"):
-        Draft(snapshots, 1, current).publish()
+        SnapshotDraft(snapshots, 1, current).publish()
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from shared.weights.snapshot_chain import Snapshots
-from shared.weights.snapshot_copy import LocalCopy
+from shared.transfer.snapshot_chain import Snapshots
+from shared.transfer.snapshot_copy import LocalCopy
 from tests.unit.shared.weights import test_snapshots as t
-import shared.directory, shared.weights.snapshot_draft as d
+import shared.runtime.atomic_directory, shared.transfer.snapshot_draft as d
 place, step = Path(sys.argv[1]), int(sys.argv[2])
 count = 0
 def counted(original):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors import numpy as library
 
-from shared.weights import tensor_file
-from shared.weights.tensor_file import TensorFile, TensorFileBroken
+from shared.transfer import tensor_file
+from shared.transfer.tensor_file import TensorFile, TensorFileBroken
 
 ARRAYS = {
     "a": np.arange(3, dtype=np.int8),

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from services.trainer.actor import Actor
 from services.trainer.megatron.adapters import Adapters
-from services.trainer.megatron.reference import FrozenWeights
-from services.trainer.megatron.shipping import Cargo, Groups
+from services.trainer.megatron.frozen_weights import FrozenWeights
+from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
 from services.trainer.weights.adapter_stage import AdapterExport
-from services.trainer.weights.stage import view
-from shared.weights.manifest import Manifest
+from services.trainer.weights.stage_export import view
+from shared.transfer.manifest import Manifest
 from tests.unit.trainer.megatron.rank_steps import actor, exported, steps
 from tests.unit.trainer.megatron.tiny import pack, sequences
 
@@ -73,8 +73,8 @@ def pushed(hf_dir: Path, config: dict[str, Any]) -> tuple[Manifest, dict[str, Te
     """The manifest of this rank's stage, and on the stage's source what it fills the buckets with."""
     model = actor(hf_dir, **config)
     steps(model, 1)
-    groups = Groups.own()
-    cargo = Cargo(model.model, groups)
+    groups = GatherGroups.own()
+    cargo = GatherPlan(model.model, groups)
     export, sent = AdapterExport(cargo, bucket_bytes=1500), {}
     for number, bucket in enumerate(export.manifest.buckets):
         flat = torch.empty(bucket.nbytes, dtype=torch.uint8) if cargo.is_source else None

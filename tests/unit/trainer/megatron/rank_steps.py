@@ -16,15 +16,15 @@ from torch import Tensor
 
 from services.trainer.actor import Actor, ActorConfig, SaveFailed, StepResult
 from services.trainer.megatron import checkpoint, runtime
+from services.trainer.megatron.checkpoint_writer import StagedShards
+from services.trainer.megatron.frozen_weights import FrozenWeights
+from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
 from services.trainer.megatron.likelihood import VocabularySlice, log_probs_and_entropy
-from services.trainer.megatron.reference import FrozenWeights
-from services.trainer.megatron.saving import StagedShards
-from services.trainer.megatron.shipping import Cargo, Groups
 from services.trainer.objective import ObjectiveConfig, PolicyLoss
-from services.trainer.objective.value import ValueLoss
+from services.trainer.objective.value_loss import ValueLoss
 from services.trainer.packing import PackedBatch
-from services.trainer.weights.stage import StageExport, view
-from shared.errors import MyxoError
+from services.trainer.weights.stage_export import StageExport, view
+from shared.runtime.errors import MyxoError
 from tests.unit.trainer.megatron.tiny import VOCAB, pack, sequences
 
 TIMEOUT_SECONDS = 60.0
@@ -260,7 +260,7 @@ def load_and_export(hf_dir: Path, config: dict[str, Any]) -> tuple[dict[str, Ten
 
 def pushed(model: Actor, bucket_bytes: int = 4096) -> dict[str, Tensor]:
     """What the lane of this rank's pipeline stage would carry, if this is its source; the last of two pushes over two buffers."""
-    cargo = Cargo(model.model, Groups.own())
+    cargo = GatherPlan(model.model, GatherGroups.own())
     stage = StageExport(cargo, bucket_bytes)
     buckets, found = stage.manifest.buckets, {}
     ring = [torch.zeros(max(bucket.nbytes for bucket in buckets), dtype=torch.uint8) for _ in range(2)]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from services.trainer.megatron.flag_tables import ARCHITECTURE
-from shared.config import load
-from shared.errors import ConfigError
+from shared.config.run_config import load
 from shared.model.architecture_flags import architecture_of, check, flags_of
 from shared.model.families import hf_tensors, read_architecture
+from shared.runtime.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[4] / "configs" / "models"
 KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "qwen3_moe", "qwen3_moe_mixed", "glm4", "glm4_moe", "glm4_moe_air"]
@@ -91,8 +91,8 @@ def test_without_embeddings_it_has_them_too(name):
 @pytest.mark.parametrize("name", [*PARAMETERS, *WITH_DRAFT_LAYER, *WITHOUT_EMBEDDINGS])
 def test_a_configs_layout_divides_its_model(name):
     from services.trainer.actor import ActorConfig
-    from services.trainer.megatron.flags import resolve
-    from shared.model.layout import check_divisible
+    from services.trainer.megatron.flag_sorting import resolve
+    from shared.model.parallel_layout import check_divisible
 
     given = config(name)
     assert 1 <= given.pop("actor_num_gpus_per_node") <= 8

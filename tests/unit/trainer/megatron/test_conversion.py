@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.trainer import convert
-from services.trainer.megatron import conversion
+from myxo import exit_codes
+from services.trainer import convert_command
+from services.trainer.megatron import hf_conversion
 from services.trainer.megatron.checkpoint import CheckpointMissing
-from services.trainer.megatron.weights import SafetensorsReader
-from shared.cli import exits
-from shared.errors import ConfigError
+from services.trainer.megatron.hf_weights import SafetensorsReader
+from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
 
 STEP = "step_00000000"
@@ -37,11 +37,11 @@ def loaded(hf):
 @pytest.mark.parametrize("kind", ["qwen3_tied", "qwen2", "llama3_rope", "qwen3_moe_mixed", "glm4", "glm4_moe", "deepseek_v3"])
 def test_there_and_back_is_bit_equal(kind, hf, loaded, tmp_path):
     seen = []
-    made = conversion.to_torch_dist(hf(kind), tmp_path / "dist", None, lambda *progress: seen.append(progress))
+    made = hf_conversion.to_torch_dist(hf(kind), tmp_path / "dist", None, lambda *progress: seen.append(progress))
     assert made == tmp_path / "dist" / STEP
     assert seen[-1][0] == seen[-1][1] == sum(tensor.nbytes for tensor in loaded(kind).values())
     assert json.loads((made / "checkpoint.json").read_text())["architecture"]["num_layers"] == 2
-    conversion.to_hf(tmp_path / "dist", tmp_path / "hf", None, None, quiet)
+    hf_conversion.to_hf(tmp_path / "dist", tmp_path / "hf", None, None, quiet)
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), loaded(kind))
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == json.loads((hf(kind) / "config.json").read_text())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dist", "hf"]
@@ -59,21 +59,21 @@ def test_little_is_in_memory_at_a_time(hf, tmp_path, monkeypatch):
         return tensor
 
     monkeypatch.setattr(SafetensorsReader, "read", counted)
-    conversion.to_torch_dist(hf("qwen3_moe"), tmp_path / "dist", None, quiet)
+    hf_conversion.to_torch_dist(hf("qwen3_moe"), tmp_path / "dist", None, quiet)
     assert len(alive) > 30 and most <= 3  # q, k and v become one parameter
 
 
 def test_in_buckets_and_several_files(hf, loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(conversion, "BUCKET_BYTES", 20_000)
-    conversion.to_torch_dist(hf("qwen3"), tmp_path / "dist", None, quiet)
-    conversion.to_hf(tmp_path / "dist" / STEP, tmp_path / "hf", None, None, quiet)
+    monkeypatch.setattr(hf_conversion, "BUCKET_BYTES", 20_000)
+    hf_conversion.to_torch_dist(hf("qwen3"), tmp_path / "dist", None, quiet)
+    hf_conversion.to_hf(tmp_path / "dist" / STEP, tmp_path / "hf", None, None, quiet)
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 2
     assert same({name: tensor for file in files for name, tensor in load_file(file).items()}, loaded("qwen3"))
 
 
 def test_a_trainer_starts_from_it(hf, loaded, make_actor, tmp_path):
-    conversion.to_torch_dist(hf("deepseek_v3"), tmp_path / "dist", None, quiet)
+    hf_conversion.to_torch_dist(hf("deepseek_v3"), tmp_path / "dist", None, quiet)
     fresh = [(step.loss, step.grad_norm) for step in rank_steps.steps(make_actor("deepseek_v3"), 2)]
     actor = make_actor("deepseek_v3")
     rank_steps.steps(actor, 2, first=7)
@@ -98,7 +98,7 @@ def load_and_export(hf_dir, config, root):
     ],
 )
 def test_a_trainer_of_two_ranks_starts_from_it(kind, config, hf, loaded, two_ranks, tmp_path):
-    conversion.to_torch_dist(hf(kind), tmp_path / "dist", None, quiet)
+    hf_conversion.to_torch_dist(hf(kind), tmp_path / "dist", None, quiet)
     exported, _ = two_ranks.run(load_and_export, hf(kind), config, tmp_path / "dist")
     assert same(exported, loaded(kind))
 
@@ -110,21 +110,21 @@ def test_a_trainers_checkpoint_becomes_a_hugging_face_one(hf, make_actor, tmp_pa
     actor.save_checkpoint(tmp_path / "run", 1)
     exported = rank_steps.exported(actor)
     with pytest.raises(ConfigError, match="--hf"):
-        conversion.to_hf(tmp_path / "run", tmp_path / "out", None, None, quiet)
+        hf_conversion.to_hf(tmp_path / "run", tmp_path / "out", None, None, quiet)
     with pytest.raises(CheckpointMissing, match="step 7"):
-        conversion.to_hf(tmp_path / "run", tmp_path / "out", hf("moonlight"), 7, quiet)
+        hf_conversion.to_hf(tmp_path / "run", tmp_path / "out", hf("moonlight"), 7, quiet)
     with pytest.raises(ConfigError) as error:
-        conversion.to_hf(tmp_path / "run", tmp_path / "out", hf("deepseek_v3"), None, quiet)
+        hf_conversion.to_hf(tmp_path / "run", tmp_path / "out", hf("deepseek_v3"), None, quiet)
     assert "latent.query_rank" in str(error.value) or "experts.groups" in str(error.value)
-    conversion.to_hf(tmp_path / "run", tmp_path / "out", hf("moonlight"), None, quiet)
+    hf_conversion.to_hf(tmp_path / "run", tmp_path / "out", hf("moonlight"), None, quiet)
     assert same(load_file(tmp_path / "out" / "model.safetensors"), exported)
 
 
 def test_bfloat16_is_asked_for_or_found(hf, tmp_path):
-    conversion.to_torch_dist(hf("qwen2"), tmp_path / "dist", "bfloat16", quiet)
-    conversion.to_hf(tmp_path / "dist", tmp_path / "hf", None, None, quiet)
+    hf_conversion.to_torch_dist(hf("qwen2"), tmp_path / "dist", "bfloat16", quiet)
+    hf_conversion.to_hf(tmp_path / "dist", tmp_path / "hf", None, None, quiet)
     assert {t.dtype for t in load_file(tmp_path / "hf" / "model.safetensors").values()} == {torch.bfloat16}
-    conversion.to_torch_dist(tmp_path / "hf", tmp_path / "again", None, quiet)
+    hf_conversion.to_torch_dist(tmp_path / "hf", tmp_path / "again", None, quiet)
     assert json.loads((tmp_path / "again" / STEP / "checkpoint.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -149,8 +149,8 @@ def test_8_bit_weights_become_what_they_stand_for(hf, loaded, tmp_path):
     config = json.loads((source / "config.json").read_text())
     method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
     (source / "config.json").write_text(json.dumps(config | {"quantization_config": method, "dtype": "bfloat16"}))
-    conversion.to_torch_dist(source, tmp_path / "dist", None, quiet)
-    conversion.to_hf(tmp_path / "dist", tmp_path / "hf", None, None, quiet)
+    hf_conversion.to_torch_dist(source, tmp_path / "dist", None, quiet)
+    hf_conversion.to_hf(tmp_path / "dist", tmp_path / "hf", None, None, quiet)
     assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
     out = load_file(tmp_path / "hf" / "model.safetensors")
     assert out.keys() == loaded("deepseek_v3").keys()
@@ -164,7 +164,7 @@ def test_8_bit_weights_become_what_they_stand_for(hf, loaded, tmp_path):
             assert torch.equal(out[name][here], wanted), (name, row, column)
     (source / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     with pytest.raises(ConfigError, match="quantization_config"):
-        conversion.to_torch_dist(source, tmp_path / "other", None, quiet)
+        hf_conversion.to_torch_dist(source, tmp_path / "other", None, quiet)
 
 
 def test_what_fails_leaves_nothing_behind(hf, tmp_path, monkeypatch):
@@ -173,17 +173,17 @@ def test_what_fails_leaves_nothing_behind(hf, tmp_path, monkeypatch):
     del tensors["model.norm.weight"]
     save_file(tensors, source / "model.safetensors")
     with pytest.raises(ConfigError, match=r"missing: model\.norm\.weight"):
-        conversion.to_torch_dist(source, tmp_path / "dist", None, quiet)
+        hf_conversion.to_torch_dist(source, tmp_path / "dist", None, quiet)
 
     def broken(done, total):
         raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space"):
-        conversion.to_torch_dist(hf("qwen2"), tmp_path / "dist", None, broken)
+        hf_conversion.to_torch_dist(hf("qwen2"), tmp_path / "dist", None, broken)
     assert not (tmp_path / "dist").exists()
-    conversion.to_torch_dist(hf("qwen2"), tmp_path / "dist", None, quiet)  # what was left half-way is in nobody's way
+    hf_conversion.to_torch_dist(hf("qwen2"), tmp_path / "dist", None, quiet)  # what was left half-way is in nobody's way
     with pytest.raises(OSError, match="no space"):
-        conversion.to_hf(tmp_path / "dist", tmp_path / "hf", None, None, broken)
+        hf_conversion.to_hf(tmp_path / "dist", tmp_path / "hf", None, None, broken)
     assert not (tmp_path / "hf").exists()
 
 
@@ -201,18 +201,18 @@ def test_bad_input_is_named(options, names, hf, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     arguments = [option.format(tmp=tmp_path, hf=hf("qwen2")) for option in options]
     try:
-        code = convert.main(arguments)
+        code = convert_command.main(arguments)
     except SystemExit as exit:
         code = exit.code
-    assert code == exits.BAD_INPUT
+    assert code == exit_codes.BAD_INPUT
     complaint = capsys.readouterr().err
     assert all(name in complaint for name in names), complaint
 
 
 def test_the_command(hf, loaded, tmp_path):
-    command = [sys.executable, "-m", "shared.cli.main", "convert"]
+    command = [sys.executable, "-m", "myxo.main", "convert"]
     run = subprocess.run([*command, str(hf("qwen3")), str(tmp_path / "dist")], capture_output=True, text=True, timeout=240)
-    assert (run.returncode, run.stdout) == (exits.DONE, f"{tmp_path / 'dist' / STEP}\n"), run.stderr
+    assert (run.returncode, run.stdout) == (exit_codes.DONE, f"{tmp_path / 'dist' / STEP}\n"), run.stderr
     assert "to torch_dist" in run.stderr
-    conversion.to_hf(tmp_path / "dist", tmp_path / "hf", None, None, quiet)
+    hf_conversion.to_hf(tmp_path / "dist", tmp_path / "hf", None, None, quiet)
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), loaded("qwen3"))

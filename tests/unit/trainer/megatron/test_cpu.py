@@ -40,10 +40,7 @@ def test_only_megatron_core_sees_the_other_device():
 
 @needs_cpu
 def test_megatron_imported_too_early_is_refused():
-    program = (
-        "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')\n"
-        "import services.trainer.megatron"
-    )
+    program = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')\nimport services.trainer.megatron"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert "import services.trainer.megatron first" in done.stderr

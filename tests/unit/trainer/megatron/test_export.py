@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from services.trainer.megatron import export
-from shared.errors import ConfigError
+from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import pack, sequences
 

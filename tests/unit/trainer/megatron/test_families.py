@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.trainer.actor import ActorConfig
-from services.trainer.megatron.weights import Recipe, recipe
-from shared.errors import ConfigError
+from services.trainer.megatron.hf_weights import Recipe, recipe
 from shared.model.families import Rope, hf_tensors, read_architecture
+from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron.rank_steps import actor
 
 KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "llama3_rope", "qwen3_moe", "qwen3_moe_mixed"]

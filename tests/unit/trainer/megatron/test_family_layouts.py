@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.megatron.weights import weights_of
+from services.trainer.megatron.hf_weights import weights_of
 from tests.unit.trainer.megatron import rank_steps
 
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

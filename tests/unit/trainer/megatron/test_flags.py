@@ -13,10 +13,10 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from services.trainer import settings
-from services.trainer.megatron import flag_catalogue, flag_tables, flags
-from shared import megatron_flags
-from shared.errors import ConfigError
+from services.trainer import trainer_settings
+from services.trainer.megatron import flag_sorting, flag_tables, megatron_catalogue
+from shared.config import megatron_flags
+from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 from tests.unit.trainer.megatron.tiny import make_checkpoint
 
@@ -50,14 +50,14 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_catalogue_is_current() -> None:
-    assert flags.CATALOGUE.read_text() == flag_catalogue.text()
+    assert flag_sorting.CATALOGUE.read_text() == megatron_catalogue.text()
 
 
 def test_every_field_of_the_dataclasses_is_in_the_catalogue_or_no_text_can_say_it() -> None:
     known = {name for flag in megatron_flags.catalogue().values() for name in (flag.name, *flag.spellings)}
     unsaid = {
         field.name: str(field.type)
-        for models in flag_catalogue.GROUPS.values()
+        for models in megatron_catalogue.GROUPS.values()
         for model in models
         for field in dataclasses.fields(model)
         if field.name not in known and not field.name.startswith("_")
@@ -67,7 +67,7 @@ def test_every_field_of_the_dataclasses_is_in_the_catalogue_or_no_text_can_say_i
 
 
 def test_the_tables_name_flags_that_there_are() -> None:
-    fields = {field.name for models in flag_catalogue.GROUPS.values() for model in models for field in dataclasses.fields(model)}
+    fields = {field.name for models in megatron_catalogue.GROUPS.values() for model in models for field in dataclasses.fields(model)}
     assert [name for name in (*flag_tables.FIXED, *flag_tables.DEFAULTS, *flag_tables.TRANSFORMER_ENGINE) if name not in fields] == []
     catalogue = megatron_flags.catalogue()
     assert [name for name, _ in flag_tables.SPELLINGS.values() if name not in catalogue] == []
@@ -84,7 +84,7 @@ def test_flags_go_to_their_dataclasses_with_their_types() -> None:
         "use_mcore_models": True,
         "check_for_nan_in_loss_and_grad": False,
     }
-    found = flags.resolve(given)
+    found = flag_sorting.resolve(given)
     assert found.transformer == {"moe_router_dtype": "fp64", "fp32_residual_connection": True}
     assert found.ddp == {"bucket_size": 1000, "check_for_nan_in_grad": False}
     assert found.optimizer == {"apply_wd_to_qk_layernorm": True}
@@ -95,11 +95,11 @@ def test_flags_go_to_their_dataclasses_with_their_types() -> None:
 
 
 def test_plain_data_becomes_what_the_field_holds() -> None:
-    assert flags._converted("transformer", "attention_backend", "flash") is AttnBackend.flash
-    assert flags._converted("transformer", "window_size", [128, 0]) == (128, 0)
-    assert flags._converted("optimizer", "exp_avg_dtype", "bfloat16") is torch.bfloat16
-    assert flags._converted("transformer", "pipeline_dtype", "float32") is torch.float32
-    assert flags._converted("transformer", "fp8", None) is None
+    assert flag_sorting._converted("transformer", "attention_backend", "flash") is AttnBackend.flash
+    assert flag_sorting._converted("transformer", "window_size", [128, 0]) == (128, 0)
+    assert flag_sorting._converted("optimizer", "exp_avg_dtype", "bfloat16") is torch.bfloat16
+    assert flag_sorting._converted("transformer", "pipeline_dtype", "float32") is torch.float32
+    assert flag_sorting._converted("transformer", "fp8", None) is None
 
 
 def test_the_actor_gets_what_is_given_and_the_checkpoint_is_compared(tmp_path: Path) -> None:
@@ -107,11 +107,11 @@ def test_the_actor_gets_what_is_given_and_the_checkpoint_is_compared(tmp_path: P
     given = {"fp32_residual_connection": True, "ddp_bucket_size": 1000, "num_layers": 2, "hidden_size": 32, "swiglu": True}
     config = run_config(tmp_path, trainer={"megatron": given})
     expected = {"transformer": {"fp32_residual_connection": True}, "ddp": {"bucket_size": 1000}}
-    assert settings.actor_config(config).megatron == expected
-    settings.check_architecture(config)
+    assert trainer_settings.actor_config(config).megatron == expected
+    trainer_settings.check_architecture(config)
     wrong = run_config(tmp_path, trainer={"megatron": {**given, "num_layers": 36}})
     with pytest.raises(ConfigError, match=r"trainer.megatron.num_layers = 36: 2, as the checkpoint has"):
-        settings.check_architecture(wrong)
+        trainer_settings.check_architecture(wrong)
 
 
 def test_what_needs_transformer_engine_is_refused_without_it() -> None:
@@ -121,14 +121,14 @@ def test_what_needs_transformer_engine_is_refused_without_it() -> None:
         pass
     else:
         pytest.skip("Transformer Engine is installed")
-    assert flags.resolve({"attention_backend": "auto", "no_rope_fusion": True, "moe_grouped_gemm": False}).transformer
+    assert flag_sorting.resolve({"attention_backend": "auto", "no_rope_fusion": True, "moe_grouped_gemm": False}).transformer
     with pytest.raises(ConfigError, match=r"trainer.megatron.fp8 = 'hybrid': Transformer Engine has it, which is not installed"):
-        flags.resolve({"fp8_format": "hybrid"})
+        flag_sorting.resolve({"fp8_format": "hybrid"})
 
 
 @pytest.mark.usefixtures("checkout")
 def test_a_checkouts_own_parser_reads_the_flags_too() -> None:
-    found = flags.resolve({"moe_layer_freq": [0, 1], "moe_router_dtype": "fp64", "window_of_old": "7", "old_layers": "3"})
+    found = flag_sorting.resolve({"moe_layer_freq": [0, 1], "moe_router_dtype": "fp64", "window_of_old": "7", "old_layers": "3"})
     assert (found.architecture, found.transformer) == ({"moe_layer_freq": [0, 1], "num_layers": 3}, {"moe_router_dtype": "fp64"})
     assert found.ddp == {"bucket_size": 7}
     assert "megatron.training" not in sys.modules
@@ -146,4 +146,4 @@ def test_a_checkouts_own_parser_reads_the_flags_too() -> None:
 )
 def test_what_a_checkouts_parser_refuses_is_refused(given: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        flags.resolve(given)
+        flag_sorting.resolve(given)

@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file
 
 from services.trainer.megatron.export import Exporter
-from services.trainer.megatron.weights import parameters
-from shared.errors import ConfigError
-from shared.model.names import megatron_parameters
+from services.trainer.megatron.hf_weights import parameters
+from shared.model.tensor_table import megatron_parameters
+from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import lora_steps, rank_steps
 from tests.unit.trainer.megatron.test_checkpoint import assert_exact
 from tests.unit.trainer.megatron.test_train_step import reference_steps

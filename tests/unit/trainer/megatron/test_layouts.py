@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from services.trainer.megatron import runtime
-from shared.errors import ConfigError
+from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
 
 TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))

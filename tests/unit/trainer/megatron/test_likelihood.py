@@ -90,9 +90,7 @@ def test_two_ranks_equal_plain_torch(vocab, hf, two_ranks):
     logits, labels, weights = example(rows, vocab)
     expected = torch.stack(reference(logits, labels, vocab, 0.8))
     (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), logits)
-    ranks = two_ranks.run(
-        rank_steps.split_likelihood, hf("qwen3"), logits.detach(), labels, weights, vocab, temperature=0.8
-    )
+    ranks = two_ranks.run(rank_steps.split_likelihood, hf("qwen3"), logits.detach(), labels, weights, vocab, temperature=0.8)
     for values, _ in ranks:
         torch.testing.assert_close(values, expected.detach(), atol=2e-6, rtol=1e-5)
     gradient = torch.cat([part for _, part in ranks], 1)

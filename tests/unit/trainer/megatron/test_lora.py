@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.megatron import conversion
+from services.trainer.megatron import hf_conversion
 from services.trainer.megatron.adapters import Adapters
-from shared.errors import ConfigError
+from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import lora_steps, rank_steps
 from tests.unit.trainer.megatron.test_checkpoint import assert_exact
 from tests.unit.trainer.megatron.test_train_step import reference_steps
@@ -231,7 +231,7 @@ def test_a_policy_of_before_takes_its_adapters_only(hf, two_ranks, tmp_path):
 
 def test_a_checkpoint_is_converted_to_the_merged_model(hf, two_ranks, tmp_path):
     two_ranks.run(rank_steps.save_after, hf("qwen3"), {**LORA, **TP2_SP}, tmp_path / "run", 2)
-    conversion.to_hf(tmp_path / "run", tmp_path / "hf", hf("qwen3"), None, lambda *_: None)
+    hf_conversion.to_hf(tmp_path / "run", tmp_path / "hf", hf("qwen3"), None, lambda *_: None)
     actor = rank_steps.actor(hf("qwen3"), **LORA)
     actor.load_checkpoint(tmp_path / "run")
     expected, converted = rank_steps.exported(actor), load_file(tmp_path / "hf" / "model.safetensors")

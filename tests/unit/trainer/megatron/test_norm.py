@@ -40,7 +40,5 @@ def test_bfloat16_multiplies_with_the_weight_after_rounding():
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_the_weight_is_marked_for_sequence_parallelism(parallel):
-    config = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=2, sequence_parallel=parallel
-    )
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=2, sequence_parallel=parallel)
     assert RMSNorm(config, 8).weight.sequence_parallel is parallel

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from services.trainer.megatron.attention import PackedCausalAttention
 from services.trainer.megatron.packed import SHORT, SIMILAR, length_groups, model_input
-from shared.errors import MyxoError
-from shared.model.layout import ParallelLayout
+from shared.model.parallel_layout import ParallelLayout
+from shared.runtime.errors import MyxoError
 from tests.unit.trainer.megatron.tiny import pack
 
 CPU = torch.device("cpu")
@@ -73,9 +73,7 @@ def attention(make_actor):
 def test_attention_equals_one_sequence_at_a_time(lengths, attention):
     generator = torch.Generator().manual_seed(1)
     total = sum(lengths)
-    query, key, value = (
-        torch.randn(total, heads, 16, generator=generator, dtype=torch.float32).requires_grad_() for heads in (4, 2, 2)
-    )
+    query, key, value = (torch.randn(total, heads, 16, generator=generator, dtype=torch.float32).requires_grad_() for heads in (4, 2, 2))
     upstream = torch.randn(total, 64, generator=generator)
     batch = pack([torch.zeros(n, dtype=torch.int64) for n in lengths])
     sequences = model_input(batch, ParallelLayout(), dense=True, device=CPU).sequences

@@ -6,14 +6,14 @@ import threading
 
 import pytest
 
-from services.trainer.megatron.readers import Readers
-from shared.errors import DeadlineExceeded
+from services.trainer.megatron.weight_read_lock import WeightReadLock
+from shared.runtime.errors import DeadlineExceeded
 
 SECONDS = 60
 
 
 def test_nobody_waits_for_a_reading_that_is_over() -> None:
-    readers = Readers()
+    readers = WeightReadLock()
     readers.wait("optimizer step")
     reading = readers.begin("a push", SECONDS)
     reading.over()
@@ -22,7 +22,7 @@ def test_nobody_waits_for_a_reading_that_is_over() -> None:
 
 
 def test_a_change_waits_for_the_end_of_a_reading() -> None:
-    readers, changed = Readers(), threading.Event()
+    readers, changed = WeightReadLock(), threading.Event()
     reading = readers.begin("a push", SECONDS)
 
     def change() -> None:
@@ -40,7 +40,7 @@ def test_a_change_waits_for_the_end_of_a_reading() -> None:
 
 
 def test_a_reading_without_an_end_is_an_error_that_names_it() -> None:
-    readers = Readers()
+    readers = WeightReadLock()
     readers.begin("the push of version 7", 0.01)
     with pytest.raises(DeadlineExceeded, match="the push of version 7.*no optimizer step"):
         readers.wait("optimizer step")

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from services.trainer.megatron import runtime
-from shared.errors import ConfigError, DeadlineExceeded
+from shared.runtime.errors import ConfigError, DeadlineExceeded
 from tests.unit.trainer.megatron import rank_steps
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shared.errors import ConfigError
-from shared.learning_rate import LearningRateSchedule
+from shared.config.learning_rate import LearningRateSchedule
+from shared.runtime.errors import ConfigError
 
 
 def rates(count, **fields):

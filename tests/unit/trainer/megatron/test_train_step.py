@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.trainer.megatron.passes import BadLoss
-from shared.errors import ConfigError
+from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.rank_steps import exported, share, steps, weighted_loss
 from tests.unit.trainer.megatron.tiny import pack, sequences
@@ -58,9 +58,7 @@ def test_steps_equal_plain_pytorch(kind, make_actor, hf):
     settings = {"lr": 2e-3, "weight_decay": 0.1, "adam_beta2": 0.95, "adam_eps": 1e-8, "clip_grad": 0.8}
     actor = make_actor(kind, **settings)
     data = [share(actor, seed) for seed in range(3)]
-    expected, weights = reference_steps(
-        hf(kind), data, lr=2e-3, clip=0.8, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
-    )
+    expected, weights = reference_steps(hf(kind), data, lr=2e-3, clip=0.8, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     results = steps(actor, 3)
     for result, (loss, norm) in zip(results, expected, strict=True):
         assert result.loss == pytest.approx(loss, abs=1e-5)

@@ -73,9 +73,7 @@ def make_checkpoint(kind: str, directory: Path) -> None:
         "qwen2": lambda: t.Qwen2Config(**sizes, tie_word_embeddings=True),
         "llama": lambda: t.LlamaConfig(**sizes, tie_word_embeddings=False),
         "llama3_rope": lambda: t.LlamaConfig(**sizes, tie_word_embeddings=False, rope_parameters=llama3),
-        "qwen3_moe": lambda: t.Qwen3MoeConfig(
-            **sizes, **experts, head_dim=16, norm_topk_prob=True, tie_word_embeddings=False
-        ),
+        "qwen3_moe": lambda: t.Qwen3MoeConfig(**sizes, **experts, head_dim=16, norm_topk_prob=True, tie_word_embeddings=False),
         "qwen3_moe_mixed": lambda: t.Qwen3MoeConfig(
             **sizes, **experts, head_dim=16, norm_topk_prob=False, mlp_only_layers=[0], tie_word_embeddings=False
         ),

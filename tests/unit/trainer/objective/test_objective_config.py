@@ -3,7 +3,7 @@ import math
 import pytest
 
 from services.trainer.objective import ObjectiveConfig
-from shared.errors import ConfigError
+from shared.runtime.errors import ConfigError
 
 
 @pytest.mark.parametrize(

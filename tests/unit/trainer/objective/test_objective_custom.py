@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from services.trainer.objective import CustomFunctions, CustomLoss, ObjectiveConfig, PolicyLoss, SftLoss
-from services.trainer.objective.custom import ADVANTAGE, LOSS, REDUCER, REWARDS, TIS
+from services.trainer.objective.custom_objective import ADVANTAGE, LOSS, REDUCER, REWARDS, TIS
 from services.trainer.objective.responses import Responses
-from shared.hooks import HookFailed, Sample
+from shared.hooks import HookFailed, HookSample
 
 from . import batches
 
@@ -141,7 +141,7 @@ def test_advantages_of_ones_own():
 
 
 def test_rewards_of_ones_own():
-    samples = [Sample(reward=1.0), Sample(reward=3.0)]
+    samples = [HookSample(reward=1.0), HookSample(reward=3.0)]
 
     def centred(args, samples):
         raw = [sample.reward for sample in samples]
@@ -171,7 +171,7 @@ def call(field, given):
     elif field == ADVANTAGE:
         functions(advantage=function).advantages([np.ones(2)], {"rewards": [1.0]})
     else:
-        functions(rewards=function).post_processed([Sample(), Sample()])
+        functions(rewards=function).post_processed([HookSample(), HookSample()])
 
 
 @pytest.mark.parametrize(

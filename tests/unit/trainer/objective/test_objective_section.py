@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from services.trainer.objective import ObjectiveConfig
-from services.trainer.settings import objective_config
-from shared import flags
-from shared.algorithm import AlgorithmSection
-from shared.config import parse
-from shared.errors import ConfigError
+from services.trainer.trainer_settings import objective_config
+from shared.config import flags
+from shared.config.algorithm import AlgorithmSection
+from shared.config.run_config import parse
+from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, values
 
 

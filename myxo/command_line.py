@@ -1,0 +1,48 @@
+"""How every command of ours reads its arguments and ends: each error is one line, all together a code of `exits`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from myxo import exit_codes
+from shared.runtime.errors import BadInput, MyxoError, problems_of
+
+LONGEST_ERROR = 1000
+"""Characters of an error that are shown: one may hold a whole prompt."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and where help is."""
+
+    def error(self, message: str) -> NoReturn:
+        complain(f"{message} (see {self.prog} --help)", self.prog)
+        sys.exit(exit_codes.BAD_INPUT)
+
+
+def ended(program: str, work: Callable[[], int], *failures: type[Exception]) -> int:
+    """The exit code of ``work``, or of the error that it ended with, which is told.
+
+    Args:
+        failures: beside `MyxoError`, what may go wrong without being a fault of the program.
+    """
+    told: tuple[type[Exception], ...] = (MyxoError, *failures)
+    try:
+        return work()
+    except BrokenPipeError:  # whoever read our output has seen enough
+        sys.stderr.close()
+        return exit_codes.DONE
+    except told as error:
+        for problem in problems_of(error) if isinstance(error, BadInput) else [error]:
+            complain(str(problem), program)
+        return exit_codes.BAD_INPUT if isinstance(error, BadInput) else exit_codes.FAILED
+    except KeyboardInterrupt:
+        return exit_codes.INTERRUPTED
+
+
+def complain(message: str, program: str) -> None:
+    """One line on the standard error."""
+    line = " ".join(message.split())
+    print(f"{program}: {line if len(line) <= LONGEST_ERROR else line[:LONGEST_ERROR] + ' …'}", file=sys.stderr)

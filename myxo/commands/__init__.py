@@ -1,0 +1,1 @@
+"""One module for each command that looks at a run or helps with one."""

@@ -1,0 +1,89 @@
+"""``myxo audit RUN``: replays the run's ledger and checks its invariants."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from myxo import exit_codes
+from myxo.run.ledger_audit import Audit, AuditReport
+from myxo.run.run_access import reach
+from shared.bus import stream_replay
+from shared.bus.connection import Bus
+from shared.bus.subjects import Subjects
+from shared.config.run_config import RunConfig
+from shared.schema.ledger import LedgerRecord
+
+
+async def audit(run: str, directory: Path, console: Console, as_json: bool) -> int:
+    """Prints the verdict. Returns 0, or 1 where an invariant is violated. Raises ConfigError where there is no such run."""
+    async with reach(run, directory) as access:
+        report = await replayed(access.bus, access.config)
+        if as_json:
+            console.file.write(json.dumps(as_plain(access.run, report), indent=2) + "\n")
+        else:
+            console.print(table(access.run, access.config, report))
+            for violation in report.violations:
+                console.print(Text(f"violation: {violation}", style="bold red"), soft_wrap=True)
+    return exit_codes.DONE if report.ok else exit_codes.FAILED
+
+
+async def replayed(bus: Bus, config: RunConfig) -> AuditReport:
+    """The audit's report over the ledger as it stands."""
+    checker = Audit(config.rollout.max_staleness, config.rollout.rollout_batch_size)
+    async for _, record in stream_replay.read(bus, Subjects(config.run.name).ledger_stream, LedgerRecord):
+        checker.see(record)
+    return checker.report()
+
+
+def as_plain(run: str, report: AuditReport) -> dict[str, Any]:
+    """The report as plain data for JSON."""
+    return {
+        "run": run,
+        "ok": report.ok,
+        "violations": report.violations,
+        "admitted": report.admitted,
+        "trained": report.trained,
+        "dropped": dict(report.dropped),
+        "dead": dict(report.dead),
+        "in_flight": report.in_flight,
+        "steps": report.steps,
+        "durable_steps": report.durable_steps,
+        "live_version": report.live_version,
+        "max_staleness_seen": report.max_staleness,
+        "masked_samples": report.masked,
+        "removed_samples": report.removed,
+        "finished": report.finished,
+    }
+
+
+def table(run: str, config: RunConfig, report: AuditReport) -> Table:
+    """What was checked, in a few lines."""
+    ends = [
+        f"{report.trained} trained",
+        *_reasons("dropped", report.dropped),
+        *_reasons("dead", report.dead),
+        f"{report.in_flight} in flight",
+    ]
+    rows = Table(title=f"Audit of run {run}", title_justify="left", show_header=False, box=None, padding=(0, 2))
+    rows.add_row(Text("conservation", style="dim"), f"{report.admitted} admitted = {' + '.join(ends)}")
+    samples, bound = report.staleness.total(), config.rollout.max_staleness
+    untrained = {"masked in part or whole": report.masked, "removed": report.removed}
+    outside = "".join(f", {count} {what}" for what, count in untrained.items() if count)
+    rows.add_row(Text("staleness", style="dim"), f"{report.max_staleness} at most in {samples} trained samples, bound {bound}{outside}")
+    rows.add_row(
+        Text("steps", style="dim"), f"{report.steps} trained, {report.durable_steps} durable" + (", finished" if report.finished else "")
+    )
+    rows.add_row(Text("live version", style="dim"), "none yet" if report.live_version < 0 else str(report.live_version))
+    verdict = Text("ok", style="green") if report.ok else Text(f"{len(report.violations)} violations", style="bold red")
+    rows.add_row(Text("verdict", style="dim"), verdict)
+    return rows
+
+
+def _reasons(end: str, reasons: dict[str, int]) -> list[str]:
+    return [f"{count} {end} ({reason})" for reason, count in reasons.items()]

@@ -1,0 +1,217 @@
+"""``myxo logs RUN``: the services' JSON lines, merged by time and made readable.
+
+Lines without a time (what a library printed, a crash's last words) belong to the line before them in their file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from myxo.run.run_directory import find, no_such_run
+from shared.runtime.errors import ConfigError, nearest
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+_STYLES = {"debug": "dim", "info": "", "warning": "yellow", "error": "bold red", "critical": "bold red"}
+_IDS = ("run", "service", "instance", "level", "timestamp", "event", "exception")
+
+_LOCAL_TIME = re.compile(r"\[?(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)")
+
+BLOCK = 65536
+FOLLOW_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a log. ``at``: ISO time in UTC, that of the line before where it has none; ``fields``: None where it is not JSON."""
+
+    instance: str
+    text: str
+    at: str
+    fields: dict[str, Any] | None = field(default=None)
+
+    @property
+    def level(self) -> str:
+        """The level it was logged with; info where it does not say."""
+        level = self.fields.get("level") if self.fields else None
+        return level if level in LEVELS else "info"
+
+
+def logs(run: str, directory: Path, console: Console, *, follow: bool, service: str | None, count: int, level: str) -> int:
+    """Prints the last ``count`` lines of at least ``level``, then goes on as more come if ``follow``.
+
+    Args:
+        service: a kind of service or an instance; None for all.
+
+    Raises ConfigError where there is no such run, or no such service in it.
+    """
+    name, files = find(run, directory)
+    if files is None:
+        raise no_such_run(name, directory)
+    tails = {path: Tail(path) for path in chosen(files.logs, service)}
+    last = [line for tail in tails.values() for line in tail.last(count, level)]
+    for line in sorted(last, key=lambda line: line.at)[-count:] if count else []:
+        show(console, line)
+    while follow:
+        time.sleep(FOLLOW_SECONDS)
+        for path in files.logs.glob("*.log"):
+            if path not in tails and belongs(path.stem, service):
+                tails[path] = Tail(path)
+        fresh = [line for tail in tails.values() for line in tail.more() if reaches(line, level)]
+        for line in sorted(fresh, key=lambda line: line.at):
+            show(console, line)
+    return 0
+
+
+def chosen(directory: Path, service: str | None) -> list[Path]:
+    """The log files of a service, an instance, or all. Raises ConfigError for a name that has none."""
+    every = sorted(directory.glob("*.log"))
+    paths = [path for path in every if belongs(path.stem, service)]
+    if service is not None and not paths:
+        known = sorted({path.stem for path in every} | {path.stem.split("-")[0] for path in every})
+        raise ConfigError(
+            "--service", service, f"has no log; {nearest(service, known)}" if known else f"there are no logs in {directory} yet"
+        )
+    return paths
+
+
+def belongs(instance: str, service: str | None) -> bool:
+    """Whether an instance is meant by what a person typed: its own name, or its kind's."""
+    return service is None or instance == service or instance.startswith(f"{service}-")
+
+
+def reaches(line: Line, level: str) -> bool:
+    """Whether a line is at least of this level."""
+    return LEVELS.index(line.level) >= LEVELS.index(level)
+
+
+class Tail:
+    """A growing log file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at, self._stamp = path, 0, ""
+
+    def last(self, count: int, level: str) -> list[Line]:
+        """The last ``count`` lines of at least ``level``; `more` goes on behind the file's present last line."""
+        newest_first: list[str] = []
+        found = 0
+        self._at, lines = _complete(self._path)
+        for text in lines:
+            newest_first.append(text)
+            line = parse(self._path.stem, text, "")
+            found += reaches(line, level)
+            if found >= count and line.at:  # a line with a time of its own, for those after it
+                break
+        parsed = self._parsed(reversed(newest_first))
+        return [line for line in parsed if reaches(line, level)][-count:] if count else []
+
+    def more(self) -> list[Line]:
+        """The lines that were completed since the last look."""
+        try:
+            size = self._path.stat().st_size
+        except FileNotFoundError:
+            return []
+        if size < self._at:  # begun anew by a fresh run
+            self._at = 0
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            content = file.read()
+        end = content.rfind(b"\n") + 1
+        self._at += end
+        return self._parsed(content[:end].decode(errors="replace").splitlines())
+
+    def _parsed(self, texts: Iterable[str]) -> list[Line]:
+        lines = []
+        for text in texts:
+            if not text.strip():
+                continue
+            line = parse(self._path.stem, text, self._stamp)
+            self._stamp = line.at
+            lines.append(line)
+        return lines
+
+
+def parse(instance: str, text: str, at: str) -> Line:
+    """One line of an instance's log. ``at``: the time of the line before."""
+    if text.startswith("{"):
+        try:
+            fields = json.loads(text)
+        except ValueError:
+            fields = None
+        if isinstance(fields, dict) and isinstance(fields.get("timestamp"), str):
+            return Line(instance, text, fields["timestamp"], fields)
+    stamp = _LOCAL_TIME.match(text)
+    return Line(instance, text, _utc(stamp[1], stamp[2], at) if stamp else at)
+
+
+def _utc(day: str, clock: str, otherwise: str) -> str:
+    """A local time, as an engine's lines carry it, the way the services write theirs."""
+    try:
+        return datetime.fromisoformat(f"{day}T{clock}").astimezone(UTC).isoformat()
+    except ValueError:
+        return otherwise
+
+
+def show(console: Console, line: Line) -> None:
+    """Prints a line: time here, instance, level, what, with which values."""
+    text = Text(f"{_clock(line.at)} {line.instance:10} ", style="dim")
+    style = _STYLES[line.level]
+    if line.fields is None:
+        text.append(line.text, style="none")
+    else:
+        text.append(f"{line.level:8}", style=style or "cyan")
+        text.append(str(line.fields.get("event", "")), style=f"not dim {style}")
+        for key, value in line.fields.items():
+            if key not in _IDS:
+                text.append(f" {key}=", style="dim")
+                text.append(value if isinstance(value, str) else json.dumps(value), style="not dim")
+        if "exception" in line.fields:
+            text.append("\n" + str(line.fields["exception"]).rstrip(), style=style)
+    console.print(text, soft_wrap=True, highlight=False)
+
+
+def _clock(at: str) -> str:
+    try:
+        return datetime.fromisoformat(at).astimezone().strftime("%H:%M:%S")
+    except ValueError:
+        return "--:--:--"
+
+
+def _complete(path: Path) -> tuple[int, Iterator[str]]:
+    """(end of the last complete line, the complete lines before it from the newest to the oldest)."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        end = size
+        while end:
+            start = max(0, end - BLOCK)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+    return end, _backwards(path, end)
+
+
+def _backwards(path: Path, end: int) -> Iterator[str]:
+    """The lines before byte ``end``, the newest first, reading no more of the file than is asked for."""
+    rest = b""
+    with path.open("rb") as file:
+        while end:
+            start = max(0, end - BLOCK)
+            file.seek(start)
+            block = file.read(end - start) + rest
+            end = start
+            rest, *lines = block.split(b"\n") if start else [b"", *block.split(b"\n")]
+            for line in reversed(lines):
+                if line.strip():
+                    yield line.decode(errors="replace")

@@ -1,0 +1,87 @@
+"""``myxo up`` and ``myxo submit``: from a config file to a run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from rich.console import Console
+
+from myxo import exit_codes
+from myxo.launch.launcher import Launch
+from myxo.launch.service_plan import SERVICE_MODULES
+from myxo.preflight import checked_config, server_checks
+from myxo.run import config_toml
+from myxo.run.run_access import told_when_lost
+from myxo.run.run_directory import RunDirectory
+from shared.bus import runs
+from shared.bus.connection import redacted
+from shared.config.run_config import RunConfig
+from shared.runtime import server_urls, telemetry
+from shared.runtime.errors import ConfigError
+
+LAUNCHER = "launcher"
+"""The instance under which the launcher's own log lines stand."""
+
+
+def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = False, dry_run: bool = False) -> int:
+    """Runs the config's run on this machine until it is finished or stopped. Returns the exit code.
+
+    Args:
+        path: the config. arguments: flags over it. fresh: forget what the run has done. dry_run: show the resolved config only.
+
+    Raises ConfigError for bad input, MyxoError for what keeps the run from starting.
+    """
+    config = checked_config(path, arguments, starts=True, fresh=fresh)
+    if dry_run:
+        console.file.write(config_toml.dump(config))
+        return exit_codes.DONE
+    given = server_checks.given_servers()
+    directory = RunDirectory(config.run.root)
+    if fresh:
+        directory.refuse_input_in_state(config)
+    asyncio.run(server_checks.check_servers(given, config.run.name))
+    directory.hold()
+    try:
+        if fresh:
+            directory.clear()
+        directory.logs.mkdir(parents=True, exist_ok=True)
+        with directory.log(LAUNCHER).open("a", buffering=1) as log:
+            telemetry.configure_logs(config.run.name, LAUNCHER, LAUNCHER, stream=log)
+            try:
+                return asyncio.run(Launch(config, directory, given, console, fresh=fresh).run())
+            finally:
+                telemetry.silence_logs()
+    finally:
+        directory.release()
+
+
+def submit(path: Path, arguments: list[str], console: Console) -> int:
+    """Makes the run on the bus of ``NATS_URL`` for services that are started elsewhere. Raises ConfigError."""
+    config = checked_config(path, arguments)
+    given = server_checks.given_servers()
+    if given.nats_url is None:
+        raise ConfigError("NATS_URL", None, "required in the environment: nats://[user:password@]host:port of the bus, or NATS_URL_FILE")
+    if given.redis_url is None:
+        raise ConfigError("REDIS_URL", None, "required in the environment: redis://[user:password@]host:port, or REDIS_URL_FILE")
+    asyncio.run(_submit(config, given.nats_url, given.redis_url))
+    own = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"
+    what = own if server_urls.has_credentials(given.redis_url) else "NATS_URL"
+    console.print(
+        f"Run {config.run.name} is on {redacted(given.nats_url)}. Start its services, each with {what} and MYXO_RUN={config.run.name}: "
+        + ", ".join(f"python -m {module}" for module in SERVICE_MODULES.values()),
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    return exit_codes.DONE
+
+
+async def _submit(config: RunConfig, nats_url: str, redis_url: str) -> None:
+    await server_checks.check_store(redis_url)
+    bus = await server_checks.connect(nats_url, config.run.name)
+    try:
+        with told_when_lost():
+            await runs.create(bus, config, redis_url)
+    finally:
+        await bus.close()

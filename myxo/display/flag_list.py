@@ -1,0 +1,88 @@
+"""``myxo flags``: Megatron's flags as a run takes them, and with a pattern the config's own fields and the refused flags too."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import itertools
+from functools import cache
+from pathlib import Path
+
+from rich.console import Console
+
+from myxo import exit_codes
+from shared.config import flags, megatron_flags
+from shared.config.megatron_flags import UNSET, Flag
+from shared.runtime.errors import ConfigError
+
+SOURCES = (
+    "core/model_parallel_config.py",
+    "core/transformer/transformer_config.py",
+    "core/optimizer/optimizer_config.py",
+    "core/distributed/distributed_data_parallel_config.py",
+)
+"""Where Megatron explains its fields: in the string behind each."""
+
+
+def flag_list(pattern: str | None, console: Console) -> int:
+    """Prints one line a flag: spellings, kind, default, meaning. Returns the exit code.
+
+    Args:
+        pattern: part of a name, with dashes or underscores; None: every flag of Megatron's that is taken.
+
+    Raises ConfigError where no flag's name holds the pattern.
+    """
+    lines = lines_of(pattern)
+    if not lines:
+        raise ConfigError("PATTERN", pattern, "no flag's name holds it; `myxo flags` lists Megatron's, `myxo up --help` the config's own")
+    console.file.write("\n".join(lines) + "\n")
+    return exit_codes.DONE
+
+
+def lines_of(pattern: str | None) -> list[str]:
+    """The lines, the config's own fields first."""
+    catalogue = megatron_flags.catalogue().values()
+    if pattern is None:
+        return [_line(flag) for flag in catalogue if not flag.refused]
+    sought = pattern.lower().lstrip("-").replace("_", "-")
+    own = [line for line in flags.help_lines() if line.startswith("  --") and sought in line.split()[0]]
+    given = {line.split()[0] for line in own}
+    matching = [flag for flag in catalogue if any(sought in spelling for spelling in flag.command_line)]
+    return [*own, *(_line(flag) for flag in matching if flag.command_line[0] not in given)]
+
+
+def _line(flag: Flag) -> str:
+    name = f"  {', '.join(flag.command_line):34}"
+    if flag.refused:
+        return f"{name} not taken: {flag.reason}"
+    kind = "|".join(flag.choices) if flag.choices else flag.kind
+    default = "none" if flag.default is None else str(flag.default).lower() if isinstance(flag.default, bool) else str(flag.default)
+    if flag.fixed is not UNSET:
+        return f"{name} {kind}, always {default}: {flag.reason}"
+    told = next(filter(None, map(meanings().get, (flag.name, *flag.spellings))), "")
+    if flag.groups == ("architecture",):
+        return f"{name} {kind}, compared with the checkpoint's" + (f": {told}" if told else "")
+    return f"{name} {kind}, default {default}" + (f": {told}" if told else "")
+
+
+@cache
+def meanings() -> dict[str, str]:
+    """The first sentence of what the installed Megatron-Core says of each field; nothing where it is not installed."""
+    found: dict[str, str] = {}
+    spec = importlib.util.find_spec("megatron")
+    for place in (spec.submodule_search_locations or []) if spec is not None else []:
+        for source in SOURCES:
+            path = Path(place) / source
+            if path.is_file():
+                found |= _documented(ast.parse(path.read_text())) | found
+    return found
+
+
+def _documented(tree: ast.Module) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for body in (node.body for node in tree.body if isinstance(node, ast.ClassDef)):
+        for field, text in itertools.pairwise(body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                    found[name] = " ".join(words.strip().split("\n\n")[0].split()).split(". ")[0].removesuffix(".")
+    return found

@@ -1,0 +1,158 @@
+"""The picture of a run: the warm start's loss, reward over steps with every held-out set, and how stale the trained samples were.
+
+Curves bear the names that docs/metrics.md tells of. matplotlib is an optional extra (``myxo[report]``), imported only here and only when a
+picture is drawn.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from myxo.run.run_summary import EvaluationSummary, Summary
+from shared.schema.messages import WarmStartEnded
+
+SMOOTH = 0.05
+"""Part of the steps that the smoothed reward is a moving mean over."""
+
+MARGIN = 0.08
+"""Space above and below the data, of their range."""
+
+LONGEST_NAME = 32
+"""Letters of a name in the picture."""
+
+BLUE, GRAY, GREEN = "#2a6fbb", "#8a8f98", "#3a8f5c"
+SETS = (("#d9731a", "o"), ("#9b4fb8", "s"), ("#1b998b", "^"), ("#c33149", "D"), ("#6b705c", "v"))
+"""Colours and markers of the held-out sets, in the order of their names; from the sixth on they come again."""
+
+
+def available() -> bool:
+    """Whether pictures can be drawn here."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw(summary: Summary, rewards: Sequence[float], warm_start: WarmStartEnded | None, path: Path) -> None:
+    """Writes the picture as PNG.
+
+    Args:
+        rewards: mean reward of each trained step, in order, NaN where it is not known; at least one. warm_start: None: there was none.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    widths, inches = ((2.6, 1), 11.0) if warm_start is None else ((0.9, 2.6, 1), 13.5)
+    figure, plots = pyplot.subplots(1, len(widths), figsize=(inches, 4.8), width_ratios=widths, layout="constrained")
+    try:
+        if warm_start is not None:
+            _warm_start(plots[0], warm_start)
+        _reward(plots[-2], summary, rewards)
+        _staleness(plots[-1], summary)
+        for axes in plots:
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+            axes.set_axisbelow(True)
+        figure.savefig(path, dpi=150)
+    finally:
+        pyplot.close(figure)
+
+
+def _warm_start(axes: Any, warm_start: WarmStartEnded) -> None:
+    steps = [min((index + 1) * warm_start.every, warm_start.steps) for index in range(len(warm_start.losses))]
+    axes.plot(steps, warm_start.losses, color=GREEN, linewidth=1.5, marker="o" if len(steps) == 1 else None)
+    axes.set_xlabel("SFT steps")
+    axes.set_ylabel("sft/loss (nats a token)")
+    axes.set_title("warm start", loc="left")
+    axes.set_xlim(0, max(1, warm_start.steps))
+    _fit(axes, warm_start.losses)
+
+
+def _reward(axes: Any, summary: Summary, rewards: Sequence[float]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    steps = range(1, len(rewards) + 1)
+    window = max(1, round(len(rewards) * SMOOTH))
+    dots = "." if len(rewards) <= 30 or not all(map(math.isfinite, rewards)) else None  # a line needs two numbers in a row
+    pale = 0.3 if window > 1 else 1.0
+    axes.plot(steps, rewards, color=BLUE, alpha=pale, linewidth=1, marker=dots, label="rollout/raw_reward (a step's batch)")
+    if window > 1:
+        axes.plot(steps, moving_mean(rewards, window), color=BLUE, linewidth=2, label=f"its mean over {window} steps")
+    for index, name in enumerate(dict.fromkeys(evaluation.dataset for evaluation in summary.evaluations)):
+        _held_out(axes, [one for one in summary.evaluations if one.dataset == name], *SETS[index % len(SETS)])
+    axes.set_xlabel("training steps" if summary.warm_start is None else "training steps (0: after the warm start)")
+    axes.set_ylabel("mean reward of a sample")
+    axes.set_title(f"{shortened(summary.run)}: reward over {len(rewards)} step{'s' if len(rewards) > 1 else ''}", loc="left")
+    last = max([len(rewards), *(evaluation.step for evaluation in summary.evaluations)])
+    axes.set_xlim(0, last * 1.02)
+    _fit(axes, [*rewards, *(evaluation.mean_reward for evaluation in summary.evaluations)])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize="small")
+
+
+def _held_out(axes: Any, evaluations: Sequence[EvaluationSummary], color: str, marker: str) -> None:
+    """A held-out set's mean rewards, the first and the last with their numbers."""
+    at = [evaluation.step for evaluation in evaluations]
+    means = [evaluation.mean_reward for evaluation in evaluations]
+    line = "--" if len(at) > 2 else "none"  # two points are no course
+    label = f"eval/{shortened(evaluations[0].dataset)}"
+    axes.plot(at, means, color=color, marker=marker, markersize=5, linewidth=1.2, linestyle=line, label=label, clip_on=False, zorder=3)
+    for place in sorted({0, len(at) - 1}):
+        axes.annotate(
+            f"{means[place]:.3f}",
+            (at[place], means[place]),
+            textcoords="offset points",
+            xytext=(6, 6) if place == 0 else (-6, 6),
+            ha="left" if place == 0 else "right",
+            color=color,
+            fontweight="bold",
+            fontsize="small",
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
+        )
+
+
+def _staleness(axes: Any, summary: Summary) -> None:
+    oldest = max(summary.max_staleness, summary.max_staleness_seen)
+    ages = {age: summary.staleness_histogram.get(str(age), 0) for age in range(oldest + 1)}
+    total = sum(ages.values()) or 1
+    bars = axes.bar([str(age) for age in ages], [100 * count / total for count in ages.values()], color=GRAY)
+    if len(ages) <= 9:
+        axes.bar_label(bars, fmt="%.0f %%", padding=2, color=GRAY)
+    axes.set_xlabel("staleness (weight versions)")
+    axes.set_ylabel("trained samples (%)")
+    axes.set_title(f"staleness, bound {summary.max_staleness}", loc="left")
+    axes.margins(y=0.12)
+
+
+def _fit(axes: Any, values: Sequence[float]) -> None:
+    limits = fitting(values)
+    if limits is not None:
+        axes.set_ylim(*limits)
+
+
+def fitting(values: Sequence[float]) -> tuple[float, float] | None:
+    """The ends of an axis that shows just these values with a margin; room around a single one; None where there is none."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return None
+    low, high = min(known), max(known)
+    room = (high - low) * MARGIN if high > low else max(abs(high) * 0.1, 0.05)
+    return low - room, high + room
+
+
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and up to ``window`` − 1 before it, of those that are numbers; NaN where none of them is."""
+    means = []
+    for place in range(len(values)):
+        part = [value for value in values[max(0, place + 1 - window) : place + 1] if math.isfinite(value)]
+        means.append(sum(part) / len(part) if part else math.nan)
+    return means
+
+
+def shortened(name: str) -> str:
+    """The name, or its beginning and end where it is longer than `LONGEST_NAME`."""
+    half = (LONGEST_NAME - 1) // 2
+    return name if len(name) <= LONGEST_NAME else f"{name[:half]}…{name[-half:]}"

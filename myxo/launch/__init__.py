@@ -1,0 +1,1 @@
+"""Starting a run on this machine and keeping its processes alive."""

@@ -1,0 +1,128 @@
+"""The end of a run told to a person: summary.json, the picture, a table, and the audit's verdict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from myxo import exit_codes
+from myxo.display import reward_chart
+from myxo.display.durations import duration
+from myxo.run.run_access import reach
+from myxo.run.run_directory import RunDirectory
+from myxo.run.run_summary import Summary, collect
+from myxo.run.troubles import shown
+from shared.bus.connection import Bus
+from shared.runtime import failure_summary
+
+MOST = 5
+"""Kinds of reasons, and services, that are listed."""
+
+
+async def report(bus: Bus, run: str, directory: RunDirectory, console: Console) -> int:
+    """Sums the run up into its directory and onto the console. Returns 0, or 1 where the audit found a violation."""
+    tally = await collect(bus, run)
+    summary = tally.summary()
+    directory.root.mkdir(parents=True, exist_ok=True)
+    write(summary, directory)
+    console.print(table(summary))
+    if not tally.rewards:
+        console.print("No picture: no step is trained yet.")
+    elif not reward_chart.available():
+        console.print("No picture: matplotlib is not installed (pip install 'myxo[report]').", markup=False)
+    else:
+        reward_chart.draw(summary, tally.rewards, tally.warm_start, directory.chart)
+        console.print(f"Picture: {directory.chart}", soft_wrap=True, highlight=False)
+    console.print(f"Summary: {directory.summary}", soft_wrap=True, highlight=False)
+    return exit_codes.DONE if summary.audit == "ok" else exit_codes.FAILED
+
+
+async def report_troubles(bus: Bus, run: str, console: Console) -> None:
+    """What went wrong, where anything did, onto the console: of a run that ends unfinished."""
+    rows = troubles_of((await collect(bus, run)).summary())
+    if rows:
+        table = Table(title=f"Run {run}, what went wrong", title_justify="left", show_header=False, box=None, padding=(0, 2))
+        for name, value in rows:
+            table.add_row(Text(name, style="dim"), Text(value))
+        console.print(table)
+
+
+def troubles_of(summary: Summary) -> list[tuple[str, str]]:
+    """Dead groups and failed prompts by reason, restarts and failures by service, the most frequent of each."""
+    rows = []
+    for name, reasons in (("dead", summary.groups.dead), ("held-out failed", summary.eval_failed)):
+        rows += [(name, f"{count}: {shown(reason)}") for reason, count in failure_summary.most(reasons, MOST)]
+    restarts = sorted(summary.restarts.items(), key=lambda entry: -entry[1])
+    for instance, count in restarts[:MOST]:
+        reason = summary.errors.get(instance)
+        rows.append(("restarts", f"{instance} {count}" + (f", last {shown(reason)}" if reason else "")))
+    elsewhere = [(instance, reason) for instance, reason in summary.errors.items() if instance not in summary.restarts]
+    return rows + [("failed", f"{instance}: {shown(reason)}") for instance, reason in elsewhere[-MOST:]]
+
+
+async def summarise(run: str, directory: Path, console: Console) -> int:
+    """``myxo summary RUN``. Raises ConfigError where there is no such run."""
+    async with reach(run, directory) as access:
+        return await report(access.bus, access.run, access.directory, console)
+
+
+def write(summary: Summary, directory: RunDirectory) -> None:
+    """Writes summary.json, whole or not at all."""
+    partial = directory.summary.with_suffix(".partial")
+    partial.write_text(json.dumps(summary.as_json(), indent=2) + "\n")
+    partial.replace(directory.summary)
+
+
+def table(summary: Summary) -> Table:
+    """The summary in about a dozen lines."""
+    groups = summary.groups
+    lines = [
+        ("steps", f"{summary.steps} in {duration(summary.wall_seconds)}" + ("" if summary.finished else ", not finished")),
+        *_warm_start(summary),
+        *_evaluations(summary),
+        ("training reward", f"{_number(summary.reward_first)} → {_number(summary.reward_last)} (first and last 10 % of steps)"),
+        ("staleness", f"{_number(summary.mean_staleness, 2)} mean, {summary.max_staleness_seen} max, bound {summary.max_staleness}"),
+        ("generation", f"{summary.generation_seconds:.1f} s"),
+        ("training", f"{summary.training_seconds:.1f} s, {summary.overlap_seconds:.1f} s of it while generating"),
+        ("engine − trainer", f"{_small(summary.mean_abs_logprob_diff)} mean |Δ log-prob| at equal versions"),
+        ("trained tokens", f"{summary.trained_tokens:,}".replace(",", " ")),
+        ("groups", f"{groups.admitted} admitted, {groups.trained} trained, {groups.in_flight} in flight"),
+    ]
+    lines += [("dropped", f"{count}: {reason}") for reason, count in groups.dropped.items()]
+    lines += troubles_of(summary)
+    rows = Table(title=f"Run {summary.run}", title_justify="left", show_header=False, box=None, padding=(0, 2))
+    for name, value in lines:
+        rows.add_row(Text(name, style="dim"), Text(value))
+    if summary.audit == "ok":
+        rows.add_row(Text("audit", style="dim"), Text("ok", style="green"))
+    for violation in [] if summary.audit == "ok" else summary.audit:
+        rows.add_row(Text("violation", style="bold red"), Text(violation))
+    return rows
+
+
+def _warm_start(summary: Summary) -> list[tuple[str, str]]:
+    warm = summary.warm_start
+    return [("warm start", f"{warm.steps} SFT steps, loss {warm.loss_first:.3f} → {warm.loss_last:.3f}")] if warm is not None else []
+
+
+def _evaluations(summary: Summary) -> list[tuple[str, str]]:
+    """A line for each held-out set: mean reward under the first and under the last version that was evaluated."""
+    lines = []
+    for name in dict.fromkeys(evaluation.dataset for evaluation in summary.evaluations):
+        found = [evaluation for evaluation in summary.evaluations if evaluation.dataset == name]
+        first, last = found[0], found[-1]
+        end = f" → {last.mean_reward:.3f} (v{first.version} → v{last.version})" if len(found) > 1 else f" (v{first.version})"
+        lines.append((f"eval/{name}", f"{first.mean_reward:.3f}{end}, mean reward"))
+    return lines
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _small(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2e}"

@@ -1,0 +1,333 @@
+"""One launch of a run on this machine: servers, services, progress, and the orderly end of them all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import nats.errors
+import structlog
+from redis.exceptions import RedisError
+from rich.console import Console
+
+from myxo import exit_codes
+from myxo.commands import erase
+from myxo.display.progress_display import Display, display
+from myxo.launch import exit_report
+from myxo.launch.run_servers import RunServers
+from myxo.launch.service_plan import TRAINERS, plan
+from myxo.launch.supervised_process import ServiceSpec
+from myxo.launch.supervisor import StopReason, Supervisor
+from myxo.preflight.server_checks import GivenServers
+from myxo.run import troubles
+from myxo.run.run_access import told_when_lost
+from myxo.run.run_directory import RunDirectory, ServerUrls
+from myxo.run.run_view import View, look
+from shared.bus import runs, streams
+from shared.bus.connection import TRANSIENT, Bus
+from shared.bus.registry import ENVIRONMENT, Registry
+from shared.bus.streams import SERVICES_TTL
+from shared.bus.subjects import Subjects
+from shared.config.run_config import RunConfig
+from shared.runtime.cancellation import cancelled
+from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.failures import log_failure
+from shared.schema.ledger import BatchTrained, RunFinished
+from shared.schema.messages import ServiceEvent, ServiceStatus
+from shared.store.payload_store import Store
+
+TICK_SECONDS = 0.1
+WATCH_SECONDS = 0.5
+"""How often cards and phase are read."""
+
+SHOW_SECONDS = 0.5
+
+TRAINER_STOP_SECONDS = 8.0
+"""How long the trainer has to stop after SIGTERM, while the others still serve it: it writes a checkpoint and tells the buffer."""
+
+STOP_SECONDS = 6.0
+"""How long the other services then have before everything is killed; they cancel their own work after 4 s."""
+
+LEAVE_SECONDS = 60.0
+"""How long the trainer of a finished run may take to leave by itself: it may still be writing the final weights."""
+
+REPORT_SECONDS = 60.0
+"""How long the summary is tried again where the bus breaks off."""
+
+TROUBLES_SECONDS = 20.0
+"""How long the summary of what went wrong may take where the run ends unfinished."""
+
+GONE_SECONDS = SERVICES_TTL * 1.5 + 2
+"""How long the cards of services that were killed stay in the registry, at most."""
+
+
+class RunsElsewhere(MyxoError):
+    """Services of this run that somebody else started are at work on the given bus."""
+
+
+class Launch:
+    """See the module's docstring.
+
+    Args:
+        directory: held by this process. given: servers from the environment. fresh: forget what the run has done so far.
+    """
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, given: GivenServers, console: Console, *, fresh: bool) -> None:
+        self._config, self._directory, self._given, self._console = config, directory, given, console
+        self._fresh, self._run = fresh, config.run.name
+        self._started = time.monotonic()
+        self._signals: list[signal.Signals] = []
+        self._began = 0  # steps trained when this launch began
+        self._cards: list[ServiceStatus] = []
+        self._phase: str | None = None
+        self._failure = ""  # why the run has failed, where its phase says so
+        self._away = float("-inf")  # when bus or store last did not answer, monotonic
+        self._telling: set[asyncio.Task[None]] = set()
+        self._log = structlog.get_logger()
+
+    async def run(self) -> int:
+        """The whole launch. Returns the command's exit code; raises MyxoError for what keeps the run from starting."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signals.append, number)
+        self._servers = RunServers(self._directory, self._given, self._config.store.appendfsync)
+        self._servers.start()
+        try:
+            inbox = Subjects(self._run).inbox("operator")
+            bus = await Bus.connect(self._servers.nats_url, name=f"{self._run}/launcher", inbox=inbox)
+            try:
+                with told_when_lost():
+                    return await self._with_bus(bus)
+            finally:
+                await cancelled(list(self._telling))
+                await bus.close()
+        finally:
+            self._directory.remove_servers()
+            self._servers.stop()
+
+    async def _with_bus(self, bus: Bus) -> int:
+        run, config = self._run, self._config
+        specs = plan(config, self._servers.nats_url, os.environ.get("MYXO_HTTP", ""))
+        if self._given.nats_url is not None and await streams.exists(bus, run):
+            await self._refuse_others(bus, None if self._fresh else {spec.instance for spec in specs})
+        if self._signals:
+            return self._interrupted()
+        if self._fresh:
+            await erase.erase_from_bus(bus, run)
+            await erase.erase_from_store(self._servers.redis_url, run)
+        finished = await runs.last_record(bus, run, RunFinished)
+        if finished is not None and finished.steps >= config.rollout.num_rollout:
+            await runs.refuse_differences(bus, config)
+            self._say(f"Run {run} is finished: {finished.steps} steps. --fresh starts it anew, a larger --num-rollout goes on.")
+            return await self._report(bus)
+        await runs.create(bus, config, self._servers.redis_url)
+        self._directory.freeze(config)
+        self._directory.write_servers(ServerUrls(self._servers.nats_url, self._servers.redis_url, os.getpid()))
+        trained = await runs.last_record(bus, run, BatchTrained)
+        self._began = trained.step + 1 if trained else 0
+        return await self._attend(bus, specs)
+
+    # --- while it runs
+
+    async def _attend(self, bus: Bus, specs: list[ServiceSpec]) -> int:
+        """Supervises until the run is finished, cannot go on, or is to stop."""
+        supervisor = Supervisor(
+            specs,
+            self._directory.log,
+            excused=lambda since: max(self._away, self._servers.troubled) >= since,
+            on_restart=lambda spec, why: self._tell(bus, spec, why),
+        )
+        watch = asyncio.create_task(self._watch(bus))
+        shown = display(self._console, self._started)
+        verdict: StopReason | None = None
+        try:
+            verdict = await self._until_end(bus, supervisor, watch, shown)
+            if verdict is not None and not verdict.bad_input:
+                await self._fail(bus, verdict.reason)
+            if self._finished and not self._signals:
+                await self._wait(lambda: not any(map(supervisor.running, TRAINERS)), LEAVE_SECONDS)
+        finally:
+            shown.close()
+            await self._stop(supervisor)
+            await cancelled([watch])
+            for number in (signal.SIGINT, signal.SIGTERM):  # nothing is left that a signal could hurt
+                asyncio.get_running_loop().remove_signal_handler(number)
+        if self._finished:
+            return await self._report(bus)
+        await self._show_troubles(bus)
+        if verdict is not None:
+            return self._give_up(verdict)
+        return self._interrupted() if self._signals else self._failed()
+
+    async def _until_end(self, bus: Bus, supervisor: Supervisor, watch: asyncio.Task[None], shown: Display) -> StopReason | None:
+        config = self._config
+        view = View(self._run, self._began, config.rollout.num_rollout, config.rollout.max_staleness)
+        show_at = 0.0
+        while not self._signals:
+            now = time.monotonic()
+            self._servers.tick(now)
+            if not bus.connection.is_connected:
+                self._away = now
+            supervisor.see(self._cards)
+            if not self._ended and (verdict := supervisor.tick(now, view.steps)) is not None:
+                return verdict
+            if watch.done():
+                watch.result()
+            if now >= show_at or self._ended:
+                show_at = now + SHOW_SECONDS
+                view = look(config, self._cards, supervisor.statuses(now), self._servers.restarts().values(), view, self._began)
+                seen = troubles.with_servers(view.troubles, self._servers.errors(), self._directory.root)
+                view = replace(view, troubles=seen)
+                if self._finished:  # the cards may be seconds behind
+                    view = replace(view, steps=view.of, waiting_for=None)
+                shown.show(view, now)
+            if self._ended:
+                return None
+            await asyncio.sleep(TICK_SECONDS)
+        return None
+
+    @property
+    def _finished(self) -> bool:
+        return self._phase == runs.FINISHED
+
+    @property
+    def _ended(self) -> bool:
+        return self._phase in (runs.FINISHED, runs.FAILED)
+
+    async def _watch(self, bus: Bus) -> None:
+        """Reads the registry and the run's phase, and notes when bus or store do not answer. Runs until cancelled."""
+        registry, store = Registry(bus, self._run), Store(self._servers.redis_url)
+        try:
+            while True:
+                try:
+                    self._cards = await registry.alive()
+                    self._phase, self._failure = await runs.phase_and_reason(bus, self._run)
+                    await store.ping(deadline=2)
+                except (MyxoError, nats.errors.Error, RedisError, *TRANSIENT) as error:
+                    self._away = time.monotonic()
+                    self._log.warning("servers_away", error=str(error) or type(error).__name__)
+                await asyncio.sleep(WATCH_SECONDS)
+        finally:
+            await store.close()
+
+    def _tell(self, bus: Bus, spec: ServiceSpec, why: str) -> None:
+        """Publishes that a service was restarted, beside everything else: the summary counts these events."""
+        event = ServiceEvent(service=spec.service, instance=spec.instance, what="restarted", detail=f"after {why}", at=time.time())
+
+        async def publish() -> None:
+            try:
+                await bus.publish(Subjects(self._run).event("service", "restarted"), event, deadline=60)
+            except (MyxoError, nats.errors.Error, *TRANSIENT) as error:
+                self._log.warning("event_lost", what="restarted", error=str(error))
+
+        task = asyncio.create_task(publish())
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+        log_failure(task, "telling of a restart")
+
+    # --- before and after
+
+    async def _refuse_others(self, bus: Bus, instances: set[str] | None) -> None:
+        """Raises RunsElsewhere where services that this launch would start (None: any at all) are at work already.
+
+        Those of a launch that was killed keep their cards for a while; they are waited for. A buffer elsewhere is welcome: of all
+        buffers one is active.
+        """
+        registry = Registry(bus, self._run)
+
+        async def others() -> list[ServiceStatus]:
+            cards = [card for card in await registry.alive() if card.service != ENVIRONMENT]
+            return [card for card in cards if instances is None or card.instance in instances or card.service in TRAINERS]
+
+        end = time.monotonic() + GONE_SECONDS
+        while found := await others():
+            if self._signals:
+                return
+            if time.monotonic() > end:
+                who = ", ".join(f"{card.instance} on {card.host} (process {card.pid})" for card in found)
+                raise RunsElsewhere(f"run {self._run} has services at work already: {who}; stop them first")
+            await asyncio.sleep(WATCH_SECONDS)
+
+    async def _stop(self, supervisor: Supervisor) -> None:
+        """Stops every service: asked first, the trainer before those it needs, killed when time is up or at another signal."""
+        signals = len(self._signals)
+        for service in TRAINERS:
+            supervisor.terminate(service)
+        await self._wait(lambda: not any(map(supervisor.running, TRAINERS)), TRAINER_STOP_SECONDS)
+        if len(self._signals) == signals:
+            supervisor.terminate()
+            await self._wait(lambda: not supervisor.running(), STOP_SECONDS)
+        killed = supervisor.kill()
+        if killed:
+            self._log.warning("services_killed", killed=killed)
+
+    async def _wait(self, condition: Callable[[], bool], deadline: float) -> None:
+        """Waits until ``condition`` holds, for ``deadline`` seconds at most, or until there is one more signal."""
+        signals, end = len(self._signals), time.monotonic() + deadline
+        while not condition() and time.monotonic() < end and len(self._signals) == signals:
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def _report(self, bus: Bus) -> int:
+        """Audit and summary, with the servers still looked after: one that dies meanwhile is back for the next try."""
+        end = time.monotonic() + REPORT_SECONDS
+        while True:
+            work = asyncio.create_task(exit_report.report(bus, self._run, self._directory, self._console))
+            try:
+                while not (await asyncio.wait({work}, timeout=TICK_SECONDS))[0]:
+                    self._servers.tick(time.monotonic())
+            except BaseException:
+                await cancelled([work])
+                raise
+            try:
+                return work.result()
+            except (DeadlineExceeded, nats.errors.Error, *TRANSIENT) as error:
+                if time.monotonic() > end:
+                    raise
+                self._log.warning("report_again", error=str(error) or type(error).__name__)
+
+    async def _fail(self, bus: Bus, reason: str) -> None:
+        """Writes down that the run has failed, for `myxo status` and for services that were started elsewhere."""
+        try:
+            await runs.set_phase(bus, self._run, runs.FAILED, reason)
+        except (MyxoError, nats.errors.Error, *TRANSIENT) as error:
+            self._log.warning("failure_not_written_down", error=str(error) or type(error).__name__)
+
+    async def _show_troubles(self, bus: Bus) -> None:
+        """The part of the summary that tells what went wrong: of a run that ends before it is finished."""
+        if full := troubles.full_disk(self._directory.root):
+            self._say(full)
+        try:
+            async with asyncio.timeout(TROUBLES_SECONDS):
+                await exit_report.report_troubles(bus, self._run, self._console)
+        except (MyxoError, nats.errors.Error, *TRANSIENT) as error:
+            self._say(f"What went wrong cannot be summed up: {error or type(error).__name__}; `myxo summary {self._run}` tries again.")
+
+    def _failed(self) -> int:
+        print(f"myxo: run {self._run} failed: {self._failure}", file=sys.stderr)
+        return exit_codes.FAILED
+
+    def _give_up(self, verdict: StopReason) -> int:
+        if verdict.bad_input:
+            line = verdict.lines[-1] if verdict.lines else f"{verdict.instance} refused its input; see {verdict.log_path}"
+            print(f"myxo: {line}", file=sys.stderr)
+            return exit_codes.BAD_INPUT
+        for line in verdict.lines:
+            print(f"  {line}", file=sys.stderr)
+        print(
+            f"myxo: {verdict.reason}; its last lines are above, all of them in {verdict.log_path}",
+            file=sys.stderr,
+        )
+        return exit_codes.FAILED
+
+    def _interrupted(self) -> int:
+        number = self._signals[0]
+        self._say(f"Stopped by {number.name}. `myxo up` with the same config goes on from the last checkpoint.")
+        return 128 + number
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False)

@@ -1,0 +1,57 @@
+"""Which service processes a run on this machine consists of."""
+
+from __future__ import annotations
+
+import sys
+
+from myxo.launch.supervised_process import ServiceSpec
+from shared.config.run_config import RunConfig
+from shared.runtime import devices
+from shared.runtime.errors import ConfigError
+
+SERVICE_MODULES = {service: f"services.{service}" for service in ("buffer", "reward", "rollout", "trainer")}
+"""The module that `python -m` runs for each service."""
+
+TRAINERS = ("trainer", "critic")
+"""The services that hold what training has made: asked to stop before those that they need."""
+
+LAST_PORT = 65535
+
+CRITIC = ("services.trainer", "critic")
+"""What it runs for the critic, the trainer's second role."""
+
+
+def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
+    """One trainer, its critic where the objective has one, and as many buffers, reward and rollout services as the config asks for.
+
+    Args:
+        http: the launcher's own ``MYXO_HTTP``, ``host:port``: the first service serves its metrics there, each other one port further on.
+            Empty, or port 0: any free ports.
+
+    Raises ConfigError where it is no such address.
+    """
+    rewards, rollouts = config.reward.reward_replicas, config.rollout.rollout_replicas
+    counts = {"buffer": config.run.buffer_replicas, "reward": rewards, "rollout": rollouts, "trainer": 1}
+    if config.algorithm.has_critic:
+        counts["critic"] = 1
+    shares = devices.share_out(config)
+    specs: list[ServiceSpec] = []
+    for service, count in counts.items():
+        for number in range(count):
+            instance = f"{service}-{number}"
+            environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": instance, "PYTHONUNBUFFERED": "1"}
+            if instance in shares:
+                environment["CUDA_VISIBLE_DEVICES"] = shares[instance]
+            if http:
+                environment["MYXO_HTTP"] = _http(http, len(specs))
+            module = CRITIC if service == "critic" else (SERVICE_MODULES[service],)
+            specs.append(ServiceSpec(service, instance, (sys.executable, "-m", *module), environment))
+    return specs
+
+
+def _http(first: str, number: int) -> str:
+    """The address of the service with this number, when the first one's is ``first``."""
+    host, colon, port = first.rpartition(":")
+    if not colon or not port.isdigit() or not 0 <= int(port) <= LAST_PORT - number:
+        raise ConfigError("MYXO_HTTP", first, f"host:port, with room for {number + 1} services up to port {LAST_PORT}; port 0: free ones")
+    return f"{host}:{int(port) + number if int(port) else 0}"

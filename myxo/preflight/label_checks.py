@@ -1,0 +1,146 @@
+"""Whether labels can be matched at all: the first thousand of training and of held-out prompts are tried on the run's own verifiers.
+
+The verifiers belong to the reward service, so a process of its own asks them (`services.reward.label_trial`), each distinct label once. A
+run is refused where over half of the labels that were tried can surely never be matched; where it is fewer, or likely only, a line tells
+it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from myxo.preflight.inspection import Inspection
+from shared.config.sections import VERIFIERS
+from shared.data.prompts import PromptFile, TrainingPrompts
+from shared.runtime.errors import ConfigError
+
+MODULE = "services.reward.label_trial"
+MOST = 1000
+"""Labels of each set that are looked at."""
+
+SECONDS = 3.0
+"""Processor time for trying labels, once what verifiers need is loaded."""
+
+START_SECONDS = 30.0
+"""How long all of it may take beside that, on a machine that is busy with other things."""
+
+PROSE_WORDS = 12
+"""A label of more words is a text, not an answer."""
+
+_MISSING = 3
+_HASH = "####"
+
+
+@dataclass(frozen=True)
+class Label:
+    """One row's label. ``where``: file and line. ``verifier``: what compares it."""
+
+    where: str
+    verifier: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a label, in words. ``sure``: no answer can match it."""
+
+    words: str
+    sure: bool
+
+
+def check(inspection: Inspection) -> Iterator[ConfigError]:
+    """Yields a problem for each set of prompts of which most labels can never be matched."""
+    sets = {"data.prompt_data": inspection.training, "eval.eval_prompt_data": inspection.heldout}
+    labels = {
+        field: first_labels(inspection, prompts) for field, prompts in sets.items() if isinstance(prompts, TrainingPrompts | PromptFile)
+    }
+    in_turn = (label for several in zip_longest(*labels.values()) for label in several if label is not None)
+    distinct = list(dict.fromkeys((label.verifier, label.text) for label in in_turn))
+    results = ask(distinct, inspection)
+    for field, found in labels.items():
+        tried = [(label, results[label.verifier, label.text]) for label in found if (label.verifier, label.text) in results]
+        problems = [(label, wrong) for label, result in tried if (wrong := problem(label, result, inspection)) is not None]
+        if problems:
+            yield from _report(inspection, f"{field}:{inspection.config.data.label_key}", problems, len(tried))
+
+
+def first_labels(inspection: Inspection, prompts: TrainingPrompts | PromptFile) -> list[Label]:
+    """Returns the labels that built-in verifiers compare, of the first rows; rows that are no prompts are left out."""
+    data, reward, rows = inspection.config.data, inspection.config.reward, prompts.rows
+    found: list[Label] = []
+    for row in range(min(len(rows), MOST)):
+        try:
+            entry = rows[row]
+        except ConfigError:  # another check reports it, or it is left out
+            continue
+        label, metadata = entry.get(data.label_key or ""), entry.get(data.metadata_key)
+        verifier = reward.environment_of(metadata.get("rm_type") if isinstance(metadata, dict) else None)
+        if verifier in VERIFIERS and isinstance(label, str | int | float):
+            found.append(Label(rows.where(row), verifier, str(label)))
+    return found
+
+
+def ask(labels: list[tuple[str, str]], inspection: Inspection) -> dict[tuple[str, str], dict[str, Any]]:
+    """Returns what the verifiers say of each label, of as many as there was time for; tells where they cannot be asked."""
+    if not labels:
+        return {}
+    words, said = "".join(json.dumps(label) + "\n" for label in labels), ""
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-m", MODULE, str(SECONDS)], input=words, capture_output=True, text=True, timeout=START_SECONDS + SECONDS
+        )
+        said = asked.stdout
+        if asked.returncode:
+            last = (asked.stderr.strip().splitlines() or ["no words"])[-1]
+            hint = ": pip install 'myxo[reward]'" if asked.returncode == _MISSING else ""
+            inspection.note(f"labels were not tried on the verifiers: {last}{hint}")
+    except subprocess.TimeoutExpired as error:  # a label on which a verifier hangs; what it said before counts
+        said = (error.stdout or b"").decode(errors="replace")
+    lines = [json.loads(line) for line in said.splitlines() if line.endswith("}")]
+    return dict(zip(labels, lines, strict=False))
+
+
+def problem(label: Label, result: dict[str, Any], inspection: Inspection) -> Problem | None:
+    """Returns what is wrong with a label, given what its verifier says of it."""
+    text, right = label.text.strip(), "give the final answer alone, such as 42 or \\frac{1}{2}"
+    if not text:
+        return Problem(f"is empty; {right if label.verifier == 'math' else 'give the text that an answer must have'}", sure=True)
+    prose = len(text.split()) > PROSE_WORDS
+    if label.verifier == "math":
+        if result["why"]:
+            return Problem(f"{result['why']}; {right}", sure=True)
+        if not result["matches"]:
+            words = f"math reads {result['reads']!r} in it and gives no reward even to an answer that says just it; {right}"
+            return Problem(words, sure=True)
+        if prose and _HASH not in text and "\\boxed" not in text:
+            return Problem(f"is a whole text, of which math reads {result['reads']!r} alone; {right}", sure=False)
+        return None
+    longest, tokenizer = inspection.config.rollout.rollout_max_response_len, inspection.tokenizer
+    if tokenizer is not None and len(text) > longest and (tokens := len(tokenizer.encode(text))) > longest:
+        words = f"has {tokens} tokens, and {label.verifier} compares all of a response; rollout_max_response_len = {longest}"
+        return Problem(words, sure=True)
+    if prose:
+        words = f"is a whole text, and {label.verifier} rewards only a response that is the same; give the answer alone, or another rm_type"
+        return Problem(words, sure=False)
+    return None
+
+
+def _report(inspection: Inspection, field: str, problems: list[tuple[Label, Problem]], tried: int) -> Iterator[ConfigError]:
+    """Yields the refusal, or tells one line of those that can surely not be matched and one of the others."""
+    for sure, what in ((True, "can never be matched"), (False, "can hardly be matched")):
+        some = [(label, found) for label, found in problems if found.sure == sure]
+        if not some:
+            continue
+        first, found = some[0]
+        shown = repr(first.text if len(first.text) <= 80 else first.text[:80] + "…")
+        count = f"{len(some)} of {tried} labels that were tried {what}"
+        if sure and len(some) > tried / 2:
+            yield ConfigError(field, first.where, f"{count}; this one, {shown}: {found.words}")
+        else:
+            inspection.note(f"{field}: {count}; the first, {first.where}: {shown}: {found.words}")

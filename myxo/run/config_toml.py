@@ -1,0 +1,52 @@
+"""The resolved config as TOML text, section by section; `tomllib` and `shared.config.run_config.parse` read it back to the same config."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from shared.config.run_config import RunConfig
+from shared.data.data_files import DataFile
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+\Z")
+
+
+def dump(config: RunConfig) -> str:
+    """Every field of every section. Fields without a value stand as comments, for TOML has no null."""
+    blocks = []
+    for section in type(config).model_fields:
+        lines = [f"[{section}]"]
+        for field, value in getattr(config, section):
+            lines.append(f"# {field} = none" if value is None else f"{field} = {_value(value)}")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _value(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int():
+            return str(value)
+        case float():
+            return repr(value)
+        case str() | Path() | DataFile():
+            return _text(str(value))
+        case list():
+            return "[" + ", ".join(_value(item) for item in value) + "]"
+        case dict():
+            items = (f"{_key(key)} = {_value(item)}" for key, item in value.items() if item is not None)
+            return "{ " + ", ".join(items) + " }" if value else "{}"
+        case _:
+            raise TypeError(f"{type(value).__name__} has no form in TOML")
+
+
+def _key(key: str) -> str:
+    return key if _BARE_KEY.match(key) else _text(key)
+
+
+def _text(text: str) -> str:
+    # JSON's escapes are TOML's too, but for DEL, which JSON leaves as it is and TOML refuses
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,187 @@
+"""The audit: replays a run's ledger and checks the invariants, independently of the buffer's own state.
+
+Conservation: admitted = trained + dropped + dead + in flight, each group with one end. Staleness: no batch trains a token older than the
+bound; tokens that it masks for their age, and samples that a filter removed, are not trained. Batches: each step once, of the configured
+size, in order. Versions: never fall.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shared.schema.ledger import (
+    BatchFormed,
+    BatchTrained,
+    CheckpointDurable,
+    GroupDead,
+    GroupRequeued,
+    GroupsAdmitted,
+    GroupsDropped,
+    GroupsScored,
+    LedgerRecord,
+    RunFinished,
+    ScoredGroup,
+    VersionLive,
+    group_id,
+)
+
+
+@dataclass
+class AuditReport:
+    """What the replay found. ``violations`` is empty when every invariant holds.
+
+    staleness: trained samples by age, in versions. masked: samples that lost tokens to their age, or all; removed: that a filter took out.
+    """
+
+    admitted: int = 0
+    trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    dead: Counter[str] = field(default_factory=Counter)
+    in_flight: int = 0
+    steps: int = 0
+    durable_steps: int = 0
+    live_version: int = -1
+    max_staleness: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+    masked: int = 0
+    removed: int = 0
+    finished: bool = False
+    violations: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.violations
+
+
+class Audit:
+    """Feed it every record in order with `see`, then take `report`.
+
+    Args:
+        max_staleness: the run's bound, in versions. groups_per_batch: the run's rollout_batch_size.
+    """
+
+    def __init__(self, max_staleness: int, groups_per_batch: int) -> None:
+        self._bound, self._size = max_staleness, groups_per_batch
+        self._report = AuditReport()
+        self._open: dict[str, ScoredGroup | None] = {}
+        self._batched: dict[int, list[str]] = {}
+        self._in_batch: set[str] = set()
+
+    def see(self, record: LedgerRecord) -> None:
+        """Takes one record."""
+        report = self._report
+        match record:
+            case GroupsAdmitted(first=first, count=count):
+                if first != report.admitted:
+                    self._violation(f"admission starts at group {first}, {report.admitted} were admitted before")
+                for number in range(first, first + count):
+                    self._open[group_id(number)] = None
+                report.admitted += count
+                report.finished = False
+            case GroupsScored(groups=groups):
+                for scored in groups:
+                    if self._known(scored.group, "scored"):
+                        if self._open[scored.group] is not None:
+                            self._violation(f"{scored.group} was scored twice in one attempt")
+                        self._open[scored.group] = scored
+            case GroupRequeued(group=group):
+                if self._known(group, "requeued"):
+                    self._open[group] = None
+            case GroupsDropped(groups=names, reason=reason):
+                self._end(names, report.dropped, reason)
+            case GroupDead(group=group, reason=reason):
+                self._end([group], report.dead, reason)
+            case BatchFormed():
+                self._batch(record)
+            case BatchTrained(step=step):
+                self._trained(step)
+            case CheckpointDurable(steps=steps):
+                if steps > report.steps:
+                    self._violation(f"checkpoint of {steps} steps is durable, {report.steps} were trained")
+                if steps < report.durable_steps:
+                    self._violation(f"durable steps fell from {report.durable_steps} to {steps}")
+                report.durable_steps = max(steps, report.durable_steps)
+            case VersionLive(version=version):
+                if version <= report.live_version:
+                    self._violation(f"live version went from {report.live_version} to {version}")
+                report.live_version = version
+            case RunFinished():
+                report.finished = True
+            case _:
+                pass
+
+    def report(self) -> AuditReport:
+        """The verdict on all records seen so far."""
+        report = self._report
+        report.in_flight = len(self._open)
+        ended = report.trained + report.dropped.total() + report.dead.total()
+        if report.admitted != ended + report.in_flight:
+            self._violation(f"{report.admitted} admitted, but {ended} ended and {report.in_flight} in flight")
+        if report.finished and report.in_flight:
+            self._violation(f"the run finished with {report.in_flight} groups in flight")
+        return report
+
+    def _batch(self, record: BatchFormed) -> None:
+        report, step = self._report, record.step
+        if step != len(self._batched):
+            self._violation(f"batch of step {step} was formed after that of step {len(self._batched) - 1}")
+        if len(record.groups) != self._size:
+            self._violation(f"batch of step {step} has {len(record.groups)} groups, not {self._size}")
+        for group in record.groups:
+            scored = self._open.get(group) if self._known(group, f"batched for step {step}") else None
+            if group in self._in_batch:
+                self._violation(f"{group} is in two batches")
+            self._in_batch.add(group)
+            if scored is None:
+                self._violation(f"{group} was batched for step {step} without a score")
+                continue
+            report.removed += len(scored.removed)
+            for index, sample in enumerate(scored.samples):
+                if index in scored.removed:
+                    continue
+                report.masked += sample.oldest < record.mask_below
+                if sample.newest < record.mask_below:
+                    continue
+                age = record.version - max(sample.oldest, record.mask_below)
+                report.staleness[age] += 1
+                report.max_staleness = max(report.max_staleness, age)
+                if age > self._bound:
+                    self._violation(f"step {step} trains a sample of {group} that is {age} versions old; the bound is {self._bound}")
+                if sample.newest > record.version:
+                    self._violation(f"step {step} on version {record.version} holds a token of version {sample.newest}")
+        self._batched[step] = record.groups
+
+    def _trained(self, step: int) -> None:
+        if step != self._report.steps:
+            self._violation(f"step {step} was trained after {self._report.steps} steps")
+        for group in self._batched.get(step, []):
+            if self._known(group, f"trained in step {step}"):
+                del self._open[group]
+                self._in_batch.discard(group)
+                self._report.trained += 1
+        self._report.steps = step + 1
+
+    def _end(self, groups: list[str], ends: Counter[str], reason: str) -> None:
+        for group in groups:
+            if self._known(group, f"ended ({reason})"):
+                del self._open[group]
+                ends[reason] += 1
+
+    def _known(self, group: str, what: str) -> bool:
+        if group in self._open:
+            return True
+        self._violation(f"{group} was {what} but is not in flight")
+        return False
+
+    def _violation(self, text: str) -> None:
+        self._report.violations.append(text)
+
+
+def audit(records: Iterable[LedgerRecord], max_staleness: int, groups_per_batch: int) -> AuditReport:
+    """Replays records that are at hand."""
+    checker = Audit(max_staleness, groups_per_batch)
+    for record in records:
+        checker.see(record)
+    return checker.report()

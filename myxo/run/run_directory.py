@@ -1,0 +1,207 @@
+"""A run's directory: where everything lies, who holds it, and which of it is the run's own state.
+
+```
+DIR/NAME/
+  lock            held by the one command that runs servers here
+  config.json     the run's config, as it is frozen on the bus
+  servers.json    addresses of the live run's servers, readable by its owner only; there while `myxo up` runs
+  nats/ valkey/   what the embedded servers keep
+  logs/           one file an instance
+  checkpoints/ tensorboard/ reference/ hf/   the trainer's
+  prompts/        which prompts are left out, what a custom data source has given
+  rollouts/       the responses of groups that have ended (`shared.data.rollout_files`)
+  summary.json reward.png         what `myxo summary` makes
+```
+Whatever else lies there is the user's and never touched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from shared.bus import runs
+from shared.bus.subjects import RUN_ID
+from shared.config.run_config import RunConfig
+from shared.data.data_files import paths
+from shared.runtime import user_cache
+from shared.runtime.errors import ConfigError, MyxoError, nearest
+
+STATE = (
+    "nats",
+    "valkey",
+    "logs",
+    "checkpoints",
+    "tensorboard",
+    "reference",
+    "hf",
+    "prompts",
+    "rollouts",
+    runs.FROZEN,
+    "summary.json",
+    "reward.png",
+    "servers.json",
+)
+"""What `--fresh` removes."""
+
+HOLD_SECONDS = 1.0
+"""How long to try for the lock: a command that only looks whether it is held has it for an instant."""
+
+_MARKS = ("lock", "nats", "logs", "rollouts", "servers.json")
+
+
+class RunHeld(MyxoError):
+    """Another command holds the run's directory."""
+
+
+@dataclass(frozen=True)
+class ServerUrls:
+    """Addresses of a live run's servers, credentials included, and the process id of its launcher."""
+
+    nats_url: str
+    redis_url: str
+    pid: int
+
+
+class RunDirectory:
+    """The files of one run.
+
+    Args:
+        root: its directory; need not exist yet.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.nats, self.valkey, self.logs = root / "nats", root / "valkey", root / "logs"
+        self.summary, self.chart = root / "summary.json", root / "reward.png"
+        self._servers, self._lock, self._config = root / "servers.json", root / "lock", root / runs.FROZEN
+        self._held: IO[str] | None = None
+
+    def log(self, instance: str) -> Path:
+        """Where the standard output and error of an instance go."""
+        return self.logs / f"{instance}.log"
+
+    # --- the lock
+
+    def hold(self) -> None:
+        """Takes the directory for this process, until `release` or its end however it comes. Raises RunHeld, ConfigError."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            file = self._lock.open("a+")
+        except OSError as error:
+            raise ConfigError("run.dir", str(self.root), f"cannot be written: {error.strerror}; give another run.dir") from None
+        end = time.monotonic() + HOLD_SECONDS
+        while not _locked(file, fcntl.LOCK_EX):
+            if time.monotonic() > end:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                file.close()
+                raise RunHeld(f"run directory {self.root} is in use by {holder}; stop that first, or give another run.name")
+            time.sleep(0.05)
+        file.truncate(0)
+        file.write(f"process {os.getpid()}")
+        file.flush()
+        self._held = file
+
+    def release(self) -> None:
+        """Lets the directory go; the lock file stays (removing it would let two holders in)."""
+        if self._held is not None:
+            self._held.truncate(0)
+            self._held.close()
+            self._held = None
+
+    def is_held(self) -> bool:
+        """Whether some other process holds the directory now."""
+        if not self._lock.is_file():
+            return False
+        with self._lock.open("a+") as file:
+            return not _locked(file, fcntl.LOCK_SH)
+
+    # --- state
+
+    def refuse_input_in_state(self, config: RunConfig) -> None:
+        """Refuses to clear a directory that holds the run's own input. Raises ConfigError naming the field."""
+        for section in type(config).model_fields:
+            for field, value in getattr(config, section):
+                for path in [] if field == "dir" else paths(value):
+                    for name in STATE:
+                        state = self.root / name
+                        if path.resolve().is_relative_to(state.resolve()):
+                            raise ConfigError(f"{section}.{field}", str(path), f"lies in {state}, which --fresh removes; move it first")
+
+    def clear(self) -> None:
+        """Removes the run's state: the names in `STATE`, nothing else. Symbolic links are unlinked, never followed."""
+        for name in STATE:
+            path = self.root / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def freeze(self, config: RunConfig) -> None:
+        """Keeps the run's config, for who asks without its servers."""
+        user_cache.replace(self._config, f"{config.model_dump_json(indent=2)}\n".encode())
+
+    def write_servers(self, servers: ServerUrls) -> None:
+        """Says where the live run's servers are, to nobody but this user."""
+        partial = self._servers.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump({"nats_url": servers.nats_url, "redis_url": servers.redis_url, "pid": servers.pid}, file)
+        partial.replace(self._servers)
+
+    def remove_servers(self) -> None:
+        self._servers.unlink(missing_ok=True)
+
+    def servers(self) -> ServerUrls | None:
+        """The live run's servers; None where no launcher holds the directory (what a killed one left behind means nothing)."""
+        if not self.is_held():
+            return None
+        try:
+            entry = json.loads(self._servers.read_text())
+            return ServerUrls(nats_url=entry["nats_url"], redis_url=entry["redis_url"], pid=entry["pid"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+
+
+def find(run: str, directory: Path) -> tuple[str, RunDirectory | None]:
+    """(run id, its directory) for what a person typed: an id below ``directory``, or a run directory's path.
+
+    The directory is None where there is none on this machine, which is fine for a run on a given NATS server.
+    Raises ConfigError for text that is neither.
+    """
+    path = Path(run)
+    if RUN_ID.match(run):
+        for candidate in (directory / run, path):
+            if _is_run(candidate):
+                return run, RunDirectory(candidate.absolute())
+        return run, None
+    name = path.resolve().name
+    if not RUN_ID.match(name):
+        raise ConfigError("RUN", run, "expected a run's id (lower-case letters, digits, '-' and '_') or its directory")
+    return name, RunDirectory(path.resolve()) if _is_run(path) else None
+
+
+def no_such_run(run: str, directory: Path) -> ConfigError:
+    """The refusal of a run that is not there, with the nearest one that is."""
+    known = sorted(path.name for path in directory.iterdir() if _is_run(path)) if directory.is_dir() else []
+    hint = nearest(run, known) if known else "there are none yet; `myxo up CONFIG` makes one"
+    return ConfigError("RUN", run, f"no such run in {directory}/; {hint}")
+
+
+def _locked(file: IO[str], kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_dir() and any((path / mark).exists() for mark in _MARKS)

@@ -1,0 +1,58 @@
+"""A batch chosen by the user's own function: ``rollout.buffer_filter_path``, slime's buffer filter.
+
+``f(args, rollout_id, buffer, num)`` gets every ready group within the bound, oldest-finished first, as lists of samples without tokens, and
+returns at most ``num`` of them; fewer: the batch waits. Its choice is in the ledger, so it is made once for each step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.buffer.state import GroupState
+from shared.config.run_config import RunConfig
+from shared.hooks import Arguments, HookFailed, HookSample, load
+from shared.hooks.hook_sample import FINISHED
+from shared.runtime.errors import DeadlineExceeded
+from shared.schema.ledger import group_id
+
+FIELD = "rollout.buffer_filter_path"
+
+CHOICE_SECONDS = 60.0
+"""How long the function may take; it runs beside the buffer's loop, and the trainer waits for it."""
+
+
+class BufferFilter:
+    """See the module's docstring. Raises ConfigError where there is no such function."""
+
+    def __init__(self, config: RunConfig, path: str) -> None:
+        self._path, self._function, self._arguments = path, load(FIELD, path), Arguments(config)
+
+    async def choose(self, step: int, candidates: list[GroupState], size: int) -> list[str]:
+        """Ids of the groups that the function wants in the batch. Raises HookFailed, DeadlineExceeded."""
+        buffer = [_samples(group) for group in candidates]
+        call = asyncio.to_thread(self._function, self._arguments, step, buffer, size)
+        try:
+            chosen = await asyncio.wait_for(call, CHOICE_SECONDS)
+            return [group_id(group[0].group_index) for group in chosen]
+        except TimeoutError:
+            raise DeadlineExceeded(f"the choice of step {step}'s batch", self._path, CHOICE_SECONDS, "the trainer is refused") from None
+        except Exception as error:  # it is the user's code: it may raise anything and return anything
+            raise HookFailed(FIELD, self._path, f"for step {step}: {type(error).__name__}: {error}") from error
+
+
+def _samples(group: GroupState) -> list[HookSample]:
+    """What the ledger knows of a group, as slime's samples."""
+    scored = group.scored
+    assert scored is not None  # only ready groups are candidates
+    return [
+        HookSample(
+            group_index=group.number,
+            index=index,
+            response_length=meta.tokens,
+            reward=reward,
+            weight_versions=[meta.oldest, meta.newest],
+            remove_sample=index in scored.removed,
+            status=FINISHED[meta.finish],
+        )
+        for index, (meta, reward) in enumerate(zip(scored.samples, scored.rewards, strict=True))
+    ]

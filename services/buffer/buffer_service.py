@@ -1,0 +1,393 @@
+"""The buffer on the bus: events in, decisions of `services.buffer.policy`, records to the ledger, and only then their effects.
+
+One lock orders all decisions. Everything done twice after a crash (tasks published, payloads freed) is safe to do twice.
+
+Of several buffers one is active: it holds the lease (`shared.bus.leader_lease`). The others stand by: they follow the ledger, and listen
+to nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from services.buffer import ended_groups, policy
+from services.buffer.batch_selector import BufferFilter
+from services.buffer.buffer_config import BufferConfig
+from services.buffer.ledger_writer import LedgerWriter
+from services.buffer.prompt_supply import PromptSupply, opened
+from services.buffer.rollout_keeper import RolloutKeeper
+from services.buffer.run_failure import RunFailure
+from services.buffer.state import BufferState
+from services.buffer.task_publisher import TaskPublisher
+from shared.bus import runs
+from shared.bus.connection import TRANSIENT, WrongSequence
+from shared.bus.leader_lease import POLL_INTERVAL_S as LEASE_LOOK_SECONDS
+from shared.bus.leader_lease import LeaderLease, LeaseLost
+from shared.bus.registry import STANDBY
+from shared.bus.streams import generated_consumer, scored_consumer, task_consumer
+from shared.bus.subjects import EVAL, TRAIN
+from shared.bus.work_queue import WorkQueue
+from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.service_base import Service
+from shared.schema.ledger import (
+    EvalEnded,
+    EvalScored,
+    EvalStarted,
+    GroupDead,
+    GroupRequeued,
+    GroupsAdmitted,
+    GroupsDropped,
+    LedgerRecord,
+    RunFinished,
+    group_id,
+)
+from shared.schema.messages import (
+    Accepted,
+    BatchAnswer,
+    BatchPending,
+    BatchRequest,
+    Durable,
+    Failed,
+    Interrupted,
+    Message,
+    Outcome,
+    RunDone,
+    Scored,
+    Task,
+    Trained,
+    WeightsLive,
+)
+
+ANSWER_SECONDS = 1.5
+"""How long a batch request is held before it is answered with `BatchPending`."""
+
+FETCH = 256
+POLL_INTERVAL_S = 2.0
+"""How often live version and queue depths are looked at, besides the events that announce them."""
+
+FOLLOW_SECONDS = 5.0
+"""How often a buffer on standby reads what is new in the ledger."""
+
+HAND_OVER_SECONDS = 1.5
+"""How long a buffer that is to stop waits for its last decision."""
+
+DRAIN_SECONDS = 1.5
+"""How long it then goes on keeping the responses of groups that have ended."""
+
+Request = TypeVar("Request", bound=Message)
+
+
+class Buffer:
+    """A buffer of a run: on standby until it gets the lease, then the active one until its end."""
+
+    def __init__(self, service: Service, prompts: PromptSupply) -> None:
+        config, heldout = service.config, prompts.heldout
+        self._service, self._config, self._bus, self._log = service, config, service.bus, service.log
+        self._limits = BufferConfig.of(config, len(heldout) if heldout else 0)
+        self._dispatch = TaskPublisher(service.bus, config, prompts.training, heldout, prompts.stop_ids)
+        self._prompts = prompts
+        path = config.rollout.buffer_filter_path
+        self._filter = BufferFilter(config, path) if path is not None else None
+        self._lease = LeaderLease(service.bus, service.run, "buffer", service.instance)
+        self._failure = RunFailure(service, self._limits.max_dead_in_a_row, self._lease.held)
+        self._journal = LedgerWriter(service.bus, service.run, self._lease.held)
+        self._state = BufferState()
+        self._turn = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self._to_free: asyncio.Queue[list[str]] = asyncio.Queue()
+        self._keeper = RolloutKeeper(service, prompts, self._to_free.put_nowait)
+        self._broken: asyncio.Queue[Exception] = asyncio.Queue()
+
+    async def run(self) -> None:
+        """Stands by while another buffer is active, then recovers from the ledger and serves until asked to stop.
+
+        Raises LeaseLost once another buffer is active, or may be.
+        """
+        if not await self._stand_by():
+            return
+        try:
+            async with self._service.background(self._lease.keep()):
+                await self._serve()
+        finally:
+            await self._lease.release()
+
+    async def _stand_by(self) -> bool:
+        """Returns once the lease is held; False when asked to stop before."""
+        service, followed = self._service, float("-inf")
+        while not await self._lease.attempt():
+            if service.state != STANDBY:
+                service.state = STANDBY
+                self._log.info("standing_by")
+            if time.monotonic() - followed >= FOLLOW_SECONDS:
+                with contextlib.suppress(DeadlineExceeded, *TRANSIENT):
+                    await self._journal.follow()
+                followed = time.monotonic()
+                service.metrics.set("followed", self._journal.last)
+                await service.announce()
+            if not await service.pause(LEASE_LOOK_SECONDS):
+                return False
+        return True
+
+    async def _serve(self) -> None:
+        service, subjects = self._service, self._service.subjects
+        self._log.info("active", followed=self._journal.last)
+        took_over, service.state = service.state == STANDBY, "starting"
+        self._state, released = await self._journal.recover()
+        self._keeper.take(ended_groups.trained_not_durable(self._state, time.time()), again=True)
+        self._keeper.release(released)
+        self._log.info("recovered", admitted=self._state.admitted, trained=self._state.trained, in_flight=self._state.in_flight)
+        await self._again()
+        await self._bus.serve(subjects.batch, BatchRequest, self._as_holder(self._on_batch))
+        await self._bus.serve(subjects.trained, Trained, self._as_holder(self._on_trained))
+        await self._bus.serve(subjects.durable, Durable, self._as_holder(self._on_durable))
+        service.state = "ready"
+        await self._failure.look()
+        if took_over:
+            await service.announce()
+            await service.tell("took_over")
+        looking = (self._watch_versions(), self._look(), self._until_broken())
+        async with service.background(self._dispatch.run(), self._keeper.run(), self._free(), self._outcomes(), *looking):
+            await service.stopping.wait()
+            with contextlib.suppress(asyncio.TimeoutError):  # the end comes between two decisions, and none follows
+                await asyncio.wait_for(self._turn.acquire(), HAND_OVER_SECONDS)
+            await self._keeper.drain(DRAIN_SECONDS)
+
+    def _as_holder(self, handler: Callable[[Request], Awaitable[Message]]) -> Callable[[Request], Awaitable[Message]]:
+        """Answers as the active buffer or not at all: whoever asked one that was deposed asks again, and then the next one."""
+
+        async def answer(request: Request) -> Message:
+            try:
+                await self._lease.held()
+                try:
+                    reply = await handler(request)
+                except MyxoError:  # a refusal speaks for the run, too
+                    await self._lease.held()
+                    raise
+                await self._lease.held()
+                return reply
+            except (LeaseLost, WrongSequence):
+                return await asyncio.get_running_loop().create_future()  # until this process ends, which it does
+
+        return answer
+
+    # --- recovery
+
+    async def _again(self) -> None:
+        """Repeats what a killed predecessor may not have got to: sending tasks, ending the run."""
+        for group in self._state.outstanding:
+            self._dispatch.group(group, self._state, self._limits)
+        for evaluation in self._state.evaluations.values():
+            self._dispatch.evaluation(evaluation)
+        if self._state.finished_steps >= self._limits.steps:
+            await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
+
+    # --- deciding, recording, acting
+
+    async def _decide(self, decision: Callable[[], Sequence[LedgerRecord]]) -> None:
+        """Takes a decision in turn, and all that follows from it."""
+        async with self._turn:
+            await self._record(decision())
+            while records := [
+                *policy.close(self._state, self._limits, time.time()),
+                *([] if self._failure.reason else policy.admit(self._state, self._limits, time.time())),
+            ]:
+                await self._record(records)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _record(self, records: Sequence[LedgerRecord]) -> None:
+        try:
+            for record in records:
+                await self._journal.append([record])
+                self._keeper.take(ended_groups.ended(self._state, record))
+                self._state.apply(record)
+                await self._failure.see(record, self._state.dead)
+                self._keeper.release(self._state.released)
+                await self._act(record)
+        except Exception as error:
+            self._broken.put_nowait(error)
+            raise
+
+    async def _until_broken(self) -> None:
+        """Ends this buffer once a record could not be made or followed: state and ledger may differ then, or another buffer is active."""
+        raise await self._broken.get()
+
+    async def _act(self, record: LedgerRecord) -> None:
+        match record:
+            case GroupsAdmitted(first=first, count=count):
+                for number in range(first, first + count):
+                    self._dispatch.group(self._state.groups[group_id(number)], self._state, self._limits)
+            case GroupRequeued(group=name, attempt=attempt, reason=reason):
+                tell = self._log.info if reason == policy.STALE else self._log.warning
+                tell("group_requeued", group=name, attempt=attempt, reason=reason)
+                self._dispatch.group(self._state.groups[name], self._state, self._limits)
+            case GroupsDropped(groups=names, reason=reason):
+                self._log.info("groups_dropped", groups=names, reason=reason)
+            case GroupDead(group=name, reason=reason) | EvalScored(group=name, rewards=[], reason=reason):
+                self._log.warning("group_dead", group=name, reason=reason)
+            case EvalStarted(version=version):
+                self._dispatch.evaluation(self._state.evaluations[version])
+            case EvalEnded(dataset=dataset, version=version, mean_reward=mean, failed=failed):
+                self._log.info("evaluated", dataset=dataset, version=version, mean_reward=round(mean, 4), failed=failed)
+                self._service.metrics.set(f"eval_{dataset}", mean)
+                self._service.metrics.set(f"eval_{dataset}_version", version)
+            case RunFinished(steps=steps):
+                self._log.info("run_finished", steps=steps)
+                await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
+            case _:
+                pass
+
+    async def _free(self) -> None:
+        while True:
+            keys = list(await self._to_free.get())
+            while not self._to_free.empty() and len(keys) < FETCH:
+                keys += self._to_free.get_nowait()
+            await self._service.store.free(keys)
+
+    # --- what comes in
+
+    async def _outcomes(self) -> None:
+        """Takes rewards and failures; acks once they are in the ledger."""
+        queue = WorkQueue(self._bus, scored_consumer(self._service.run, self._config.bus), Outcome)
+        while True:
+            leases = await queue.fetch(FETCH)
+            await self._lease.held()  # a state that may be behind knows too little to ignore anything
+            rewards = [lease.message for lease in leases if isinstance(lease.message, Scored)]
+            if rewards:
+                await self._decide(partial(policy.scored, self._state, self._limits, rewards, time.time()))
+            for lease in leases:
+                if isinstance(lease.message, Failed):
+                    await self._decide(partial(policy.failed, self._state, lease.message, time.time()))
+                elif isinstance(lease.message, Interrupted):
+                    await self._decide(partial(policy.interrupted, self._state, self._limits, lease.message, time.time()))
+                self._tidy(lease.message)
+                await lease.ack()
+
+    def _tidy(self, message: Outcome) -> None:
+        """Frees what a late attempt, or a second one, has written; only keys of its own, whatever the message says."""
+        assert isinstance(message, Scored | Failed | Interrupted)  # the kinds of outcomes that there are
+        own = self._service.subjects.payload_prefix(message.group, message.attempt)
+        if late := [key for key in policy.unwanted(self._state, message) if key.startswith(own)]:
+            self._keeper.release(late)
+
+    async def _watch_versions(self) -> None:
+        """Learns the live version from its event at once, and from KV where an event was missed."""
+        subjects = self._service.subjects
+        news: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def on_event(message: object) -> None:
+            news.put_nowait(message.data)  # type: ignore[attr-defined]
+
+        await self._bus.connection.subscribe(subjects.event("weights", "live"), cb=on_event)
+        while True:
+            try:
+                value: bytes | None = await asyncio.wait_for(news.get(), timeout=POLL_INTERVAL_S)
+            except TimeoutError:
+                value = await self._bus.get(subjects.weights_bucket, "live", deadline=120)
+            if value:
+                version = WeightsLive.decode(value).version
+                await self._decide(partial(policy.live, self._state, self._limits, version, time.time()))
+
+    # --- the trainer's requests
+
+    async def _on_batch(self, request: BatchRequest) -> BatchAnswer:
+        end = time.monotonic() + (ANSWER_SECONDS if request.hold else 0.0)
+        while True:
+            answer = await self._batch(request)
+            remaining = end - time.monotonic()
+            if not isinstance(answer, BatchPending) or remaining <= 0:
+                return answer
+            async with self._changed:
+                try:
+                    await asyncio.wait_for(self._changed.wait(), timeout=remaining)
+                except TimeoutError:
+                    return answer
+
+    async def _batch(self, request: BatchRequest) -> BatchAnswer:
+        state, limits, step = self._state, self._limits, request.step
+        known = policy.batch(state, step)
+        if known is not None:
+            return known
+        if self._failure.reason:
+            return RunDone(reason=self._failure.reason)
+        if step >= limits.steps:
+            if state.finished_steps >= limits.steps:
+                last = state.last_evaluation
+                return RunDone() if last is None else RunDone(version=last.version, rewards={last.dataset: last.mean_reward})
+            return BatchPending(step=step, have=0, need=0, waiting_for=self._whom())
+        if len(state.ready) >= limits.groups:
+            await self._lose_missing()
+        chosen = None
+        if self._filter is not None:
+            candidates = policy.candidates(state, limits, step, request.version)
+            chosen = await self._filter.choose(step, candidates, limits.groups) if len(candidates) >= limits.groups else []
+        await self._decide(
+            lambda: [] if step in state.batches else policy.form_batch(state, limits, step, request.version, time.time(), chosen)
+        )
+        formed = policy.batch(state, step)
+        if formed is not None:
+            return formed
+        return BatchPending(step=step, have=len(state.ready), need=limits.groups, waiting_for=self._whom())
+
+    async def _lose_missing(self) -> None:
+        """Has groups generated anew whose payload the store has lost since they were scored."""
+        owners = {key: name for name, group in self._state.ready.items() if group.scored for key in group.scored.keys}
+        for name in {owners[key] for key in await self._service.store.missing(list(owners))}:
+            await self._decide(partial(policy.lost_payload, self._state, name, time.time()))
+
+    async def _on_trained(self, report: Trained) -> Message:
+        await self._decide(lambda: policy.trained(self._state, report.step, report.version, report.started, report.ended, time.time()))
+        return Accepted()
+
+    async def _on_durable(self, report: Durable) -> Message:
+        await self._decide(lambda: policy.durable(self._state, report.steps, time.time()))
+        return Accepted()
+
+    # --- what is shown
+
+    def _whom(self) -> str:
+        state = self._state
+        if state.live_version < 0:
+            return "a rollout replica that serves weights (none does yet)"
+        if state.evaluations:
+            version, evaluation = next(iter(state.evaluations.items()))
+            return f"the evaluation of version {version} ({len(evaluation.pending())} of {evaluation.prompts} prompts outstanding)"
+        away = f"{len(state.outstanding)} groups with the rollout and reward services"
+        return f"{away}; live version {state.live_version}; {state.dead} dead so far"
+
+    async def _look(self) -> None:
+        """Keeps the gauges: where every group is, and how deep each queue."""
+        run, bus_config = self._service.run, self._config.bus
+        generated = [generated_consumer(run, bus_config, environment) for environment in self._config.reward.environment_names()]
+        queues = {
+            "queue_task": [WorkQueue(self._bus, task_consumer(run, bus_config, TRAIN), Task)],
+            "queue_eval": [WorkQueue(self._bus, task_consumer(run, bus_config, EVAL), Task)],
+            "queue_generated": [WorkQueue(self._bus, consumer, Task) for consumer in generated],
+            "queue_scored": [WorkQueue(self._bus, scored_consumer(run, bus_config), Task)],
+        }
+        while True:
+            if await self._failure.look():
+                await self._decide(lambda: [])
+            state, metrics = self._state, self._service.metrics
+            for name in ("admitted", "trained", "dropped", "dead", "in_flight", "trained_steps", "durable_steps", "live_version"):
+                metrics.set(name, getattr(state, name))
+            metrics.set("ready", len(state.ready))
+            self._prompts.gauge(metrics)
+            self._keeper.gauge(metrics)
+            metrics.set("outstanding", len(state.outstanding))
+            metrics.set("eval_pending", sum(len(evaluation.pending()) for evaluation in state.evaluations.values()))
+            for name, parts in queues.items():
+                depths = [await queue.depth(deadline=120) for queue in parts]
+                metrics.set(name, sum(waiting for waiting, _ in depths))
+                metrics.set(f"{name}_held", sum(held for _, held in depths))
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+
+async def serve(service: Service) -> None:
+    """The body of the buffer service."""
+    await Buffer(service, await opened(service)).run()

@@ -1,0 +1,64 @@
+"""The ledger's one writer: records go to the stream in order, each confirmed, and never beside another writer's."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+
+from services.buffer.state import BufferState
+from shared.bus import stream_replay
+from shared.bus.connection import Bus
+from shared.bus.subjects import Subjects
+from shared.schema.ledger import LedgerRecord
+
+RELEASES_AGAIN = 256
+"""How many of the latest releases of payloads are repeated after a restart: more than a killed buffer can have left undone."""
+
+
+class LedgerWriter:
+    """Replays the run's ledger, and appends to it.
+
+    Every append names the sequence it expects to follow: when another buffer has written in between, this one gets `WrongSequence`
+    and must stop, so two active buffers can never both be believed.
+
+    Args:
+        allowed: awaited before each try to append; raises where this buffer may not write any more (`shared.bus.leader_lease.Lease.held`).
+    """
+
+    def __init__(self, bus: Bus, run: str, allowed: Callable[[], Awaitable[None]]) -> None:
+        self._bus, self._subjects, self._allowed = bus, Subjects(run), allowed
+        self._state = BufferState()
+        self._releases: deque[list[str]] = deque(maxlen=RELEASES_AGAIN)
+        self._last = 0
+
+    @property
+    def last(self) -> int:
+        """Sequence of the last record that was read or appended."""
+        return self._last
+
+    async def follow(self) -> None:
+        """Reads what the ledger has gained since the last time."""
+        stream = self._subjects.ledger_stream
+        newest = await stream_replay.last_sequence(self._bus, stream)
+        if newest <= self._last:
+            return
+        async for sequence, record in stream_replay.read(self._bus, stream, LedgerRecord, after=self._last):
+            self._state.apply(record)
+            self._last = sequence
+            if self._state.released:
+                self._releases.append(self._state.released)
+        self._last = max(self._last, newest)  # a stream that was emptied has a last sequence all the same
+
+    async def recover(self) -> tuple[BufferState, list[str]]:
+        """Reads the ledger to its end; returns the state, and the payload keys that the latest records let go."""
+        await self.follow()
+        return self._state, [key for keys in self._releases for key in keys]
+
+    async def append(self, records: Iterable[LedgerRecord]) -> None:
+        """Raises WrongSequence when another writer is active, DeadlineExceeded when the bus stays away, and what ``allowed`` raises."""
+        stream = self._subjects.ledger_stream
+        for record in records:
+            msg_id = f"{stream}.{self._last + 1}.{record.at}"
+            subject = self._subjects.ledger(record.event())
+            after = (stream, self._last)
+            self._last = await self._bus.publish(subject, record, msg_id=msg_id, after=after, before=self._allowed, deadline=120)

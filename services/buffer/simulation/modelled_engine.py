@@ -1,0 +1,113 @@
+"""The rollout GPUs as one engine: responses run side by side, all at the same speed, which falls when there are more than saturate it."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Literal
+
+from services.buffer.simulation.workload_model import WorkloadModel
+
+
+@dataclass(eq=False, slots=True)
+class Response:
+    """One sample's generation. ``length``: tokens. ``job``: whatever its owner needs to know it by.
+
+    ``began``: the engine's `ModelledEngine.work` when its first token was drawn. ``oldest``/``newest``: versions of its first and last
+    token.
+    """
+
+    length: float
+    job: Any
+    began: float = 0.0
+    oldest: int = -1
+    newest: int = -1
+    status: Literal["waiting", "running", "ended"] = "waiting"
+
+
+class ModelledEngine:
+    """See the module's docstring. ``work``: tokens that a response would have which had run from the beginning on.
+
+    All that run have the same speed, so a response that begins at work w ends at work w + its length, whatever happens until then.
+
+    Args:
+        begins: called with each response when its first token is drawn.
+    """
+
+    def __init__(self, model: WorkloadModel, gpus: int, begins: Callable[[Response], None]) -> None:
+        self._model, self._gpus, self._begins = model, gpus, begins
+        self._room = model.concurrency * gpus
+        self._waiting: deque[Response] = deque()
+        self._ends: list[tuple[float, int, Response]] = []
+        self._serial = count()
+        self._now = 0.0
+        self.running = 0
+        self.work = 0.0
+
+    @classmethod
+    def alone(cls, model: WorkloadModel, gpus: int, lengths: Sequence[float]) -> float:
+        """Seconds until all of a batch have ended."""
+        engine = cls(model, gpus, lambda _: None)
+        engine.add([Response(length, None) for length in lengths])
+        while engine.running:
+            engine.pass_until(engine.next_end())
+            engine.take_ended()
+        return engine._now
+
+    def add(self, responses: Iterable[Response]) -> None:
+        """Queues responses; they begin now where there is room."""
+        self._waiting.extend(responses)
+        self._fill()
+
+    def next_end(self) -> float:
+        """When the next response ends; infinity while none runs."""
+        while self._ends and self._ends[0][2].status != "running":
+            heapq.heappop(self._ends)
+        if not self._ends:
+            return math.inf
+        return self._now + max(0.0, self._ends[0][0] - self.work) / self._model.rate(self.running, self._gpus)
+
+    def pass_until(self, now: float) -> None:
+        """Generates until ``now``, which is not after `next_end`."""
+        if self.running:
+            self.work += (now - self._now) * self._model.rate(self.running, self._gpus)
+        self._now = now
+
+    def stand_still_until(self, now: float) -> None:
+        """Lets time pass without a token."""
+        self._now = now
+
+    def take_ended(self) -> Response:
+        """The response that ends now; one that waits takes its room."""
+        end, _, response = heapq.heappop(self._ends)
+        self.work = max(self.work, end)  # what rounding left over
+        response.status = "ended"
+        self.running -= 1
+        self._fill()
+        return response
+
+    def stop(self, responses: Iterable[Response]) -> None:
+        """Ends responses before their last token."""
+        for response in responses:
+            self.running -= response.status == "running"
+            response.status = "ended"
+        self._fill()
+
+    def drawn(self, response: Response) -> float:
+        """Tokens that a response has by now, if it was not stopped."""
+        if response.status == "running":
+            return min(response.length, self.work - response.began)
+        return response.length if response.status == "ended" else 0.0
+
+    def _fill(self) -> None:
+        while self.running < self._room and self._waiting:
+            response = self._waiting.popleft()
+            if response.status == "waiting":
+                response.status, response.began = "running", self.work
+                heapq.heappush(self._ends, (self.work + response.length, next(self._serial), response))
+                self.running += 1
+                self._begins(response)

@@ -1,0 +1,157 @@
+"""A simulation: every wanted policy at every wanted bound, and what each of them came to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, get_args
+
+from numpy.random import default_rng
+
+from services.buffer.batch_order import Order
+from services.buffer.buffer_config import BufferConfig
+from services.buffer.simulation.baseline import Baseline
+from services.buffer.simulation.length_tally import LengthTally
+from services.buffer.simulation.workload_model import WorkloadModel
+from services.buffer.simulation.world import World
+from services.buffer.staleness import Policy
+from shared.schema.ledger import BatchFormed, LedgerRecord
+
+Simulated = Literal["unbounded", "drop", "requeue", "continue", "mask"]
+"""The staleness policies, and one that no run can have: admission keeps to the bound, batches take whatever came back."""
+
+POLICIES: tuple[Simulated, ...] = get_args(Simulated)
+ORDERS: tuple[Order, ...] = get_args(Order)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A policy and an order. window: groups that ``windowed_fifo`` looks ahead."""
+
+    policy: Simulated
+    order: Order = "completion"
+    window: int = 0
+
+    @property
+    def name(self) -> str:
+        """What tables and JSON call it."""
+        policy = "unbounded (reference)" if self.policy == "unbounded" else self.policy
+        if self.order == "completion":
+            return policy if self.policy == "unbounded" else f"{policy}/completion"
+        return f"{policy}/{self.order}" + (f"({self.window})" if self.order == "windowed_fifo" else "")
+
+
+@dataclass(frozen=True)
+class PolicyOutcome:
+    """What one setting came to at one bound.
+
+    speedup: of steps per second, token_speedup: of trained tokens per second, both over the synchronous run. max_age: over the whole run,
+    in versions; ages: trained samples by age, after the warm-up. dropped, dropped_tokens: parts of the samples and of the generated
+    tokens that were thrown away; masked: part of the tokens in batches that was not trained. Each also by decile of length, shortest first.
+    """
+
+    setting: Setting
+    bound: int
+    steps: int
+    speedup: float
+    token_speedup: float
+    samples_per_second: float
+    max_age: int
+    ages: dict[int, int]
+    dropped: float
+    dropped_by_decile: list[float]
+    dropped_tokens: float
+    dropped_tokens_by_decile: list[float]
+    masked: float
+    masked_by_decile: list[float]
+
+    @property
+    def mean_age(self) -> float:
+        return sum(age * count for age, count in self.ages.items()) / max(1, sum(self.ages.values()))
+
+
+@dataclass(frozen=True)
+class SimulationPlan:
+    """What is simulated. steps: that are measured, after ``warm_up`` others. interrupting: see `World`."""
+
+    model: WorkloadModel
+    settings: Sequence[Setting]
+    bounds: Sequence[int]
+    steps: int
+    warm_up: int
+    seed: int
+    interrupting: bool = True
+
+    def baseline(self) -> Baseline:
+        """The synchronous run of the model."""
+        return Baseline.of(self.model, default_rng(self.seed))
+
+    def outcomes(self, baseline: Baseline, stepped: Callable[[Setting, int], None] = lambda *_: None) -> Iterable[PolicyOutcome]:
+        """Simulates one after the other. stepped: called with setting and bound at every batch. Raises Broken."""
+        for setting, bound in product(self.settings, self.bounds):
+            yield self._outcome(setting, bound, baseline, stepped)
+
+    def _outcome(self, setting: Setting, bound: int, baseline: Baseline, stepped: Callable[[Setting, int], None]) -> PolicyOutcome:
+        model, tally = self.model, LengthTally(self.model, self.warm_up)
+
+        def record(record: LedgerRecord) -> None:
+            if isinstance(record, BatchFormed):
+                stepped(setting, bound)
+
+        world = World(
+            model,
+            limits(model, setting, bound),
+            default_rng(self.seed),
+            tally,
+            enforced=setting.policy != "unbounded",
+            interrupting=self.interrupting,
+            record=record,
+        )
+        report = world.run(self.warm_up + self.steps)
+        (dropped, by_sample), (tokens, by_token), (masked, by_mask) = (
+            tally.discarded_samples(),
+            tally.discarded_tokens(),
+            tally.masked_tokens(),
+        )
+        speedup = baseline.step / tally.step_seconds
+        return PolicyOutcome(
+            setting=setting,
+            bound=bound,
+            steps=self.steps,
+            speedup=speedup,
+            token_speedup=speedup * tally.tokens_per_step / (model.batch * model.capped_mean),
+            samples_per_second=model.batch / tally.step_seconds,
+            max_age=report.max_staleness,
+            ages=dict(sorted(tally.ages.items())),
+            dropped=dropped,
+            dropped_by_decile=by_sample.tolist(),
+            dropped_tokens=tokens,
+            dropped_tokens_by_decile=by_token.tolist(),
+            masked=masked,
+            masked_by_decile=by_mask.tolist(),
+        )
+
+
+def limits(model: WorkloadModel, setting: Setting, bound: int) -> BufferConfig:
+    """The buffer's limits for a setting at a bound."""
+    policy: Policy = "drop" if setting.policy == "unbounded" else setting.policy
+    return BufferConfig(
+        steps=0,
+        groups=model.groups,
+        samples=model.samples,
+        max_staleness=bound,
+        interval=1,
+        staleness=policy,
+        order=setting.order,
+        window=setting.window,
+    )
+
+
+def settings(policies: Sequence[Simulated], orders: Sequence[Order] | None, windows: Sequence[int]) -> list[Setting]:
+    """Each policy in each order, once for every window where the order has one. orders None: all for ``drop``, one for the others."""
+    wanted = []
+    for policy in policies:
+        for order in orders or (ORDERS if policy == "drop" else ("completion",)):
+            wanted += [Setting(policy, order, window) for window in (windows if order == "windowed_fifo" else (0,))]
+    return wanted

@@ -1,0 +1,135 @@
+"""What the user's own functions make of a group: its scores, whether it is kept, and which of its samples are trained.
+
+The order is slime's: score; keep or drop (``dynamic_sampling_filter_path``); of groups that are kept, take samples out of the loss
+(``rollout_sample_filter_path``); show every group (``rollout_all_samples_process_path``). What a later function changes in a sample's
+``reward`` and ``remove_sample`` counts; nothing else that it changes does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from services.reward import rewards
+from shared.config.run_config import RunConfig
+from shared.hooks import Arguments, DynamicFilterOutput, HookFailed, HookSample, load, paths
+from shared.hooks.filters import BUILT_IN
+from shared.hooks.sample_conversion import from_stored
+from shared.schema.messages import Score
+from shared.schema.sample import Sample as StoredSample
+
+SCORE = "reward.custom_rm_path"
+KEEP = "rollout.dynamic_sampling_filter_path"
+REMOVE = "rollout.rollout_sample_filter_path"
+SEE = "rollout.rollout_all_samples_process_path"
+
+LONGEST_REASON = 100
+"""Characters of a reason for which a group is dropped."""
+
+
+@dataclass(frozen=True)
+class FilterResult:
+    """What becomes of a scored group. filtered: why it is not kept, None: it is. scores: one a sample, in order."""
+
+    filtered: str | None
+    scores: list[Score]
+
+
+class Functions:
+    """The functions of a run's config that the reward service calls. Raises ConfigError for one that cannot be imported."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._paths = paths(config, "reward")
+        self._functions = {field: load(field, path) for field, path in self._paths.items()}
+        self._args, self._key, self._group_rm = Arguments(config), config.reward.reward_key, config.reward.group_rm
+        name = config.rollout.dynamic_sampling_filter_path
+        if name in BUILT_IN:
+            self._paths[KEEP], self._functions[KEEP] = name, BUILT_IN[name]
+
+    def waiting(self) -> list[str]:
+        """The verbs, score and select, whose functions are all async: while one waits, others may be called."""
+        found = {"score": [self._functions[field] for field in self._functions if field == SCORE]}
+        found["select"] = [self._functions[field] for field in self._functions if field != SCORE]
+        return [verb for verb, functions in found.items() if functions and all(map(_is_async, functions))]
+
+    async def score(self, stored: list[StoredSample]) -> list[Score]:
+        """One score a sample, by ``custom_rm_path``. Raises HookFailed.
+
+        The function gets one sample after the other; all samples of the group at once with ``group_rm``; those of one rollout at once
+        where it gave several.
+        """
+        samples = [from_stored(one) for one in stored]
+        if self._group_rm:
+            values = await self._list_of(samples)
+        else:
+            rollouts = [list(group) for _, group in groupby(samples, key=lambda sample: sample.rollout_id)]
+            values = [value for given in await asyncio.gather(*map(self._of_rollout, rollouts)) for value in given]
+        return [self._read(SCORE, value, index) for index, value in enumerate(values)]
+
+    async def select(self, stored: list[StoredSample], scores: list[Score]) -> FilterResult:
+        """What becomes of a scored group. Raises HookFailed."""
+        samples = [from_stored(one, score, self._key) for one, score in zip(stored, scores, strict=True)]
+        given = [copy.deepcopy(sample.reward) for sample in samples]
+        filtered = self._reason(await self._call(KEEP, list(samples))) if KEEP in self._functions else None
+        if REMOVE in self._functions and filtered is None:
+            await self._call(REMOVE, [list(samples)])
+        if SEE in self._functions:
+            await self._call(SEE, [list(samples)], None)
+        last = REMOVE if REMOVE in self._functions else SEE
+        decided = []
+        for index, (sample, score, reward) in enumerate(zip(samples, scores, given, strict=True)):
+            counts = score if sample.reward == reward else self._read(last, sample.reward, index)
+            decided.append(replace(counts, removed=bool(sample.remove_sample)))
+        return FilterResult(filtered, decided)
+
+    async def _of_rollout(self, samples: list[HookSample]) -> list[Any]:
+        return await self._list_of(samples) if len(samples) > 1 else [await self._call(SCORE, samples[0])]
+
+    async def _list_of(self, samples: list[HookSample]) -> list[Any]:
+        values = await self._call(SCORE, samples)
+        if not isinstance(values, list | tuple) or len(values) != len(samples):
+            found = f"{len(values)} rewards" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
+            raise self._failed(SCORE, f"gave {found} for {len(samples)} samples; expected a list with one a sample")
+        return list(values)
+
+    def _read(self, field: str, value: object, index: int) -> Score:
+        try:
+            return rewards.read(value, self._key)
+        except ValueError as error:
+            raise self._failed(field, f"sample {index}: {error}") from None
+
+    def _reason(self, output: Any) -> str | None:
+        """Why a group is dropped, None: it is kept."""
+        keep = output.keep if isinstance(output, DynamicFilterOutput) else output
+        keep = keep.item() if hasattr(keep, "item") else keep  # as comparisons of arrays and tensors give them
+        if not isinstance(keep, bool):
+            raise self._failed(KEEP, f"gave {str(output)[:80]}; expected shared.hooks.DynamicFilterOutput or a bool")
+        if keep:
+            return None
+        reason = output.reason if isinstance(output, DynamicFilterOutput) else None
+        return str(reason or self._paths[KEEP].rpartition(":")[2])[:LONGEST_REASON]
+
+    async def _call(self, field: str, *given: Any) -> Any:
+        """What a plain or an async function gives. Raises HookFailed."""
+        function: Callable[..., Any] = self._functions[field]
+        try:
+            result = function(self._args, *given)
+            return await result if inspect.isawaitable(result) else result
+        except (Exception, SystemExit) as error:  # whatever a function raises is its group's fate, not this process's
+            traceback.print_exc()
+            raise self._failed(field, f"{type(error).__name__}: {error}") from error
+
+    def _failed(self, field: str, reason: str) -> HookFailed:
+        return HookFailed(field, self._paths[field], reason)
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    found = function.func if isinstance(function, partial) else function
+    return inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None))  # noqa: B004

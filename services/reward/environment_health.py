@@ -1,0 +1,85 @@
+"""Watching one environment outside of Myxo: described every few seconds, shown by a card, and not given work while nobody is there.
+
+States: `starting` until the first answer; `ready`; `away`: nobody can be connected to; `refused`: what answers is no environment of this
+protocol version; `late`: it takes connections and does not answer in time. While it is starting, away or refused, its groups wait in the
+queue. A late one is given work all the same: its groups die at their deadlines and are replaced, so that it cannot stop the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from shared.bus.connection import TRANSIENT
+from shared.bus.registry import ENVIRONMENT, HEARTBEAT
+from shared.environment.environment_client import Environment
+from shared.environment.protocol import EnvironmentAway, EnvironmentFailed
+from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.service_base import Service
+from shared.schema.messages import ServiceStatus
+
+DESCRIBE_SECONDS = 5.0
+"""Deadline of one describe. With `HEARTBEAT` between two it stays below the TTL of the card."""
+
+
+class EnvironmentHealthCheck:
+    """See the module's docstring. Every reward service watches for itself; they write the same card."""
+
+    def __init__(self, service: Service, environment: Environment) -> None:
+        self._service, self._environment = service, environment
+        self._log = service.log.bind(environment=environment.name, url=environment.shown)
+        self.state, self.detail = "starting", ""
+        self.reachable = asyncio.Event()
+
+    async def run(self) -> None:
+        """Watches until cancelled."""
+        while True:
+            await self._look()
+            with contextlib.suppress(MyxoError, *TRANSIENT):  # the next heartbeat is near
+                await self._service.registry.renew(self._card())
+            await asyncio.sleep(HEARTBEAT)
+
+    async def leave(self) -> None:
+        """Takes the card away; where another reward service watches too, it is back within a heartbeat."""
+        with contextlib.suppress(MyxoError, *TRANSIENT):
+            await self._service.registry.leave(self._card())
+
+    def lost(self, reason: str) -> None:
+        """Somebody else found that it cannot be reached: no more groups until it has described itself again."""
+        self._say("away", reason)
+
+    async def _look(self) -> None:
+        try:
+            description = await self._environment.describe(DESCRIBE_SECONDS)
+        except EnvironmentAway as error:
+            self._say("away", error.reason)
+        except EnvironmentFailed as error:
+            self._say("refused", error.reason)
+        except DeadlineExceeded:
+            self._say("late", f"describe was not answered within {DESCRIBE_SECONDS:g} s")
+        else:
+            needs, given = description.timeout, self._service.config.reward.reward_timeout
+            self._say("ready", f"needs up to {needs:g} s, reward_timeout gives {given:g} s" if needs is not None and needs > given else "")
+
+    def _say(self, state: str, detail: str) -> None:
+        if state != self.state:
+            tell = self._log.info if state == "ready" and not detail else self._log.warning
+            tell("environment_state", state=state, reason=detail, before=self.state)
+        self.state, self.detail = state, detail
+        if state in ("ready", "late"):
+            self.reachable.set()
+        else:
+            self.reachable.clear()
+
+    def _card(self) -> ServiceStatus:
+        return ServiceStatus(
+            service=ENVIRONMENT,
+            instance=self._environment.name,
+            host="",
+            pid=0,
+            http=self._environment.shown,
+            state=self.state,
+            detail=self.detail,
+            at=time.time(),
+        )

@@ -1,0 +1,112 @@
+"""Takes the groups of one environment from its queue, has them scored, and sends the outcome on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from services.reward.group_filter import GroupFilter
+from services.reward.scorer import Scorer
+from services.reward.worker_pool import WorkerFailed
+from shared.bus.streams import generated_consumer
+from shared.bus.work_queue import FETCH_SECONDS, MessageLease, WorkQueue
+from shared.environment.protocol import EnvironmentFailed
+from shared.runtime.cancellation import cancelled
+from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, PayloadMissing
+from shared.runtime.service_base import Service
+from shared.schema import sample
+from shared.schema.messages import Failed, Generated, Outcome, Score, Scored, outcome_id
+from shared.schema.sample import Sample
+
+
+class GroupConsumer:
+    """One environment's queue and the groups in its hands: a slow environment holds up its own groups alone."""
+
+    def __init__(self, service: Service, scorer: Scorer, selection: GroupFilter) -> None:
+        self._service, self._scorer, self._selection = service, scorer, selection
+        self._queue = WorkQueue(service.bus, generated_consumer(service.run, service.config.bus, scorer.name), Generated)
+        self.in_hand: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Scores until cancelled. Raises what keeps an outcome from being sent."""
+        limit, running = self._scorer.limit, self.in_hand
+        while True:
+            if await self._may_fetch():
+                for lease in await self._queue.fetch(limit - len(running)):
+                    running.add(self._service.spawn(self._handle(lease)))
+            if len(running) >= limit:
+                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in running if task.done()]:
+                running.discard(task)
+                task.result()
+
+    async def close(self) -> None:
+        """Lets go of what is in hand, which goes back to the queue by itself, and of the scorer."""
+        await cancelled(self.in_hand)
+        await self._scorer.close()
+
+    async def _may_fetch(self) -> bool:
+        """Whether the environment takes work; waits a while for it where it does not."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._scorer.open.wait(), FETCH_SECONDS)
+        return self._scorer.open.is_set()
+
+    async def _handle(self, lease: MessageLease[Generated]) -> None:
+        async with lease.held():
+            outcome = await self._outcome(lease)
+            try:
+                await self._publish(outcome)
+            except MessageTooLarge as error:
+                await self._publish(self._failed(lease.message, str(error)))
+        await lease.ack()
+
+    async def _publish(self, outcome: Outcome) -> None:
+        await self._service.bus.publish(self._service.subjects.scored, outcome, msg_id=outcome_id(outcome), deadline=600)
+
+    async def _outcome(self, lease: MessageLease[Generated]) -> Outcome:
+        group, service = lease.message, self._service
+        log = service.log.bind(group=group.group, environment=self._scorer.name)
+        if lease.exhausted:
+            return self._failed(group, f"given up after {lease.deliveries - 1} deliveries")
+        try:
+            samples = await self._samples(group)
+            scores = await self._timed(group, samples)
+            verdict = await self._selection.verdict(group.group, samples, scores)
+        except (PayloadMissing, BadMessage, WorkerFailed, EnvironmentFailed, DeadlineExceeded) as error:
+            log.warning("group_not_scored", error=str(error))
+            return self._failed(group, str(error))
+        service.metrics.add("samples_scored", len(scores))
+        service.metrics.add("groups_scored", environment=self._scorer.name)
+        return Scored(
+            group=group.group,
+            attempt=group.attempt,
+            payload=group.payload,
+            samples=group.samples,
+            scores=verdict.scores,
+            rollouts=group.rollouts,
+            filtered=verdict.filtered,
+            replica=group.replica,
+            environment=self._scorer.name,
+            started=group.started,
+            ended=group.ended,
+        )
+
+    async def _samples(self, group: Generated) -> list[Sample]:
+        samples = sample.decode(await self._service.store.read(group.payload.keys))
+        if len(samples) != len(group.samples):
+            raise BadMessage(f"{group.group}: the payload holds {len(samples)} samples, its reference {len(group.samples)}")
+        if not samples:
+            raise BadMessage(f"{group.group}: the payload holds no sample")
+        return samples
+
+    async def _timed(self, group: Generated, samples: list[Sample]) -> list[Score]:
+        started = time.monotonic()
+        try:
+            return await self._scorer.score(group, samples)
+        finally:
+            self._service.metrics.add("score_seconds", time.monotonic() - started, environment=self._scorer.name)
+
+    def _failed(self, group: Generated, reason: str) -> Failed:
+        self._service.metrics.add("groups_not_scored", environment=self._scorer.name)
+        return Failed(group=group.group, attempt=group.attempt, reason=reason, by=self._service.instance, payload=group.payload)

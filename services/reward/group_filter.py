@@ -1,0 +1,37 @@
+"""Which scored groups are kept, and which of their samples are trained: the run's filters, on training groups alone."""
+
+from __future__ import annotations
+
+from services.reward.custom_functions import SCORE, FilterResult
+from services.reward.hooks_pool import HooksPool
+from shared import hooks
+from shared.config.run_config import RunConfig
+from shared.hooks.filters import BUILT_IN
+from shared.schema.ledger import is_evaluation
+from shared.schema.messages import Score
+from shared.schema.sample import Sample
+
+
+class GroupFilter:
+    """The filters of a run.
+
+    Args:
+        pool: runs the user's own; None where the run has none.
+    """
+
+    def __init__(self, config: RunConfig, pool: HooksPool | None) -> None:
+        self._pool = pool if any(field != SCORE for field in hooks.paths(config, "reward")) else None
+        self._built_in = BUILT_IN.get(config.rollout.dynamic_sampling_filter_path or "")
+        self._args = hooks.Arguments(config)
+
+    async def verdict(self, group: str, samples: list[Sample], scores: list[Score]) -> FilterResult:
+        """What becomes of a scored group. Raises DeadlineExceeded, WorkerFailed or BadMessage: the group is given up."""
+        if is_evaluation(group):
+            return FilterResult(None, scores)
+        if self._pool is not None:
+            return await self._pool.select(samples, scores)
+        if self._built_in is None:
+            return FilterResult(None, scores)
+        # one that comes with Myxo looks at rewards alone and cannot hang: no process, no copy of the samples
+        output = self._built_in(self._args, [hooks.HookSample(reward=score.reward) for score in scores])
+        return FilterResult(None if output.keep else output.reason, scores)

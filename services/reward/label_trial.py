@@ -1,0 +1,64 @@
+"""``python -m services.reward.label_trial SECONDS``: which labels the verifiers can match at all, tried before a run starts.
+
+In, all at once: a JSON line ``[verifier, label]`` for each. Out, for each in the same order, as long as SECONDS of processor time last:
+``{"matches": bool, "reads": text, "why": text}``. A label matches where the verifier gives full reward to an answer that says just it;
+``reads`` is what the verifier compares answers with, ``why`` says why it can compare with none. A missing package ends it with code 3.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from services.reward.verifiers import VERIFIERS
+from services.reward.verifiers.math import read
+
+MISSING = 3
+"""Exit code where a verifier's package is not installed."""
+
+
+def answers(verifier: str, label: str) -> list[str]:
+    """Returns what says just the label, in the forms that answers to this verifier have; what is quickly compared comes first."""
+    if verifier != "math":
+        return [label]
+    boxed = f"\\boxed{{{label}}}"
+    return [label, boxed] if label[-1:].isdigit() else [boxed, label]
+
+
+def tried(verifier: str, label: str) -> dict[str, Any]:
+    """Returns what there is to say of a label. Nobody answers with nothing: an empty label does not match."""
+    try:
+        reads = read(label) if verifier == "math" else label
+        matches = bool(label.strip()) and any(VERIFIERS[verifier](answer, label) >= 1 for answer in answers(verifier, label))
+    except ValueError as error:
+        return {"matches": False, "reads": "", "why": str(error)}
+    return {"matches": matches, "reads": reads, "why": ""}
+
+
+def needs_parser(verifier: str, label: str) -> bool:
+    """Returns whether math-verify reads the label."""
+    number = label.strip().lstrip("+-")
+    return verifier == "math" and bool(number) and not (number.isascii() and number.isdecimal())
+
+
+def main() -> int:
+    """The command line. Returns the exit code."""
+    asked = [json.loads(line) for line in sys.stdin]
+    try:
+        if any(needs_parser(*one) for one in asked):
+            VERIFIERS["math"]("x", "x")  # loads what it imports on first use: no label's time
+        end = time.process_time() + float(sys.argv[1])
+        for verifier, label in asked:
+            print(json.dumps(tried(verifier, label)), flush=True)
+            if time.process_time() > end:
+                break
+    except ModuleNotFoundError as error:
+        print(f"{error.name} is not installed", file=sys.stderr)
+        return MISSING
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

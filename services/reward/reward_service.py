@@ -1,0 +1,65 @@
+"""The reward service: every environment of the run, each with a queue, a scorer and a limit of its own."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.reward.environment_health import EnvironmentHealthCheck
+from services.reward.group_consumer import GroupConsumer
+from services.reward.group_filter import GroupFilter
+from services.reward.hooks_pool import HooksPool
+from services.reward.scorer import CustomScorer, ExternalScorer, Scorer, VerifierScorer
+from shared import hooks
+from shared.config.sections import CUSTOM, VERIFIERS
+from shared.environment.environment_client import open_environment
+from shared.runtime.service_base import Service
+
+POLL_INTERVAL_S = 0.5
+"""How often the gauge of groups in hand is brought up to date."""
+
+
+class Reward:
+    """Scores the groups of a run."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, config = service, service.config.reward
+        self._watches: list[EnvironmentHealthCheck] = []
+        names = config.environment_names()
+        verifiers = {name: VerifierScorer(name, config) for name in VERIFIERS if name in names}
+        self._first = verifiers.get(config.rm_type)
+        scorers: list[Scorer] = [*verifiers.values()]
+        self._functions = HooksPool(service.config) if hooks.paths(service.config, "reward") else None
+        if self._functions is not None and CUSTOM in names:
+            scorers.append(CustomScorer(self._functions, config))
+        for name, url in config.external.items():
+            environment = open_environment(name, url, service.bus, service.run)
+            self._watches.append(EnvironmentHealthCheck(service, environment))
+            scorers.append(ExternalScorer(environment, self._watches[-1], service.run, config))
+        selection = GroupFilter(service.config, self._functions)
+        self._intakes = [GroupConsumer(service, scorer, selection) for scorer in scorers]
+
+    async def run(self) -> None:
+        """Scores until asked to stop. Raises ConfigError for a function that cannot be imported."""
+        if self._functions is not None:
+            await self._functions.start()
+        if self._first is not None:  # the run's own verifier: its first group should not wait for imports
+            await self._first.start()
+        self._service.state = "ready"
+        work = [*(watch.run() for watch in self._watches), *(intake.run() for intake in self._intakes), self._count()]
+        try:
+            async with self._service.background(*work):
+                await self._service.stopping.wait()
+        finally:
+            await asyncio.gather(*(intake.close() for intake in self._intakes), *(watch.leave() for watch in self._watches))
+            if self._functions is not None:
+                await self._functions.close()
+
+    async def _count(self) -> None:
+        while True:
+            self._service.metrics.set("scoring", sum(len(intake.in_hand) for intake in self._intakes))
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+
+async def serve(service: Service) -> None:
+    """The body of the reward service."""
+    await Reward(service).run()

@@ -1,0 +1,200 @@
+"""One worker process and the calls that it has in hand; answers find their calls by number, in whatever order they come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from services.reward import frames
+from shared.runtime.cancellation import cancelled
+from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError
+
+START_SECONDS = 120.0
+"""How long a fresh process may take to load its libraries; a call's deadline runs only once it has."""
+
+LOOP_SECONDS = 3.0
+"""How long the event loop of a process may be held up, after a call was late, before the process counts as blocked and is killed."""
+
+_CREDENTIALS = ("NATS_URL", "REDIS_URL")
+"""Beginnings of variables that no worker needs, and that what it starts (code of a model's, say) should not inherit."""
+
+
+class WorkerFailed(MyxoError):
+    """A worker could not answer this; the text says why."""
+
+
+class WorkerBlocked(MyxoError):
+    """A call was late and its process says nothing any more: it has to be killed."""
+
+
+class WorkerGone(WorkerFailed):
+    """The process of a call ended. ``alone``: it had no other call in hand, so that it is this one's doing."""
+
+    def __init__(self, text: str, alone: bool) -> None:
+        self.alone = alone
+        super().__init__(text)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """begun: set when the process takes it up. answer: what it answers; an exception where the process ends before."""
+
+    begun: asyncio.Future[None]
+    answer: asyncio.Future[dict[str, Any]]
+
+
+class Worker:
+    """A process that is started with its first call.
+
+    Args:
+        whom: what it is, for errors. command: arguments of Python. setup: the first request.
+
+    calls: that it has in hand or that wait for its start. blocking: whether one of them holds up its event loop. exclusive: whether it
+    is kept for one call. retired: it gets no more calls. ready: what it said when it was ready.
+    """
+
+    def __init__(self, whom: str, command: list[str], setup: object) -> None:
+        self._whom, self._command, self._setup = whom, command, setup
+        self.calls, self.blocking, self.exclusive, self.retired = 0, False, False, False
+        self.process: Process | None = None
+        self.ready: dict[str, Any] = {}
+        self._starting: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._numbers = count(1)
+        self._open: dict[int, _Call] = {}
+
+    async def start(self) -> None:
+        """Returns once it is ready. Raises DeadlineExceeded, WorkerFailed, or ConfigError where it refuses the run."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.shield(self._starting)
+
+    async def ask(self, request: object, deadline: float, *, waits: bool = False) -> dict[str, Any]:
+        """The answer to a request.
+
+        Args:
+            deadline: seconds from when the process takes the request up; what it has in hand before may take as long, each. waits: the
+                call does not hold up the process's event loop, so that it can be cancelled.
+
+        Raises TimeoutError, once the process has confirmed that the call is cancelled and goes on with the others. Raises WorkerBlocked
+        where it is late and does not confirm it, WorkerGone where the process ended, and BadMessage for a request that is too long.
+        """
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        data = frames.frame([number, request])
+        call = self._open[number] = _Call(loop.create_future(), loop.create_future())
+        try:
+            if self._reading is None or self._reading.done():
+                raise self._gone("process ended before it was asked")
+            await self._take_up(call, data, deadline * len(self._open))
+            done, _ = await asyncio.wait({call.answer}, timeout=deadline)
+            if not done:
+                await self._cancel(number, call, waits)
+                raise TimeoutError
+            return call.answer.result()
+        finally:
+            del self._open[number]
+            call.begun.cancel()
+            if not call.answer.cancel():
+                call.answer.exception()  # seen: nobody else asks for it
+
+    async def kill(self) -> None:
+        """Kills the process and what it started, and waits for its end."""
+        self.retired = True
+        await cancelled([self._starting] if self._starting is not None else [])
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            await self.process.wait()
+
+    async def _start(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(_CREDENTIALS)}
+        # in a process group of its own: what a function starts is killed with it
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, *self._command, stdin=PIPE, stdout=PIPE, env=environment, process_group=0
+        )
+        self._reading = asyncio.create_task(self._read(self.process))
+        try:
+            self.ready = await self.ask(self._setup, START_SECONDS)
+        except WorkerBlocked:
+            raise DeadlineExceeded("its first answer", self._whom, START_SECONDS, "its process was killed") from None
+        except WorkerFailed as error:
+            words = "process ended before it was ready; its last words are in the service's log"
+            raise WorkerFailed(f"{self._whom}'s {words} ({error})") from error
+        if isinstance(refused := self.ready.get("refused"), list):
+            raise ConfigError(*refused)
+
+    async def _write(self, data: bytes) -> None:
+        assert self.process is not None and self.process.stdin is not None  # a pipe
+        try:
+            self.process.stdin.write(data)
+            await self.process.stdin.drain()
+        except ConnectionError as error:
+            raise self._gone(f"process broke off: {error}") from error
+
+    async def _take_up(self, call: _Call, data: bytes, deadline: float) -> None:
+        try:
+            async with asyncio.timeout(deadline):
+                await self._write(data)
+                first: set[asyncio.Future[Any]] = {call.begun, call.answer}
+                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            raise WorkerBlocked(f"{self._whom}'s process takes up no call") from None
+
+    async def _cancel(self, number: int, call: _Call, waits: bool) -> None:
+        """Returns once the process has confirmed that a late call is cancelled."""
+        blocked = WorkerBlocked(f"{self._whom}'s process is held up")
+        if not waits:
+            raise blocked
+        try:
+            async with asyncio.timeout(LOOP_SECONDS):
+                await self._write(frames.frame([number, None]))
+                await asyncio.wait({call.answer})
+        except TimeoutError:
+            raise blocked from None
+        if isinstance(error := call.answer.exception(), WorkerGone):
+            raise error
+
+    async def _read(self, process: Process) -> None:
+        assert process.stdout is not None  # a pipe
+        reason = "process ended in the middle of a call"
+        try:
+            while True:
+                number, answer = _parsed(await frames.read(process.stdout))
+                if (call := self._open.get(number)) is None:
+                    continue
+                if not call.begun.done():
+                    call.begun.set_result(None)
+                if answer is not None and not call.answer.done():
+                    call.answer.set_result(answer)
+        except EOFError:
+            pass
+        except BadMessage as error:
+            reason = f"process answered {error}"
+        except ConnectionError as error:
+            reason = f"process broke off: {error}"
+        finally:  # whatever ended it: nobody waits for answers that do not come
+            gone = self._gone(reason)
+            self.retired = True
+            for call in self._open.values():
+                if not call.answer.done():
+                    call.answer.set_exception(gone)
+
+    def _gone(self, reason: str) -> WorkerGone:
+        return WorkerGone(f"{self._whom}'s {reason}", alone=self.calls <= 1 and not self.retired)
+
+
+def _parsed(frame: object) -> tuple[int, dict[str, Any] | None]:
+    """Number and answer of a frame; None in place of the answer: it takes the call up. Raises BadMessage."""
+    match frame:
+        case [int(number), None]:
+            return number, None
+        case [int(number), dict(answer)]:
+            return number, answer
+    raise BadMessage(f"{str(frame)[:80]!r}")

@@ -1,0 +1,90 @@
+"""What an engine holds of its GPU, given back while somebody else computes there, and taken again.
+
+Asleep means: nothing runs in the engine, new requests wait at its door, and what was asked for is released. SGLang dies of a release while
+a request is in it, and of a token generated without its memory: both are excluded here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+from services.rollout.engine.engine_errors import EngineError
+from services.rollout.engine.transport import EngineTransport
+from shared.runtime.errors import DeadlineExceeded
+
+WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
+EVERYTHING = (CACHE, WEIGHTS, GRAPHS)
+"""What an engine that was launched with ``--enable-memory-saver`` can release, by SGLang's names."""
+
+POLL_INTERVAL_S = 0.05
+
+
+class EngineMemory:
+    """Of one engine, as its client knows it.
+
+    Args:
+        running: how many groups its client waits for.
+    """
+
+    def __init__(self, transport: EngineTransport, running: Callable[[], int]) -> None:
+        self._transport, self._running = transport, running
+        self.asleep = False
+        self.released: frozenset[str] = frozenset()
+
+    async def sleep(self, release: Iterable[str], *, deadline: float) -> None:
+        """Ends everything that runs, each request comes back to its caller with what it has, and releases memory.
+
+        Does nothing to an engine that is asleep and has released that much. The caller keeps new groups away meanwhile.
+
+        Raises:
+            DeadlineExceeded, EngineError, EngineUnreachable: it is in an unknown state; end it.
+        """
+        end = time.monotonic() + deadline
+        self.asleep = True
+        while self._running():  # a request may have been on its way
+            await self._transport.post("/abort_request", {"abort_all": True}, self._left(end, deadline), "requests may go on")
+            await asyncio.sleep(POLL_INTERVAL_S)
+        # closes the door, and ends what others have sent: agents by way of a router
+        await self._transport.post("/pause_generation", {"mode": "abort"}, self._left(end, deadline), "the engine may be paused or not")
+        while not await self._is_idle(self._left(end, deadline)):
+            await asyncio.sleep(POLL_INTERVAL_S)
+        wanted = [tag for tag in release if tag not in self.released]
+        if wanted:
+            then = "it may have released some of its memory"
+            await self._transport.post("/release_memory_occupation", {"tags": wanted}, self._left(end, deadline), then)
+            self.released |= set(wanted)
+
+    async def take_back(self, *tags: str, deadline: float) -> None:
+        """Has memory again for what was released of ``tags``; what the weights' memory holds then means nothing, unless it was backed up.
+
+        Raises as `sleep`.
+        """
+        wanted = [tag for tag in tags if tag in self.released]
+        if wanted:
+            then = "it may have taken some of its memory"
+            await self._transport.post("/resume_memory_occupation", {"tags": wanted}, deadline, then)
+            self.released -= set(wanted)
+
+    async def wake(self, *, deadline: float) -> None:
+        """Takes all memory back and generates again. Raises as `sleep`."""
+        await self.take_back(*EVERYTHING, deadline=deadline)
+        self.asleep = False
+        await self._transport.post("/continue_generation", {"torch_empty_cache": False}, deadline, "the engine may still be paused")
+
+    async def _is_idle(self, deadline: float) -> bool:
+        """By the engine's own word: it refuses to flush its cache while a request is anywhere in it."""
+        try:
+            await self._transport.post("/flush_cache", None, deadline, "nothing was changed")
+        except EngineError as error:
+            if error.status == 400:
+                return False
+            raise
+        return True
+
+    def _left(self, end: float, deadline: float) -> float:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded("an idle engine", f"the engine at {self._transport.url}", deadline, "it should be ended")
+        return left

@@ -1,0 +1,196 @@
+"""The command that launches an engine: argv and environment, from the run's configuration. Nothing is started here.
+
+Precedence, lowest first: the defaults below for the device, the arguments of ``engine_command``, the run's ``sglang``
+table. A flag of that table goes through verbatim, also one that this module has never heard of, and its value wins.
+Only what the rollout service itself must know (where the engine listens, what it serves) cannot be overridden.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import secrets
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import shared
+from shared.config.engine_limits import cpu_token_capacity
+from shared.config.sglang_flags import RESERVED, plain_name
+from shared.runtime.errors import ConfigError
+
+FlagValue = bool | int | float | str | list[str] | list[int] | None
+"""True: the bare flag. False or None: left out, also where it is a default. A list: the flag, then each item."""
+
+ENGINE_SITE_VARIABLE = "MYXO_ENGINE_SITE"
+CPU_LAUNCHER = Path(__file__).with_name("cpu_launcher.py")
+
+RECEIVER_LOADER = "services.rollout.engine.receiver.load"
+"""What an engine calls, in each of its schedulers, to take weights."""
+
+CPU_FLAGS: dict[str, FlagValue] = {
+    "attention-backend": "torch_native",  # the default, intel_amx, fails on CPUs without AMX
+    "disable-cuda-graph": True,
+    "dtype": "float32",  # bfloat16 is slower on most CPUs, and log-probs then differ from the trainer's by 1e-2
+    "disable-overlap-schedule": True,  # there is no device to overlap with
+    "disable-radix-cache": True,  # looking prefixes up costs more than computing them, for a model that a CPU can serve
+    "sleep-on-idle": True,  # an idle scheduler otherwise spins on three quarters of a core
+    "skip-server-warmup": True,  # EngineProcess.wait_ready sends a real request anyway
+    "max-running-requests": 256,
+}
+
+COMMON_FLAGS: dict[str, FlagValue] = {
+    "log-level-http": "warning",  # one access line per request otherwise
+}
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """How to launch one engine.
+
+    Args:
+        argv: the command. env: variables to set beside the inherited environment. url: where the engine will answer.
+        admin_key: for its control calls, where it has one.
+    """
+
+    argv: list[str]
+    env: dict[str, str]
+    url: str
+    admin_key: str | None = None
+
+
+def engine_command(
+    model_path: str | Path,
+    port: int,
+    *,
+    device: str,
+    weight_version: int = 0,
+    random_seed: int | None = None,
+    enable_metrics: bool = True,
+    flags: Mapping[str, FlagValue] | None = None,
+    threads: int | None = None,
+    exposed: bool = False,
+) -> EngineCommand:
+    """Build the launch command of an engine.
+
+    Args:
+        model_path: a Hugging Face checkpoint: a directory, or on CUDA also a name of the hub.
+        port: of 127.0.0.1, free. device: ``cpu`` or ``cuda``.
+        weight_version: the version that ``model_path`` holds; the engine labels its tokens with it.
+        random_seed: of the engine's sampling; None lets SGLang draw one.
+        enable_metrics: serve Prometheus metrics at ``/metrics``, from which the service takes how many tokens were drawn.
+        flags: the run's ``sglang`` table, names with or without the leading dashes, ``-`` or ``_``.
+        threads: torch's threads per engine process on a CPU; None leaves it to torch.
+        exposed: listen on all addresses, for a router; control calls (one of them unpickles) then need a key.
+
+    Raises:
+        ConfigError: a reserved flag, a flag given twice, no checkpoint at ``model_path``, or on a CPU no engine site.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ConfigError("rollout.rollout_device", device, "'cpu' or 'cuda'")
+    given = _normalised(flags or {})
+    chosen: dict[str, FlagValue] = {**COMMON_FLAGS}
+    env: dict[str, str] = {
+        "TOKENIZERS_PARALLELISM": "false",
+        # its server would close idle connections after 5 s, and a request sent into that moment looks like a dead engine
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
+        "PYTHONPATH": _engine_path(device),
+    }
+    if device == "cpu":
+        chosen |= CPU_FLAGS | {"max-total-tokens": _cpu_token_capacity(Path(model_path))}
+        launcher = [str(CPU_LAUNCHER)]
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+        # Threads that spin while they wait for each other starve each other on busy cores: seen 8 to 30 times slower.
+        env["OMP_WAIT_POLICY"] = "PASSIVE"
+        if threads is not None:
+            env["OMP_NUM_THREADS"] = str(threads)
+    else:
+        launcher = ["-m", "sglang.launch_server"]
+        env |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}  # both ends of a weight push must agree on them
+    chosen |= {"random-seed": random_seed, "enable-metrics": enable_metrics}
+    chosen |= given
+    if chosen.get("enable-memory-saver") and (runtime := _cuda_runtime()):
+        env["LD_LIBRARY_PATH"] = os.pathsep.join([*runtime, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
+    admin_key = secrets.token_urlsafe(24) if exposed else None
+    fixed: dict[str, FlagValue] = {
+        "model-path": str(model_path),
+        "host": "0.0.0.0" if exposed else "127.0.0.1",
+        "port": port,
+        "device": device,
+        "weight-version": str(weight_version),
+        "admin-api-key": admin_key,
+        "custom-weight-loader": RECEIVER_LOADER,
+    }
+    argv = [sys.executable, *launcher, *_arguments(fixed | chosen)]
+    return EngineCommand(argv=argv, env=env, url=f"http://127.0.0.1:{port}", admin_key=admin_key)
+
+
+def engine_site() -> Path:
+    """The directory of the engine's own torchvision: ``$MYXO_ENGINE_SITE``, else ``engine-site`` in this prefix.
+
+    Raises:
+        ConfigError: there is no torchvision in it.
+    """
+    place = os.environ.get(ENGINE_SITE_VARIABLE)
+    site = Path(place) if place else Path(sys.prefix) / "engine-site"
+    if not (site / "torchvision" / "__init__.py").is_file():
+        raise ConfigError(
+            f"${ENGINE_SITE_VARIABLE}" if place else "the engine site",
+            str(site),
+            "no torchvision there, which SGLang imports. Install it for the engine alone (it would break a trainer's "
+            f"transformers): pip install --no-deps --target {site} torchvision==0.28.0",
+        )
+    return site
+
+
+def _cuda_runtime() -> list[str]:
+    """Where pip has put CUDA's runtime. The memory saver is loaded before torch, which finds it by itself; where the loader cannot find the
+    runtime it leaves the saver out with a line in the log, and nothing would ever be released."""
+    found = importlib.util.find_spec("nvidia")
+    places = [] if found is None else list(found.submodule_search_locations or [])
+    return sorted({str(library.parent) for place in places for library in Path(place).glob("*/lib/libcudart.so.*")})
+
+
+def _normalised(flags: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
+    """The flags with names as SGLang spells them, without the leading dashes."""
+    result: dict[str, FlagValue] = {}
+    for name, value in flags.items():
+        flag = plain_name(name)
+        if flag in RESERVED:
+            raise ConfigError(f"rollout.sglang.{name}", value, f"the rollout service sets this one; {RESERVED[flag]}")
+        if flag in result:
+            raise ConfigError(f"rollout.sglang.{name}", value, f"--{flag} is given twice in [rollout.sglang]")
+        result[flag] = value
+    return result
+
+
+def _arguments(flags: Mapping[str, FlagValue]) -> list[str]:
+    """The flags as command line arguments, in order."""
+    arguments: list[str] = []
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        arguments.append(f"--{name}")
+        if value is not True:
+            arguments += [str(item) for item in (value if isinstance(value, list) else [value])]
+    return arguments
+
+
+def _engine_path(device: str) -> str:
+    """PYTHONPATH of an engine: on a CPU the engine site, then what was there, then where the receiver is, which its schedulers import."""
+    inherited = os.environ.get("PYTHONPATH")
+    own = str(Path(shared.__file__).parents[1])
+    installed = own in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # then it is found anyway
+    return os.pathsep.join(
+        [*([str(engine_site())] if device == "cpu" else []), *([inherited] if inherited else []), *([] if installed else [own])]
+    )
+
+
+def _cpu_token_capacity(model_path: Path) -> int:
+    config_file = model_path / "config.json"
+    if not config_file.is_file():
+        raise ConfigError("model.hf_checkpoint", str(model_path), "on a CPU, a directory with a checkpoint's config.json")
+    return cpu_token_capacity(json.loads(config_file.read_text()))

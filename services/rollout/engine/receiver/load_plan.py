@@ -1,0 +1,286 @@
+"""How a bucket's bytes get into the model's parameters: the model's own ``load_weights`` is watched once, its copies repeated from then on.
+
+Invariant: a plan holds copies from the flat buffer into parameters (and constants that parameters are filled with), and exists only for a
+bucket of which ``load_weights`` did nothing else. Anything else that it did with the buffer or with a parameter (a conversion through a
+tensor of its own, a quantization, something computed from parameters, a parameter replaced) would be missing: such a bucket is loaded by
+``load_weights`` every time.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shared.transfer.manifest import Bucket
+
+aten = torch.ops.aten
+
+VIEWED_BUFFERS = 8
+"""Of so many flat buffers a plan keeps its views: a lane has three, what a lane leaves behind is dropped when it is left."""
+
+
+def views(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a bucket, as they lie in its flat buffer."""
+    for slot in bucket.slots:
+        yield slot.name, flat[slot.offset : slot.offset + slot.nbytes].view(getattr(torch, slot.dtype)).view(slot.shape)
+
+
+@dataclass(frozen=True)
+class TensorCopy:
+    """One copy into a parameter.
+
+    Args:
+        target: a view of the parameter. offset: bytes from the flat buffer's beginning. dtype, stride: of the source, whose shape is the
+            target's.
+    """
+
+    target: Tensor
+    offset: int
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+
+    def source(self, flat: Tensor) -> Tensor:
+        whole = flat.view(self.dtype)
+        start = whole.storage_offset() + self.offset // self.dtype.itemsize
+        return whole.as_strided(self.target.shape, self.stride, start)
+
+
+@dataclass
+class LoadPlan:
+    """What loading one bucket comes to."""
+
+    copies: list[TensorCopy] = field(default_factory=list)
+    fills: list[tuple[Tensor, Any]] = field(default_factory=list)
+    _views: dict[int, list[tuple[list[Tensor], list[Tensor]]]] = field(default_factory=dict)
+
+    def replay(self, flat: Tensor) -> None:
+        """Loads the bucket from ``flat``, as the bucket's first load did from its own buffer."""
+        for target, value in self.fills:
+            target.fill_(value)
+        for targets, sources in self._grouped(flat):
+            torch._foreach_copy_(targets, sources)
+
+    def forget(self) -> None:
+        """Lets go of all flat buffers."""
+        self._views.clear()
+
+    def _grouped(self, flat: Tensor) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Targets and sources, in lists that one kernel can copy: same dtypes, contiguous or not."""
+        found = self._views.get(flat.data_ptr())
+        if found is None:
+            if len(self._views) >= VIEWED_BUFFERS:
+                self._views.clear()
+            groups: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
+            for copy in self.copies:
+                target, source = copy.target, copy.source(flat)
+                dense = target.is_contiguous() and source.is_contiguous()
+                if dense:
+                    target, source = target.view(-1), source.view(-1)
+                targets, sources = groups.setdefault((target.dtype, source.dtype, dense), ([], []))
+                targets.append(target)
+                sources.append(source)
+            found = self._views[flat.data_ptr()] = list(groups.values())
+        return found
+
+
+def trace(model: Any, bucket: Bucket, flat: Tensor) -> tuple[LoadPlan | None, str]:
+    """Loads the bucket by ``load_weights``, and watches.
+
+    Returns the plan, or None and what forbids one.
+    """
+    before = _storages(model)
+    watching = _Tracing(flat, before)
+    _load(model, views(bucket, flat), watching)
+    after = _storages(model)
+    if not watching.obstacle and after != before:
+        watching.obstacle = "it replaced a parameter"
+    return (None, watching.obstacle) if watching.obstacle else (watching.plan, "")
+
+
+def compare(model: Any, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
+    """What loading the bucket would change, without loading it: name → how many elements, of those that are copied here (int64, on the
+    device; names that nothing is copied of are absent).
+
+    Raises NotImplementedError: ``load_weights`` does something to a parameter that cannot be compared.
+    """
+    comparing = _Comparing(bucket, flat, _storages(model))
+    _load(model, comparing.named(views(bucket, flat)), comparing)
+    return comparing.differences
+
+
+def parameters_of(model: Any) -> Iterator[Tensor]:
+    """Everything that a load may write into."""
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _storages(model: Any) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in parameters_of(model)} - {0}
+
+
+def _load(model: Any, tensors: Iterable[tuple[str, Tensor]], mode: TorchDispatchMode) -> None:
+    with torch.no_grad(), _pools_run_here(), mode:
+        model.load_weights(tensors)
+
+
+class _Watching(TorchDispatchMode):
+    """Sees every operation on the flat buffer or a parameter; views of them, which it lets pass, are on the same storages."""
+
+    def __init__(self, flat: Tensor, parameters: set[int]) -> None:
+        super().__init__()
+        self._flat, self._parameters = flat.untyped_storage().data_ptr(), parameters
+        self._watched = parameters | {self._flat}
+        self._start = flat.data_ptr()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(_storage(tensor) in self._watched for tensor in _tensors((*args, *kwargs.values()))):
+            return func(*args, **kwargs)
+        if not _is_view(func):
+            return self.met(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if not all(_storage(tensor) in self._watched for tensor in _tensors([result])):
+            self.left(func)  # a view where it can be one: `reshape`, `contiguous`, `to`
+        return result
+
+    def met(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def left(self, func: Any) -> None:
+        """An operation has copied what is watched to somewhere else."""
+
+    def is_parameter(self, tensor: Any) -> bool:
+        return isinstance(tensor, Tensor) and _storage(tensor) in self._parameters
+
+
+class _Tracing(_Watching):
+    def __init__(self, flat: Tensor, parameters: set[int]) -> None:
+        super().__init__(flat, parameters)
+        self.plan, self.obstacle = LoadPlan(), ""
+
+    def met(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if self.obstacle:
+            return result
+        if func is aten.copy_.default and self.is_parameter(args[0]) and _storage(args[1]) == self._flat and args[0].shape == args[1].shape:
+            target, source = args[0].detach(), args[1]
+            if target.numel():
+                self.plan.copies.append(TensorCopy(target, source.data_ptr() - self._start, source.dtype, source.stride()))
+        elif (value := _constant(func, args)) is not None and self.is_parameter(args[0]):
+            target = args[0].detach()
+            if any(_overlap(target, copy.target) for copy in self.plan.copies):
+                self.obstacle = "it fills what it has loaded"
+            elif target.numel():
+                self.plan.fills.append((target, value))
+        else:
+            self.obstacle = f"it calls {func}"
+        return result
+
+    def left(self, func: Any) -> None:
+        self.obstacle = self.obstacle or f"it calls {func}"
+
+
+class _Comparing(_Watching):
+    def __init__(self, bucket: Bucket, flat: Tensor, parameters: set[int]) -> None:
+        super().__init__(flat, parameters)
+        self.differences: dict[str, Tensor] = {}
+        self._slots, self._offsets = bucket.slots, [slot.offset for slot in bucket.slots]
+        self._name = ""
+
+    def named(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, while their names are noted: what is no copy from the buffer itself belongs to the one that the model took last."""
+        for name, tensor in tensors:
+            self._name = name
+            yield name, tensor
+
+    def met(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not args or not self.is_parameter(args[0]) or not func._schema.is_mutable:
+            return func(*args, **kwargs)
+        target, name = args[0], self._name
+        if func is aten.copy_.default:
+            if _storage(args[1]) == self._flat:
+                name = self._slots[bisect.bisect_right(self._offsets, args[1].data_ptr() - self._start) - 1].name
+            wanted = args[1].to(device=target.device, dtype=target.dtype)
+        elif (value := _constant(func, args)) is not None:
+            wanted = torch.full_like(target, value)
+        else:
+            raise NotImplementedError(f"{func} on the parameter of {name} cannot be compared")
+        if target.numel():
+            differing = _bits(target).ne(_bits(wanted.expand_as(target))).sum()
+            self.differences[name] = self.differences.get(name, 0) + differing
+        return target
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The tensor's elements as integers: a NaN is equal to itself, and 0 is not -0."""
+    size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(size[tensor.element_size()])
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operation only gives its argument another shape: all that it returns aliases it, and nothing is written."""
+    returns = func._schema.returns
+    return bool(returns) and not func._schema.is_mutable and all(one.alias_info is not None for one in returns)
+
+
+def _constant(func: Any, args: tuple[Any, ...]) -> Any:
+    """What an operation fills its first argument with; None if it does something else."""
+    if func is aten.zero_.default:
+        return 0
+    return args[1] if func is aten.fill_.Scalar else None
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether the stretches of memory from a tensor's first to its last element meet."""
+    (begin, end), (other_begin, other_end) = _extent(one), _extent(other)
+    return begin < other_end and other_begin < end
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+@contextlib.contextmanager
+def _pools_run_here() -> Iterator[None]:
+    """What this thread gives to pools of threads it does itself: operations of other threads would not be seen."""
+    submit, here = ThreadPoolExecutor.submit, threading.get_ident()
+
+    def at_once(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if threading.get_ident() != here:
+            return submit(pool, function, *args, **kwargs)
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    ThreadPoolExecutor.submit = at_once  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]

@@ -1,0 +1,75 @@
+"""The flags of the installed SGLang's parser, as `shared.config.sglang_flags` reads them. It imports SGLang, which takes seconds.
+
+python -m services.rollout.engine.sglang_catalogue               print the catalogue
+python -m services.rollout.engine.sglang_catalogue --write       write the one of the SGLang that Myxo is made with
+python -m services.rollout.engine.sglang_catalogue --check       exit 1 where that is not what this SGLang's parser says
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from services.rollout.engine.launch_command import engine_site
+from shared.config import sglang_flags
+from shared.runtime import devices
+
+KINDS: dict[Any, str] = {int: "int", float: "float", json.loads: "json"}
+"""What argparse makes of a value, where that can be said in a word; all else is text."""
+
+
+def text() -> str:
+    """The catalogue as JSON, one flag a line."""
+    if not devices.gpus():  # the stand-ins with which SGLang can be imported beside CPU torch
+        sys.path.insert(0, str(engine_site()))
+        from services.rollout.engine import cpu_launcher  # noqa: F401
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    rows = [row for row in map(_row, parser._actions) if row["spellings"] not in ([], ["help"])]
+    lines = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in rows)
+    return f'{{"sglang": "{sglang_flags.installed()}", "flags": [\n{lines}\n]}}\n'
+
+
+def _row(action: argparse.Action) -> dict[str, Any]:
+    """The fields of `shared.config.sglang_flags.EngineFlag`, those that differ from its defaults."""
+    kind = "switch" if action.nargs == 0 else _kind(action.type)
+    row: dict[str, Any] = {"spellings": [word.removeprefix("--") for word in action.option_strings if word.startswith("--")], "kind": kind}
+    if action.nargs in ("+", "*"):
+        row["several"] = True
+    if action.nargs in ("*", "?"):
+        row["bare"] = True
+    if action.choices is not None:
+        row["choices"] = sorted(str(choice) for choice in action.choices if choice is not None)
+    return row
+
+
+def _kind(reader: Any) -> str:
+    return "count" if getattr(reader, "__name__", "") == "human_readable_int" else KINDS.get(reader, "text")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m services.rollout.engine.sglang_catalogue", description=__doc__.split("\n\n")[0])
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--write", action="store_true", help=f"write {sglang_flags.CATALOGUE.name}")
+    what.add_argument("--check", action="store_true", help="exit 1 where it is not current")
+    given, path = parser.parse_args(arguments), sglang_flags.CATALOGUE
+    made = text()
+    if given.write:
+        path.write_text(made)
+    elif given.check:
+        if not path.is_file() or path.read_text() != made:
+            print(f"{path.name} is not what this SGLang's parser says; run `make docs`", file=sys.stderr)
+            return 1
+        print(f"{path.name} is current")
+    else:
+        print(made)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""What a sample has so far: its tokens, their log-probs and versions, kept over every interruption, in this replica or the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.rollout.engine.generation import Generation
+from shared.data.tokenizer import Tokenizer
+from shared.schema.messages import Task
+from shared.schema.sample import Sample
+
+
+@dataclass
+class Partial:
+    """One sample under way. tokens: int32 [R]; log_probs: float32 [R]; segments tile [0, R)."""
+
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    segments: list[tuple[int, int, int]] = field(default_factory=list)
+    finish: Literal["stop", "length"] | None = None
+
+    def extend(self, generation: Generation, longest: int) -> None:
+        """Appends what the engine gave; an aborted generation leaves the sample unfinished."""
+        offset = len(self.tokens)
+        self.tokens = np.concatenate([self.tokens, generation.tokens])
+        self.log_probs = np.concatenate([self.log_probs, generation.log_probs])
+        for start, end, version in generation.spans:
+            if self.segments and self.segments[-1][2] == version:
+                self.segments[-1] = (self.segments[-1][0], offset + end, version)
+            else:
+                self.segments.append((offset + start, offset + end, version))
+        if generation.finish != "abort":
+            self.finish = generation.finish
+        elif len(self.tokens) >= longest:
+            self.finish = "length"
+
+
+def restored(samples: Sequence[Sample], task: Task) -> list[Partial]:
+    """What a task goes on from: the samples of its earlier attempt, with new ones in place of those that nothing is left to train of.
+
+    Anew begin samples that had ended and whose newest token is older than ``task.renew_below``; where the earlier attempt does not fit
+    the task (another number of samples, more tokens than may be generated), all do.
+    """
+    longest = task.sampling.max_new_tokens
+    if len(samples) != task.n or any(len(sample.response) > longest for sample in samples):
+        return [Partial() for _ in range(task.n)]
+    return [_restored(sample, task.renew_below, longest) for sample in samples]
+
+
+def _restored(sample: Sample, renew_below: int, longest: int) -> Partial:
+    ended: Literal["stop", "length"] | None = None if sample.finish == "abort" else sample.finish
+    if ended is not None and all(version < renew_below for _, _, version in sample.segments):
+        return Partial()
+    if len(sample.response) == longest:
+        ended = ended or "length"
+    return Partial(sample.response, sample.log_probs, list(sample.segments), ended)
+
+
+def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) -> list[Sample]:
+    """The task's samples as they are stored; those that have not ended say ``abort``."""
+    return [
+        Sample(
+            group=task.group,
+            index=index,
+            prompt=task.prompt_tokens,
+            response=partial.tokens,
+            log_probs=partial.log_probs,
+            mask=np.ones(len(partial.tokens), np.uint8),
+            segments=partial.segments,
+            finish=partial.finish or "abort",
+            text=tokenizer.decode(partial.tokens),
+            prompt_text=task.prompt,
+            label=task.label,
+            metadata=task.metadata,
+        )
+        for index, partial in enumerate(partials)
+    ]

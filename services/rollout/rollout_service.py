@@ -1,0 +1,230 @@
+"""The rollout service on the bus: takes tasks while its replica serves weights, writes samples, sends references on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+
+from services.rollout.custom_generate import CustomGenerate
+from services.rollout.engine.engine_errors import EngineError, InvalidRequest
+from services.rollout.generate import generate_group
+from services.rollout.in_flight import InFlight, Stopped
+from services.rollout.partial_samples import Partial, restored, samples_of
+from services.rollout.replica import Replica
+from services.rollout.router import Router, router_url
+from services.rollout.token_rate import DrawnTokens, TokenRate
+from services.rollout.weight_catch_up import WeightCatchUp
+from services.rollout.weight_receiver import WeightsReceiver
+from shared.bus.streams import task_consumer
+from shared.bus.subjects import EVAL, TRAIN
+from shared.bus.work_queue import MessageLease, WorkQueue
+from shared.config import sglang_flags
+from shared.data.tokenizer import Tokenizer
+from shared.hooks import HookFailed
+from shared.runtime.cancellation import cancelled
+from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, PayloadMissing, raise_problems
+from shared.runtime.service_base import Service
+from shared.schema import sample
+from shared.schema.ledger import is_evaluation
+from shared.schema.messages import Failed, Generated, Interrupted, Payload, Task, outcome_id
+from shared.schema.sample import Sample
+
+POLL_INTERVAL_S = 0.05
+"""How often a replica looks whether it has weights, or room, or stale generations."""
+
+PUSH_SECONDS = 4.0
+"""How long a replica that is to stop stays for a push that it has agreed to take part in."""
+
+HAND_ON_SECONDS = 1.5
+"""How long a replica that is to stop waits for what it was stopped at to be stored and handed on."""
+
+RETRY_SECONDS = 1.0
+"""Pause after an engine could not be asked to end what is stale."""
+
+RATE_SECONDS = 1.0
+"""How often the engine's count of tokens is read, and the gauges are set."""
+
+
+class Rollout:
+    """One replica at work."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._config = service, service.config
+        self._tokenizer = Tokenizer(service.config.model.hf_checkpoint)
+        self._replica = Replica(service)
+        self._in_flight = InFlight(service.config)
+        self._weights = WeightsReceiver(service, self._replica)
+        self._catch_up = WeightCatchUp(service, self._replica, self._weights.step, self._weights.expects_push)
+        custom = self._config.rollout.custom_generate_function_path
+        self._custom = None if custom is None else CustomGenerate(service, self._replica)
+        self._running: set[asyncio.Task[None]] = set()
+        self._samples_running = 0
+        self._tokens = 0
+
+    async def run(self) -> None:
+        """Works until asked to stop; groups in hand are handed on then, or go back to the queue."""
+        service = self._service
+        await self._weights.listen()
+        await self._catch_up.listen()
+        work = [self._replica.keep_engine(), self._catch_up.keep(), self._take(EVAL), self._take(TRAIN)]
+        work += [self._measure(), self._stop_stale()]
+        router = Router(service, url) if (url := router_url()) else None
+        if router is not None:
+            work.append(router.keep())
+        async with service.background(*work):
+            try:
+                await service.stopping.wait()
+            finally:
+                await asyncio.gather(self._in_flight.leave(self._replica.client), self._weights.settled(PUSH_SECONDS))
+                if self._running:
+                    await asyncio.wait(self._running, timeout=HAND_ON_SECONDS)
+                await cancelled(self._running)
+                if router is not None:
+                    await router.leave()
+
+    async def _take(self, task_class: str) -> None:
+        """Fetches tasks of a class while the replica serves and has room; training tasks wait while evaluations fill it."""
+        service, limit = self._service, self._config.rollout.rollout_concurrency
+        queue = WorkQueue(service.bus, task_consumer(service.run, self._config.bus, task_class), Task)
+        while not service.stopping.is_set():
+            room = limit - len(self._running)
+            if not self._replica.serving or room <= 0:
+                await asyncio.sleep(POLL_INTERVAL_S)
+                continue
+            for lease in await queue.fetch(room):
+                self._running.add(handling := asyncio.create_task(self._handle(lease)))
+                handling.add_done_callback(self._handled)
+
+    def _handled(self, handling: asyncio.Task[None]) -> None:
+        self._running.discard(handling)
+        if not handling.cancelled() and (error := handling.exception()) is not None:
+            self._service.log.error("task_failed", error=f"{type(error).__name__}: {error}", exc_info=error)
+
+    async def _handle(self, lease: MessageLease[Task]) -> None:
+        task, service = lease.message, self._service
+        in_flight = None if is_evaluation(task.group) else self._in_flight
+        log = service.log.bind(group=task.group, attempt=task.attempt)
+        self._samples_running += task.n
+        try:
+            async with lease.held():
+                if lease.exhausted:
+                    await self._give_up(task, f"given up after {lease.deliveries - 1} deliveries")
+                else:
+                    outcome = await self._generate(task, in_flight)
+                    done = isinstance(outcome, Generated)
+                    await self._publish(service.subjects.generated(task.environment) if done else service.subjects.scored, outcome)
+            await lease.ack()
+        except asyncio.CancelledError:
+            await lease.hand_back()
+            raise
+        except (DeadlineExceeded, EngineError) as error:
+            log.warning("group_handed_back", error=str(error))
+            await lease.hand_back(delay=1.0)
+        except (BadMessage, InvalidRequest, HookFailed) as error:  # can never work: a prompt that does not fit the model, a broken hook
+            log.warning("group_refused", error=str(error))
+            await self._give_up(task, str(error))
+            await lease.ack()
+        finally:
+            self._samples_running -= task.n
+
+    async def _generate(self, task: Task, in_flight: InFlight | None) -> Generated | Interrupted:
+        started = time.time()
+        if self._custom is None:
+            partials = restored(await self._earlier(task), task)
+            try:
+                await generate_group(self._replica, task, partials, self._config.rollout.generate_timeout, in_flight)
+            except Stopped as stopped:
+                return await self._interrupted(task, partials, stopped)
+            samples = samples_of(task, partials, self._tokenizer)
+        else:
+            samples = await self._custom.group(task)
+        ended = time.time()
+        self._tokens += sum(len(one.response) for one in samples)
+        return Generated(
+            group=task.group,
+            attempt=task.attempt,
+            payload=await self._stored(task, samples),
+            samples=[one.meta() for one in samples],
+            rollouts=sample.rollouts(samples),
+            replica=self._service.instance,
+            started=started,
+            ended=ended,
+        )
+
+    async def _interrupted(self, task: Task, partials: list[Partial], stopped: Stopped) -> Interrupted:
+        """What becomes of a group that was stopped: it is handed on with what it has, unless that is too old."""
+        kept = not stopped.stale and any(len(partial.tokens) for partial in partials)
+        payload = await self._stored(task, samples_of(task, partials, self._tokenizer)) if kept else None
+        self._service.log.info("group_interrupted", group=task.group, attempt=task.attempt, stale=stopped.stale, kept=kept)
+        return Interrupted(group=task.group, attempt=task.attempt, stale=stopped.stale, replica=self._service.instance, payload=payload)
+
+    async def _earlier(self, task: Task) -> list[Sample]:
+        """The samples that the task goes on from; none where they are lost: then the group begins anew."""
+        if task.partial is None:
+            return []
+        try:
+            return sample.decode(await self._service.store.read(task.partial.keys))
+        except (PayloadMissing, BadMessage) as error:
+            self._service.log.warning("partial_lost", group=task.group, attempt=task.attempt, error=str(error))
+            return []
+
+    async def _stored(self, task: Task, samples: list[Sample]) -> Payload:
+        """Writes samples, before anybody hears of them, under keys that nobody else writes: what a reference names never changes."""
+        blobs, generation = sample.encode(samples, self._config.store.blob_bytes), uuid.uuid4().hex[:8]
+        keys = [self._service.subjects.payload_key(task.group, task.attempt, part, generation) for part in range(len(blobs))]
+        await self._service.store.write(dict(zip(keys, blobs, strict=True)))
+        tokens = tuple(len(one.prompt) + len(one.response) for one in samples)
+        return Payload(keys=keys, bytes=sum(len(blob) for blob in blobs), tokens=tokens)
+
+    async def _stop_stale(self) -> None:
+        """Ends, while new weights are served, the generations that these have made too old to be trained.
+
+        Asks again until they have ended: the engine knows nothing of an id whose request is still on its way to it.
+        """
+        while True:
+            await asyncio.sleep(POLL_INTERVAL_S)
+            client, version = self._replica.client, self._replica.version
+            if client is None:
+                continue
+            try:
+                await self._in_flight.stop_stale(client, version)
+            except MyxoError as error:
+                self._service.log.warning("stale_not_stopped", version=version, error=str(error))
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _give_up(self, task: Task, reason: str) -> None:
+        failed = Failed(group=task.group, attempt=task.attempt, reason=reason, by=self._service.instance)
+        await self._publish(self._service.subjects.scored, failed)
+
+    async def _publish(self, subject: str, message: Generated | Interrupted | Failed) -> None:
+        await self._service.bus.publish(subject, message, msg_id=outcome_id(message), deadline=600)
+
+    async def _measure(self) -> None:
+        """Keeps the gauges."""
+        drawn, rate, metrics = DrawnTokens(), TokenRate(), self._service.metrics
+        while True:
+            tokens = await drawn.read(self._replica.client, self._tokens)
+            metrics.set("generated_tokens_per_s", rate.note(time.monotonic(), tokens))
+            metrics.set("generated_tokens", tokens)
+            metrics.set("running_groups", len(self._running))
+            metrics.set("running_samples", self._samples_running)
+            await asyncio.sleep(RATE_SECONDS)
+
+
+async def serve(service: Service) -> None:
+    """The body of the rollout service. Raises ConfigError, or Problems, for flags that the installed SGLang does not take."""
+    await _check_engine_flags(service)
+    await Rollout(service).run()
+
+
+async def _check_engine_flags(service: Service) -> None:
+    if not (given := service.config.rollout.sglang):
+        return
+    try:
+        flags = await asyncio.to_thread(sglang_flags.of_installed)
+    except sglang_flags.NoCatalogue as error:
+        service.log.warning("engine_flags_not_checked", error=str(error))
+        return
+    if flags is not None:
+        raise_problems(list(flags.problems(given)))

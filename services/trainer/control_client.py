@@ -1,0 +1,251 @@
+"""The trainer's link to the bus: rank 0's service life on a thread of its own, with plain calls for the training loop.
+
+The loop computes for seconds at a time; heartbeats, health checks and weight requests must go on meanwhile. Every call here has a
+deadline and runs on the link's event loop; only rank 0 has a link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from shared.bus.connection import TRANSIENT
+from shared.config.run_config import RunConfig
+from shared.runtime.cancellation import cancelled
+from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.failures import SupervisedThread, log_failure
+from shared.runtime.service_base import Service, attended, connect
+from shared.schema.messages import (
+    Accepted,
+    BatchAnswer,
+    BatchRequest,
+    Durable,
+    RunDone,
+    ServiceStatus,
+    Trained,
+    TrainerStep,
+    WarmStartEnded,
+    WeightsLive,
+)
+
+Result = TypeVar("Result")
+
+BUFFER = "the buffer"
+REQUEST_SECONDS = 300.0
+"""How long the buffer may be away (restarting, replaying its ledger) before the trainer gives up and is restarted itself."""
+
+STOP_SECONDS = 5.0
+"""How long the buffer has to answer a trainer that was asked to stop: whoever stops the trainer often stops the buffer with it."""
+
+POLL_INTERVAL_S = 0.5
+"""How often the registry is read for replicas."""
+
+CALL_MARGIN = 10.0
+
+
+class StopAsked(DeadlineExceeded):
+    """The trainer was asked to stop, and what it waited for is not coming."""
+
+
+class ControlClient:
+    """Use as a context manager around the training loop. ``service``: trainer, or critic.
+
+    The thread that serves it makes ``service`` (the attribute), and ends the process if it dies (`shared.runtime.failures`).
+    """
+
+    service: Service
+
+    def __init__(self, service: str = "trainer") -> None:
+        self._name = service
+        self._loop = asyncio.new_event_loop()
+        self._thread = SupervisedThread(self._run, "bus-link")
+        self._started: Future[None] = Future()
+        self._ended: asyncio.Event | None = None
+        self._stop_asked = threading.Event()
+        self._replicas: list[ServiceStatus] = []
+        self._evaluations: dict[str, tuple[int, float]] = {}
+
+    def __enter__(self) -> ControlClient:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._stop_asked.set())
+        self._thread.start()
+        self._started.result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ended is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join(timeout=CALL_MARGIN)
+
+    @property
+    def config(self) -> RunConfig:
+        return self.service.config
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the process was asked to stop."""
+        return self._stop_asked.is_set()
+
+    @property
+    def replicas(self) -> list[ServiceStatus]:
+        """Rollout replicas whose engines are up, as of the last look."""
+        return self._replicas
+
+    # --- the buffer
+
+    def batch(self, step: int, version: int, hold: bool = True) -> BatchAnswer:
+        """The batch of ``step``, or that it is not ready yet (within seconds; at once without ``hold``), or that the run is done.
+
+        Raises StopAsked, as all calls to the buffer do.
+        """
+        request = BatchRequest(step=step, version=version, hold=hold)
+        answer = self.call(self._ask(self.service.subjects.batch, request, BatchAnswer), REQUEST_SECONDS)
+        if isinstance(answer, RunDone):  # the buffer's card may not have said it yet, and nobody will look again
+            for name, reward in answer.rewards.items():
+                self._evaluations = {**self._evaluations, name: (answer.version, reward)}
+        return answer
+
+    def trained(self, report: Trained) -> None:
+        """Returns once the buffer has recorded the step."""
+        self.call(self._ask(self.service.subjects.trained, report, Accepted), REQUEST_SECONDS)
+
+    def durable(self, steps: int) -> None:
+        """Returns once the buffer has recorded that a checkpoint of ``steps`` steps is on disk."""
+        self.call(self._ask(self.service.subjects.durable, Durable(steps=steps), Accepted), REQUEST_SECONDS)
+
+    # --- what others see
+
+    def report_step(self, step: TrainerStep) -> None:
+        """Publishes the step's measurements, without waiting."""
+        self._spawn(self.service.event("trainer", "step", step), "the report of a step")
+
+    def report_warm_start(self, ended: WarmStartEnded) -> None:
+        """Publishes how the warm start went, without waiting."""
+        self._spawn(self.service.event("trainer", "warm_start", ended), "the report of the warm start")
+
+    def tell(self, what: str, detail: str) -> None:
+        """Publishes an event about this service, without waiting."""
+        self._spawn(self.service.tell(what, detail), f"the event {what}")
+
+    def set_state(self, state: str) -> None:
+        self.service.state = state
+
+    def gauges(self, values: dict[str, float]) -> None:
+        """Sets live figures for the registry and Prometheus."""
+        for name, value in values.items():
+            self.service.metrics.set(name, value)
+
+    def metrics(self, values: Mapping[str, float]) -> None:
+        """Sets live figures for Prometheus alone: the registry's cards stay small."""
+        for name, value in values.items():
+            self.service.metrics.set(name, value, carded=False)
+
+    @property
+    def evaluations(self) -> dict[str, tuple[int, float]]:
+        """Dataset → the version that was evaluated last, and its mean reward; as the buffer last told."""
+        return self._evaluations
+
+    def weights_live(self, live: WeightsLive) -> None:
+        """Makes ``live.version`` the run's live version, where it is not behind one that was live before."""
+
+        async def announce() -> None:
+            subjects, bus = self.service.subjects, self.service.bus
+            known = await bus.get(subjects.weights_bucket, "live")
+            if known is None or WeightsLive.decode(known).version < live.version:
+                await bus.put(subjects.weights_bucket, "live", live.encode(), deadline=REQUEST_SECONDS)
+            await self.service.event("weights", "live", live)
+
+        self.service.version = live.version
+        self.call(announce(), REQUEST_SECONDS + CALL_MARGIN)
+
+    # --- running
+
+    def call(self, work: Coroutine[Any, Any, Result], seconds: float) -> Result:
+        """Runs ``work`` on the link's loop and waits. Raises what it raises, or DeadlineExceeded."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(seconds + CALL_MARGIN)
+        except TimeoutError:
+            future.cancel()
+            raise DeadlineExceeded("a call over the bus", "the trainer's own link", seconds, "given up") from None
+
+    def look(self) -> None:
+        """Reads the registry now, rather than when that is due."""
+        self.call(self._read_registry(self.service), REQUEST_SECONDS)
+
+    def begin(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Starts ``work`` on the link's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _ask(self, subject: str, request: Any, reply: type[Result]) -> Result:
+        asking = self.service.bus.request(subject, request, reply, deadline=REQUEST_SECONDS, whom=BUFFER)  # type: ignore[type-var]
+        answer, patience = asyncio.ensure_future(asking), asyncio.ensure_future(self._stop_outlasted())
+        try:
+            await asyncio.wait({answer, patience}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            raise StopAsked(f"an answer on {subject}", BUFFER, STOP_SECONDS, "the trainer was asked to stop, and does")
+        finally:
+            await cancelled([answer, patience])
+
+    async def _stop_outlasted(self) -> None:
+        """Returns `STOP_SECONDS` after the stop was asked for."""
+        while not self.stopping:
+            await asyncio.sleep(POLL_INTERVAL_S)
+        await asyncio.sleep(STOP_SECONDS)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        log_failure(self.begin(work), what)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._live())
+        except BaseException as error:
+            if not self._started.done():
+                self._started.set_exception(error)
+            else:
+                raise
+        finally:
+            self._loop.close()
+
+    async def _live(self) -> None:
+        self.service = service = await connect(self._name, role="trainer")  # before anything that uses it is started
+        self._ended = asyncio.Event()
+        try:
+            async with attended(service), service.background(self._look(service)):
+                self._started.set_result(None)
+                await self._ended.wait()
+        finally:
+            await service.store.close()
+            await service.bus.close()
+
+    def _see_evaluation(self, card: ServiceStatus) -> None:
+        name = self.config.eval.eval_name
+        version, reward = card.gauges.get(f"eval_{name}_version"), card.gauges.get(f"eval_{name}")
+        if version is not None and reward is not None and version > self._evaluations.get(name, (-1, 0.0))[0]:
+            self._evaluations = {**self._evaluations, name: (int(version), reward)}
+
+    async def _read_registry(self, service: Service) -> None:
+        cards = await service.registry.alive("rollout")
+        self._replicas = [card for card in cards if card.state not in ("starting", "stopping")]
+        for card in await service.registry.alive("buffer"):
+            self._see_evaluation(card)
+
+    async def _look(self, service: Service) -> None:
+        while True:
+            try:
+                await self._read_registry(service)
+            except (MyxoError, *TRANSIENT) as error:
+                service.log.warning("registry_unread", error=str(error))
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+
+def now() -> float:
+    """Seconds since the epoch, as all reports carry."""
+    return time.time()

@@ -1,0 +1,81 @@
+"""The command line of the conversion: ``myxo convert``, or ``python -m services.trainer.convert_command``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from myxo import exit_codes
+from myxo.command_line import Parser, ended
+from shared.runtime.errors import ConfigError
+
+PROGRAM = "myxo convert"
+
+_ABOUT = """Convert a model between Hugging Face's format (config.json, *.safetensors) and Megatron's distributed one (torch_dist).
+
+The direction follows from SOURCE: a Hugging Face checkpoint becomes a checkpoint directory that the trainer loads in any
+layout; a checkpoint of the trainer, or one made here, becomes a Hugging Face checkpoint. Both are streamed: a model may be larger than
+the memory. TARGET appears complete or not at all. docs/models.md lists the families."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns the exit code."""
+    given = parser().parse_args(arguments)
+
+    def work() -> int:
+        print(_convert(given))
+        return exit_codes.DONE
+
+    return ended(PROGRAM, work, OSError)  # a full disk, a directory that may not be written
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options."""
+    top = Parser(prog=PROGRAM, description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    top.add_argument("source", metavar="SOURCE", type=Path, help="a Hugging Face checkpoint, or a directory of the trainer's checkpoints")
+    top.add_argument("target", metavar="TARGET", type=Path, help="the directory to make; nothing may be there yet")
+    dtype = "float32 or bfloat16, into torch_dist (default: that of SOURCE); the run's train_dtype must be the same"
+    top.add_argument("--dtype", choices=("float32", "bfloat16"), help=dtype)
+    top.add_argument("--step", type=int, metavar="K", help="which of the trainer's checkpoints (default the newest)")
+    hf = "from the trainer: where config and tokenizer come from (default: what a converted checkpoint keeps)"
+    top.add_argument("--hf", metavar="DIR", type=Path, help=hf)
+    return top
+
+
+def _convert(given: argparse.Namespace) -> Path:
+    if not given.source.is_dir():
+        raise ConfigError("SOURCE", str(given.source), "a directory; there is none")
+    from_hf = (given.source / "config.json").is_file()
+    misplaced = {"--step": given.step, "--hf": given.hf} if from_hf else {"--dtype": given.dtype}
+    for option, value in misplaced.items():
+        if value is not None:
+            raise ConfigError(option, str(value), f"not given; SOURCE is a {'Hugging Face' if from_hf else 'torch_dist'} checkpoint")
+    # Nothing is computed: a GPU would only have its memory taken. Read while torch is imported.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    warnings.filterwarnings("ignore")
+    from services.trainer.megatron import hf_conversion
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("to torch_dist" if from_hf else "to Hugging Face", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        if from_hf:
+            layers = hf_conversion.read_architecture(given.source, quantized=True).draft_layers
+            if layers:
+                bar.console.print(f"not converted, for it is not trained: what guesses further tokens ({layers} draft layer(s))")
+            return hf_conversion.to_torch_dist(given.source, given.target, given.dtype, progress)
+        return hf_conversion.to_hf(given.source, given.target, given.hf, given.step, progress)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""The model of this rank: Megatron's GPT model, configured from an architecture and a layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import TransformerConfig
+
+from services.trainer.megatron import DEVICE_TYPE
+from services.trainer.megatron.architecture_options import architecture_options, config_class
+from services.trainer.megatron.rope import inverse_frequencies
+from services.trainer.megatron.runtime import device, round_up
+from services.trainer.megatron.spec import decoder_spec
+from services.trainer.megatron.value_head import ValueHead
+from services.trainer.megatron.weight_read_lock import WeightReadLock
+from shared.model.architecture import Architecture
+from shared.model.lora_targets import Lora
+from shared.model.parallel_layout import ParallelLayout
+from shared.model.trainable_parameters import Freezing
+from shared.runtime.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass
+class MegatronModel:
+    """The parts of the model that this rank holds.
+
+    Args:
+        architecture: the whole model's. config: Megatron's. layout: how ranks share it.
+        chunks: the rank's stages, wrapped for data parallelism; one, but for interleaved pipelines.
+        value_head: whether a critic's head stands in the place of the output layer. lora: how it is adapted, or None.
+        freezing: which parameters are frozen. readers: who reads them just now.
+    """
+
+    architecture: Architecture
+    config: TransformerConfig
+    layout: ParallelLayout
+    chunks: list[DistributedDataParallel]
+    value_head: bool = False
+    lora: Lora | None = None
+    freezing: Freezing = field(default_factory=Freezing)
+    readers: WeightReadLock = field(default_factory=WeightReadLock)
+
+    @property
+    def modules(self) -> list[GPTModel]:
+        return [chunk.module for chunk in self.chunks]
+
+    def train(self, mode: bool) -> None:
+        for chunk in self.chunks:
+            chunk.train(mode)
+
+    def zero_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+
+def padded_vocab_size(architecture: Architecture, layout: ParallelLayout) -> int:
+    """Rows of the embedding and the output layer: the vocabulary, rounded up to a multiple of the tensor-parallel size."""
+    return round_up(architecture.vocab_size, layout.tensor)
+
+
+def transformer_config(
+    architecture: Architecture, layout: ParallelLayout, dtype: torch.dtype, overrides: Mapping[str, Any]
+) -> TransformerConfig:
+    """Megatron's configuration.
+
+    Args:
+        overrides: fields of it that are laid over those set here: recomputation, and what the user gave.
+
+    Raises:
+        ConfigError: Megatron refuses them.
+    """
+    options = architecture_options(architecture)
+    if layout.chunks > 1:
+        # Otherwise the interleaved schedule pairs a stage's two messages of one moment with the wrong receives.
+        options.update(virtual_pipeline_model_parallel_size=layout.chunks, overlap_p2p_comm=True, batch_p2p_comm=False)
+    fields: dict[str, Any] = dict(
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        autocast_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the only one that takes variable lengths; checked for dense models too
+        calculate_per_token_loss=True,  # losses and gradients are summed, over micro-batches and data-parallel ranks
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor_size,
+        sequence_parallel=layout.sequence_parallel,
+        transformer_impl="local",
+        use_cpu_initialization=DEVICE_TYPE == "cpu",
+        deallocate_pipeline_outputs=True,
+        # these need Apex, Transformer Engine or a compiler
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=DEVICE_TYPE == "cuda",  # SwiGLU in one kernel, which keeps its input only
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+    return laid_over(config_class(architecture), {**fields, **options}, overrides, "transformer")
+
+
+def laid_over(kind: type[T], fields: Mapping[str, Any], overrides: Mapping[str, Any], part: str) -> T:
+    """One of Megatron's configurations. Raises ConfigError with Megatron's reason where it takes the overrides not."""
+    unknown = sorted(overrides.keys() - {field.name for field in dataclasses.fields(kind)})  # type: ignore[arg-type]
+    if unknown:
+        raise ConfigError(f"trainer.megatron.{unknown[0]}", overrides[unknown[0]], f"a field of Megatron's {kind.__name__}")
+    try:
+        return kind(**{**fields, **overrides})
+    except (AssertionError, ValueError, TypeError) as error:
+        if not overrides:
+            raise
+        given = ", ".join(f"{name} = {value!r}" for name, value in overrides.items())
+        raise ConfigError(f"trainer.megatron ({part})", given, f"what Megatron accepts ({error})") from error
+
+
+def build_chunks(architecture: Architecture, config: TransformerConfig, layout: ParallelLayout, value_head: bool = False) -> list[GPTModel]:
+    """This rank's parts of the model, on its device, with weights that are yet to be loaded; a value head's are zero."""
+    stages = range(layout.chunks) if layout.chunks > 1 else [None]
+    return [_build_chunk(architecture, config, layout, value_head, stage) for stage in stages]
+
+
+def _build_chunk(a: Architecture, config: TransformerConfig, layout: ParallelLayout, value_head: bool, stage: int | None) -> GPTModel:
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=decoder_spec(a, config, stage),
+        vocab_size=padded_vocab_size(a, layout),
+        max_sequence_length=a.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+        post_process=last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=a.tied_embeddings and not value_head,
+        position_embedding_type="rope",
+        rotary_percent=a.rope.fraction,
+        rotary_base=a.rope.theta,
+        vp_stage=stage,
+    )
+    if value_head and last:
+        model.output_layer = ValueHead(config)
+    _mark_experts(model)
+    model.to(device())
+    if a.latent is None:  # latent attention has its embedding inside
+        # Megatron knows Llama 3's scaling with fixed constants only
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(a.rope, a.head_dim).to(device())
+    return model
+
+
+def _mark_experts(model: GPTModel) -> None:
+    """Experts have data-parallel ranks, gradient buffers and an optimizer of their own. Without expert parallelism Megatron
+    takes them for parameters like any other, and sums their gradients over the data-parallel ranks only: wrong, silently,
+    where they are not split as the other matrices are and the tensor-parallel ranks have seen different tokens."""
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
+
+
+def wrap_chunks(
+    chunks: list[GPTModel], config: TransformerConfig, use_distributed_optimizer: bool, overrides: Mapping[str, Any]
+) -> list[DistributedDataParallel]:
+    """Give each chunk its float32 gradient buffers, reduced over the data-parallel ranks after the last micro-batch.
+
+    Args:
+        overrides: fields of Megatron's DistributedDataParallelConfig that are laid over those set here.
+    """
+    ddp = laid_over(
+        DistributedDataParallelConfig,
+        {
+            "grad_reduce_in_fp32": True,
+            "use_distributed_optimizer": use_distributed_optimizer,
+            "overlap_grad_reduce": False,
+            "check_for_nan_in_grad": False,  # the optimizer step looks at the norm, and skips instead of aborting
+        },
+        overrides,
+        "ddp",
+    )
+    wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+    if ddp.overlap_grad_reduce:  # the reduction starts in the backward pass of the last micro-batch, not of each
+        config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    return wrapped

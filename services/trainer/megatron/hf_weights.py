@@ -1,0 +1,233 @@
+"""Between Hugging Face's tensors and Megatron's parameters.
+
+Megatron fuses q, k and v into one matrix, ordered by key/value group, and the two halves of a gated MLP into another; it
+splits both over the tensor-parallel ranks and rounds the vocabulary up. :func:`recipe` is the one table of names, for the
+local layer spec and for Transformer Engine's (which keeps norms inside the linear layers and numbers experts otherwise).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from services.trainer.megatron.runtime import device
+from shared.model.architecture import Architecture
+from shared.model.hf_checkpoint import check_tensors, draft_prefixes, weight_files
+from shared.model.tensor_table import Layout, hf_tensors, source
+from shared.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one Megatron parameter is made of Hugging Face tensors.
+
+    Args:
+        hf_names: the tensors. layout: ``plain`` as it is; ``vocabulary`` with rows of zeros below; ``qkv`` interleaved by
+            key/value group; ``glu`` one above the other, and each half split over the ranks for itself.
+        float32: kept so whatever the model's dtype.
+    """
+
+    hf_names: tuple[str, ...]
+    layout: Layout
+    float32: bool = False
+
+    def fuse(self, tensors: Sequence[Tensor], architecture: Architecture, rows: int) -> Tensor:
+        """The unsplit parameter; ``rows``: its size in dimension 0, with the vocabulary's padding."""
+        if self.layout == "glu":
+            return torch.cat(list(tensors))
+        if self.layout == "qkv":
+            groups = architecture.num_key_value_heads
+            return torch.cat([t.reshape(groups, -1, *t.shape[1:]) for t in tensors], 1).flatten(0, 1)
+        if self.layout == "vocabulary" and rows > tensors[0].size(0):
+            below = tensors[0].new_zeros(rows - tensors[0].size(0), *tensors[0].shape[1:])
+            return torch.cat([tensors[0], below])
+        return tensors[0]
+
+    def parts(self, parameter: Tensor, architecture: Architecture) -> list[Tensor]:
+        """Inverse of :meth:`fuse`: views in the order of ``hf_names``, elements in the tensors' order, maybe of more dimensions."""
+        if self.layout == "glu":
+            return list(parameter.chunk(len(self.hf_names)))  # one for a family that keeps both halves in one tensor
+        if self.layout == "qkv":
+            groups, width = architecture.num_key_value_heads, architecture.head_dim
+            queries = architecture.num_attention_heads // groups * width
+            return list(parameter.unflatten(0, (groups, -1)).split([queries, width, width], 1))
+        if self.layout == "vocabulary":
+            return [parameter[: architecture.vocab_size]]
+        return [parameter]
+
+    def unfuse(self, parameter: Tensor, architecture: Architecture) -> list[Tensor]:
+        """As :meth:`parts`, but contiguous tensors of their own shapes."""
+        parts = self.parts(parameter, architecture)
+        return [part.flatten(0, 1).contiguous() for part in parts] if self.layout == "qkv" else parts
+
+    def shard(self, full: Tensor, dimension: int, rank: int, size: int) -> Tensor:
+        """What tensor-parallel rank ``rank`` of ``size`` holds of the unsplit parameter."""
+        if self.layout == "glu":
+            return torch.cat([half.chunk(size, dimension)[rank] for half in full.chunk(2, dimension)], dimension)
+        return full.chunk(size, dimension)[rank]
+
+    def unshard(self, shards: Sequence[Tensor], dimension: int) -> Tensor:
+        """Inverse of :meth:`shard`, over all ranks."""
+        if self.layout == "glu":
+            halves = [shard.chunk(2, dimension) for shard in shards]
+            return torch.cat([half[0] for half in halves] + [half[1] for half in halves], dimension)
+        return torch.cat(list(shards), dimension)
+
+
+def recipe(name: str, architecture: Architecture) -> Recipe:
+    """The recipe of a parameter by its global name (see :func:`parameters`).
+
+    Raises:
+        KeyError: a parameter that no row of :mod:`.names` covers, which is a gap in the table.
+    """
+    return Recipe(*source(name, architecture))
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """A parameter that this rank holds.
+
+    Args:
+        name: global: layers and experts counted over the whole model. parameter: this rank's shard. recipe: how it is made.
+    """
+
+    name: str
+    parameter: Tensor
+    recipe: Recipe
+
+    @property
+    def split_dimension(self) -> int | None:
+        """Dimension split over :attr:`group`, or None for a parameter that each rank holds whole."""
+        if not getattr(self.parameter, "tensor_model_parallel", False) or self.group.size() == 1:
+            return None
+        return int(self.parameter.partition_dim)  # type: ignore[attr-defined]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that share it."""
+        if ".experts." in self.name:
+            return parallel_state.get_expert_tensor_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()
+
+
+def weights_of(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of all that a checkpoint holds: the parameters, and the routers' biases, which no optimizer updates."""
+    yield from chunk.named_parameters()
+    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
+
+
+def numbered_chunks(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[tuple[int, GPTModel]]:
+    """This rank's parts of the model, each with the number of its first layer."""
+    for stage, chunk in enumerate(chunks):
+        yield get_transformer_layer_offset(config, vp_stage=stage if len(chunks) > 1 else None), chunk
+
+
+def parameters(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture) -> Iterator[LocalParameter]:
+    """This rank's parameters with their global names: offsets of pipeline stages and of expert ranks applied."""
+    first_expert = 0
+    if architecture.experts is not None:
+        per_rank = architecture.experts.count // config.expert_model_parallel_size
+        first_expert = parallel_state.get_expert_model_parallel_rank() * per_rank
+
+    def global_expert(match: re.Match[str]) -> str:
+        return f"{match[1]}{int(match[2]) + first_expert}{match[3]}"
+
+    for first_layer, chunk in numbered_chunks(chunks, config):
+        for name, parameter in weights_of(chunk):
+            layer = re.match(r"decoder\.layers\.(\d+)\.(.+)", name)
+            if layer:
+                name = f"decoder.layers.{int(layer[1]) + first_layer}.{layer[2]}"
+            if getattr(parameter, "value_head", False) or getattr(parameter, "adapter", False):
+                continue  # a critic's own, or LoRA's; no checkpoint of the model has it
+            name = re.sub(r"(\.local_experts\.)(\d+)(\.)", global_expert, name)
+            name = re.sub(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)($)", global_expert, name)
+            yield LocalParameter(name, parameter, recipe(name, architecture))
+
+
+class SafetensorsReader:
+    """The tensors of a Hugging Face checkpoint directory, read one at a time.
+
+    Args:
+        hf_dir: holds ``*.safetensors``. Use as a context manager; it keeps the files open.
+
+    Raises:
+        ConfigError: there are none, or one cannot be read.
+    """
+
+    def __init__(self, hf_dir: Path) -> None:
+        self.hf_dir = hf_dir
+        self._open = ExitStack()
+        self._files: dict[str, safe_open] = {}
+        for path in weight_files(hf_dir).paths:
+            try:
+                opened = self._open.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise ConfigError("model.hf_checkpoint", str(path), f"a readable safetensors file ({error})") from error
+            self._files.update(dict.fromkeys(opened.keys(), opened))
+
+    def __enter__(self) -> SafetensorsReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def check(self, expected: dict[str, tuple[int, ...]], unread: tuple[str, ...] = ()) -> int:
+        """Raises the first ConfigError of `shared.model.hf_checkpoint.tensor_problems`.
+
+        Args:
+            unread: prefixes of tensors that may be there and are not part of the model.
+
+        Returns:
+            How many of the latter there are.
+        """
+        shapes = {name: self._files[name].get_slice(name).get_shape() for name in self.names()}
+        check_tensors(self.hf_dir, shapes, expected, unread)
+        return sum(name.startswith(unread) for name in self.names())
+
+    def names(self) -> set[str]:
+        """Tensors that are part of a model."""
+        return set(self._files)
+
+    def holds(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+
+@torch.no_grad()
+def load_hf(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, hf_dir: Path) -> None:
+    """Fill this rank's parameters from a Hugging Face checkpoint, in the model's dtype.
+
+    The layers of :func:`draft_prefixes` are not read: they are not trained here, and no export has them.
+
+    Raises:
+        ConfigError: the directory holds other tensors than its ``config.json`` describes.
+    """
+    with SafetensorsReader(hf_dir) as reader:
+        passed_over = reader.check(hf_tensors(architecture), draft_prefixes(architecture))
+        if passed_over and dist.get_rank() == 0:
+            layers = architecture.draft_layers
+            structlog.get_logger().warning("draft_layers_not_loaded", layers=layers, tensors=passed_over, checkpoint=str(hf_dir))
+        for local in parameters(chunks, config, architecture):
+            target, dimension = local.parameter, local.split_dimension
+            parts = 1 if dimension is None else local.group.size()
+            rows = target.size(0) * (parts if dimension == 0 else 1)
+            full = local.recipe.fuse([reader.read(name) for name in local.recipe.hf_names], architecture, rows)
+            shard = full if dimension is None else local.recipe.shard(full, dimension, local.group.rank(), parts)
+            if shard.shape != target.shape:
+                raise AssertionError(f"{local.name}: made {tuple(shard.shape)} for a parameter of {tuple(target.shape)}")
+            target.copy_(shard.to(device()))

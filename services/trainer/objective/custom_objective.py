@@ -1,0 +1,210 @@
+"""The user's own functions in the objective, under slime's signatures: what they are given, and what is made of what they give back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.trainer.objective.advantage import Advantages
+from services.trainer.objective.responses import Responses
+from services.trainer.objective.tokens import MaskedTokens, Metrics
+from services.trainer.packing import PackedBatch
+from shared.config.run_config import RunConfig
+from shared.hooks import Arguments, HookFailed, HookSample, load, paths
+
+LOSS = "algorithm.custom_loss_function_path"
+ADVANTAGE = "algorithm.custom_advantage_function_path"
+REDUCER = "algorithm.custom_pg_loss_reducer_function_path"
+TIS = "algorithm.custom_tis_function_path"
+REWARDS = "algorithm.custom_reward_post_process_path"
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class CustomFunctions:
+    """Those that a run names; None for the others.
+
+    Args:
+        args: the run's config as the functions get it. paths: by field, for messages.
+        denominator: what a sum over samples is divided by (``reduce.denominator``), for ``reducer``.
+    """
+
+    args: Any = None
+    paths: Mapping[str, str] | None = None
+    loss: Function | None = None
+    advantage: Function | None = None
+    reducer: Function | None = None
+    tis: Function | None = None
+    rewards: Function | None = None
+    denominator: float | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> CustomFunctions:
+        """Imports them. Raises ConfigError for one that cannot be imported."""
+        named = paths(config, "trainer")
+        functions = {field: load(field, path) for field, path in named.items()}
+        get = functions.get
+        return cls(Arguments(config), named, get(LOSS), get(ADVANTAGE), get(REDUCER), get(TIS), get(REWARDS))
+
+    def weighted(self, pg: Tensor, start: Tensor, rollout: Tensor, tokens: MaskedTokens) -> tuple[Tensor, Metrics]:
+        """``custom_tis_function_path``: the per-token loss as the function weighs and masks it, [T], and its metrics.
+
+        What its masks leave out is 0; denominators stay as they were. A metric of one number a response token is averaged like the loss,
+        a single number counts for every token.
+        """
+        responses = Responses(tokens.batch)
+        given = self.call(
+            TIS,
+            self.tis,
+            args=self.args,
+            pg_loss=responses.flat(pg),
+            train_log_probs=responses.lists(start),
+            rollout_log_probs=responses.lists(rollout),
+            loss_masks=responses.loss_masks,
+            total_lengths=responses.total_lengths,
+            response_lengths=responses.response_lengths,
+        )
+        if not isinstance(given, tuple) or len(given) != 3:
+            raise self._refused(TIS, f"gave {_kind(given)}; expected (pg_loss, masks, metrics)")
+        loss, masks, metrics = given
+        flat = self._numbers(TIS, "pg_loss", loss, responses.size)
+        kept = self._numbers(TIS, "masks", torch.cat(list(masks)) if isinstance(masks, list | tuple) else masks, responses.size)
+        means = {}
+        for name, values in dict(metrics or {}).items():
+            of_token = torch.as_tensor(values, dtype=tokens.dtype, device=flat.device).detach()
+            of_token = of_token.expand(responses.size) if of_token.dim() == 0 else of_token
+            means[str(name)] = tokens.mean(tokens.blank(responses.packed(self._numbers(TIS, str(name), of_token, responses.size))))
+        return tokens.blank(responses.packed(flat)) * tokens.blank(responses.packed(kept.to(flat.dtype))).detach(), means
+
+    def reduced(self, pg: Tensor, tokens: MaskedTokens, per_token: bool) -> Tensor:
+        """``custom_pg_loss_reducer_function_path``: the micro-batch's part of the policy loss, from the per-token one [T].
+
+        As in slime the function gives a sum over the micro-batch's samples (or, ``per_token``, its tokens); it is divided by
+        ``denominator``, the number of the optimizer step's rollouts (tokens).
+        """
+        if self.denominator is None:
+            raise ValueError(f"{REDUCER} needs the denominator of the optimizer step, but the loss was given none")
+        responses = Responses(tokens.batch)
+        reduce = self.call(REDUCER, self.reducer, responses.total_lengths, responses.response_lengths, responses.loss_masks, per_token)
+        if not callable(reduce):
+            raise self._refused(REDUCER, f"gave {_kind(reduce)}; expected a function")
+        total = self.call(REDUCER, reduce, responses.flat(pg))
+        if not isinstance(total, Tensor) or total.dim():
+            raise self._refused(REDUCER, f"its function gave {_kind(total)}; expected a tensor of one number")
+        if not total.requires_grad:  # it left every token out; an actor wants a graph
+            total = total + 0.0 * pg.sum()
+        return total / self.denominator
+
+    def advantages(self, masks: Sequence[npt.NDArray[np.generic]], data: Mapping[str, Any]) -> Advantages:
+        """``custom_advantage_function_path``: what the function sets as ``advantages`` and, if it does, ``returns``: [R] of each sample.
+
+        Args:
+            masks: [R] of each of this rank's samples. data: what else ``rollout_data`` holds of them, lists of [R] arrays or of numbers.
+        """
+        tensors = {field: _tensors(values) for field, values in data.items() if values is not None}
+        rollout_data: dict[str, Any] = {
+            **tensors, "loss_masks": _tensors(masks), "response_lengths": [int(np.size(mask)) for mask in masks]
+        }  # fmt: skip
+        self.call(ADVANTAGE, self.advantage, self.args, rollout_data)
+        found = {field: self._per_sample(field, rollout_data.get(field), masks) for field in ("advantages", "returns")}
+        if found["advantages"] is None:
+            raise self._refused(ADVANTAGE, "set no rollout_data['advantages']")
+        return Advantages(found["advantages"], found["returns"])
+
+    def post_processed(self, samples: Sequence[HookSample]) -> tuple[list[float], list[float]]:
+        """``custom_reward_post_process_path``: (raw rewards, rewards) of the whole batch; the second take the place of normalised ones."""
+        given = self.call(REWARDS, self.rewards, self.args, list(samples))
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise self._refused(REWARDS, f"gave {_kind(given)}; expected (raw_rewards, rewards)")
+        try:
+            raw, rewards = ([float(value) for value in values] for values in given)
+        except (TypeError, ValueError) as error:
+            raise self._refused(REWARDS, f"gave {error}; expected two lists of numbers") from None
+        for name, values in (("raw_rewards", raw), ("rewards", rewards)):
+            if len(values) != len(samples) or not np.isfinite(values).all():
+                raise self._refused(REWARDS, f"{name}: {len(values)} for {len(samples)} samples, or some are not finite")
+        return raw, rewards
+
+    def call(self, field: str, function: Function | None, *args: Any, **keywords: Any) -> Any:
+        """What the function gives back. Raises HookFailed for whatever it raises."""
+        assert function is not None
+        try:
+            return function(*args, **keywords)
+        except Exception as error:
+            raise self._refused(field, f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+    def _refused(self, field: str, reason: str) -> HookFailed:
+        return HookFailed(field, (self.paths or {}).get(field, "?"), reason)
+
+    def _numbers(self, field: str, what: str, values: object, size: int) -> Tensor:
+        if not isinstance(values, Tensor) or values.shape != (size,):
+            shape = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else ""
+            raise self._refused(field, f"{what} is {_kind(values)} {shape}; expected a tensor [{size}], one number a response token")
+        return values
+
+    def _per_sample(self, field: str, values: Any, masks: Sequence[npt.NDArray[np.generic]]) -> list[npt.NDArray[np.float64]] | None:
+        if values is None:
+            return None
+        arrays = [np.asarray(torch.as_tensor(one).detach().cpu(), dtype=np.float64) for one in values]
+        if len(arrays) != len(masks):
+            raise self._refused(ADVANTAGE, f"{field}: {len(arrays)} arrays for {len(masks)} samples")
+        for number, (array, mask) in enumerate(zip(arrays, masks, strict=True)):
+            if array.shape != np.shape(mask):
+                problem = f"{field} of sample {number}: shape {array.shape} for {np.size(mask)} response tokens"
+                raise self._refused(ADVANTAGE, problem)
+            if not np.isfinite(array[np.asarray(mask) != 0]).all():
+                raise self._refused(ADVANTAGE, f"{field} of sample {number} is not finite on every trained token")
+        return [np.where(np.asarray(mask) != 0, array, 0.0) for array, mask in zip(arrays, masks, strict=True)]
+
+
+@dataclass(frozen=True)
+class CustomLoss:
+    """``custom_loss_function_path``: ``f(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)``.
+
+    An instance is a ``Loss`` on logits. ``logits``: [1, T, V / tp], divided by the temperature. ``batch``: a dict with ``tokens``,
+    ``labels`` and ``loss_mask`` [T], ``cu_seqlens``, ``total_lengths``, ``response_lengths``, ``loss_masks`` and each per-token field of
+    the micro-batch as a list of [R]; ``log_probs``, as slime has it, is ``proximal_log_probs`` once more. ``sum_of_sample_mean(x)`` with x
+    [F] (responses end to end) or [T] is this micro-batch's part of the batch's mean under the configured reducer. The loss is added up over
+    micro-batches and ranks, and so are metrics.
+    """
+
+    custom: CustomFunctions
+    takes_logits = True
+
+    def __call__(self, logits: Tensor, batch: PackedBatch) -> tuple[Tensor, Metrics]:
+        """Raises HookFailed, MissingField."""
+        weights, responses = MaskedTokens(batch.loss_mask, batch).weights, Responses(batch)
+
+        def sum_of_sample_mean(values: Tensor) -> Tensor:
+            packed = values if values.shape == batch.tokens.shape else responses.packed(values)
+            return (weights * torch.where(batch.loss_mask > 0, packed, torch.zeros_like(packed))).sum()
+
+        fields = {name: responses.lists(field) for name, field in batch.fields.items()}
+        if "proximal_log_probs" in fields:
+            fields["log_probs"] = fields["proximal_log_probs"]
+        whole = {"tokens": batch.tokens, "labels": batch.labels, "loss_mask": batch.loss_mask, "cu_seqlens": batch.cu_seqlens}
+        lengths = {"total_lengths": responses.total_lengths, "response_lengths": responses.response_lengths}
+        view = {**fields, **whole, **lengths, "loss_masks": responses.loss_masks}
+        given = self.custom.call(LOSS, self.custom.loss, self.custom.args, view, logits.unsqueeze(0), sum_of_sample_mean)
+        loss, metrics = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
+        if not isinstance(loss, Tensor) or loss.dim() or not isinstance(metrics, Mapping):
+            raise HookFailed(LOSS, (self.custom.paths or {}).get(LOSS, "?"), f"gave {_kind(given)}; expected (loss, metrics)")
+        numbers = {str(name): torch.as_tensor(value, device=loss.device).detach().float() for name, value in metrics.items()}
+        if not loss.requires_grad:  # nothing of this micro-batch counts; an actor wants a graph
+            loss = loss + 0.0 * logits[0, 0]
+        return loss, {"loss": loss.detach(), **numbers}
+
+
+def _tensors(values: Sequence[Any]) -> list[Any]:
+    return [torch.from_numpy(np.array(one, dtype=np.float64)) if isinstance(one, np.ndarray) else one for one in values]
+
+
+def _kind(value: object) -> str:
+    return f"{len(value)} values" if isinstance(value, tuple) else f"a {type(value).__name__}"

@@ -1,0 +1,54 @@
+"""The reference policy of a run with a KL term: version 0, or the policy of the last step that ``ref_update_interval`` divides."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from services.trainer.actor import Actor
+from services.trainer.megatron.frozen_weights import FrozenWeights
+
+
+class ReferencePolicy:
+    """On one rank. A reference that a resume may need lies on disk: steps behind a checkpoint are trained against the same one again.
+
+    Args:
+        first: HF weights of version 0; later ones lie beside it. interval: steps from one to the next; None: there is one.
+        keep_steps: how many steps the oldest checkpoint that is kept may lie behind the newest.
+    """
+
+    def __init__(self, actor: Actor, first: Path, interval: int | None, keep_steps: int) -> None:
+        self._actor, self._first, self._interval, self._keep_steps = actor, first, interval, keep_steps
+        self._weights: FrozenWeights | None = None
+
+    def load(self, steps: int) -> None:
+        """Takes the reference that holds after so many training steps from disk. A collective of all ranks."""
+        self._weights = FrozenWeights.of_saved_policy(self._actor.model, self._directory(made_at(steps, self._interval)))
+
+    def renew(self, steps: int) -> None:
+        """Makes the present policy the reference, if it is to become that after so many steps. A collective of all ranks."""
+        if self._weights is None or steps == 0 or made_at(steps, self._interval) != steps:
+            return
+        self._actor.save_hf(self._directory(steps))
+        self._weights = FrozenWeights.of_policy(self._actor.model)
+        needed = made_at(max(steps - self._keep_steps, 0), self._interval)
+        for directory in self._first.parent.glob(f"{self._first.name}-*"):
+            if directory.name.rpartition("-")[2].isdigit() and int(directory.name.rpartition("-")[2]) < needed:
+                shutil.rmtree(directory, ignore_errors=True)  # every rank may try
+
+    @contextlib.contextmanager
+    def in_place_of_the_policy(self) -> Iterator[None]:
+        """The model has the reference's weights in the body."""
+        assert self._weights is not None
+        with self._weights.in_place_of(self._actor.model):
+            yield
+
+    def _directory(self, steps: int) -> Path:
+        return self._first if steps == 0 else self._first.with_name(f"{self._first.name}-{steps:08d}")
+
+
+def made_at(steps: int, interval: int | None) -> int:
+    """After how many steps the reference was made that holds after ``steps``."""
+    return 0 if interval is None else steps // interval * interval

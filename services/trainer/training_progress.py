@@ -1,0 +1,58 @@
+"""Where a trainer stands, and what it wrote down to get there again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shared.config.run_config import RunConfig
+from shared.schema.versions import version_after
+
+
+@dataclass
+class Progress:
+    """``steps``: finished training steps. ``sft_done``: the warm start is over (or there is none)."""
+
+    steps: int = 0
+    sft_done: bool = False
+
+    def version(self, config: RunConfig) -> int:
+        """The weight version that the finished steps amount to."""
+        return version_after(self.steps, config.weights.update_weights_interval, config.rollout.num_rollout)
+
+    def as_extra(self) -> dict[str, int | bool]:
+        """What goes into a checkpoint."""
+        return {"steps": self.steps, "sft_done": self.sft_done}
+
+    @classmethod
+    def from_extra(cls, extra: dict[str, int | bool]) -> Progress:
+        return cls(steps=int(extra["steps"]), sft_done=bool(extra["sft_done"]))
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a run's trainer keeps its files."""
+
+    root: Path
+
+    def checkpoints_of(self, role: Literal["actor", "critic"]) -> Path:
+        return self.root / ("checkpoints" if role == "actor" else "critic-checkpoints")
+
+    @property
+    def reference(self) -> Path:
+        """HF weights of version 0, the reference policy of a run with a KL term."""
+        return self.root / "reference"
+
+    @property
+    def hf(self) -> Path:
+        """HF weights of the final policy."""
+        return self.root / "hf"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def tensorboard_of_critic(self) -> Path:
+        return self.tensorboard / "critic"

@@ -1,0 +1,121 @@
+"""A run on the bus: created once with its frozen config, found again by its id."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TypeVar
+
+from nats.js.errors import NotFoundError
+
+from shared.bus import streams
+from shared.bus.connection import Bus
+from shared.bus.subjects import Subjects
+from shared.config.run_config import RunConfig, changes
+from shared.runtime import server_urls
+from shared.runtime.errors import BadInput, ConfigError, raise_problems
+from shared.schema.ledger import LedgerRecord, RunFinished
+
+Record = TypeVar("Record", bound=LedgerRecord)
+
+_CONFIG, _STORE, _PHASE = "config", "store", "phase"
+RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+"""Phases of a run. One that failed goes on when it is created again."""
+
+
+FROZEN = "config.json"
+"""The file of a run's directory that keeps its config, as it is frozen on the bus, for who asks without its servers."""
+
+
+class NoSuchRun(BadInput):
+    """The bus holds no run of that name."""
+
+
+async def create(bus: Bus, config: RunConfig, store_url: str | None) -> None:
+    """Makes the run's streams and freezes its config; on a resume, takes over the fields that may change.
+
+    Args:
+        store_url: where payloads lie, for services that are not told by ``REDIS_URL``. One with credentials is not written down: every
+            service can read this, and each has an account of its own.
+
+    Raises ConfigError when a field differs that may not change, Problems of several.
+    """
+    await streams.create(bus, config)
+    bucket = Subjects(config.run.name).config_bucket
+    await refuse_differences(bus, config)
+    await bus.put(bucket, _CONFIG, config.model_dump_json().encode())
+    if store_url is not None:
+        stated = "" if server_urls.has_credentials(store_url) else store_url
+        await bus.put(bucket, _STORE, stated.encode())  # empty, too: an address from before must not stand
+    known = await phase(bus, config.run.name)
+    if known == FINISHED:  # and more steps are asked for?
+        finished = await last_record(bus, config.run.name, RunFinished)
+        known = FINISHED if finished is not None and finished.steps >= config.rollout.num_rollout else None
+    if known in (None, FAILED):
+        await set_phase(bus, config.run.name, RUNNING)
+
+
+async def refuse_differences(bus: Bus, config: RunConfig) -> None:
+    """Raises as `create` does where the run is on the bus with another config."""
+    existing = await bus.get(Subjects(config.run.name).config_bucket, _CONFIG)
+    if existing is not None:
+        raise_problems(differences(RunConfig.model_validate_json(existing), config))
+
+
+def differences(frozen: RunConfig, config: RunConfig) -> list[ConfigError]:
+    """Returns a refusal for each field in which a config differs from a run's frozen one, and may not."""
+    expected = f"run {config.run.name} exists with another value; use --fresh to start it anew, or another run.name"
+    parted = (change.partition(": ") for change in changes(frozen, config))
+    return [ConfigError(field, values, expected) for field, _, values in parted]
+
+
+async def load(bus: Bus, run: str) -> RunConfig:
+    """The run's frozen config. Raises NoSuchRun."""
+    if not await streams.exists(bus, run):
+        raise NoSuchRun(f"no run {run!r} on the bus; `myxo up CONFIG` makes one")
+    value = await bus.get(Subjects(run).config_bucket, _CONFIG)
+    if value is None:
+        raise NoSuchRun(f"run {run!r} has no config on the bus yet")
+    return RunConfig.model_validate(json.loads(value))
+
+
+def frozen(directory: Path) -> RunConfig | None:
+    """Returns the config that a run's directory keeps; None where it keeps none, or one of a release with other fields."""
+    try:
+        return RunConfig.model_validate_json((directory / FROZEN).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+async def store_url(bus: Bus, run: str) -> str | None:
+    """Where the run's payloads lie, as its creator said."""
+    value = await bus.get(Subjects(run).config_bucket, _STORE)
+    return value.decode() if value else None
+
+
+async def phase(bus: Bus, run: str) -> str | None:
+    """`RUNNING`, `FINISHED`, `FAILED`, or None before the run exists."""
+    return (await phase_and_reason(bus, run))[0]
+
+
+async def phase_and_reason(bus: Bus, run: str, deadline: float = 15.0) -> tuple[str | None, str]:
+    """The phase, and why a run that is `FAILED` is so."""
+    value = await bus.get(Subjects(run).config_bucket, _PHASE, deadline=deadline)
+    phase, _, reason = (value or b"").decode().partition("\n")
+    return phase or None, reason
+
+
+async def set_phase(bus: Bus, run: str, value: str, reason: str = "") -> None:
+    """``reason``: of `FAILED`, in one line."""
+    await bus.put(Subjects(run).config_bucket, _PHASE, f"{value}\n{reason}".rstrip("\n").encode())
+
+
+async def last_record(bus: Bus, run: str, kind: type[Record]) -> Record | None:
+    """The newest ledger record of a kind; None where there is none, or no such run."""
+    names = Subjects(run)
+    try:
+        last = await bus.js.get_last_msg(names.ledger_stream, names.ledger(kind.event()))
+    except NotFoundError:
+        return None
+    assert last.data is not None  # every ledger record has a body
+    return kind.decode(last.data)

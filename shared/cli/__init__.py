@@ -1,1 +1,0 @@
-"""The command line ``myxo``: launches runs on this machine, watches them, audits them and sums them up."""

@@ -1,0 +1,96 @@
+"""A run config's TOML file with the files that it builds on: ``base = "model.toml"``, or a list of them, at its top.
+
+What a file says stands over what its bases say, the later of several bases over the earlier; tables such as ``[rollout.sglang]`` are laid
+over one another key by key. A base's path is relative to the file that names it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shared.runtime.errors import BadInput, ConfigError
+
+BASE = "base"
+
+Known = Callable[[dict[str, Any]], tuple[dict[str, Any], list[BadInput]]]
+
+
+@dataclass
+class Layers:
+    """What a file and its bases say together.
+
+    Args:
+        values: section → field → value. origins: ``section.field`` → the file that said it last. problems: what could not be taken.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, Path] = field(default_factory=dict)
+    problems: list[BadInput] = field(default_factory=list)
+
+    def lay(self, values: dict[str, Any], path: Path) -> None:
+        """Lays a file's own values over what is there."""
+        for section, fields in values.items():
+            if not isinstance(fields, dict) or not isinstance(self.values.get(section, {}), dict):
+                self.values[section] = fields  # `shared.config.run_config.parse` refuses it
+                self.origins[section] = path
+                continue
+            known = self.values.setdefault(section, {})
+            for name, value in fields.items():
+                known[name] = _over(known[name], value) if name in known else value
+                self.origins[f"{section}.{name}"] = path
+
+
+def read(path: Path, known: Known) -> Layers:
+    """Reads the file and, under it, its bases.
+
+    Args:
+        known: takes one file's values, and returns those that can stand in it, in the form in which they can be laid over one another, and
+            what is wrong with the others; that is told with the file's name where it is a base.
+
+    Raises ConfigError: no readable TOML, or a base that is not there or leads back to its own file; it names the file.
+    """
+    layers = Layers()
+    _read(path, "CONFIG", str(path), (), layers, known)
+    return layers
+
+
+def _read(path: Path, key: str, given: str, above: tuple[Path, ...], layers: Layers, known: Known) -> None:
+    where = f" (in {above[-1]})" if above else ""
+    try:
+        values = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(key, given, f"no such file; give a TOML run config{where}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(key, given, f"not a readable TOML file: {error}{where}") from None
+    chain = (*above, path)
+    for base in _bases(values.pop(BASE, []), path):
+        target = path.parent / base
+        if target.resolve() in [one.resolve() for one in chain]:
+            circle = " → ".join(str(one) for one in (*chain, target))
+            raise ConfigError(BASE, base, f"a file that does not lead back to itself: {circle}")
+        _read(target, BASE, base, chain, layers, known)
+    taken, problems = known(values)
+    layers.lay(taken, path)
+    where = f" (in {path})" if above else ""
+    layers.problems += [
+        ConfigError(problem.field, problem.value, f"{problem.expected}{where}") if isinstance(problem, ConfigError) else problem
+        for problem in problems
+    ]
+
+
+def _bases(value: Any, path: Path) -> list[str]:
+    bases = value if isinstance(value, list) else [value]
+    if not all(isinstance(base, str) and base for base in bases):
+        raise ConfigError(BASE, value, f"the path of a TOML file, relative to {path.parent}, or a list of such paths")
+    return bases
+
+
+def _over(below: Any, above: Any) -> Any:
+    """A table key by key; a file of prompts as a table (it has a path) is one value."""
+    if not isinstance(below, dict) or not isinstance(above, dict) or "path" in above:
+        return above
+    return {**below, **{key: _over(below[key], value) if key in below else value for key, value in above.items()}}

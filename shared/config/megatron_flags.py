@@ -1,0 +1,332 @@
+"""Megatron's flags as a config holds them: names, kinds of values, and which of them mean nothing here.
+
+The catalogue, ``megatron_flags.json``, is made from Megatron's dataclasses by ``python -m services.trainer.megatron.flag_sorting
+--write``; it lets everything that a person gives be checked without torch. A flag has one name (`Flag.name`) and may have other spellings:
+``--no-rope-fusion`` is ``apply_rope_fusion = false``.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from shared.config import slime_flags
+from shared.runtime import errors
+from shared.runtime.errors import ConfigError
+
+DTYPES = {
+    **dict.fromkeys(("float32", "fp32"), "float32"),
+    **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
+    **dict.fromkeys(("float16", "fp16"), "float16"),
+}
+"""Names of dtypes → torch's."""
+
+UNSET = object()
+"""No fixed value."""
+
+MAX_LIST = 4096
+"""Entries of a list that an expression may make."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag.
+
+    Args:
+        name: with underscores. spellings: other names → what a bare switch of that name sets here; None: takes a value as the name does.
+        kind: switch, int, float, text, dtype, ints, floats, texts, or two of them (``int or ints``). choices: of a text; none: any.
+        optional: whether none is a value. default: what holds where the flag is not given.
+        groups: where it goes: transformer, optimizer, ddp (Megatron's dataclasses) or architecture; none: nowhere, it is refused or says
+            what is so anyway.
+        fixed: the only value it may have here. reason: why it has, or why the flag is refused.
+        engine: whether only Transformer Engine's layers look at it.
+    """
+
+    name: str
+    kind: str
+    default: Any = None
+    optional: bool = False
+    groups: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    spellings: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Any = UNSET
+    reason: str = ""
+    engine: bool = False
+
+    @property
+    def refused(self) -> bool:
+        """Whether no value is taken."""
+        return bool(self.reason) and self.fixed is UNSET
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether several words may follow it."""
+        return self.refused or self.kind.endswith(("ints", "floats", "texts"))
+
+    @property
+    def command_line(self) -> list[str]:
+        """All spellings as a person types them, the name first."""
+        return ["--" + name.replace("_", "-") for name in (self.name, *self.spellings)]
+
+    def typed(self, value: Any) -> Any:
+        """``value``, text of a command line or TOML's, as plain data of the flag's kind. Raises ValueError: what would be right."""
+        if self.refused:
+            raise ValueError(self.reason)
+        plain = None if self.optional and _is_none(value) else _READERS[self.kind](value)
+        if self.choices and plain is not None:
+            for one in plain if isinstance(plain, list) else [plain]:
+                if one not in self.choices:
+                    raise ValueError(f"one of {', '.join(self.choices)}")
+        if self.fixed is not UNSET and plain != self.fixed:
+            raise ValueError(f"leave it out, or give {_shown(self.fixed)}: {self.reason}")
+        return plain
+
+
+@cache
+def _stored() -> dict[str, Any]:
+    stored: dict[str, Any] = json.loads(resources.files("shared.config").joinpath("megatron_flags.json").read_text())
+    return stored
+
+
+def megatron_core() -> str:
+    """The version of megatron-core that the catalogue was made from."""
+    return str(_stored()["megatron_core"])
+
+
+@cache
+def catalogue() -> dict[str, Flag]:
+    """Every flag by name."""
+    rows = _stored()["flags"]
+    return {row["name"]: Flag(**{**row, "groups": tuple(row.get("groups", ())), "choices": tuple(row.get("choices", ()))}) for row in rows}
+
+
+@cache
+def _spelled() -> dict[str, tuple[Flag, Any]]:
+    """Every spelling, ``no_…`` of switches too → the flag, and the value that a bare switch sets (None: no switch)."""
+    found: dict[str, tuple[Flag, Any]] = {}
+    for flag in catalogue().values():
+        names = {flag.name: True if flag.kind == "switch" else None, **flag.spellings}
+        for name, value in names.items():
+            found[name] = (flag, value)
+    for name, (flag, value) in list(found.items()):
+        if value is not None:
+            found.setdefault(f"no_{name}", (flag, not value))
+    return found
+
+
+def find(name: str) -> tuple[Flag, Any] | None:
+    """The flag that a name (with underscores) spells, and what it sets as a bare switch (None: it takes a value)."""
+    return _spelled().get(name)
+
+
+def names() -> list[str]:
+    """Every spelling of a flag that is not refused, with underscores."""
+    return [name for name, (flag, _) in _spelled().items() if not flag.refused]
+
+
+def own_parser() -> bool:
+    """Whether a Megatron-LM checkout is on the path: its parser then knows flags that the catalogue lacks."""
+    try:
+        return importlib.util.find_spec("megatron.training") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def canonical(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
+    """A config's ``[trainer.megatron]``, keys with dashes or underscores in any spelling, as name → plain value.
+
+    Args:
+        own: fields of Myxo's own config, which are given where they belong.
+
+    Raises ConfigError: an unknown or refused flag, a wrong value, two spellings that contradict one another.
+    """
+    result: dict[str, Any] = {}
+    for key, value in given.items():
+        name, place = key.replace("-", "_"), f"trainer.megatron.{key}"
+        if name in own:
+            raise ConfigError(place, value, f"a field of its own: {name}, outside of [trainer.megatron]")
+        known = find(name)
+        if known is None:
+            if not own_parser():
+                raise ConfigError(place, value, f"unknown flag of Megatron's; {near(name)}")
+            typed = value  # Megatron's own parser looks at it when the trainer starts
+        else:
+            flag, bare = known
+            name, typed = flag.name, _typed(place, flag, bare, value)
+        if name in result and result[name] != typed:
+            raise ConfigError(place, value, f"another spelling says {name} = {_shown(result[name])}")
+        result[name] = typed
+    return result
+
+
+def missing_engine(given: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yields which flags, name → value, ask for Transformer Engine where that is not installed."""
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return
+    for name, value in given.items():
+        flag = catalogue().get(name)
+        if name == "transformer_impl" and value == "transformer_engine":
+            yield ConfigError(f"trainer.megatron.{name}", value, "local; Transformer Engine is not installed")
+        elif flag is not None and flag.engine and value != flag.default:
+            yield ConfigError(f"trainer.megatron.{name}", value, "Transformer Engine has it, which is not installed; leave it out")
+
+
+def near(name: str) -> str:
+    """``did you mean …`` for an unknown name; the flags are too many to list."""
+    advice, found = slime_flags.advice(name), errors.near(name, names())
+    return advice or (f"did you mean {found}?" if found else "`myxo flags` lists all")
+
+
+def _typed(place: str, flag: Flag, bare: Any, value: Any) -> Any:
+    try:
+        if flag.kind == "switch" and not flag.refused and not (flag.optional and _is_none(value)):
+            given = _switch(value)
+            value = bare if given else not bare
+        return flag.typed(value)
+    except ValueError as error:
+        raise ConfigError(place, value, str(error)) from None
+
+
+def from_words(spelled: str, flag: Flag, bare: Any, words: list[str]) -> Any:
+    """What the command line says: ``--spelled word …``. Raises ConfigError."""
+    text = " ".join(words)
+    if flag.refused:
+        raise ConfigError(spelled, text, flag.reason)
+    if bare is not None:
+        return _typed(spelled, flag, bare, words[0] if words else True)
+    if not words:
+        raise ConfigError(spelled, "", f"needs a value: {flag.kind}" + (f", one of {', '.join(flag.choices)}" if flag.choices else ""))
+    value: Any = words if flag.takes_several and len(words) > 1 else text
+    return _typed(spelled, flag, bare, value)
+
+
+# --- values
+
+
+def _is_none(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.lower() == "none")
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _switch(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise ValueError("true or false")
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            pass
+    elif isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise ValueError("a whole number")
+
+
+def _float(value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError("a number")
+    return number
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("text")
+    return value
+
+
+def _dtype(value: Any) -> str:
+    name = value.removeprefix("torch.") if isinstance(value, str) else ""
+    if name not in DTYPES:
+        raise ValueError(f"one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _several(one: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
+    def read(value: Any) -> list[Any]:
+        if isinstance(value, str):
+            value = _expression(value) if value.lstrip().startswith(("[", "(")) else value.replace(",", " ").split()
+        if not isinstance(value, list | tuple):
+            value = [value]
+        if not value:
+            raise ValueError("at least one value")
+        return [one(item) for item in value]
+
+    return read
+
+
+def _either(one: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    many = _several(one)
+
+    def read(value: Any) -> Any:
+        if isinstance(value, list | tuple) or (isinstance(value, str) and (value.lstrip().startswith(("[", "(")) or " " in value.strip())):
+            return many(value)
+        return one(value)
+
+    return read
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "switch": _switch,
+    "int": _int,
+    "float": _float,
+    "text": _text,
+    "dtype": _dtype,
+    "ints": _several(_int),
+    "floats": _several(_float),
+    "texts": _several(_text),
+    "int or ints": _either(_int),
+    "float or floats": _either(_float),
+    "text or texts": _either(_text),
+}
+
+
+def _expression(text: str) -> list[Any]:
+    """A list as scripts write it: ``[0]*1+[1]*27``. Raises ValueError."""
+
+    def read(node: ast.AST) -> Any:
+        match node:
+            case ast.Expression(body=body):
+                return read(body)
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                return [read(item) for item in items]
+            case ast.Constant(value=int() | float() | str() as value):
+                return value
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+                return -value
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return _short(read(left), read(right), 1)
+            case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int() as times)):
+                return _short(read(left), [], times)
+        raise ValueError
+
+    def _short(left: Any, right: Any, times: int) -> list[Any]:
+        if not isinstance(left, list) or not isinstance(right, list) or len(left) * times + len(right) > MAX_LIST:
+            raise ValueError
+        return left * times + right
+
+    try:
+        value = read(ast.parse(text.strip(), mode="eval"))
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        value = None
+    if not isinstance(value, list):
+        raise ValueError("a list such as [0]*1+[1]*27")
+    return value

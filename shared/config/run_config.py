@@ -1,0 +1,314 @@
+"""The run's config: a TOML file over its bases (`shared.config.config_layers`), pydantic sections, unknown keys refused with the nearest
+one.
+
+Field names are the flags' names (slime's, and Megatron's where the trainer has them) with underscores; each is unique over all
+sections, so that every field is also a flag (`shared.config.flags`). The resolved config is frozen in the bus when the run is created;
+services read it from there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import ValidationError, model_validator
+
+from shared.config import config_layers, megatron_flags, slime_flags
+from shared.config.algorithm import AlgorithmSection
+from shared.config.sections import (
+    BusSection,
+    DataSection,
+    EvalSection,
+    ModelSection,
+    MonitoringSection,
+    RewardSection,
+    RolloutSection,
+    RunSection,
+    Section,
+    SftSection,
+    StoreSection,
+    TrainerSection,
+)
+from shared.config.weights_section import WeightsSection
+from shared.data import data_files
+from shared.hub import hub_names
+from shared.runtime.errors import BadInput, ConfigError, nearest, problems_of, raise_problems
+
+MODEL_FIELDS = ("hf_checkpoint", "critic_load")
+"""Fields that hold the path of a model, or its name on the hub."""
+
+
+class Misfits(ValueError):
+    """Fields that do not go together. ``problems``: each ``section.field: what is wrong``."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("; ".join(problems))
+
+
+class RunConfig(Section):
+    """Everything a run is, section by section."""
+
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    rollout: RolloutSection
+    reward: RewardSection = RewardSection()
+    eval: EvalSection = EvalSection()
+    trainer: TrainerSection = TrainerSection()
+    sft: SftSection = SftSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    weights: WeightsSection = WeightsSection()
+    monitoring: MonitoringSection = MonitoringSection()
+    bus: BusSection = BusSection()
+    store: StoreSection = StoreSection()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if problems := [*self._sizes(), *self._shared_gpus()]:
+            raise Misfits(problems)
+        return self
+
+    def _sizes(self) -> Iterator[str]:
+        """Yields which sizes do not go together, each as ``section.field: what is wrong``."""
+        ranks, trainer = self.trainer.actor_num_gpus_per_node, self.trainer
+        sizes = trainer.tensor_model_parallel_size, trainer.pipeline_model_parallel_size, trainer.context_parallel_size
+        replica = math.prod(sizes)
+        if ranks % replica:
+            field, product = "trainer.tensor_model_parallel_size", str(replica)
+            if replica != sizes[0]:
+                field += " x pipeline_model_parallel_size x context_parallel_size"
+                product = " x ".join(map(str, sizes)) + f" = {replica}"
+            yield f"{field}: {product} does not divide the {ranks} trainer ranks"
+        groups, n, steps = self.rollout.rollout_batch_size, self.rollout.n_samples_per_prompt, self.trainer.num_steps_per_rollout
+        samples, size = groups * n, self.trainer.global_batch_size
+        if size is not None and samples != size * steps:
+            yield (
+                f"trainer.global_batch_size: rollout_batch_size x n_samples_per_prompt = {groups} x {n} = {samples} samples are not "
+                f"global_batch_size x num_steps_per_rollout = {size} x {steps} = {size * steps}"
+            )
+        if ranks % replica == 0 and samples % (steps * (ranks // replica)):
+            yield (
+                f"trainer.num_steps_per_rollout: rollout_batch_size x n_samples_per_prompt = {samples} samples do not divide "
+                f"into {steps} optimizer steps over {ranks // replica} data-parallel ranks"
+            )
+        if self.algorithm.advantage_estimator in ("grpo", "gspo", "cispo") and n < 2:
+            yield f"rollout.n_samples_per_prompt: {self.algorithm.advantage_estimator} compares the samples of a group; use at least 2"
+
+    def _shared_gpus(self) -> Iterator[str]:
+        """Yields what is asked of colocated services and does not go together."""
+        trainer, rollout = self.trainer, self.rollout
+        if not trainer.colocate:
+            for field in ("offload_train", "offload_rollout"):
+                if getattr(trainer, field):
+                    yield f"trainer.{field}: belongs to colocate = true: only what shares a GPU has to make room on it"
+            return
+        if "auto" not in (trainer.train_device, rollout.rollout_device) and trainer.train_device != rollout.rollout_device:
+            yield (
+                f"rollout.rollout_device: {rollout.rollout_device}, but train_device is {trainer.train_device}; colocated services "
+                "compute on the same devices"
+            )
+        if self.weights.update_weight_transport == "disk":
+            yield "weights.update_weight_transport: disk, but colocated engines share the trainer's memory; leave it at nccl"
+        if self.weights.join_from in ("peer", "disk"):
+            yield (
+                f"weights.join_from: {self.weights.join_from}, but colocated engines get all weights from the trainer, at the end of its "
+                "turn; use auto or trainer"
+            )
+        engines, ranks = rollout.rollout_replicas * rollout.rollout_num_gpus_per_engine, trainer.actor_num_gpus_per_node
+        if engines > ranks:
+            yield (
+                f"rollout.rollout_replicas: {rollout.rollout_replicas} engines of {rollout.rollout_num_gpus_per_engine} GPUs do not fit on "
+                f"the trainer's {ranks} (actor_num_gpus_per_node), which colocate makes them share"
+            )
+
+    def absolute(self, base: Path) -> RunConfig:
+        """The same config with every path absolute, relative ones taken from ``base``; models that are none become names on the hub."""
+        sections = {}
+        for section in type(self).model_fields:
+            value: Section = getattr(self, section)
+            paths = {
+                field: hub_names.model_path(item, base) if field in MODEL_FIELDS and item is not None else data_files.absolute(item, base)
+                for field, item in value
+            }
+            sections[section] = value.model_copy(update=paths)
+        return self.model_copy(update=sections)
+
+
+def parse(values: dict[str, Any]) -> RunConfig:
+    """Builds the config from nested plain values. Raises ConfigError: field, value, and what would be right; Problems of several."""
+    known, problems = _known(values)
+    try:
+        config = RunConfig.model_validate(known)
+    except ValidationError as error:
+        problems += _unless_told(_config_errors(error, values), problems)
+        problems += _misfits_of_others(known, error, values)
+    raise_problems(problems)
+    return config
+
+
+def _misfits_of_others(known: dict[str, Any], refused: ValidationError, values: dict[str, Any]) -> list[BadInput]:
+    """Returns which of the fields that were not refused do not go together: pydantic looks at that only once all are valid."""
+    fields = {(str(error["loc"][0]), str(error["loc"][1])) for error in refused.errors() if len(error["loc"]) > 1}
+    others = {section: {name: value for name, value in given.items() if (section, name) not in fields} for section, given in known.items()}
+    try:
+        RunConfig.model_validate(others)
+    except ValidationError as error:
+        if isinstance(error.errors()[0].get("ctx", {}).get("error"), Misfits) and fields:
+            found = _config_errors(error, values)
+            return [problem for problem in found if not any(name in str(problem) for _, name in fields)]
+    return []
+
+
+def load(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> RunConfig:
+    """Returns the config that `read` finds. Raises ConfigError for what is wrong with it, or Problems of several."""
+    config, problems = read(path, overrides)
+    raise_problems(problems)
+    assert config is not None  # or there was a problem
+    return config
+
+
+def read(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> tuple[RunConfig | None, list[BadInput]]:
+    """Reads a TOML file over its bases, lays ``overrides`` (section → field → value) over it, makes paths absolute from here.
+
+    Returns the config and a ConfigError for each thing that is wrong; a config all the same where nothing is wrong but names of sections,
+    keys and flags that there are not. Raises ConfigError for a file that cannot be read.
+    """
+    layers = config_layers.read(path, _known)
+    values = layers.values
+    for section, fields in (overrides or {}).items():
+        existing = values.setdefault(section, {})
+        if not isinstance(existing, dict):
+            continue  # `parse` refuses it
+        for field, value in fields.items():
+            layers.origins.pop(f"{section}.{field}", None)
+            if isinstance(value, dict) and isinstance(existing.get(field), dict):
+                existing[field].update(value)
+            else:
+                existing[field] = value
+    problems = layers.problems
+    try:
+        return parse(values).absolute(Path.cwd()), problems
+    except BadInput as error:
+        return None, problems + [_with_origin(problem, layers, path) for problem in _unless_told(problems_of(error), problems)]
+
+
+def _unless_told(found: Iterable[BadInput], told: list[BadInput]) -> list[BadInput]:
+    """Leaves out what follows from a problem that was told: a section that is no table is missing, and so is a field that was misspelt."""
+    refused = [problem for problem in told if isinstance(problem, ConfigError)]
+    fields, hints = {problem.field for problem in refused}, {problem.expected.rpartition("did you mean ")[2] for problem in refused}
+
+    def follows(problem: BadInput) -> bool:
+        if not isinstance(problem, ConfigError):
+            return False
+        section, _, name = problem.field.rpartition(".")
+        return problem.field in fields or section in fields or f"{name}?" in hints
+
+    return [problem for problem in found if not follows(problem)]
+
+
+def _with_origin(problem: BadInput, layers: config_layers.Layers, path: Path) -> BadInput:
+    """The same problem, naming the file that it comes from where that is a base of the config at ``path``."""
+    if not isinstance(problem, ConfigError):
+        return problem
+    origin = layers.origins.get(".".join(problem.field.split(".")[:2]), path)
+    return problem if origin == path else ConfigError(problem.field, problem.value, f"{problem.expected} (in {origin})")
+
+
+def field_sections() -> dict[str, str]:
+    """Every field's name → its section. Names are unique over sections (a test holds that)."""
+    owners: dict[str, str] = {}
+    for section, info in RunConfig.model_fields.items():
+        model = info.annotation
+        assert isinstance(model, type) and issubclass(model, Section)
+        for field in model.model_fields:
+            owners.setdefault(field, section)
+    return owners
+
+
+def section_model(section: str) -> type[Section]:
+    """The model class of a section."""
+    model = RunConfig.model_fields[section].annotation
+    assert isinstance(model, type) and issubclass(model, Section)
+    return model
+
+
+def changes(old: RunConfig, new: RunConfig) -> list[str]:
+    """Fields that differ and may not change on resume, as ``section.field: old → new``."""
+    found = []
+    for section in RunConfig.model_fields:
+        before, after = getattr(old, section), getattr(new, section)
+        for field, info in section_model(section).model_fields.items():
+            extra = info.json_schema_extra
+            if isinstance(extra, dict) and extra.get("mutable"):
+                continue
+            if getattr(before, field) != getattr(after, field):
+                found.append(f"{section}.{field}: {getattr(before, field)!r} → {getattr(after, field)!r}")
+    return found
+
+
+def _without_secrets(value: Any) -> Any:
+    """A value as errors show it: URLs without their credentials."""
+    if isinstance(value, dict):
+        return {key: _without_secrets(item) for key, item in value.items()}
+    return re.sub(r"://.*@", "://", value) if isinstance(value, str) else value
+
+
+def _known(values: dict[str, Any]) -> tuple[dict[str, Any], list[BadInput]]:
+    """Returns the values that there are fields for, Megatron's flags under their names, and what is wrong with the others."""
+    known, problems = _known_fields(values)
+    trainer = known.get("trainer", {})
+    if isinstance(trainer, dict) and isinstance(trainer.get("megatron"), dict):
+        try:
+            known = {**known, "trainer": {**trainer, "megatron": megatron_flags.canonical(trainer["megatron"], field_sections())}}
+        except ConfigError as error:
+            problems.append(error)
+            known = {**known, "trainer": {key: value for key, value in trainer.items() if key != "megatron"}}
+    return known, problems
+
+
+def _known_fields(values: dict[str, Any]) -> tuple[dict[str, Any], list[BadInput]]:
+    """Returns the fields that there are, and a ConfigError for each section and key that there is not."""
+    sections, owners = list(RunConfig.model_fields), field_sections()
+    known: dict[str, Any] = {}
+    problems: list[BadInput] = []
+    for section, fields in values.items():
+        if section not in sections:
+            elsewhere = f"belongs into the section [{owners[section]}]" if section in owners else None
+            shown = "…" if isinstance(fields, dict) and elsewhere is None else fields
+            problems.append(ConfigError(section, shown, elsewhere or f"unknown section; {nearest(section, sections)}"))
+        elif not isinstance(fields, dict):
+            problems.append(ConfigError(section, fields, f"expected a section [{section}] with fields"))
+        else:
+            valid = list(section_model(section).model_fields)
+            known[section] = {field: value for field, value in fields.items() if field in valid}
+            for field in (field for field in fields if field not in valid):
+                advice = slime_flags.advice(field) or f"unknown key; {nearest(field, valid)}"
+                expected = f"unknown key here; it belongs into the section [{owners[field]}]" if field in owners else advice
+                problems.append(ConfigError(f"{section}.{field}", fields[field], expected))
+    return known, problems
+
+
+def _config_errors(error: ValidationError, values: dict[str, Any]) -> Iterator[ConfigError]:
+    """Yields what pydantic refused, each under its field."""
+    for found in error.errors():
+        reason = found.get("ctx", {}).get("error")
+        for message in reason.problems if isinstance(reason, Misfits) else [found["msg"].removeprefix("Value error, ")]:
+            yield _config_error(found["type"], [str(part) for part in found["loc"]], message, values)
+
+
+def _config_error(kind: str, location: list[str], message: str, values: dict[str, Any]) -> ConfigError:
+    if kind == "value_error" and ": " in message:  # a validator over several fields names its own
+        field, message = message.split(": ", 1)
+        location = field.split(".")
+    value: Any = values
+    for part in location:
+        value = value.get(part) if isinstance(value, dict) else None
+    if kind == "missing":
+        model = section_model(location[0]) if len(location) > 1 else None
+        description = model.model_fields[location[1]].description if model and location[1] in model.model_fields else "a section"
+        return ConfigError(".".join(location), None, f"required: {description}")
+    return ConfigError(".".join(location), _without_secrets(value), message[0].lower() + message[1:])

@@ -1,0 +1,434 @@
+"""The sections of a run's config (`shared.config.run_config`), each field with its default, bounds and meaning."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+
+from shared.bus.subjects import RUN_ID
+from shared.data import data_files
+from shared.data.data_files import DataFile
+from shared.environment import environment_url
+from shared.hub import hub_names
+from shared.runtime.errors import nearest
+
+MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}
+"""Marks fields that may change when a run is resumed."""
+
+
+PlainValues = PlainSerializer(data_files.plain_values, return_type=str | list[str] | None)
+"""Files as JSON and TOML hold them."""
+
+HOOK = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+"""A function of the user's own: ``package.module:function``."""
+
+LARGEST_SEED = 2**31 - 1
+"""Random generators take 32 bits, and replicas and ranks count on from a seed."""
+
+VERIFIERS = ("math", "exact")
+"""Environments that come with the reward service."""
+
+REMOTE = "remote_rm"
+"""The environment of ``rm_url``."""
+
+CUSTOM = "custom_rm"
+"""The environment of ``custom_rm_path``."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """Name and place of the run."""
+
+    name: str = Field(description="the run's id: lower-case letters, digits, '-' and '_'")
+    dir: Path = Field(default=Path("runs"), description="where runs keep their files; this run's lie in DIR/NAME")
+    buffer_replicas: int = Field(default=1, gt=0, description="buffers that `myxo up` starts: one works, the others stand by", **MUTABLE)
+
+    @model_validator(mode="after")
+    def _name_fits(self) -> Self:
+        if not RUN_ID.match(self.name):
+            raise ValueError("run.name: use 1 to 63 lower-case letters, digits, '-' and '_', starting with a letter or digit")
+        return self
+
+    @property
+    def root(self) -> Path:
+        """The run's own directory."""
+        return self.dir / self.name
+
+
+class ModelSection(Section):
+    """The policy."""
+
+    hf_checkpoint: Annotated[Path, AfterValidator(hub_names.checked_model)] = Field(
+        description="the initial policy: a directory with config.json, safetensors and tokenizer.json, or a name on the Hugging Face hub, "
+        "ORG/NAME or ORG/NAME@REVISION"
+    )
+
+
+class DataSection(Section):
+    """Prompts and how they are read."""
+
+    prompt_data: Annotated[
+        Path | list[DataFile] | None, PlainValidator(data_files.validator("data.prompt_data", weights=True)), PlainValues
+    ] = Field(
+        default=None,
+        description="JSONL or Parquet files of prompts: PATH, PATH@[start:stop] for a part of its rows, PATH@[start:stop]*WEIGHT to draw "
+        "from it more or less often; hf:ORG/NAME:SPLIT in the place of PATH is a split of a data set on the Hugging Face hub; needed "
+        "unless data_source is given",
+    )
+    data_source: str | None = Field(default=None, pattern=HOOK, description="package.module:function that makes a source of prompts")
+    input_key: str = Field(default="prompt", description="key of the prompt: text, or a list of chat messages")
+    label_key: str | None = Field(default="label", description="key of the reference answer")
+    metadata_key: str = Field(default="metadata", description="key of an object handed on to the environment")
+    tool_key: str = Field(default="tools", description="key of a list of tools, handed to the chat template; a prompt may have none")
+    apply_chat_template: bool = Field(default=False, description="render the prompt through the model's chat template")
+    apply_chat_template_kwargs: dict[str, Any] = Field(default={}, description="extra variables for the chat template")
+    overlong_prompts: Literal["refuse", "filter"] = Field(
+        default="refuse", description="prompts over rollout_max_prompt_len: refuse the run, or leave them out and count them"
+    )
+    bad_prompts: Literal["refuse", "skip"] = Field(
+        default="refuse", description="lines that are no prompt: refuse the run, or leave them out and count them"
+    )
+    rollout_shuffle: bool = Field(default=False, description="shuffle each epoch with rollout_seed + epoch")
+    rollout_seed: int = Field(default=42, ge=0, le=LARGEST_SEED, description="seed of the prompt order and of the engines")
+
+    @model_validator(mode="after")
+    def _has_prompts(self) -> Self:
+        if self.prompt_data is None and self.data_source is None:
+            raise ValueError(f"data.prompt_data: required: {type(self).model_fields['prompt_data'].description}")
+        return self
+
+
+class RolloutSection(Section):
+    """Generation, and how far it may run ahead of training."""
+
+    num_rollout: int = Field(gt=0, description="training steps (one rollout batch each)", **MUTABLE)
+    rollout_batch_size: int = Field(gt=0, description="prompts (groups) a step")
+    n_samples_per_prompt: int = Field(default=1, gt=0, description="samples a group")
+    max_staleness: int = Field(default=1, ge=0, description="bound on version trained - oldest trained token's version; 0 = synchronous")
+    staleness_policy: Literal["drop", "requeue", "continue", "mask"] = Field(
+        default="drop",
+        description="groups over the bound: drop them for new prompts, generate them anew, go on with them under the new version, "
+        "or train them without their stale tokens",
+    )
+    rollout_order: Literal["completion", "windowed_fifo", "fifo"] = Field(
+        default="completion", description="which groups a batch takes: those that ended first, or those admitted first"
+    )
+    rollout_window: int | None = Field(default=None, gt=0, description="groups that windowed_fifo looks ahead; default: two batches")
+    over_sampling_batch_size: int | None = Field(
+        default=None, gt=0, description="groups that are under way for a batch, at least rollout_batch_size; default: as many as it"
+    )
+    max_dead_in_a_row: int | None = Field(
+        default=None, ge=0, description="dead groups in a row that end the run; 0: none do; default: four batches, at least 32", **MUTABLE
+    )
+    dynamic_sampling_filter_path: str | None = Field(
+        default=None,
+        pattern=rf"^nonzero_std$|{HOOK}",
+        description="keeps or drops a scored group: nonzero_std (rewards that are not all equal) or package.module:function",
+    )
+    rollout_sample_filter_path: str | None = Field(
+        default=None, pattern=HOOK, description="package.module:function that takes samples of a scored group out of the loss"
+    )
+    rollout_all_samples_process_path: str | None = Field(
+        default=None, pattern=HOOK, description="package.module:function that sees every scored group, kept or not"
+    )
+    buffer_filter_path: str | None = Field(
+        default=None, pattern=HOOK, description="package.module:function that chooses a batch's groups among those that are ready"
+    )
+    custom_generate_function_path: str | None = Field(
+        default=None, pattern=HOOK, description="package.module:async function that generates one sample, or several out of one rollout"
+    )
+    rollout_temperature: float = Field(default=1.0, ge=0, description="sampling temperature; the trainer divides logits by it too")
+    rollout_top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling")
+    rollout_top_k: int = Field(default=-1, ge=-1, description="top-k sampling; -1 = off")
+    rollout_max_prompt_len: int | None = Field(default=None, gt=0, description="tokens of a prompt; longer ones: see overlong_prompts")
+    rollout_max_response_len: int = Field(default=1024, gt=0, description="tokens generated at most")
+    rollout_stop: list[str] = Field(default=[], description="stop strings")
+    rollout_stop_token_ids: list[int] = Field(default=[], description="stop token ids")
+    rollout_replicas: int = Field(default=1, gt=0, description="rollout services that `myxo up` starts", **MUTABLE)
+    rollout_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the engine runs")
+    rollout_num_gpus_per_engine: int = Field(default=1, gt=0, le=8, description="GPUs of an engine (its tensor parallel size)")
+    rollout_concurrency: int = Field(default=64, gt=0, description="groups a replica generates at once", **MUTABLE)
+    in_flight_on_push: Literal["in_place", "retract", "abort"] = Field(
+        default="in_place", description="what running generations do across a weight push: keep their KV, recompute it, or stop and resume"
+    )
+    engine_start_timeout: float = Field(default=600, gt=0, description="seconds for an engine to answer its first request", **MUTABLE)
+    generate_timeout: float = Field(default=600, gt=0, description="seconds for one group's generation", **MUTABLE)
+    sglang: dict[str, Any] = Field(default={}, description="SGLang's own flags without their dashes, passed through verbatim")
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.rollout_top_k == 0:
+            raise ValueError("rollout.rollout_top_k: at least 1, or -1 for all tokens")
+        batch, surplus, window = self.rollout_batch_size, self.over_sampling_batch_size, self.rollout_window
+        if surplus is not None and surplus < batch:
+            raise ValueError(f"rollout.over_sampling_batch_size: {surplus} groups do not fill a batch; rollout_batch_size = {batch}")
+        if window is not None and self.rollout_order != "windowed_fifo":
+            raise ValueError(f"rollout.rollout_window: belongs to rollout_order = windowed_fifo, not to {self.rollout_order}")
+        if window is not None and window < batch:
+            raise ValueError(f"rollout.rollout_window: {window} groups do not fill a batch; rollout_batch_size = {batch}")
+        return self
+
+
+class RewardSection(Section):
+    """Scoring."""
+
+    rm_type: str = Field(
+        default="math",
+        description="what scores: math (math-verify), exact (match), remote_rm (the environment at rm_url) or a name of environments; "
+        "a prompt's metadata.rm_type overrides it",
+    )
+    custom_rm_path: str | None = Field(
+        default=None,
+        pattern=HOOK,
+        description="package.module:function that scores a sample, in place of rm_type and of every other environment",
+    )
+    group_rm: bool = Field(default=False, description="custom_rm_path takes a whole group at once")
+    reward_key: str | None = Field(default=None, description="which of several named rewards counts; default: the environment's reward")
+    rm_url: str | None = Field(default=None, description="the environment of remote_rm: http://host:port or nats:NAME", **MUTABLE)
+    environments: dict[str, str] = Field(default={}, description="more environments: name = http://host:port or nats:NAME", **MUTABLE)
+    environment_concurrency: int = Field(
+        default=16,
+        gt=0,
+        description="groups in the hands of an external environment, or of an async custom_rm_path, at once, for each reward service",
+        **MUTABLE,
+    )
+    reward_timeout: float = Field(default=30, gt=0, description="seconds for scoring one group", **MUTABLE)
+    reward_workers: int = Field(default=1, gt=0, description="processes of each verifier and of hooks in a reward service", **MUTABLE)
+    reward_replicas: int = Field(default=1, gt=0, description="reward services that `myxo up` starts", **MUTABLE)
+
+    @model_validator(mode="after")
+    def _environments_fit(self) -> Self:
+        if self.group_rm and self.custom_rm_path is None:
+            raise ValueError("reward.group_rm: needs custom_rm_path, the function that takes a whole group")
+        for name, url in self.environments.items():
+            if not environment_url.NAME.match(name):
+                raise ValueError(f"reward.environments: the name {name!r}: use 1 to 63 letters, digits, '-' and '_'")
+            if name in (*VERIFIERS, REMOTE, CUSTOM):
+                taken = f"{', '.join(VERIFIERS)}, {REMOTE} and {CUSTOM}"
+                raise ValueError(f"reward.environments: the name {name!r} is taken; {taken} are there already")
+            _check_url(f"reward.environments.{name}", url)
+        if self.rm_url is not None:
+            _check_url("reward.rm_url", self.rm_url)
+        elif self.rm_type == REMOTE and self.custom_rm_path is None:
+            raise ValueError(f"reward.rm_url: required with rm_type = {REMOTE}: {environment_url.EXPECTED}")
+        if self.custom_rm_path is None and self.rm_type not in self.environment_names():
+            raise ValueError(f"reward.rm_type: no such verifier or environment; {nearest(self.rm_type, self.environment_names())}")
+        return self
+
+    @property
+    def external(self) -> dict[str, str]:
+        """The environments outside of Myxo: name → URL; none where ``custom_rm_path`` takes the place of all."""
+        if self.custom_rm_path is not None:
+            return {}
+        return {**({} if self.rm_url is None else {REMOTE: self.rm_url}), **self.environments}
+
+    def environment_names(self) -> list[str]:
+        """Every environment that a prompt of this run may name, built in or not; each has a queue of its own."""
+        return sorted({*VERIFIERS, *self.external}) if self.custom_rm_path is None else [CUSTOM]
+
+    def environment_of(self, named: str | None) -> str:
+        """What scores a prompt that names an environment, or none."""
+        if self.custom_rm_path is not None:
+            return CUSTOM
+        return self.rm_type if named is None else named
+
+
+class EvalSection(Section):
+    """Held-out prompts, generated and scored as a task class of their own."""
+
+    eval_prompt_data: Annotated[
+        Path | list[DataFile] | None, PlainValidator(data_files.validator("eval.eval_prompt_data", weights=False)), PlainValues
+    ] = Field(default=None, description="JSONL or Parquet files of held-out prompts, or parts PATH@[start:stop] of them; keys as in [data]")
+    eval_name: str = Field(default="heldout", pattern=r"^[A-Za-z0-9_-]+$", description="name of the dataset in metrics and group ids")
+    eval_interval: int | None = Field(default=None, gt=0, description="steps between evaluations, besides first and last", **MUTABLE)
+    skip_eval_before_train: bool = Field(default=False, description="do not evaluate the initial weights")
+    n_samples_per_eval_prompt: int = Field(default=1, gt=0, description="samples a held-out prompt")
+    eval_temperature: float | None = Field(default=None, ge=0, description="sampling temperature; default: the rollout's")
+    eval_max_response_len: int | None = Field(default=None, gt=0, description="tokens; default: the rollout's")
+
+    @model_validator(mode="after")
+    def _has_prompts(self) -> Self:
+        if self.eval_interval is not None and self.eval_prompt_data is None:
+            raise ValueError("eval.eval_interval: needs eval_prompt_data, the prompts to evaluate on")
+        return self
+
+
+class TrainerSection(Section):
+    """Megatron-Core: layout, batches, optimizer, checkpoints."""
+
+    actor_num_gpus_per_node: int = Field(default=1, ge=1, le=8, description="trainer ranks on this node (processes on a CPU)")
+    critic_num_gpus_per_node: int | None = Field(default=None, ge=1, le=8, description="the critic's ranks (ppo); default: the actor's")
+    critic_lr: float | None = Field(default=None, gt=0, description="the critic's learning rate; default: lr")
+    critic_load: Annotated[Path | None, AfterValidator(hub_names.checked_model)] = Field(
+        default=None, description="HF checkpoint that the critic starts from, named as hf_checkpoint; default: that"
+    )
+    tensor_model_parallel_size: int = Field(default=1, ge=1, description="tensor parallel size")
+    pipeline_model_parallel_size: int = Field(default=1, ge=1, description="pipeline stages")
+    virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1, description="model chunks of each pipeline stage")
+    context_parallel_size: int = Field(default=1, ge=1, description="ranks that share each sequence")
+    expert_model_parallel_size: int = Field(default=1, ge=1, description="ranks that share the experts of a layer")
+    expert_tensor_parallel_size: int | None = Field(
+        default=None, ge=1, description="ranks that share each expert's matrices; default: 1 with expert parallelism, else the tensor's"
+    )
+    sequence_parallel: bool = Field(default=False, description="sequence parallelism inside the tensor-parallel group")
+    use_distributed_optimizer: bool = Field(default=True, description="shard the optimizer over data-parallel ranks")
+    recompute: bool = Field(default=False, description="recompute every layer in the backward pass; short for full, uniform, 1")
+    recompute_granularity: Literal["full", "selective"] | None = Field(default=None, description="recompute whole layers, or modules")
+    recompute_method: Literal["uniform", "block"] | None = Field(default=None, description="full: every layer, or a stage's first ones")
+    recompute_num_layers: int | None = Field(default=None, gt=0, description="full: layers of a unit (uniform), of a stage (block)")
+    recompute_modules: list[str] = Field(default=[], description="selective: core_attn, mlp, moe, shared_experts, mla_up_proj, ...")
+    deterministic: bool = Field(default=False, description="the same bits in every run, at a price on GPUs")
+    train_dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="parameter type in training")
+    max_tokens_per_gpu: int = Field(default=8192, gt=0, description="tokens of a packed micro-batch")
+    num_steps_per_rollout: int = Field(default=1, gt=0, description="optimizer steps over one rollout batch")
+    global_batch_size: int | None = Field(
+        default=None, gt=0, description="samples of an optimizer step; default: what rollout_batch_size, samples and steps make it"
+    )
+    lr: float = Field(default=1e-6, gt=0, description="learning rate")
+    min_lr: float = Field(default=0.0, ge=0, description="floor of the decay")
+    lr_warmup_iters: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(default="constant", description="learning rate decay over the run")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Adam β1")
+    adam_beta2: float = Field(default=0.98, ge=0, lt=1, description="Adam β2")
+    adam_eps: float = Field(default=1e-8, gt=0, description="Adam ε")
+    clip_grad: float = Field(default=1.0, ge=0, description="gradient norm clip; 0 = off")
+    only_train_params_name_list: list[str] = Field(
+        default=[],
+        description="regular expressions: the actor's parameters in whose Megatron names (decoder.layers.7.mlp.linear_fc1.weight) none is "
+        "found are frozen",
+    )
+    freeze_params_name_list: list[str] = Field(
+        default=[], description="regular expressions: the actor's parameters in whose Megatron names one is found are frozen"
+    )
+    lora_rank: int | None = Field(
+        default=None, gt=0, description="rank of low-rank adapters (LoRA), which then are all of the actor that trains; default: none"
+    )
+    lora_alpha: float = Field(default=16, gt=0, description="adapters are scaled by lora_alpha / lora_rank")
+    target_modules: list[str] = Field(
+        default=["all-linear"], min_length=1, description="matrices with adapters, by PEFT's names (q_proj, ..., down_proj), or all-linear"
+    )
+    seed: int = Field(default=1234, ge=0, le=LARGEST_SEED, description="the trainer's random seed")
+    save_interval: int = Field(default=20, gt=0, description="steps between checkpoints", **MUTABLE)
+    async_save: bool = Field(default=True, description="write checkpoints while the next steps train", **MUTABLE)
+    keep_checkpoints: int = Field(default=2, gt=0, description="checkpoints kept", **MUTABLE)
+    save_hf: bool = Field(default=True, description="write the final policy as HF safetensors", **MUTABLE)
+    batch_timeout: float = Field(default=1800, gt=0, description="seconds the trainer waits for a batch", **MUTABLE)
+    collective_timeout: float = Field(default=600, gt=0, description="seconds for a collective among trainer ranks", **MUTABLE)
+    train_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the trainer runs")
+    colocate: bool = Field(default=False, description="trainer and engines share the trainer's GPUs and compute in turns", **MUTABLE)
+    offload_train: bool | None = Field(
+        default=None,
+        description="colocated: while engines generate, weights and optimizer lie in host memory; default: on CUDA yes, on a CPU no",
+        **MUTABLE,
+    )
+    offload_rollout: bool | None = Field(
+        default=None,
+        description="colocated: while the trainer computes, engines give their GPU memory back; default: on CUDA; a CPU has none to give",
+        **MUTABLE,
+    )
+    torch_threads: int | None = Field(default=None, gt=0, description="CPU threads of a trainer rank", **MUTABLE)
+    megatron: dict[str, Any] = Field(
+        default={}, description="Megatron's own flags, as moe_router_dtype = 'fp32'; `myxo flags` lists them, see docs/megatron-flags.md"
+    )
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> Self:
+        for field in ("only_train_params_name_list", "freeze_params_name_list"):
+            if getattr(self, field) and self.lora_rank is not None:
+                raise ValueError(f"trainer.{field}: none beside lora_rank, which trains adapters and nothing else")
+            for pattern in getattr(self, field):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ValueError(f"trainer.{field}: {pattern!r} is no regular expression ({error})") from None
+        return self
+
+    def ranks(self, role: str) -> int:
+        """Processes of a role of the trainer: actor or critic."""
+        return self.actor_num_gpus_per_node if role == "actor" else self.critic_num_gpus_per_node or self.actor_num_gpus_per_node
+
+
+class SftSection(Section):
+    """Supervised warm start before the first rollout."""
+
+    sft_data: Annotated[Path | list[DataFile] | None, PlainValidator(data_files.validator("sft.sft_data", weights=False)), PlainValues] = (
+        Field(default=None, description="files of demonstrations, named as in eval_prompt_data; none = no warm start")
+    )
+    sft_prompt_key: str = Field(default="prompt", description="key of the prompt, as in [data]")
+    sft_response_key: str = Field(default="response", description="key of the demonstrated response (text)")
+    sft_messages_key: str = Field(
+        default="messages", description="key of a chat, in place of prompt and response: the assistant's turns are trained"
+    )
+    sft_steps: int = Field(default=100, gt=0, description="optimizer steps")
+    sft_batch_size: int = Field(default=64, gt=0, description="demonstrations a step")
+    sft_lr: float = Field(default=1e-5, gt=0, description="peak learning rate")
+    sft_warmup_iters: int = Field(default=0, ge=0, description="steps of linear warm-up")
+    sft_lr_decay_style: Literal["constant", "linear", "cosine"] = Field(default="constant", description="decay over sft_steps")
+
+
+class MonitoringSection(Section):
+    """What is measured, and where it goes besides TensorBoard and Prometheus."""
+
+    log_passrate: bool = Field(default=False, description="passrate/pass@k of each batch, for k = 1, 2, 4, ...", **MUTABLE)
+    passrate_threshold: float = Field(default=1.0, description="a sample passes with a reward of at least this", **MUTABLE)
+    use_wandb: bool = Field(default=False, description="write to W&B, too; needs the extra wandb", **MUTABLE)
+    wandb_project: str = Field(default="myxo", min_length=1, description="W&B project", **MUTABLE)
+    wandb_group: str | None = Field(default=None, description="W&B group; default: the run's name", **MUTABLE)
+    wandb_team: str | None = Field(default=None, description="W&B team; default: your own", **MUTABLE)
+    wandb_mode: Literal["online", "offline"] = Field(
+        default="online", description="send at once, by WANDB_API_KEY in the trainer's environment, or write files to sync", **MUTABLE
+    )
+    wandb_dir: Path | None = Field(default=None, description="where W&B's files lie; default: the run's directory", **MUTABLE)
+    wandb_host: str | None = Field(default=None, description="URL of a W&B server of your own", **MUTABLE)
+    logprob_alarm: float = Field(
+        default=0.1, gt=0, description="mean difference of engine's and trainer's log-probs at equal versions that is warned of", **MUTABLE
+    )
+    keep_rollouts: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="share of the training groups whose prompts and responses the buffer writes to rollouts/ in the run's directory, "
+        "besides all held-out ones; 0 = nothing is kept",
+        **MUTABLE,
+    )
+    keep_rollouts_bytes: int = Field(default=2**31, ge=2**20, description="of rollouts/; beyond it the oldest files are removed", **MUTABLE)
+    keep_rollouts_tokens: bool = Field(
+        default=False, description="keep token ids, masks and log-probs there, too: about 20 bytes a token more", **MUTABLE
+    )
+    save_debug_rollout_data: str | None = Field(
+        default=None, description="path with {rollout_id}: each batch as `myxo replay` trains it again", **MUTABLE
+    )
+    save_debug_train_data: str | None = Field(
+        default=None, description="path with {rollout_id} and {rank}: every tensor that a rank's steps read, as safetensors", **MUTABLE
+    )
+
+
+class BusSection(Section):
+    """Delivery policy of the run's queues."""
+
+    ack_wait: float = Field(default=30, gt=0, description="seconds before unextended work goes to somebody else")
+    max_deliver: int = Field(default=3, gt=0, description="deliveries before a message is declared dead")
+    max_ack_pending: int = Field(default=8192, gt=0, description="messages in workers' hands at once")
+    max_queued: int = Field(default=1_000_000, gt=0, description="messages a queue holds before publishers wait")
+    replicas: int = Field(default=1, ge=1, le=5, description="copies of each stream in a NATS cluster")
+
+
+class StoreSection(Section):
+    """Payload storage."""
+
+    blob_bytes: int = Field(default=262144, gt=0, description="a group's samples are split over blobs of about this size")
+    appendfsync: Literal["always", "everysec", "no"] = Field(default="everysec", description="durability of the embedded Valkey's log")
+
+
+def _check_url(field: str, url: str) -> None:
+    try:
+        environment_url.parse(url)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from None

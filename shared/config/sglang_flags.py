@@ -1,0 +1,209 @@
+"""SGLang's own flags as a config's ``[rollout.sglang]`` holds them: whether the installed SGLang's parser takes them.
+
+Importing that parser takes seconds, so its flags are read from a catalogue: ``sglang_flags.json`` for the version that Myxo is made with,
+for another version one that is made at the first need, by the rollout service's own code in a process of its own, and kept in the user's
+cache.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from shared.runtime.errors import ConfigError, MyxoError, nearest
+
+CATALOGUE = Path(__file__).with_name("sglang_flags.json")
+
+LISTING = "services.rollout.engine.sglang_catalogue"
+"""The module that prints the catalogue of the installed SGLang."""
+
+LISTING_SECONDS = 120.0
+"""How long it may take to import SGLang."""
+
+RESERVED = {
+    "model-path": "set model.hf_checkpoint",
+    "model": "set model.hf_checkpoint",
+    "host": "nothing to set: an engine listens on 127.0.0.1, or for a router on all addresses (MYXO_ROUTER_URL)",
+    "port": "nothing to set: each engine takes a free port",
+    "device": "set rollout.rollout_device",
+    "admin-api-key": "nothing to set: an engine that listens for others gets a key of its own",
+    "weight-version": "nothing to set: the weight version is the run's",
+    "custom-weight-loader": "nothing to set: an engine's weights come from the trainer",
+}
+"""Flags that the rollout service sets, and what to do instead; nobody else gives them to an engine."""
+
+OF_FIELDS = {"tp-size": "set rollout.rollout_num_gpus_per_engine", "config": "give each of its flags here"}
+"""Flags that the rollout service sets by other fields of the config, or that would let others pass unseen; and what to do instead."""
+
+
+SHARES = ("mem-fraction-static",)
+"""Flags whose value is a share, which the parser does not look at."""
+
+
+def count(text: str) -> int:
+    """The number that SGLang reads in 4096, 25.6k or 32Ki. Raises ValueError."""
+    found = re.fullmatch(r"(\d+)([KMGT]i)|(\d+(?:\.\d+)?)([kMGT])", text)
+    if found is None:
+        return int(text)
+    whole, iec, decimal, si = found.groups()
+    return int(whole) * 1024 ** ("KMGT".index(iec[0]) + 1) if iec else int(float(decimal) * 1000 ** ("kMGT".index(si) + 1))
+
+
+_READERS: dict[str, Callable[[str], Any]] = {"int": int, "count": count, "float": float, "json": json.loads}
+
+
+class NoCatalogue(MyxoError):
+    """The flags of the installed SGLang cannot be told."""
+
+
+@dataclass(frozen=True)
+class EngineFlag:
+    """One flag.
+
+    Args:
+        spellings: without the leading dashes, the first is its name. kind: switch, int, count (25.6k, 32Ki), float, json or text.
+        several: takes several values. bare: may stand without a value. choices: none: any value of the kind.
+    """
+
+    spellings: tuple[str, ...]
+    kind: str = "text"
+    several: bool = False
+    bare: bool = False
+    choices: tuple[str, ...] = ()
+
+    def problem(self, value: Any) -> str | None:
+        """What would be right in place of ``value``; None where the value is."""
+        if value is None or value is False:
+            return None  # left out
+        if self.kind == "switch":
+            return None if value is True else "nothing, or true: it is a switch; false leaves it out"
+        if value is True:
+            return None if self.bare else f"a value: {self._wanted}"
+        values = value if isinstance(value, list) else [value]
+        if len(values) > 1 and not self.several:
+            return f"one value: {self._wanted}"
+        if (not values and not self.bare) or not all(map(self._fits, values)):
+            return self._wanted
+        return None
+
+    @property
+    def _wanted(self) -> str:
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        if self.spellings[0] in SHARES:
+            return "a number between 0 and 1"
+        one = {"int": "a whole number", "count": "a whole number", "float": "a number", "json": "JSON in a string"}.get(self.kind, "text")
+        return f"{one}, or several" if self.several else one
+
+    def _fits(self, value: Any) -> bool:
+        text = str(value)
+        if self.choices:
+            return text in self.choices
+        try:
+            found = _READERS.get(self.kind, str)(text)
+        except ValueError:
+            return False
+        return self.spellings[0] not in SHARES or 0 < found < 1
+
+
+def _flag(spellings: list[str], kind: str, several: bool = False, bare: bool = False, choices: Sequence[str] = ()) -> EngineFlag:
+    return EngineFlag(tuple(spellings), kind, several, bare, tuple(choices))
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """All flags of one version of SGLang."""
+
+    sglang: str
+    flags: tuple[EngineFlag, ...]
+
+    @classmethod
+    def of_json(cls, text: str) -> Self:
+        """Reads a catalogue. Raises ValueError, KeyError or TypeError where it is none."""
+        content = json.loads(text)
+        return cls(content["sglang"], tuple(_flag(**row) for row in content["flags"]))
+
+    @cached_property
+    def _spelled(self) -> dict[str, EngineFlag]:
+        return {spelling: flag for flag in self.flags for spelling in flag.spellings}
+
+    def find(self, name: str) -> EngineFlag | None:
+        """The flag of that name, or the only one whose name begins so, which SGLang takes too."""
+        if name in self._spelled:
+            return self._spelled[name]
+        begun = {flag for spelling, flag in self._spelled.items() if spelling.startswith(name)}
+        return begun.pop() if len(begun) == 1 else None
+
+    def problems(self, given: Mapping[str, Any]) -> Iterator[ConfigError]:
+        """Yields what this SGLang's parser does not take of ``[rollout.sglang]``, and what a run sets otherwise."""
+        seen: dict[str, str] = {}
+        for key, value in given.items():
+            field, name = f"rollout.sglang.{key}", plain_name(key)
+            flag = self.find(name)
+            own = name if flag is None else flag.spellings[0]
+            if (instead := RESERVED.get(name) or RESERVED.get(own) or OF_FIELDS.get(own)) is not None:
+                yield ConfigError(field, value, f"the rollout service sets this one; {instead}")
+            elif flag is None:
+                hint = nearest(name, list(self._spelled))
+                hint = hint if hint.startswith("did you mean") else "`python -m sglang.launch_server --help` lists them"
+                yield ConfigError(field, value, f"unknown flag of SGLang {self.sglang}; {hint}")
+            elif own in seen:
+                yield ConfigError(field, value, f"--{own} is given twice in [rollout.sglang]: {seen[own]} is the other")
+            elif (expected := flag.problem(value)) is not None:
+                yield ConfigError(field, value, f"expected {expected} (--{own} of SGLang {self.sglang})")
+            seen.setdefault(own, key)
+
+
+def plain_name(key: str) -> str:
+    """A flag's name as SGLang spells it, without the leading dashes."""
+    return key.lstrip("-").replace("_", "-")
+
+
+def installed() -> str | None:
+    """The version of SGLang in this environment; None where there is none."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def of_installed() -> EngineFlags | None:
+    """The flags of the installed SGLang; None where there is none. Raises NoCatalogue: what keeps them from being read."""
+    if (version := installed()) is None:
+        return None
+    made_with = EngineFlags.of_json(CATALOGUE.read_text())
+    if made_with.sglang == version:
+        return made_with
+    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "myxo" / f"sglang-flags-{version}.json"
+    try:
+        return EngineFlags.of_json(cached.read_text())
+    except (OSError, ValueError, KeyError, TypeError):
+        return _listed(version, cached)
+
+
+def _listed(version: str, cached: Path) -> EngineFlags:
+    try:
+        listing = subprocess.run([sys.executable, "-m", LISTING], capture_output=True, text=True, timeout=LISTING_SECONDS)
+        if listing.returncode:
+            raise NoCatalogue(f"SGLang {version} could not be asked for its flags: {' '.join(listing.stderr.split())[-300:]}")
+        text = listing.stdout[listing.stdout.index('{"sglang"') :]  # SGLang may print, too
+        flags = EngineFlags.of_json(text)
+    except (subprocess.TimeoutExpired, ValueError, KeyError, TypeError) as error:
+        raise NoCatalogue(f"SGLang {version} could not be asked for its flags: {error}") from error
+    draft = cached.with_name(f"{cached.name}.{os.getpid()}")
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text)
+        draft.replace(cached)
+    except OSError as error:  # it is asked again next time
+        print(f"myxo: the flags of SGLang {version} are not kept: {error}", file=sys.stderr)
+    return flags

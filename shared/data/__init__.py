@@ -1,0 +1,1 @@
+"""Prompts and demonstrations: files, rows, their order, and which of them are left out."""

@@ -1,0 +1,141 @@
+"""A file of prompts as a config names it: a path, a slice of its rows, a weight.
+
+As text ``train.jsonl``, ``train.jsonl@[100:200]`` (slime's suffix; rows as Python slices them), ``train.jsonl@[:-50]*0.5``; in TOML also
+``{ path = "train.jsonl@[100:200]", weight = 0.5 }``. In the place of the path may stand a split of a data set on the hub
+(`shared.hub.hub_names`): ``hf:org/name:train@[100:200]``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shared.hub import hub_names
+
+_TEXT = re.compile(r"(?P<path>.+?)(?:@\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\])?(?:\*(?P<weight>\d+(?:\.\d*)?(?:e[+-]?\d+)?))?", re.DOTALL)
+_BRACKETS = re.compile(r"@\[[^\]]*\](?:\*.*)?\Z")
+
+EXPECTED = "give PATH, PATH@[start:stop] or PATH@[start:stop]*WEIGHT"
+
+
+@dataclass(frozen=True, repr=False)
+class DataFile:
+    """One file. start, stop: rows as in a Python slice, None where left open. weight: how often an epoch draws from it."""
+
+    path: Path
+    start: int | None = None
+    stop: int | None = None
+    weight: float = 1.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether the path says it all."""
+        return (self.start, self.stop, self.weight) == (None, None, 1.0)
+
+    def rows(self, length: int) -> range:
+        """The rows of a file of ``length`` rows that belong to it."""
+        return range(length)[self.start : self.stop]
+
+    def under(self, base: Path) -> DataFile:
+        """The same with an absolute path."""
+        return replace(self, path=_under(self.path, base))
+
+    def __str__(self) -> str:
+        """Text that `parse` reads back."""
+        if self.plain and parse(str(self.path)) == self:
+            return str(self.path)
+        start, stop = ("" if end is None else end for end in (self.start, self.stop))
+        return f"{self.path}@[{start}:{stop}]" + ("" if self.weight == 1 else f"*{self.weight!r}")
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
+
+def parse(text: str) -> DataFile:
+    """Reads one file as text. Raises ValueError with what would be right."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} names no file; {EXPECTED}")
+    path, start, stop, weight = match["path"], match["start"], match["stop"], match["weight"]
+    if _BRACKETS.search(path):
+        raise ValueError(f"{text!r} has no slice of rows in its brackets; {EXPECTED}")
+    if hub_names.is_name(path):
+        hub_names.dataset(path)
+    file = DataFile(Path(path), None if start is None else int(start), None if stop is None else int(stop))
+    return file if weight is None else replace(file, weight=_weight(float(weight)))
+
+
+def _weight(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"the weight {value!r}; give a number over 0")
+    return float(value)
+
+
+def _entry(value: Any, weights: bool) -> DataFile:
+    match value:
+        case DataFile():
+            file = value
+        case str() | Path():
+            file = parse(str(value))
+        case {"path": str() | Path() as path, **rest} if set(rest) <= {"weight"}:
+            file = parse(str(path))
+            if "weight" in rest:
+                if file.weight != 1:
+                    raise ValueError(f"{str(path)!r} has a weight already")
+                file = replace(file, weight=_weight(rest["weight"]))
+        case _:
+            raise ValueError(f"{value!r} is no file; {EXPECTED}, or {{ path = …, weight = … }}")
+    if not weights and file.weight != 1:
+        raise ValueError(f"{str(file)!r} has a weight; held-out prompts and demonstrations are all used, each once")
+    return file
+
+
+def validator(field: str, *, weights: bool) -> Callable[[Any], Path | list[DataFile] | None]:
+    """Reads what a config gives for ``field``: one file or a list of them. A single plain path stays a path."""
+
+    def read(value: Any) -> Path | list[DataFile] | None:
+        if value is None:
+            return None
+        try:
+            files = [_entry(item, weights) for item in (value if isinstance(value, list) else [value])]
+        except ValueError as error:
+            raise ValueError(f"{field}: {error}") from None
+        if not files:
+            raise ValueError(f"{field}: give at least one file")
+        return files[0].path if len(files) == 1 and files[0].plain else files
+
+    return read
+
+
+def files(value: Path | list[DataFile] | None) -> list[DataFile]:
+    """A field's files, whichever form it has."""
+    return [] if value is None else [DataFile(value)] if isinstance(value, Path) else value
+
+
+def plain_values(value: Path | list[DataFile] | None) -> str | list[str] | None:
+    """A field as JSON and TOML hold it."""
+    return [str(file) for file in value] if isinstance(value, list) else None if value is None else str(value)
+
+
+def paths(value: object) -> list[Path]:
+    """The paths in a config's value: of a path, of a list of files, none otherwise. Names on the hub are none."""
+    if isinstance(value, Path):
+        return [] if hub_names.is_name(value) else [value]
+    return [path for item in value if isinstance(item, DataFile) for path in paths(item.path)] if isinstance(value, list) else []
+
+
+def absolute(value: Any, base: Path) -> Any:
+    """A config's value with its paths made absolute from ``base``; anything else as it is."""
+    if isinstance(value, Path):
+        return _under(value, base)
+    if isinstance(value, list) and value and isinstance(value[0], DataFile):
+        return [file.under(base) for file in value]
+    return value
+
+
+def _under(path: Path, base: Path) -> Path:
+    return path if hub_names.is_name(path) else base / path

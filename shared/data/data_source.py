@@ -1,0 +1,198 @@
+"""Prompts from a source of the user's own: ``data.data_source = "package.module:make"``.
+
+``make(config)`` returns an object with ``get_samples(n)``: a list of n prompts, each an object with the keys of [data] or something with
+the attributes ``prompt``, ``label`` and ``metadata``; a list of such (slime's groups) counts as its first. A source may also have
+``state()``, a JSON value, and ``load_state(value)``.
+
+What a source gives need not be the same twice, but a group's prompt must be. So each prompt that is drawn is written, with its number and
+the source's state behind it, to ``prompts/drawn.jsonl`` in the run's directory before it is used, and read from there ever after. Another
+buffer reads what was written and goes on from the last state; a source without states is asked for as many prompts as were drawn before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from shared.config.run_config import RunConfig
+from shared.data.prompts import BAD, OVERLONG, Prompt, PromptReader, reason_to_leave_out
+from shared.data.rows import Rows
+from shared.data.tokenizer import Tokenizer
+from shared.hooks import loading
+from shared.runtime.errors import ConfigError
+
+FIELD = "data.data_source"
+
+AGAIN = 256
+"""Prompts that a source without states is asked for at once, to get behind those that were drawn before."""
+
+TRIES = 10_000
+"""Prompts in a row that may be left out before the source is given up."""
+
+
+def load(config: RunConfig) -> Callable[[RunConfig], Any]:
+    """What makes the source. Raises ConfigError where there is no such function."""
+    assert config.data.data_source is not None  # only called for runs that have one
+    return loading.load(FIELD, config.data.data_source)
+
+
+class Drawn(Rows):
+    """The prompts in a run's file of drawn ones, by number; grows while it is used, by other processes too.
+
+    A line: ``{"number", "drawn", "left_out", "state", "entry"}``. A line that is cut off (its writer was killed) does not count, and of two
+    with the same number only the first does.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.field = FIELD
+        self.path = config.run.root / "prompts" / "drawn.jsonl"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a+b")
+        except OSError as error:
+            raise ConfigError("run.dir", str(self.path), f"cannot be written: {error.strerror}; drawn prompts are kept there") from None
+        self._offsets = array("q")
+        self._end = 0
+        self.last: dict[str, Any] = {"drawn": 0, "left_out": {OVERLONG: 0, BAD: 0}, "state": None}
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def where(self, row: int) -> str:
+        return f"{self.path}: prompt {row}"
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        self._file.seek(self._offsets[row])
+        entry: dict[str, Any] = json.loads(self._file.readline())["entry"]
+        return entry
+
+    def catch_up(self) -> bool:
+        """Takes in what was written since. Returns whether anything was."""
+        before = len(self)
+        self._file.seek(self._end)
+        while (line := self._file.readline()).endswith(b"\n"):
+            try:
+                record = json.loads(line)
+            except ValueError:  # cut off, and ended by the next writer
+                record = {"number": -1}
+            if record["number"] == len(self):
+                self._offsets.append(self._end)
+                self.last = {key: record[key] for key in ("drawn", "left_out", "state")}
+            self._end += len(line)
+        return len(self) > before
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Writes a prompt; it counts when `catch_up` has read it."""
+        line = json.dumps(record).encode() + b"\n"
+        self._file.seek(0, os.SEEK_END)
+        if self._file.tell() > self._end:  # half a line is there
+            line = b"\n" + line
+        self._file.write(line)
+        self._file.flush()
+
+
+class DrawnPrompts:
+    """The prompts of a custom source, as a `shared.data.prompts.PromptStream`. Raises ConfigError."""
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+        self._config, self._make = config, load(config)
+        self._reader = PromptReader(config.data, tokenizer, config.rollout.rollout_max_prompt_len, config.reward)
+        self._drawn = Drawn(config)
+        self._drawn.catch_up()
+        self._source: Any = None
+        self.first_left_out: ConfigError | None = None
+
+    def __len__(self) -> int:
+        return len(self._drawn)
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        counts: dict[str, int] = self._drawn.last["left_out"]
+        return counts
+
+    def at(self, number: int) -> Prompt:
+        """The prompt of group ``number``, drawn now if it never was. Raises ConfigError."""
+        while number >= len(self._drawn):
+            if self._drawn.catch_up():
+                self._source = None  # another buffer has drawn: ours is behind
+            elif self._source is None:
+                self._source = self._resumed()
+            else:
+                self._draw()
+        return self._reader.read(self._drawn, number)
+
+    def _resumed(self) -> Any:
+        """The source behind the last prompt that was drawn."""
+        source, last = self._make(self._config), self._drawn.last
+        if not hasattr(source, "get_samples"):
+            raise self._refusal(f"its {type(source).__name__} has no get_samples(n)")
+        if last["state"] is not None and hasattr(source, "load_state"):
+            source.load_state(last["state"])
+        else:
+            for first in range(0, last["drawn"], AGAIN):
+                source.get_samples(min(AGAIN, last["drawn"] - first))
+        return source
+
+    def _draw(self) -> None:
+        number, drawn, left_out = len(self._drawn), self._drawn.last["drawn"], dict(self._drawn.last["left_out"])
+        for _ in range(TRIES):
+            candidate = self._candidate(number)
+            drawn += 1
+            try:
+                self._reader.read(candidate, 0)
+            except ConfigError as error:
+                reason = reason_to_leave_out(error, self._config.data)
+                if reason is None:
+                    raise
+                left_out[reason] += 1
+                self.first_left_out = self.first_left_out or error
+                continue
+            state = self._source.state() if hasattr(self._source, "state") else None
+            record = {"number": number, "drawn": drawn, "left_out": left_out, "state": state, "entry": candidate[0]}
+            try:
+                self._drawn.append(record)
+            except TypeError as error:
+                raise self._refusal(f"prompt {number} or the state behind it is not JSON: {error}") from None
+            if not self._drawn.catch_up():
+                raise self._refusal(f"prompt {number} could not be read back from {self._drawn.path}")
+            if len(self._drawn) != number + 1 or self._drawn.last["drawn"] != drawn:
+                self._source = None  # another buffer was faster: its prompt counts
+            return
+        raise self._refusal(f"{TRIES} prompts in a row do not fit; the last: {self.first_left_out}")
+
+    def _candidate(self, number: int) -> Rows:
+        samples = self._source.get_samples(1)
+        sample = samples[0] if isinstance(samples, list) and samples else None
+        while isinstance(sample, list) and sample:
+            sample = sample[0]
+        if sample is None or isinstance(sample, list):
+            raise self._refusal(f"get_samples(1) gave {samples!r} for prompt {number}; it must give a list of one")
+        if not isinstance(sample, dict):
+            data, given = self._config.data, sample
+            keys = {"prompt": data.input_key, "label": data.label_key, "metadata": data.metadata_key, "tools": data.tool_key}
+            sample = {key: getattr(given, name) for name, key in keys.items() if key is not None and hasattr(given, name)}
+        return _Candidate(sample, f"{self._config.data.data_source}: prompt {number}")
+
+    def _refusal(self, expected: str) -> ConfigError:
+        return ConfigError(FIELD, self._config.data.data_source, expected)
+
+
+class _Candidate(Rows):
+    """One prompt that a source has given."""
+
+    field = FIELD
+
+    def __init__(self, entry: dict[str, Any], where: str) -> None:
+        self._entry, self._where = entry, where
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self._entry
+
+    def where(self, row: int) -> str:
+        return self._where

@@ -1,0 +1,52 @@
+"""Progress of reading long files, on standard error and only where it takes long: a bar on a terminal, now and then a line elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+PATIENCE_SECONDS = 2.0
+"""What is done sooner shows nothing."""
+
+LINE_SECONDS = 10.0
+"""Time between two lines where there is no terminal."""
+
+
+class ReadProgress:
+    """Shows how far something has got, as a context manager.
+
+    Args:
+        what: in words. total: where it ends, in the unit of `at`.
+    """
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total = what, total
+        self._due = time.monotonic() + PATIENCE_SECONDS
+        self._progress: Progress | None = None
+
+    def at(self, done: int) -> None:
+        """So far. Cheap, but looks at the clock: call it now and then, not for every line."""
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=done)
+        elif time.monotonic() < self._due:
+            return
+        elif sys.stderr.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._progress.add_task(self._what, total=self._total, completed=done)
+            self._progress.start()
+        else:
+            self._due = time.monotonic() + LINE_SECONDS
+            print(f"myxo: {self._what}: {done:,} of {self._total:,} ({done / max(self._total, 1):.0%})", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._progress is not None:
+            self._progress.stop()

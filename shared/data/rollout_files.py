@@ -1,0 +1,254 @@
+"""The responses of a run on disk: ``rollouts/`` in its directory, one JSON object a line for each group that has ended.
+
+The buffer writes them (`services.buffer.rollout_writer`) before the store's payload is freed; `myxo samples` reads them. Files are
+numbered, and only the newest grows; a buffer that starts goes on in a new one. So a line that is cut off is the last of its file, and a
+group that was written by two buffers is told by its id and attempt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pydantic_core
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from shared.schema.sample import Sample
+
+DIRECTORY = "rollouts"
+"""Where the files lie in a run's directory."""
+
+TRAINED, DROPPED, DEAD, EVALUATED, FAILED = "trained", "dropped", "dead", "evaluated", "failed"
+"""How a group can end; the last two are those of held-out prompts."""
+
+_FILE = re.compile(r"([0-9]{6,12})\.jsonl\Z")
+_HEAD = re.compile(
+    rb'\{"group":"([^"]+)","attempt":([0-9]+),"status":"([a-z]+)","dataset":(?:null|"([^"]+)"),"step":(?:null|([0-9]+)),'
+    rb'"version":(?:null|([0-9]+)),'
+)
+"""A line's beginning: most lines are passed over by it, without reading the text behind."""
+
+
+class RolloutSample(BaseModel):
+    """One sample of a group.
+
+    reward: None where it has none; parts: named rewards. removed: a filter took it out of the loss; stale: so did its age.
+    prompt_length, length: tokens of prompt and response. segments: (start, end, weight version) spans of the response's tokens.
+    prompt, label, metadata: where they are not the group's. prompt_ids, response_ids: int [P], [R]; log_probs, mask: [R]; kept only with
+    ``keep_rollouts_tokens``.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    index: int
+    reward: float | None = None
+    parts: Mapping[str, float | None] = {}
+    removed: bool = False
+    stale: bool = False
+    finish: Literal["stop", "length", "abort"]
+    prompt_length: int
+    length: int
+    segments: list[tuple[int, int, int]] = []
+    response: str
+    prompt: Any = None
+    label: str | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_ids: list[int] | None = None
+    response_ids: list[int] | None = None
+    log_probs: list[float | None] | None = None
+    mask: list[int] | None = None
+
+
+class RolloutRecord(BaseModel):
+    """One group that has ended. The order of the first fields is that of `_HEAD`.
+
+    dataset: the held-out set's name, None for a training group. step: of the batch that it was trained in. version: of the weights that
+    it was trained on, or that it evaluates. reason: why it was dropped, dead or failed. at: when it ended, seconds since the epoch.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    group: str
+    attempt: int
+    status: str
+    dataset: str | None = None
+    step: int | None = None
+    version: int | None = None
+    mask_below: int = 0
+    reason: str = ""
+    at: float
+    prompt: Any = None
+    label: str | None = None
+    metadata: dict[str, Any] = {}
+    samples: list[RolloutSample] = []
+
+    def line(self) -> bytes:
+        """The record as a line of a file. What JSON does not have stands as text, and numbers that are not finite as null."""
+        plain = dict(self)
+        plain["samples"] = [{key: value for key, value in sample if value is not None} for sample in self.samples]
+        return pydantic_core.to_json(plain, inf_nan_mode="null", fallback=_json_value) + b"\n"
+
+    def decoded(self) -> list[Sample]:
+        """The samples as the store had them; without their token ids the arrays are empty, and only text and segments are there."""
+        return [self._decoded(sample) for sample in self.samples]
+
+    def _decoded(self, sample: RolloutSample) -> Sample:
+        log_probs = [float("nan") if value is None else value for value in sample.log_probs or ()]
+        return Sample(
+            group=self.group,
+            index=sample.index,
+            prompt=np.asarray(sample.prompt_ids or (), np.int32),
+            response=np.asarray(sample.response_ids or (), np.int32),
+            log_probs=np.asarray(log_probs, np.float32),
+            mask=np.asarray(sample.mask or (), np.uint8),
+            segments=sample.segments,
+            finish=sample.finish,
+            text=sample.response,
+            prompt_text=self.prompt if sample.prompt is None else sample.prompt,
+            label=self.label if sample.label is None else sample.label,
+            metadata=self.metadata if sample.metadata is None else sample.metadata,
+        )
+
+
+class RolloutHead(NamedTuple):
+    """The beginning of a record, which can be read without the rest."""
+
+    group: str
+    attempt: int
+    status: str
+    dataset: str | None
+    step: int | None
+    version: int | None
+
+
+class RolloutReader:
+    """Reads the files of a run. ``torn``: lines that were cut off or are no record, as far as has been read.
+
+    Args:
+        directory: ``rollouts/`` of the run; need not exist.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.torn = 0
+
+    def heads(self) -> Iterator[RolloutHead]:
+        """The beginnings of all records, oldest first, repeats included."""
+        for _, head in self._lines():
+            yield head
+
+    def records(self, wanted: Callable[[RolloutHead], bool] = lambda head: True) -> Iterator[RolloutRecord]:
+        """The wanted records, oldest first, each group's attempt once."""
+        seen: set[tuple[str, int]] = set()
+        for line, head in self._lines():
+            if not wanted(head) or head[:2] in seen:
+                continue
+            try:
+                record = RolloutRecord.model_validate_json(line)
+            except ValidationError:
+                self.torn += 1
+                continue
+            seen.add(head[:2])
+            yield record
+
+    def groups(self, names: Sequence[str]) -> dict[str, RolloutRecord]:
+        """The records of some groups, by id; those that are not kept are absent."""
+        missing, found = set(names), {}
+        if missing:
+            for record in self.records(lambda head: head.group in missing):
+                found[record.group] = record
+                missing.discard(record.group)
+                if not missing:
+                    break
+        return found
+
+    def _lines(self) -> Iterator[tuple[bytes, RolloutHead]]:
+        for path in files(self._directory):
+            try:
+                file = path.open("rb")
+            except FileNotFoundError:  # removed since, to make room
+                continue
+            with file:
+                for line in file:
+                    match = _HEAD.match(line)
+                    if match is None or not line.endswith(b"\n"):
+                        self.torn += 1
+                        continue
+                    group, attempt, status, dataset, step, version = match.groups()
+                    yield line, RolloutHead(group.decode(), int(attempt), status.decode(), _text(dataset), _int(step), _int(version))
+
+
+def files(directory: Path) -> list[Path]:
+    """The files of a run's responses, oldest first; none where the directory is not there. Raises OSError where it cannot be read."""
+    if not directory.is_dir():
+        return []
+    return sorted((path for path in directory.iterdir() if _FILE.match(path.name)), key=number)
+
+
+def path_of(directory: Path, index: int) -> Path:
+    """The file with a number, from 0."""
+    return directory / f"{index:06d}.jsonl"
+
+
+def number(path: Path) -> int:
+    """The number of one of `files`."""
+    return int(path.name.partition(".")[0])
+
+
+def sample_of(
+    sample: Sample, group: Sample, reward: float | None, parts: Mapping[str, float], *, removed: bool, stale: bool, tokens: bool
+) -> RolloutSample:
+    """What is kept of a sample. Nothing is validated: it comes from the store, and is checked when it is read.
+
+    Args:
+        group: the group's first sample, whose prompt, label and metadata the record has. tokens: whether token ids, log-probs and mask
+            are kept, too.
+    """
+
+    def other(name: str) -> Any:
+        value = getattr(sample, name)
+        return None if sample is group or _same(value, getattr(group, name)) else value
+
+    arrays: dict[str, NDArray[Any]] = {}
+    if tokens:
+        log_probs = sample.log_probs.astype(np.float64).round(6)  # float32 has no more, and would be written with 17 digits
+        arrays = {"prompt_ids": sample.prompt, "response_ids": sample.response, "log_probs": log_probs, "mask": sample.mask}
+    return RolloutSample.model_construct(
+        index=sample.index,
+        reward=reward,
+        parts=parts,
+        removed=removed,
+        stale=stale,
+        finish=sample.finish,
+        prompt_length=len(sample.prompt),
+        length=len(sample.response),
+        segments=sample.segments,
+        response=sample.text,
+        prompt=other("prompt_text"),
+        label=other("label"),
+        metadata=other("metadata"),
+        **{name: array.tolist() for name, array in arrays.items()},
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except ValueError:  # arrays somewhere inside: they have no single truth
+        return False
+
+
+def _json_value(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode()
+
+
+def _int(value: bytes | None) -> int | None:
+    return None if value is None else int(value)

@@ -1,0 +1,119 @@
+"""The order in which rows are used: epoch after epoch, each shuffled by seed + epoch. A running number alone gives its row."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+LISTED_ROWS = 1 << 20
+"""Up to so many rows an epoch's order is a list in memory; beyond, it is computed row by row (`FeistelPermutation`)."""
+
+_ROUNDS = 6
+_MASK = (1 << 64) - 1
+
+
+class FeistelPermutation:
+    """A pseudo-random permutation of ``range(size)`` in constant memory.
+
+    A Feistel network over the least even number of bits that holds ``size``, walked until it lands inside (Black and Rogaway 2002,
+    "Ciphers with arbitrary finite domains"): four steps on average at most.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size = size
+        self._half = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._low = (1 << self._half) - 1
+        self._keys = [int(key) for key in np.random.default_rng(seed).integers(0, _MASK, size=_ROUNDS, dtype=np.uint64, endpoint=True)]
+
+    def __getitem__(self, place: int) -> int:
+        while True:
+            left, right = place >> self._half, place & self._low
+            for key in self._keys:
+                mixed = ((right ^ key) * 0x9E3779B97F4A7C15) & _MASK  # the multiplier of splitmix64; its high bits are the mixed ones
+                mixed = ((mixed ^ mixed >> 32) * 0xBF58476D1CE4E5B9) & _MASK
+                left, right = right, left ^ (mixed >> 40 & self._low)
+            place = left << self._half | right
+            if place < self._size:
+                return place
+
+
+class EpochOrder:
+    """Rows of a file of ``size`` rows by running number, the same after any restart.
+
+    Args:
+        shuffle: each epoch in an order of its own, drawn from ``seed + epoch``; else file order. listed: see `LISTED_ROWS`.
+    """
+
+    def __init__(self, size: int, shuffle: bool, seed: int, *, listed: int = LISTED_ROWS) -> None:
+        self._size, self._shuffle, self._seed, self._listed = size, shuffle, seed, listed
+        self._epoch = -1
+        self._rows: NDArray[np.int64] | FeistelPermutation | range = range(size)
+
+    def row(self, number: int) -> int:
+        """The row (from 0) that is used as number ``number`` (from 0)."""
+        epoch, place = divmod(number, self._size)
+        if self._shuffle and epoch != self._epoch:
+            seed = self._seed + epoch
+            small = self._size <= self._listed
+            self._rows = np.random.default_rng(seed).permutation(self._size) if small else FeistelPermutation(self._size, seed)
+            self._epoch = epoch
+        return int(self._rows[place])
+
+
+class MixedOrder:
+    """Rows of several files, one after the other, by running number: an epoch draws from each as often as its weight says.
+
+    File i of n rows gives c = round(weight × n) rows to an epoch: the next c of its own endless sequence of passes over itself. So
+    the rows of a file are used equally often, to within one, whatever its weight. With ``shuffle`` the epoch is shuffled as a whole
+    by seed + epoch, and each pass over a file whose passes do not end with epochs is shuffled too, by seed, file and pass; without,
+    files come one after the other, in file order. Files of weight 1 are used as one file that holds them all.
+
+    Args:
+        sizes: rows of each file. weights: of each.
+
+    Raises ValueError where a file with rows has a weight that rounds to none.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], shuffle: bool, seed: int, *, listed: int = LISTED_ROWS) -> None:
+        self._sizes, self._shuffle, self._seed, self._listed = list(sizes), shuffle, seed, listed
+        self.counts = [round(weight * size) for weight, size in zip(weights, sizes, strict=True)]
+        for size, count, weight in zip(sizes, self.counts, weights, strict=True):
+            if size and not count:
+                raise ValueError(f"the weight {weight:g} of {size} prompts rounds to none of them an epoch")
+        self._first = _sums(self._sizes)  # row of each file
+        self._slots = _sums(self.counts)  # of each file in an epoch
+        self.epoch_size = self._slots[-1]
+        self._order = EpochOrder(self.epoch_size, shuffle, seed, listed=listed)
+        self._passes: dict[int, tuple[int, NDArray[np.int64] | FeistelPermutation]] = {}
+
+    def row(self, number: int) -> int:
+        """The row (from 0, over all files) that is used as number ``number`` (from 0)."""
+        slot = self._order.row(number)
+        file = bisect.bisect_right(self._slots, slot) - 1
+        size, count = self._sizes[file], self.counts[file]
+        turn, place = divmod(number // self.epoch_size * count + slot - self._slots[file], size)
+        if self._shuffle and count % size:
+            place = int(self._pass(file, turn)[place])
+        return self._first[file] + place
+
+    def _pass(self, file: int, turn: int) -> NDArray[np.int64] | FeistelPermutation:
+        known = self._passes.get(file)
+        if known is None or known[0] != turn:
+            size = self._sizes[file]
+            random = np.random.default_rng([self._seed, file, turn])
+            small = size <= self._listed
+            self._passes[file] = known = (
+                turn,
+                random.permutation(size) if small else FeistelPermutation(size, int(random.integers(0, 2**63))),
+            )
+        return known[1]
+
+
+def _sums(counts: Sequence[int]) -> list[int]:
+    sums = [0]
+    for count in counts:
+        sums.append(sums[-1] + count)
+    return sums

@@ -1,0 +1,124 @@
+"""An HF checkpoint's tokenizer without transformers or torch: `tokenizers` for text, jinja2 for the chat template."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from shared.runtime.errors import ConfigError
+
+
+class Tokenizer:
+    """Text ↔ token ids, chat messages → text.
+
+    Args:
+        model: an HF checkpoint directory with tokenizer.json (and tokenizer_config.json, chat_template.jinja, generation_config.json).
+    """
+
+    def __init__(self, model: Path) -> None:
+        path = model / "tokenizer.json"
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception for a missing or malformed file
+            raise ConfigError("model.hf_checkpoint", str(path), f"not a readable tokenizer.json: {error}") from None
+        settings = _json(model / "tokenizer_config.json")
+        self._special = {name: _content(settings[name]) for name in ("bos_token", "eos_token", "pad_token") if settings.get(name)}
+        template_file = model / "chat_template.jinja"
+        self._template: str | None = template_file.read_text() if template_file.is_file() else settings.get("chat_template")
+        self.vocabulary_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.stop_ids = self._stop_ids(model)
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Token ids of a text, int32 [T]; special tokens only where the text spells them."""
+        # the call for several leaves out what nobody here asks for: where in the text each token lies
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.asarray(encoding.ids, dtype=np.int32)
+
+    def lengths(self, texts: Sequence[str]) -> list[int]:
+        """How many tokens `encode` makes of each text; all processor cores share the work."""
+        return [len(encoding) for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, tokens: Sequence[int] | NDArray[np.int32]) -> str:
+        """The text of token ids, special tokens left out."""
+        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
+
+    def pieces(self, tokens: Sequence[int] | NDArray[np.int32]) -> list[str]:
+        """The text of each token id by itself, special tokens included; part of a character is shown as U+FFFD."""
+        return [str(self._tokenizer.decode([int(token)], skip_special_tokens=False)) for token in tokens]
+
+    def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        """Chat messages through the model's chat template, with the generation prompt.
+
+        ``variables``: more of the template's variables; ``tools`` and ``documents`` are none unless they are among them, as templates
+        expect of transformers.
+
+        Raises ConfigError where the model has no template or it does not take these messages.
+        """
+        if self._template is None:
+            expected = "the model has no chat template; give it a chat_template.jinja, or prompts as text"
+            raise ConfigError("data.apply_chat_template", True, expected)
+        try:
+            given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+            return self._compiled.render(**{**given, **self._special, **variables})
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # a template can raise any of them
+            raise ConfigError("data.apply_chat_template", messages, f"the chat template refuses it: {error}") from None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model comes with a chat template."""
+        return self._template is not None
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        """The chat template, compiled once: that takes a hundred times as long as rendering a chat."""
+        assert self._template is not None
+        return _environment().from_string(self._template)
+
+    def _stop_ids(self, model: Path) -> list[int]:
+        """Ids that end a response: generation_config's, else config's, else the tokenizer's eos token."""
+        for name in ("generation_config.json", "config.json"):
+            ids = _json(model / name).get("eos_token_id")
+            if ids is not None:
+                return sorted(ids) if isinstance(ids, list) else [ids]
+        eos = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+        return [] if eos is None else [eos]
+
+
+def _environment() -> jinja2.Environment:
+    """What chat templates are written for: the syntax, filter and functions that transformers gives them."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+
+    def raise_exception(text: str) -> None:
+        raise jinja2.TemplateError(text)
+
+    environment.filters["tojson"] = tojson  # jinja2's own escapes HTML
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ConfigError("model.hf_checkpoint", str(path), f"not JSON: {error}") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _content(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, dict) else str(token)

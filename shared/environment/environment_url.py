@@ -1,0 +1,80 @@
+"""Where an environment is: ``http(s)://host[:port][/path]`` or ``nats:NAME``; and which addresses are never connected to. Pure.
+
+Addresses come from the run's config alone, never from a message or a prompt.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,63}\Z")
+"""What an environment may be called: it becomes part of subject and key names."""
+
+NATS = "nats:"
+EXPECTED = "http://host:port, https://host:port or nats:NAME"
+
+_ODD = re.compile(r"[\s\\\x00-\x1f\x7f]")  # two parsers may read such a URL in two ways
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")
+
+
+@dataclass(frozen=True)
+class EnvironmentUrl:
+    """One environment's address.
+
+    url: as HTTP requests use it, credentials included, no slash at the end ("" on the bus). responder: its name on the bus ("" over
+    HTTP). shown: fit for logs and cards, without credentials.
+    """
+
+    url: str
+    responder: str
+    shown: str
+
+
+def parse(text: str) -> EnvironmentUrl:
+    """Reads an address. Raises ValueError that says in words what is wrong with it."""
+    if text.startswith(NATS):
+        name = text.removeprefix(NATS)
+        if not NAME.match(name):
+            raise ValueError("expected nats:NAME, where NAME has 1 to 63 letters, digits, '-' and '_' (the server is the run's own bus)")
+        return EnvironmentUrl("", name, text)
+    if _ODD.search(text):
+        raise ValueError(f"holds white space, a control character or a backslash; expected {EXPECTED}")
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"{error}; expected {EXPECTED}") from None
+    if parts.scheme not in ("http", "https"):
+        raise ValueError(f"expected {EXPECTED}")
+    if not host:
+        raise ValueError(f"names no host; expected {EXPECTED}")
+    if parts.query or parts.fragment or text.endswith(("?", "#")):
+        raise ValueError("a query or fragment has no place here: /describe and /score are appended to it")
+    if why := blocked(host):
+        raise ValueError(f"{host} is {why}, which is never connected to")
+    path = parts.path.rstrip("/")
+    place = f"[{host}]" if ":" in host else host
+    shown = f"{parts.scheme}://{place}{'' if port is None else f':{port}'}{path}"
+    return EnvironmentUrl(f"{parts.scheme}://{parts.netloc}{path}", "", shown)
+
+
+def blocked(host: str) -> str:
+    """Why an IP address is refused: link-local (where clouds keep their metadata services) or unspecified; "" where it is not, or no IP."""
+    try:
+        address: ipaddress.IPv4Address | ipaddress.IPv6Address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return ""
+    if isinstance(address, ipaddress.IPv6Address):  # an IPv4 address in disguise
+        inside = address.ipv4_mapped or address.sixtofour
+        if inside is None and (address in _NAT64 or (address.packed[:12] == bytes(12) and int(address) > 1)):
+            inside = ipaddress.IPv4Address(address.packed[12:])
+        address = inside or address
+    if address.is_link_local:
+        return "a link-local address"
+    if address.is_unspecified or (isinstance(address, ipaddress.IPv4Address) and address in _THIS_NETWORK):
+        return "an unspecified address"
+    return ""

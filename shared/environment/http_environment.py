@@ -1,0 +1,141 @@
+"""An environment that answers over HTTP, in JSON.
+
+It may be anybody's program on anybody's machine. So: no redirect is followed, no proxy and no netrc of this process's environment is used,
+no cookie kept; a name is resolved once for each connection, the addresses checked, and exactly those connected to; an answer is read up to
+a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.resolver import ThreadedResolver
+from yarl import URL
+
+from shared.environment.environment_client import Environment
+from shared.environment.environment_url import EnvironmentUrl, blocked
+from shared.environment.protocol import MAX_ANSWER, EnvironmentAway, EnvironmentFailed, words
+from shared.runtime.errors import DeadlineExceeded
+
+CONNECT_SECONDS = 3.0
+"""How long resolving and connecting may take before the environment counts as away."""
+
+IDLE_SECONDS = 3.0
+"""Idle connections are closed after this: the usual servers close theirs after 5 s, and a request sent into that moment would be lost."""
+
+
+class BlockedAddress(Exception):
+    """A name that resolves to an address that is never connected to."""
+
+
+class CheckedResolver(AbstractResolver):
+    """The system's resolver, whose answers are checked; what it returns is what gets connected to."""
+
+    def __init__(self) -> None:
+        self._system = ThreadedResolver()
+
+    async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC) -> list[ResolveResult]:
+        found = await self._system.resolve(host, port, family)
+        for one in found:
+            if why := blocked(one["host"]):
+                raise BlockedAddress(f"{host} resolves to {one['host']}, {why}, which is never connected to")
+        return found
+
+    async def close(self) -> None:
+        await self._system.close()
+
+
+class HttpEnvironment(Environment):
+    """``GET /describe`` and ``POST /score`` below one URL."""
+
+    def __init__(self, name: str, address: EnvironmentUrl) -> None:
+        super().__init__(name, address.shown)
+        self._url = URL(address.url)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def ask(self, verb: str, question: dict[str, Any] | None, deadline: float) -> object:
+        if why := blocked(self._url.host or ""):
+            raise EnvironmentFailed(self.whom, f"{self._url.host} is {why}, which is never connected to")
+        try:
+            data = None if question is None else json.dumps(question, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise EnvironmentFailed(self.whom, f"the request does not go into JSON: {error}") from error
+        try:
+            async with asyncio.timeout(deadline):
+                status, answer = await self._exchange(verb, data)
+        except aiohttp.ConnectionTimeoutError:
+            raise EnvironmentAway(self.whom, f"no connection within {CONNECT_SECONDS:g} s") from None
+        except TimeoutError:
+            raise DeadlineExceeded(f"the answer to {verb}", self.whom, deadline, "given up") from None
+        except BlockedAddress as error:
+            raise EnvironmentFailed(self.whom, str(error)) from None
+        except aiohttp.InvalidURL as error:
+            raise EnvironmentFailed(self.whom, f"no URL to connect to: {error}") from None
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise EnvironmentAway(self.whom, _reason(error)) from error
+        except (aiohttp.ClientError, ValueError) as error:  # not HTTP, as the answer's head shows
+            raise EnvironmentFailed(self.whom, f"expected an HTTP answer to {verb}: {words(error)}") from error
+        return self._read(verb, status, answer)
+
+    async def _exchange(self, verb: str, data: bytes | None) -> tuple[int, bytes]:
+        """Returns status and body, of which one byte over the limit is read at most."""
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "myxo"}
+        if data is not None:
+            headers["Content-Type"] = "application/json"
+        method = "GET" if data is None else "POST"
+        async with self._open().request(method, self._url / verb, data=data, headers=headers, allow_redirects=False) as response:
+            body = bytearray()
+            async for piece in response.content.iter_any():
+                body += piece
+                if len(body) > MAX_ANSWER:
+                    response.close()
+                    break
+            return response.status, bytes(body[: MAX_ANSWER + 1])
+
+    def _read(self, verb: str, status: int, answer: bytes) -> object:
+        if 300 <= status < 400:
+            raise EnvironmentFailed(self.whom, f"answered {verb} with HTTP {status}, a redirect, which is not followed")
+        if len(answer) > MAX_ANSWER:
+            raise EnvironmentFailed(self.whom, f"answered {verb} with more than {MAX_ANSWER} bytes")
+        try:
+            value: object = json.loads(answer)
+        except (ValueError, RecursionError) as error:
+            if status < 300:
+                found = f"the answer to {verb} is {words(repr(answer[:60]))}; expected JSON ({words(error)})"
+                raise EnvironmentFailed(self.whom, found) from None
+            value = None
+        if not 200 <= status < 300:
+            said = value.get("error") if isinstance(value, dict) else None
+            raise EnvironmentFailed(self.whom, f"answered {verb} with HTTP {status}", words(said) if said else "")
+        return value
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(
+                    limit=0,  # what is in flight, the service bounds
+                    keepalive_timeout=IDLE_SECONDS,
+                    use_dns_cache=False,
+                    resolver=CheckedResolver(),
+                ),
+                timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+                auto_decompress=False,
+            )
+        return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+def _reason(error: Exception) -> str:
+    """The operating system's words rather than the library's."""
+    cause: BaseException = getattr(error, "os_error", None) or error
+    return words(getattr(cause, "strerror", None) or str(cause) or type(cause).__name__)

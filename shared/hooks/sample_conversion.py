@@ -1,0 +1,232 @@
+"""Between samples as they lie in the store and samples as hooks have them.
+
+The weight versions of a sample that a hook made, in ``weight_versions``:
+
+* one integer a response token (None where it is not known), as `HookSample.append_response_tokens` keeps them;
+* spans ``(start, end, version)`` of response tokens, or the engine's own ``{"start", "end", "version"}``;
+* anything else, for example slime's list of what the engine called itself at the end of each call: the oldest of them.
+
+Where a version is not known, it is the one that was served when the rollout began; none is taken for newer than one that was served.
+So staleness is never understated.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.hooks.hook_sample import FINISHED, HookSample, Status
+from shared.runtime.errors import BadMessage
+from shared.schema import codec
+from shared.schema.ledger import is_evaluation
+from shared.schema.messages import Score
+from shared.schema.sample import Sample as StoredSample
+
+_FINISH: dict[Status, Literal["stop", "length"]] = {Status.COMPLETED: "stop", Status.TRUNCATED: "length"}
+
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class Served:
+    """Weight versions while a rollout ran.
+
+    begun: served when it began. newest: served at its end. late: versions whose first token was still drawn by the one before
+    (`services.rollout.engine.generation`).
+    """
+
+    begun: int
+    newest: int
+    late: Set[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a sample may hold: token ids below ``vocabulary``; ``longest``: tokens of prompt and response, None: any number."""
+
+    vocabulary: int
+    longest: int | None = None
+
+
+def group_index(group: str) -> int:
+    """The number in a group's id: of its admission, or of its held-out prompt."""
+    digits = re.search(r"(\d+)\Z", group)
+    return int(digits[1]) if digits else 0
+
+
+def from_stored(one: StoredSample, score: Score | None = None, reward_key: str | None = None) -> HookSample:
+    """A stored sample as hooks have it; with its reward, where it has been scored."""
+    reward: float | dict[str, Any] | None = None
+    if score is not None:
+        reward = {reward_key or "reward": score.reward, **score.parts} if score.parts else score.reward
+    return HookSample(
+        group_index=group_index(one.group),
+        index=one.index,
+        rollout_id=one.rollout,
+        session_id=f"{one.group}.{one.rollout}",
+        prompt=one.prompt_text,
+        tokens=[*one.prompt.tolist(), *one.response.tolist()],
+        response=one.text,
+        response_length=len(one.response),
+        label=one.label,
+        reward=reward,
+        loss_mask=one.mask.tolist(),
+        rollout_log_probs=one.log_probs.tolist(),
+        weight_versions=one.versions().tolist(),
+        remove_sample=False if score is None else score.removed,
+        status=FINISHED[one.finish],
+        metadata=one.metadata,
+    )
+
+
+def to_stored(given: HookSample, group: str, index: int, rollout: int, served: Served, bounds: Bounds) -> StoredSample:
+    """What a hook generated as it goes into the store.
+
+    Args:
+        index: of the sample in its group. rollout: which rollout it comes from.
+
+    Raises BadMessage, naming the field and what would be right.
+    """
+    where = f"sample {group}/{index}"
+    tokens, length = _tokens(given, bounds, where), given.response_length
+    mask = _mask(given, where)
+    log_probs = _log_probs(given, mask, where)
+    if log_probs is None and is_evaluation(group):  # nothing of it is trained
+        mask, log_probs = np.zeros(length, np.uint8), np.zeros(length, np.float32)
+    if log_probs is None:
+        raise BadMessage(f"{where}: rollout_log_probs is missing; each trained token needs the log-prob that the engine gave it")
+    if given.status not in _FINISH:
+        raise BadMessage(f"{where}: status is {given.status}; expected COMPLETED or TRUNCATED")
+    if given.reward is not None:
+        raise BadMessage(f"{where}: reward is set; put it into metadata and give it back from reward.custom_rm_path")
+    if not isinstance(given.response, str) or not isinstance(given.label, str | None) or not isinstance(given.metadata, dict):
+        raise BadMessage(f"{where}: response is text, label is text or None, metadata is a dict")
+    try:
+        codec.unpack(codec.pack([given.prompt, given.response, given.label, given.metadata]))
+    except (TypeError, ValueError, OverflowError, BadMessage) as error:
+        raise BadMessage(f"{where}: prompt, response or metadata does not travel in a message: {error}") from None
+    prompt, response = tokens[: len(tokens) - length], tokens[len(tokens) - length :]
+    stored = StoredSample(
+        group=group,
+        index=index,
+        rollout=rollout,
+        prompt=prompt,
+        response=response,
+        log_probs=log_probs,
+        mask=mask,
+        segments=_segments(_versions(given.weight_versions, mask, served, where)),
+        finish=_FINISH[given.status],
+        text=given.response,
+        prompt_text=given.prompt,
+        label=given.label,
+        metadata=copy.deepcopy(given.metadata),
+    )
+    stored.check()
+    return stored
+
+
+def _tokens(given: HookSample, bounds: Bounds, where: str) -> NDArray[np.int32]:
+    length = given.response_length
+    if not isinstance(length, int) or length < 0:
+        raise BadMessage(f"{where}: response_length is {length!r}; expected how many of tokens are the response")
+    ids = _array(given.tokens, "iu", f"{where}: tokens", "token ids")
+    if len(ids) <= length:
+        raise BadMessage(f"{where}: {len(ids)} tokens with a response_length of {length}; expected a prompt's tokens, then the response's")
+    outside = np.flatnonzero((ids < 0) | (ids >= bounds.vocabulary))
+    if outside.size:
+        raise BadMessage(f"{where}: token {ids[outside[0]]} at {outside[0]} is not in [0, {bounds.vocabulary})")
+    if bounds.longest is not None and len(ids) > bounds.longest:
+        raise BadMessage(f"{where}: {len(ids)} tokens; a micro-batch holds {bounds.longest} (trainer.max_tokens_per_gpu)")
+    return ids.astype(np.int32)
+
+
+def _mask(given: HookSample, where: str) -> NDArray[np.uint8]:
+    length = given.response_length
+    if given.remove_sample:
+        return np.zeros(length, np.uint8)
+    if given.loss_mask is None:
+        return np.ones(length, np.uint8)
+    mask = _array(given.loss_mask, "biu", f"{where}: loss_mask", "0 and 1")
+    if len(mask) != length:
+        raise BadMessage(f"{where}: loss_mask has {len(mask)} entries for {length} response tokens")
+    if not np.isin(mask, (0, 1)).all():
+        raise BadMessage(f"{where}: loss_mask holds {mask.max() if mask.max() > 1 else mask.min()}; expected 0 and 1")
+    return mask.astype(np.uint8)
+
+
+def _log_probs(given: HookSample, mask: NDArray[np.uint8], where: str) -> NDArray[np.float32] | None:
+    """float32 [R], 0 where nothing is trained; None: missing where some are needed."""
+    if given.rollout_log_probs is None:
+        return None if mask.any() else np.zeros(len(mask), np.float32)
+    values = _array(given.rollout_log_probs, "fiu", f"{where}: rollout_log_probs", "numbers").astype(np.float32)
+    if len(values) != len(mask):
+        raise BadMessage(f"{where}: rollout_log_probs has {len(values)} entries for {len(mask)} response tokens")
+    bad = np.flatnonzero(mask.astype(bool) & ~np.isfinite(values))
+    if bad.size:
+        raise BadMessage(f"{where}: rollout_log_probs is {values[bad[0]]} at {bad[0]}, a trained token; expected a finite number")
+    return np.where(mask, values, np.float32(0))
+
+
+def _array(values: object, kinds: str, what: str, of: str) -> NDArray[Any]:
+    try:
+        array = np.asarray(values) if len(values) else np.empty(0, np.int64)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        array = np.empty((0, 0))
+    if array.ndim != 1 or array.dtype.kind not in kinds:
+        raise BadMessage(f"{what} is not a list of {of}")
+    return array
+
+
+def _versions(given: Sequence[Any], mask: NDArray[np.uint8], served: Served, where: str) -> NDArray[np.int32]:
+    """The version of each response token: int32 [R]; see the module's docstring."""
+    versions = _named(list(given), len(mask), served, where)
+    if versions.size and versions.max() > served.newest:
+        raise BadMessage(f"{where}: weight_versions names {versions.max()}; the newest that this replica served is {served.newest}")
+    versions[versions == _UNKNOWN] = served.begun
+    trained = np.flatnonzero(mask)
+    for late in sorted(served.late, reverse=True):
+        first = trained[versions[trained] == late][:1]
+        if late > served.begun and first.size:
+            before = trained[trained < first[0]]
+            versions[first[0]] = versions[before[-1]] if before.size else served.begun
+    # between trained tokens a version means nothing: that of the token before keeps the segments few
+    for at in np.flatnonzero(mask == 0):
+        if at:
+            versions[at] = versions[at - 1]
+    return versions
+
+
+def _named(given: list[Any], length: int, served: Served, where: str) -> NDArray[np.int32]:
+    """What the hook says itself; `_UNKNOWN` where it says nothing."""
+    versions = np.full(length, _UNKNOWN, np.int32)
+    try:
+        if len(given) == length and all(entry is None or isinstance(entry, int | np.integer) for entry in given):
+            versions[:] = [_UNKNOWN if entry is None else int(entry) for entry in given]
+        elif given and all(isinstance(entry, dict | tuple | list) for entry in given):
+            for entry in given:
+                start, end, version = (entry["start"], entry["end"], entry["version"]) if isinstance(entry, dict) else entry
+                if not 0 <= start <= end <= length:
+                    raise BadMessage(f"{where}: weight_versions has a span {start} to {end} of {length} response tokens")
+                versions[start:end] = int(version)
+        elif given:
+            versions[:] = min(served.begun, *(int(entry) for entry in given))
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        raise BadMessage(f"{where}: weight_versions is {str(given)[:80]}: {type(error).__name__}: {error}") from None
+    if versions.size and versions.min() < _UNKNOWN:
+        raise BadMessage(f"{where}: weight_versions names {versions.min()}; versions count from 0")
+    return versions
+
+
+def _segments(versions: NDArray[np.int32]) -> list[tuple[int, int, int]]:
+    """Spans (start, end, version) that tile the versions of the response's tokens."""
+    if not versions.size:
+        return []
+    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return [(start, end, int(versions[start])) for start, end in pairwise(edges)]

@@ -1,0 +1,152 @@
+"""A config whose models and data are named on the hub: its names pinned, its files on this machine.
+
+The frozen config of a run holds pinned names, no paths: whoever needs the files, on whichever machine, finds them in its own cache or
+downloads them, and they are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shared.config.run_config import RunConfig
+from shared.data.data_files import DataFile
+from shared.hub import hub_datasets, hub_models, hub_names
+from shared.hub.hub_client import Hub, HubError, NoSuchRepository, Unreachable
+from shared.hub.hub_names import HubName
+from shared.runtime.errors import BadInput, ConfigError, raise_problems
+
+MODELS = ("model.hf_checkpoint", "trainer.critic_load")
+
+DATA = ("data.prompt_data", "eval.eval_prompt_data", "sft.sft_data")
+
+_NEEDED = {
+    "buffer": ("model.hf_checkpoint", "data.prompt_data", "eval.eval_prompt_data"),
+    "rollout": ("model.hf_checkpoint",),
+    "trainer": ("model.hf_checkpoint", "trainer.critic_load", "sft.sft_data"),
+    "critic": ("model.hf_checkpoint", "trainer.critic_load"),
+}
+"""The fields whose files each service reads."""
+
+_TOKENIZER_ONLY = ("buffer",)
+
+Change = Callable[[str, HubName], Path]
+
+
+def pinned(config: RunConfig, known: Mapping[str, str] | None = None, *, hub: Hub | None = None) -> RunConfig:
+    """The same config with every name pinned to a commit.
+
+    Args:
+        known: what names of this run were pinned to before, by the text of the name; see `shared.hub.hub_pins`. hub: default, as the
+            environment says; one for several calls asks the hub once.
+
+    Raises ConfigError by field, or Problems of several.
+    """
+    asked = hub or Hub.of()
+
+    def change(field: str, name: HubName) -> Path:
+        if name.commit is None:
+            earlier = (known or {}).get(str(name))
+            name = _read(field, earlier) if earlier is not None else name.pinned(_commit(asked, name))
+        return Path(str(name))
+
+    return _changed(config, (*MODELS, *DATA), change)
+
+
+def local(config: RunConfig, fields: Collection[str] = (*MODELS, *DATA), *, weights: bool = True, hub: Hub | None = None) -> RunConfig:
+    """The same config with paths in the place of pinned names, what is not in the cache downloaded. Without names, the config itself.
+
+    Args:
+        fields: those whose files are needed; names in others stay. weights: whether those of models are. hub: as
+            for `pinned`.
+
+    Raises ConfigError by field, or Problems of several.
+    """
+    asked = hub or Hub.of()
+
+    def change(field: str, name: HubName) -> Path:
+        if name.commit is None:
+            raise HubError("has no commit; the config of a run has one with each name")
+        path = hub_models.directory(asked, name, weights=weights) if field in MODELS else hub_datasets.rows_file(asked, name)
+        asked.remember(name)
+        return path
+
+    return _changed(config, fields, change)
+
+
+def for_service(config: RunConfig, service: str) -> RunConfig:
+    """`local` for what a service reads. Raises ConfigError."""
+    return local(config, _NEEDED.get(service, ()), weights=service not in _TOKENIZER_ONLY)
+
+
+def found(config: RunConfig) -> list[HubName]:
+    """The names in a config."""
+    seen: list[HubName] = []
+
+    def change(field: str, name: HubName) -> Path:
+        seen.append(name)
+        return Path(str(name))
+
+    _changed(config, (*MODELS, *DATA), change)
+    return seen
+
+
+def _commit(hub: Hub, name: HubName) -> str:
+    try:
+        return hub.look(name).commit
+    except Unreachable:
+        cached = hub.cached_commit(name)
+        if cached is None:
+            raise
+        return cached
+
+
+def _changed(config: RunConfig, fields: Collection[str], change: Change) -> RunConfig:
+    """The config with ``change`` called for each name in ``fields``; the config itself where there is none."""
+    sections: dict[str, Any] = {}
+    problems: list[BadInput] = []
+    for dotted in fields:
+        section, _, field = dotted.partition(".")
+        value = getattr(sections.get(section, getattr(config, section)), field)
+        try:
+            new = _new_value(dotted, value, change)
+        except ConfigError as error:
+            problems.append(error)
+            continue
+        if new is not value:
+            sections[section] = sections.get(section, getattr(config, section)).model_copy(update={field: new})
+    raise_problems(problems)
+    return config.model_copy(update=sections) if sections else config
+
+
+def _new_value(field: str, value: Any, change: Change) -> Any:
+    if isinstance(value, Path):
+        return _new_path(field, value, change) if hub_names.is_name(value) else value
+    if isinstance(value, list) and any(isinstance(file, DataFile) and hub_names.is_name(file.path) for file in value):
+        return [replace(file, path=_new_path(field, file.path, change)) if hub_names.is_name(file.path) else file for file in value]
+    return value
+
+
+def _new_path(field: str, path: Path, change: Change) -> Path:
+    name = _read(field, str(path))
+    is_model = field in MODELS
+    nor = f"; nor is there a directory {name.repo} here" if is_model and not Path(name.repo).exists() else ""
+    try:
+        return change(field, name)
+    except Unreachable as error:
+        here = "a directory" if is_model else "a file"
+        instead = f"give {here}, or run `myxo up CONFIG --dry-run` where there is a network and bring its HF_HOME"
+        raise ConfigError(field, str(path), f"{error}, and the cache {Hub.of().home} lacks it{nor}; {instead}") from error
+    except NoSuchRepository as error:
+        raise ConfigError(field, str(path), f"{error}{nor}") from error
+    except HubError as error:
+        raise ConfigError(field, str(path), str(error)) from error
+
+
+def _read(field: str, text: str) -> HubName:
+    try:
+        return hub_names.model(text) if field in MODELS else hub_names.dataset(text)
+    except ValueError as error:
+        raise ConfigError(field, text, str(error)) from None

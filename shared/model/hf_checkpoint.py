@@ -1,0 +1,123 @@
+"""What a Hugging Face checkpoint directory holds in its safetensors files, by their headers alone, and whether that is the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.model.architecture import Architecture
+from shared.runtime.errors import ConfigError
+from shared.transfer.tensor_file import TensorFile, TensorFileBroken
+
+INDEX = "model.safetensors.index.json"
+
+OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.gguf")
+"""Weights that are none to us."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The files of a checkpoint. ``index``: tensor → name of the file that should hold it; empty where there is no index."""
+
+    paths: list[Path]
+    index: Mapping[str, str]
+
+
+def weight_files(directory: Path, field: str = "model.hf_checkpoint") -> WeightFiles:
+    """Returns the files that the index names, or else all ``*.safetensors`` of the directory.
+
+    Raises ConfigError for ``field``: there are none, or the index cannot be read.
+    """
+    path = directory / INDEX
+    if path.is_file():
+        try:
+            index = json.loads(path.read_text())["weight_map"]
+            return WeightFiles([directory / name for name in sorted(set(index.values()))], index)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(field, str(path), f"an index of weights: JSON with a weight_map ({type(error).__name__}: {error})") from None
+    if paths := sorted(directory.glob("*.safetensors")):
+        return WeightFiles(paths, {})
+    others = sorted(other.name for pattern in OTHER_FORMATS for other in directory.glob(pattern))
+    found = f"; {others[0]} is of another format: save the model again with safetensors" if others else ""
+    raise ConfigError(field, str(directory), f"a directory with *.safetensors files; it has none{found}")
+
+
+def read_shapes(directory: Path, field: str = "model.hf_checkpoint") -> tuple[dict[str, Shape], list[ConfigError]]:
+    """Returns every tensor's shape, read from the headers, and what is wrong with the files. Raises as `weight_files`."""
+    files, held, problems = weight_files(directory, field), dict[str, Shape](), list[ConfigError]()
+    where: dict[str, str] = {}
+    for path in files.paths:
+        try:
+            with TensorFile(path) as file:
+                held.update({name: shape for name, (_, shape) in file.tensors.items()})
+                where.update(dict.fromkeys(file.tensors, path.name))
+        except TensorFileBroken as error:
+            problems.append(ConfigError(field, str(path), _reason(path, error)))
+    if not problems and (astray := [name for name, file_name in files.index.items() if where.get(name) != file_name]):
+        wanted = f"files that hold what {INDEX} says; {files.index[astray[0]]} lacks {some(astray)}"
+        problems.append(ConfigError(field, str(directory), wanted))
+    return held, problems
+
+
+def _reason(path: Path, error: TensorFileBroken) -> str:
+    """Why a file is none, in the words of whoever fetched it."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            begin = file.read(40)
+    except OSError:
+        return f"no such file, but {INDEX} names it; download it, too" if not path.exists() else str(error)
+    if size == 0:
+        return "an empty file; download it again"
+    if begin.startswith(b"version https://git-lfs"):
+        return "a git-LFS pointer, not the weights; run `git lfs pull` in its directory"
+    return f"not a whole safetensors file ({str(error.__cause__)[:200]}); was its download cut short? download it again"
+
+
+def check_tensors(
+    directory: Path, held: Mapping[str, Sequence[int]], expected: Mapping[str, Shape], unread: tuple[str, ...] = (), field: str = ""
+) -> None:
+    """Raises the first ConfigError of `tensor_problems`."""
+    for problem in tensor_problems(directory, held, expected, unread, field or "model.hf_checkpoint"):
+        raise problem
+
+
+def tensor_problems(
+    directory: Path, held: Mapping[str, Sequence[int]], expected: Mapping[str, Shape], unread: tuple[str, ...], field: str
+) -> Iterator[ConfigError]:
+    """Yields why files do not hold exactly the ``expected`` names and shapes.
+
+    Buffers that old exports carry along (``rotary_emb.inv_freq``) are passed over, and so is the output layer of a model that ties it to
+    the embedding.
+
+    Args:
+        held: name → shape, of all tensors in the files. unread: prefixes of tensors that may be there and are not part of the model.
+    """
+    names = {name for name in held if not name.endswith("rotary_emb.inv_freq") and not name.startswith(unread)}
+    if missing := [name for name in expected if name not in names]:
+        yield ConfigError(field, str(directory), f"all tensors of the model; missing: {some(missing)}")
+    if unknown := sorted(names - set(expected) - {"lm_head.weight"}):
+        wanted = f"only the tensors that its config.json describes; besides them: {some(unknown)}"
+        yield ConfigError(field, str(directory), wanted)
+    if missing or unknown:
+        return
+    for name, shape in expected.items():
+        if tuple(held[name]) != shape:
+            yield ConfigError(f"{directory}:{name}", tuple(held[name]), f"shape {shape}, by the sizes in config.json")
+            return
+
+
+def some(names: Sequence[str]) -> str:
+    """The first five."""
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+def draft_prefixes(architecture: Architecture) -> tuple[str, ...]:
+    """Prefixes of the names of layers that only guess further tokens (multi-token prediction)."""
+    first = architecture.num_layers
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + architecture.draft_layers))

@@ -1,0 +1,184 @@
+"""How a world of ranks shares a model (docs/layouts.md), and which models and worlds a layout can divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shared.config.sections import TrainerSection
+from shared.model.architecture import Architecture
+from shared.runtime.errors import ConfigError, raise_problems
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """How the world's ranks share the model and the data.
+
+    Args:
+        tensor: ranks that share each weight matrix. pipeline: stages of layers. context: ranks that share a sequence.
+        expert: ranks that share the experts of a layer, from among the tensor-, context- and data-parallel ranks.
+        sequence_parallel: also split norms and residuals over ``tensor``.
+        virtual_pipeline: model chunks of each pipeline stage (interleaved schedule); None for one.
+        expert_tensor: ranks that share each expert's matrices; None for Myxo's choice: none where ``expert`` distributes
+            whole experts, else ``tensor``. See :attr:`expert_tensor_size`.
+
+    Raises:
+        ConfigError, Problems: a size has no meaning, or two settings contradict one another.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence_parallel: bool = False
+    virtual_pipeline: int | None = None
+    expert_tensor: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "trainer.tensor_model_parallel_size": self.tensor,
+            "trainer.pipeline_model_parallel_size": self.pipeline,
+            "trainer.context_parallel_size": self.context,
+            "trainer.expert_model_parallel_size": self.expert,
+            "trainer.virtual_pipeline_model_parallel_size": self.chunks,
+            "trainer.expert_tensor_parallel_size": 1 if self.expert_tensor is None else self.expert_tensor,
+        }
+        problems = [ConfigError(field, value, "at least 1") for field, value in sizes.items() if value < 1]
+        if self.chunks > 1 and self.pipeline == 1:
+            wanted = "none, or a pipeline_model_parallel_size above 1"
+            problems.append(ConfigError("trainer.virtual_pipeline_model_parallel_size", self.chunks, wanted))
+        if self.sequence_parallel and self.tensor == 1:
+            problems.append(ConfigError("trainer.sequence_parallel", True, "false, or a tensor_model_parallel_size above 1"))
+        raise_problems(problems)
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks that each rank holds."""
+        return 1 if self.virtual_pipeline is None else self.virtual_pipeline
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share each expert's matrices."""
+        if self.expert_tensor is not None:
+            return self.expert_tensor
+        return 1 if self.expert > 1 else self.tensor
+
+    @classmethod
+    def of(cls, trainer: TrainerSection) -> ParallelLayout:
+        """The layout that a run's config asks for. Raises as the constructor does."""
+        return cls(
+            tensor=trainer.tensor_model_parallel_size,
+            pipeline=trainer.pipeline_model_parallel_size,
+            context=trainer.context_parallel_size,
+            expert=trainer.expert_model_parallel_size,
+            sequence_parallel=trainer.sequence_parallel,
+            virtual_pipeline=trainer.virtual_pipeline_model_parallel_size,
+            expert_tensor=trainer.expert_tensor_parallel_size,
+        )
+
+    def check(self, world_size: int) -> None:
+        """Raises the first ConfigError of `world_problems`."""
+        for problem in self.world_problems(world_size):
+            raise problem
+
+    def world_problems(self, world_size: int) -> Iterator[ConfigError]:
+        """Yields why the world cannot be divided like this."""
+        replica = self.tensor * self.pipeline * self.context
+        if world_size % replica:
+            yield ConfigError(
+                "trainer.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size",
+                f"{self.tensor} x {self.pipeline} x {self.context}",
+                f"a divisor of the world size, {world_size}",
+            )
+            return
+        stage = world_size // self.pipeline
+        if stage % self.expert:
+            yield ConfigError("trainer.expert_model_parallel_size", self.expert, f"a divisor of {stage}, the ranks of a stage")
+        elif stage % (self.expert * self.expert_tensor_size):
+            yield ConfigError(
+                "trainer.expert_tensor_parallel_size",
+                self.expert_tensor_size,
+                f"a divisor of {stage // self.expert}: the {stage} ranks of a stage, by expert_model_parallel_size, {self.expert}",
+            )
+
+
+UNEVEN = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+"""Megatron's settings of pipelines whose stages differ in size; with one of them, Megatron itself checks the division."""
+
+
+def check_divisible(architecture: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any] | None = None) -> None:
+    """Raises the first ConfigError of `division_problems`."""
+    for problem in division_problems(architecture, layout, overrides):
+        raise problem
+
+
+def division_problems(
+    architecture: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any] | None = None
+) -> Iterator[ConfigError]:
+    """Yields, with the numbers, why the layout cannot divide the architecture.
+
+    Args:
+        overrides: fields of Megatron's TransformerConfig as given; those of an uneven pipeline count.
+    """
+    a, tensor = architecture, layout.tensor
+    field = "trainer.tensor_model_parallel_size"
+    divided = {
+        "attention heads": a.num_attention_heads,
+        "key/value heads": a.num_key_value_heads,
+        "MLP channels": a.ffn_hidden_size,
+    }
+    if a.experts is not None and a.experts.shared_ffn_hidden_size:
+        divided["MLP channels of the shared experts"] = a.experts.shared_ffn_hidden_size
+    if undivided := [f"{size} {what}" for what, size in divided.items() if size % tensor]:
+        yield ConfigError(field, tensor, f"a divisor of the model's {', '.join(undivided)}")
+    yield from _pipeline_problems(a, layout, overrides or {})
+    if tensor > 1 and not layout.sequence_parallel and (a.latent is not None or a.experts is not None):
+        for_experts = "Megatron trains experts with tensor parallelism only so"
+        for_latent = "the projections to low ranks are whole on every tensor-parallel rank, and trained right only so"
+        yield ConfigError("trainer.sequence_parallel", False, f"true; {for_experts if a.latent is None else for_latent}")
+    if a.experts is None:
+        if layout.expert > 1:
+            yield ConfigError("trainer.expert_model_parallel_size", layout.expert, f"1; {a.model_type} has no experts")
+        if layout.expert_tensor is not None and layout.expert_tensor != layout.tensor:
+            yield ConfigError("trainer.expert_tensor_parallel_size", layout.expert_tensor, f"none; {a.model_type} has no experts")
+        return
+    if a.experts.count % layout.expert:
+        yield ConfigError("trainer.expert_model_parallel_size", layout.expert, f"a divisor of its {a.experts.count} experts")
+    if a.experts.ffn_hidden_size % layout.expert_tensor_size:
+        wanted = f"a divisor of the {a.experts.ffn_hidden_size} MLP channels of an expert"
+        yield ConfigError("trainer.expert_tensor_parallel_size", layout.expert_tensor_size, wanted)
+
+
+def _pipeline_problems(a: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any]) -> Iterator[ConfigError]:
+    field = "trainer.pipeline_model_parallel_size"
+    uneven = {name: overrides[name] for name in UNEVEN if overrides.get(name)}
+    sized = {name: value for name, value in uneven.items() if name.startswith("num_layers_in_")}
+    if uneven and layout.pipeline == 1:
+        name = next(iter(uneven))
+        yield ConfigError(f"trainer.megatron.{name}", uneven[name], "not given; pipeline_model_parallel_size is 1")
+    elif not uneven:
+        if a.num_layers % layout.pipeline:
+            yield ConfigError(field, layout.pipeline, f"a divisor of its {a.num_layers} layers")
+        elif a.num_layers % (layout.pipeline * layout.chunks):
+            name = "trainer.virtual_pipeline_model_parallel_size"
+            wanted = f"a divisor of {a.num_layers // layout.pipeline}, the layers of each of the {layout.pipeline} stages"
+            yield ConfigError(name, layout.chunks, wanted)
+    elif len(sized) == len(uneven):
+        left, stages = a.num_layers - sum(sized.values()), layout.pipeline - len(sized)
+        if left < 0 or (left > 0 if stages == 0 else left % stages or not left):
+            named = ", ".join(f"{name} = {value}" for name, value in sized.items())
+            yield ConfigError(f"trainer.megatron.{next(iter(sized))}", sized[next(iter(sized))],
+                              f"so that {left} of {a.num_layers} layers divide over {stages} more stages ({named})")  # fmt: skip
+            return
+        for name, size in {**sized, "the other stages": left // stages if stages else layout.chunks}.items():
+            if size % layout.chunks or not size:
+                wanted = f"a divisor of {size}, the layers of {name}"
+                yield ConfigError("trainer.virtual_pipeline_model_parallel_size", layout.chunks, wanted)
+                return

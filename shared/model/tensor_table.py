@@ -1,0 +1,228 @@
+"""The table of names: which Hugging Face tensors become which Megatron parameters, in all families.
+
+A row holds if the model, or the layer, has every feature in its ``when``; a family is a set of features, and nothing else
+knows one from another. Sizes are words, resolved by :func:`sizes`, so that the same table says what a checkpoint must hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from shared.model.architecture import Architecture
+
+Shape = tuple[int, ...]
+Layout = Literal["plain", "vocabulary", "qkv", "glu"]
+
+
+@dataclass(frozen=True)
+class NameRow:
+    """One Megatron parameter of a layer.
+
+    Args:
+        megatron: its name below ``decoder.layers.N.``, in the local spec and, where that differs, in Transformer Engine's.
+        tensors: name below ``model.layers.N.`` and sizes of each Hugging Face tensor it is made of.
+        layout: see :class:`.weights.Recipe`. when: features that the layer must have.
+        float32: kept so whatever the model's dtype.
+
+    In names ``{expert}`` stands for an expert's number.
+    """
+
+    megatron: tuple[str, ...]
+    tensors: tuple[tuple[str, tuple[str, ...]], ...]
+    layout: Layout = "plain"
+    when: frozenset[str] = frozenset()
+    float32: bool = False
+
+    @property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.tensors[0][0]
+
+
+def _row(megatron: str, tensors: dict[str, str], layout: Layout = "plain", when: str = "", float32: bool = False) -> NameRow:
+    held = tuple((name, tuple(words.split())) for name, words in tensors.items())
+    return NameRow(tuple(megatron.split()), held, layout, frozenset(when.split()), float32)
+
+
+def _glu(prefix: str, width: str) -> dict[str, str]:
+    return {f"{prefix}.gate_proj.weight": f"{width} hidden", f"{prefix}.up_proj.weight": f"{width} hidden"}
+
+
+TABLE: tuple[NameRow, ...] = (
+    _row("input_layernorm.weight self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "hidden"}),
+    # attention with grouped keys and values
+    _row(
+        "self_attention.linear_qkv.weight",
+        {
+            "self_attn.q_proj.weight": "queries hidden",
+            "self_attn.k_proj.weight": "keys hidden",
+            "self_attn.v_proj.weight": "keys hidden",
+        },
+        "qkv",
+        "grouped",
+    ),
+    _row(
+        "self_attention.linear_qkv.bias",
+        {"self_attn.q_proj.bias": "queries", "self_attn.k_proj.bias": "keys", "self_attn.v_proj.bias": "keys"},
+        "qkv",
+        "grouped qkv_bias",
+    ),
+    _row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head"}, when="grouped qk_norm"),
+    _row("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head"}, when="grouped qk_norm"),
+    # latent attention
+    _row("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": "queries hidden"}, when="latent full_queries"),
+    _row("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": "query_rank hidden"}, when="low_queries"),
+    _row("self_attention.q_layernorm.weight", {"self_attn.q_a_layernorm.weight": "query_rank"}, when="low_queries"),
+    _row("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": "queries query_rank"}, when="low_queries"),
+    _row(
+        "self_attention.linear_kv_down_proj.weight",
+        {"self_attn.kv_a_proj_with_mqa.weight": "kv_rank+rope hidden"},
+        when="latent",
+    ),
+    _row("self_attention.kv_layernorm.weight", {"self_attn.kv_a_layernorm.weight": "kv_rank"}, when="latent"),
+    _row("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": "keys+values kv_rank"}, when="latent"),
+    _row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden values"}),
+    _row("self_attn_bda.norm.weight", {"post_self_attn_layernorm.weight": "hidden"}, when="post_norms"),
+    # MLP
+    _row("pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": "hidden"}),
+    _row("mlp.linear_fc1.weight", _glu("mlp", "ffn"), "glu", "dense gate_up_apart"),
+    _row("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": "2*ffn hidden"}, "glu", "dense gate_up_fused"),
+    _row("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "hidden ffn"}, when="dense"),
+    # mixture of experts
+    _row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}, when="moe"),
+    _row("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": "experts"}, when="moe expert_bias", float32=True),
+    _row("mlp.shared_experts.linear_fc1.weight", _glu("mlp.shared_experts", "shared_ffn"), "glu", "moe shared"),
+    _row("mlp.shared_experts.linear_fc2.weight", {"mlp.shared_experts.down_proj.weight": "hidden shared_ffn"}, when="moe shared"),
+    _row(
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight mlp.experts.linear_fc1.weight{expert}",
+        _glu("mlp.experts.{expert}", "expert_ffn"),
+        "glu",
+        "moe",
+    ),
+    _row(
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight mlp.experts.linear_fc2.weight{expert}",
+        {"mlp.experts.{expert}.down_proj.weight": "hidden expert_ffn"},
+        when="moe",
+    ),
+    _row("mlp_bda.norm.weight", {"post_mlp_layernorm.weight": "hidden"}, when="post_norms"),
+)
+
+TOP: dict[str, tuple[str, Layout]] = {
+    "embedding.word_embeddings.weight": ("model.embed_tokens.weight", "vocabulary"),
+    "decoder.final_layernorm.weight": ("model.norm.weight", "plain"),
+    "output_layer.weight": ("lm_head.weight", "vocabulary"),
+}
+"""Parameters outside the layers: Megatron's whole name, Hugging Face's, layout."""
+
+
+def features(architecture: Architecture, layer: int) -> frozenset[str]:
+    """The words that ``when`` may ask for, of one layer."""
+    a = architecture
+    found = {"latent" if a.latent else "grouped", "moe" if a.is_moe_layer(layer) else "dense"}
+    found.add("gate_up_fused" if a.fused_gate_up else "gate_up_apart")
+    if a.latent:
+        found.add("full_queries" if a.latent.query_rank is None else "low_queries")
+    if a.experts and a.experts.score == "sigmoid":
+        found.add("expert_bias")
+    if a.experts and a.experts.shared_ffn_hidden_size:
+        found.add("shared")
+    return frozenset(found | {name for name in ("qk_norm", "qkv_bias", "post_norms") if getattr(a, name)})
+
+
+def sizes(architecture: Architecture) -> dict[str, int]:
+    """The numbers behind the table's words."""
+    a, heads = architecture, architecture.num_attention_heads
+    known = {
+        "hidden": a.hidden_size,
+        "head": a.head_dim,
+        "queries": heads * a.head_dim,
+        "keys": a.num_key_value_heads * a.head_dim,
+        "values": heads * (a.latent.value_head_dim if a.latent else a.head_dim),
+        "ffn": a.ffn_hidden_size,
+        "2*ffn": 2 * a.ffn_hidden_size,
+    }
+    if a.latent:
+        known["query_rank"] = a.latent.query_rank or 0
+        known["kv_rank"] = a.latent.key_value_rank
+        known["kv_rank+rope"] = a.latent.key_value_rank + a.latent.rope_head_dim
+        known["keys+values"] = heads * (a.latent.nope_head_dim + a.latent.value_head_dim)
+    if a.experts:
+        known["experts"] = a.experts.count
+        known["expert_ffn"] = a.experts.ffn_hidden_size
+        known["shared_ffn"] = a.experts.shared_ffn_hidden_size
+    return known
+
+
+def layer_rows(architecture: Architecture, layer: int) -> tuple[NameRow, ...]:
+    """The rows that hold for one layer."""
+    return _rows(features(architecture, layer))
+
+
+@lru_cache
+def _rows(having: frozenset[str]) -> tuple[NameRow, ...]:
+    return tuple(row for row in TABLE if row.when <= having)
+
+
+@lru_cache(maxsize=1024)
+def pattern(megatron: str) -> re.Pattern[str]:
+    """Matches a name of the table; its group, if it has one, is the expert's number."""
+    return re.compile(re.escape(megatron).replace(re.escape("{expert}"), r"(\d+)"))
+
+
+def hf_tensors(architecture: Architecture) -> dict[str, Shape]:
+    """Names and shapes of all tensors in the model's safetensors, in the order of the model."""
+    a, size = architecture, sizes(architecture)
+    tensors: dict[str, Shape] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
+    for layer in range(a.num_layers):
+        for row in layer_rows(a, layer):
+            for expert in range(a.experts.count) if a.experts and row.per_expert else (0,):
+                for name, words in row.tensors:
+                    tensors[f"model.layers.{layer}.{name.format(expert=expert)}"] = tuple(size[word] for word in words)
+    tensors["model.norm.weight"] = (a.hidden_size,)
+    if not a.tied_embeddings:
+        tensors["lm_head.weight"] = (a.vocab_size, a.hidden_size)
+    return tensors
+
+
+def megatron_parameters(architecture: Architecture, engine: bool = False) -> list[str]:
+    """Global names of Megatron's parameters that train, in the order of the model. ``engine``: of Transformer Engine's layers."""
+    a = architecture
+    names = ["embedding.word_embeddings.weight"]
+    for layer in range(a.num_layers):
+        for row in layer_rows(a, layer):
+            held = row.megatron[-1 if engine else 0]
+            for expert in range(a.experts.count) if a.experts and row.per_expert else (0,):
+                if not held.endswith(".expert_bias"):  # no gradient moves it
+                    names.append(f"decoder.layers.{layer}.{held.format(expert=expert)}")
+    return [*names, "decoder.final_layernorm.weight", *([] if a.tied_embeddings else ["output_layer.weight"])]
+
+
+def source(name: str, architecture: Architecture) -> tuple[tuple[str, ...], Layout, bool]:
+    """What a Megatron parameter is made of, by its global name (see :func:`.weights.parameters`).
+
+    Returns:
+        Hugging Face names, layout, and whether it is kept in float32.
+
+    Raises:
+        KeyError: no row covers it, which is a gap in the table.
+    """
+    if name in TOP:
+        if name == "output_layer.weight" and architecture.tied_embeddings:
+            name = "embedding.word_embeddings.weight"  # the last pipeline stage's copy
+        hf_name, layout = TOP[name]
+        return (hf_name,), layout, False
+    for row, prefix, expert in _matches(name, architecture):
+        return tuple(prefix + hf_name.format(expert=expert) for hf_name, _ in row.tensors), row.layout, row.float32
+    raise KeyError(f"no recipe for Megatron parameter {name!r}")
+
+
+def _matches(name: str, architecture: Architecture) -> Iterator[tuple[NameRow, str, str]]:
+    layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+    for row in layer_rows(architecture, int(layer[1])) if layer else ():
+        for megatron in row.megatron:
+            matched = pattern(megatron).fullmatch(layer[2]) if layer else None
+            if layer and matched:
+                yield row, f"model.layers.{layer[1]}.", "".join(matched.groups())

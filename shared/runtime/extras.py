@@ -1,0 +1,14 @@
+"""Packages that only some configs need: asked for without being installed, they are refused before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from shared.config.run_config import RunConfig
+from shared.runtime.errors import ConfigError
+
+
+def check(config: RunConfig) -> None:
+    """Raises ConfigError naming the field and the extra that brings what it needs."""
+    if config.monitoring.use_wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError("monitoring.use_wandb", True, "W&B is not installed: pip install 'myxo[wandb]', or leave it out")

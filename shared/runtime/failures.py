@@ -1,0 +1,177 @@
+"""A thread or a task that dies takes its service down with it: its error is logged at once, and the process ends within `END_SECONDS`.
+
+Every thread and task of a service has an owner. What somebody waits for has that one. A thread that works by itself is a
+`SupervisedThread`; a task that does is run by `background` or `shared.runtime.service_base.Service.spawn`; what nobody waits for, and
+nobody needs, has its failure logged by `log_failure`.
+
+In a process that `arm` has made a service's, a failure asks the service to end in order, and ends the process where that takes too long:
+its main thread may be inside a collective, which nothing can call off. In any other process failures are only logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any
+
+import structlog
+
+from shared.runtime.cancellation import cancelled
+from shared.runtime.errors import BadInput, MyxoError
+
+END_SECONDS = 1.0
+"""How long a service has to end in order once a thread or task of it has died."""
+
+_Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
+
+
+class ThreadDied(MyxoError):
+    """A thread that the service cannot do without has ended with an error; the text names both."""
+
+
+class _Process:
+    """What this process has agreed on: whether failures end it, what is to be done just before, and who wants to hear of them."""
+
+    def __init__(self) -> None:
+        self.armed, self.ending = False, False
+        self.last_act: Callable[[], None] | None = None
+        self.listeners: list[Callable[[BaseException], None]] = []
+        self.lock = threading.Lock()
+
+
+_process = _Process()
+
+
+def arm(last_act: Callable[[], None] | None = None) -> None:
+    """From now on a failure ends this process.
+
+    Args:
+        last_act: called just before the process is ended by force.
+    """
+    _process.armed = True
+    _process.last_act = last_act or _process.last_act
+
+
+def log_foreign_threads() -> None:
+    """From now on errors in threads of libraries, or of the user's functions, are logged; they end nothing."""
+    threading.excepthook = _log_foreign
+
+
+@contextlib.asynccontextmanager
+async def background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs coroutines beside the body; the first that fails makes the body fail with its error, and soon ends an armed process."""
+    body = asyncio.current_task()
+    assert body is not None
+    failed: list[BaseException] = []
+    ending = False
+
+    def on_done(task: asyncio.Task[None]) -> None:
+        if ending or failed:
+            return
+        error = asyncio.CancelledError("not by its owner") if task.cancelled() else task.exception()
+        if error is not None:
+            failed.append(MyxoError(f"task {task.get_name()} was cancelled from inside") if task.cancelled() else error)
+            body.cancel()
+            end_soon(error)
+            log_error("died", f"task {task.get_name()}", error)
+
+    tasks = [asyncio.create_task(coroutine, name=getattr(coroutine, "__qualname__", None)) for coroutine in work]
+    for task in tasks:
+        task.add_done_callback(on_done)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if failed:
+            raise failed[0] from None
+        raise
+    finally:
+        ending = True
+        await cancelled(tasks)
+
+
+class SupervisedThread(threading.Thread):
+    """A daemon thread whose end by an error is the end of its service."""
+
+    def __init__(self, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except BaseException as error:
+            fatal(f"thread {self.name}", error)
+
+
+def fatal(what: str, error: BaseException) -> None:
+    """Logs that ``what`` has died of ``error``, asks the service to end, and sees to it that it does."""
+    end_soon(error)
+    log_error("died", what, error)
+    died = ThreadDied(f"{what} died: {describe(error)}")
+    for tell in list(_process.listeners):
+        tell(died)
+
+
+def end_soon(error: BaseException) -> None:
+    """Has an armed process ended by force where it has not ended by itself in `END_SECONDS`. Its exit code: 2 for bad input, else 1."""
+    with _process.lock:
+        if not _process.armed or _process.ending:
+            return
+        _process.ending = True
+    timer = threading.Timer(END_SECONDS, _end, (2 if isinstance(error, BadInput) else 1,))
+    timer.daemon = True
+    timer.start()
+
+
+@contextlib.contextmanager
+def failures_heard(tell: Callable[[BaseException], None]) -> Iterator[None]:
+    """Has ``tell`` called, on the thread that fails or finds out, with each failure while the body runs."""
+    _process.listeners.append(tell)
+    try:
+        yield
+    finally:
+        _process.listeners.remove(tell)
+
+
+def log_failure(future: _Future, what: str) -> None:
+    """Has it logged where the work behind ``future``, which nobody waits for, fails."""
+
+    def look(done: _Future) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log_error("background_work_failed", what, error)
+
+    future.add_done_callback(look)
+
+
+def log_error(event: str, what: str, error: BaseException) -> None:
+    """One line at level error; with the traceback where the error is none of Myxo's own."""
+    log = structlog.get_logger()
+    if isinstance(error, MyxoError):
+        log.error(event, what=what, error=str(error), kind=type(error).__name__)
+    else:
+        log.error(event, what=what, error=describe(error), exc_info=error)
+
+
+def describe(error: BaseException) -> str:
+    """The error in words, with its kind where it is none of Myxo's own."""
+    return str(error) if isinstance(error, MyxoError) else f"{type(error).__name__}: {error}"
+
+
+def _log_foreign(args: Any) -> None:
+    if args.exc_value is not None and not issubclass(args.exc_type, SystemExit):
+        log_error("thread_failed", f"thread {args.thread.name if args.thread else '?'}", args.exc_value)
+
+
+def _end(code: int) -> None:
+    try:
+        structlog.get_logger().warning("ended_by_force", reason="a thread or task of it had died", seconds=END_SECONDS)
+        if _process.last_act is not None:
+            _process.last_act()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(code)

@@ -1,0 +1,32 @@
+"""``python -m shared.runtime.healthcheck [HOST:PORT/PATH]``: exits 0 where the service of this container says that it is well, else 1.
+
+Standard library alone, so that a probe costs little: containers run it every few seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.error
+import urllib.request
+
+SECONDS = 5.0
+
+
+def main() -> int:
+    """Asks the address of the command line, else ``/healthz`` on the port of ``MYXO_HTTP``. Returns the exit code."""
+    port = os.environ.get("MYXO_HTTP", "").rpartition(":")[2]
+    address = sys.argv[1] if len(sys.argv) > 1 else f"127.0.0.1:{port}/healthz"
+    try:
+        with urllib.request.urlopen(f"http://{address}", timeout=SECONDS) as answer:
+            print(answer.read(500).decode(errors="replace"))
+            return 0
+    except urllib.error.HTTPError as error:
+        print(f"{error.code}: {error.read(500).decode(errors='replace')}")
+    except OSError as error:
+        print(f"nobody answers at {address}: {error}")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Where the environment says that NATS and Redis are: a URL, or the path of a file that holds one.
+
+A URL carries a password. In a variable it stands in the process list's environment and in every inspection of a container; in a file it
+does not, so that deployments name files: ``NATS_URL_FILE``, ``REDIS_URL_FILE``. ``MYXO_CA_FILE`` names the certificates to trust for
+``tls://`` and ``rediss://``.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from shared.runtime.errors import ConfigError
+
+CA_VARIABLE = "MYXO_CA_FILE"
+
+
+def nats_url() -> str | None:
+    """``NATS_URL``, or what is in the file of ``NATS_URL_FILE``; None where neither is set. Raises ConfigError."""
+    return _given("NATS_URL")
+
+
+def redis_url() -> str | None:
+    """As `nats_url`, for ``REDIS_URL``."""
+    return _given("REDIS_URL")
+
+
+def _given(variable: str) -> str | None:
+    url = os.environ.get(variable)
+    if url:
+        return url
+    name = f"{variable}_FILE"
+    path = os.environ.get(name)
+    if not path:
+        return url
+    try:
+        content = Path(path).read_text().strip()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(name, path, f"{reason}; expected a file with the URL") from error
+    if not content:
+        raise ConfigError(name, path, "the file is empty; expected the URL in it")
+    return content
+
+
+def authorities() -> str | None:
+    """The file of ``MYXO_CA_FILE``; None where it is not set: the system's authorities hold. Raises ConfigError."""
+    path = os.environ.get(CA_VARIABLE)
+    if not path:
+        return None
+    trusted(path)
+    return path
+
+
+def trusted(path: str | None) -> ssl.SSLContext:
+    """A client's TLS context that trusts the certificates of a file (None: the system's) and checks host names. Raises ConfigError."""
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(CA_VARIABLE, path, f"{error.strerror or error}; expected a file of PEM certificates") from error
+
+
+def has_credentials(url: str) -> bool:
+    """Whether a URL carries a user or a password."""
+    parts = urlsplit(url)
+    return parts.username is not None or parts.password is not None or bool({"username", "password"} & parse_qs(parts.query).keys())

@@ -1,0 +1,269 @@
+"""What every service process does around its own work: connect, read the run's config, answer health checks, keep its card, stop well.
+
+Environment: ``NATS_URL`` and ``MYXO_RUN`` (required), ``REDIS_URL`` (else the run's); both URLs may come from files instead
+(`shared.runtime.server_urls`), ``MYXO_INSTANCE`` (else host and pid),
+``MYXO_HTTP`` (``host:port`` of the health side, default a free port on loopback), ``MYXO_LOG_LEVEL``.
+Exit codes: 0 done or asked to stop, 2 bad input (one line on standard error), 1 anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, NoReturn
+
+import structlog
+
+from shared.bus import runs
+from shared.bus.connection import TRANSIENT, Bus, BusUnreachable
+from shared.bus.registry import HEARTBEAT, Registry
+from shared.bus.subjects import RUN_ID, Subjects
+from shared.config.run_config import RunConfig
+from shared.hub import hub_resolve
+from shared.runtime import failure_summary, failures, http_endpoints, server_urls
+from shared.runtime.errors import BadInput, ConfigError, DeadlineExceeded, MyxoError
+from shared.runtime.telemetry import Metrics, configure_logs, last_error
+from shared.schema.messages import Message, ServiceEvent, ServiceStatus
+from shared.store.payload_store import Store, StoreUnreachable
+
+STOP_SECONDS = 4.0
+"""How long a service's body has to return after SIGTERM before it is cancelled."""
+
+FAREWELL_SECONDS = 1.0
+"""How long a service that fails tries to say so on the bus."""
+
+EXIT_BAD_INPUT = 2
+
+
+class Service:
+    """One running service: its connections, config, ids and state. The body of a service gets it and works until `stopping`."""
+
+    def __init__(self, name: str, instance: str, run: str, bus: Bus, config: RunConfig, redis_url: str) -> None:
+        self.name, self.instance, self.run, self.bus, self.config = name, instance, run, bus, config
+        self.redis_url = redis_url
+        self.store = Store(redis_url)
+        self.subjects = Subjects(run)
+        self.registry = Registry(bus, run)
+        self.metrics = Metrics(run, instance)
+        self.stopping = asyncio.Event()
+        self.log: Any = structlog.get_logger()
+        self.state = "starting"
+        self.version = -1
+        self.incarnation = secrets.token_hex(4)  # not the pid: in a container every life has the same one
+        self.ranks = 1
+        self.http = ""
+        self.engine = ""
+        self.detail = ""
+        self._spawned: set[asyncio.Task[None]] = set()
+
+    def card(self) -> ServiceStatus:
+        """What the registry shows of this service now."""
+        return ServiceStatus(
+            service=self.name,
+            instance=self.instance,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            http=self.http,
+            engine=self.engine,
+            state=self.state,
+            version=self.version,
+            incarnation=self.incarnation,
+            ranks=self.ranks,
+            gauges=dict(self.metrics.values),
+            detail=self.detail,
+            last_error=last_error.text,
+            last_error_at=last_error.at,
+            at=time.time(),
+        )
+
+    async def announce(self) -> None:
+        """Renews the card now rather than at the next heartbeat."""
+        with contextlib.suppress(MyxoError, *TRANSIENT):
+            await self.registry.renew(self.card())
+
+    async def event(self, plane: str, what: str, message: Message, deadline: float = 10) -> None:
+        """Publishes an event. Nothing decides by events: one that cannot be published is logged and let go."""
+        try:
+            await self.bus.publish(self.subjects.event(plane, what), message, deadline=deadline)
+        except (MyxoError, *TRANSIENT) as error:
+            self.log.warning("event_lost", what=what, error=str(error))
+
+    async def tell(self, what: str, detail: str = "", deadline: float = 10) -> None:
+        """Publishes a `ServiceEvent` about this service."""
+        event = ServiceEvent(service=self.name, instance=self.instance, what=what, detail=detail, at=time.time())
+        await self.event("service", what, event, deadline)
+
+    def health(self) -> dict[str, object]:
+        connected = self.bus.connection.is_connected
+        return {
+            "ok": connected and self.state not in ("failed", "stopping"),
+            "service": self.name,
+            "instance": self.instance,
+            "run": self.run,
+            "state": self.state,
+            "version": self.version,
+            "bus": connected,
+        }
+
+    async def pause(self, seconds: float) -> bool:
+        """Waits, or less when asked to stop. Returns whether to go on."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.stopping.wait(), timeout=seconds)
+        return not self.stopping.is_set()
+
+    def background(self, *work: Coroutine[Any, Any, None]) -> contextlib.AbstractAsyncContextManager[None]:
+        """Runs coroutines beside the body; the first that fails makes the body fail with its error, and soon ends the process."""
+        return failures.background(*work)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs a coroutine by itself. If it fails, the service ends with its error; whoever has the task may cancel it."""
+
+        def on_done(task: asyncio.Task[None]) -> None:
+            self._spawned.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                failures.fatal(f"task {task.get_name()}", error)
+
+        task = asyncio.create_task(work, name=getattr(work, "__qualname__", None))
+        self._spawned.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(on_done)
+        return task
+
+
+def environment() -> tuple[str, str]:
+    """The URL of NATS and the run's id. Raises ConfigError for what is missing or malformed."""
+    url, run = server_urls.nats_url(), os.environ.get("MYXO_RUN")
+    if not url:
+        raise ConfigError("NATS_URL", url, "required in the environment: nats://[user:password@]host:port, or NATS_URL_FILE")
+    if not run or not RUN_ID.match(run):
+        raise ConfigError("MYXO_RUN", run, "required in the environment: the run's id, lower-case letters, digits, '-' and '_'")
+    return url, run
+
+
+def default_instance(service: str) -> str:
+    """An instance id that is unique among hosts and legal in a subject."""
+    given = os.environ.get("MYXO_INSTANCE") or f"{service}-{socket.gethostname()}-{os.getpid()}"
+    return re.sub(r"[^A-Za-z0-9_-]", "-", given)
+
+
+async def connect(name: str, role: str | None = None) -> Service:
+    """Connects to bus and store and reads the run's config, models and data that it names on the hub as paths on this machine.
+
+    Args:
+        name: the service. role: its account's, where that is not its name.
+    """
+    url, run = environment()
+    bus = await Bus.connect(url, name=f"{run}/{name}", inbox=Subjects(run).inbox(role or name))
+    config = await asyncio.to_thread(hub_resolve.for_service, await runs.load(bus, run), name)
+    redis_url = server_urls.redis_url() or await runs.store_url(bus, run)
+    if not redis_url:
+        raise ConfigError("REDIS_URL", None, "required (or REDIS_URL_FILE): the run does not say where its payloads lie")
+    service = Service(name, default_instance(name), run, bus, config, redis_url)
+    await service.store.ping()
+    return service
+
+
+@contextlib.asynccontextmanager
+async def attended(service: Service) -> AsyncIterator[None]:
+    """Health side, heartbeat and the joined/left events around a service's work."""
+
+    async def heartbeat() -> None:
+        while True:
+            try:
+                await service.registry.renew(service.card())
+            except (DeadlineExceeded, *TRANSIENT) as error:
+                service.log.warning("heartbeat_missed", error=str(error))
+            await asyncio.sleep(HEARTBEAT)
+
+    loop = asyncio.get_running_loop()
+    heard: asyncio.Future[None] = loop.create_future()
+
+    def hear(error: BaseException) -> None:
+        loop.call_soon_threadsafe(lambda: None if heard.done() else heard.set_exception(error))
+
+    async def failure() -> None:
+        """Fails as soon as a thread, or a task that was spawned, does."""
+        await heard
+
+    app = http_endpoints.health_app(service.health, service.metrics.registry)
+    async with http_endpoints.serving(app, os.environ.get("MYXO_HTTP", "127.0.0.1:0")) as service.http:
+        try:
+            async with service.background(heartbeat(), failure()):
+                await service.tell("joined")
+                with failures.failures_heard(hear):
+                    yield
+        except Exception as error:
+            await service.tell("failed", failure_summary.short(failures.describe(error)), deadline=FAREWELL_SECONDS)
+            raise
+        finally:
+            service.state = "stopping"
+            with contextlib.suppress(MyxoError, *TRANSIENT):
+                await service.registry.leave(service.card())
+                await service.tell("left")
+
+
+def settle() -> None:
+    """Once a service has loaded what it needs: has the garbage collector leave that alone, and look for cycles less often.
+
+    Messages and groups come and go without cycles. Looking for some every 700 objects, over all that a buffer holds, was a seventh of
+    its work.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+async def _serve(name: str, body: Callable[[Service], Awaitable[None]]) -> None:
+    service = await connect(name)
+    settle()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, service.stopping.set)
+    try:
+        async with attended(service):
+            work = asyncio.ensure_future(body(service))
+            stop = asyncio.ensure_future(service.stopping.wait())
+            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                await asyncio.wait({work}, timeout=STOP_SECONDS)
+                if not work.done():
+                    work.cancel()
+            stop.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+    finally:
+        await service.store.close()
+        await service.bus.close()
+
+
+def run(name: str, body: Callable[[Service], Awaitable[None]]) -> NoReturn:
+    """The whole life of a service process; exits with the codes of the module's docstring."""
+    sys.exit(exit_code(name, lambda: asyncio.run(_serve(name, body))))
+
+
+def exit_code(name: str, work: Callable[[], None]) -> int:
+    """Runs a service's work with its logs set up and its errors told; returns the exit code."""
+    configure_logs(os.environ.get("MYXO_RUN", ""), name, default_instance(name), level=os.environ.get("MYXO_LOG_LEVEL", "INFO"))
+    failures.arm()
+    failures.log_foreign_threads()
+    log = structlog.get_logger()
+    try:
+        work()
+    except (BadInput, runs.NoSuchRun, BusUnreachable, StoreUnreachable) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except MyxoError as error:
+        log.error("failed", error=str(error), kind=type(error).__name__)
+        return 1
+    except Exception:
+        log.exception("failed")
+        return 1
+    return 0

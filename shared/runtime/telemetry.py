@@ -1,0 +1,143 @@
+"""Logs and metrics: one JSON object a line with run, service and instance ids; Prometheus gauges and counters by name."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TextIO, cast
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from shared.runtime import failure_summary
+
+
+@dataclass
+class LastError:
+    """The newest line at level error of this process: what it says, and when it was logged (seconds since the epoch)."""
+
+    text: str = ""
+    at: float = 0.0
+
+
+last_error = LastError()
+
+
+def _note_error(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    if event.get("level") in failure_summary.ERROR_LEVELS:
+        last_error.text, last_error.at = failure_summary.of_event(event), time.time()
+    return event
+
+
+class _Log:
+    """A stream that goes on where its disk is full: what cannot be logged must not end the service that would say it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with _disk_may_be_full():
+            return self._stream.write(text)
+        return 0
+
+    def flush(self) -> None:
+        with _disk_may_be_full():
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _disk_may_be_full() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
+def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:
+    """JSON lines from structlog and from the libraries' own loggers, each with the ids of who speaks.
+
+    Args:
+        stream: where they go; standard error if not given.
+    """
+    stream = cast(TextIO, _Log(sys.stderr if stream is None else stream))
+
+    def ids(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        return {"run": run, "service": service, "instance": instance, **event}
+
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        ids,
+        _note_error,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.processors.format_exc_info, structlog.processors.JSONRenderer(sort_keys=False)],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
+        logger_factory=structlog.PrintLoggerFactory(stream),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.format_exc_info,
+                structlog.processors.JSONRenderer(),
+            ],
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel("WARNING")
+
+
+def silence_logs() -> None:
+    """No log lines at all, for commands that speak to a person: what matters there is an error that is raised."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    logging.getLogger().handlers[:] = [logging.NullHandler()]
+
+
+class Metrics:
+    """A service's Prometheus metrics, made on first use: ``metrics.set("ready_groups", 3)``.
+
+    Names get the prefix ``myxo_``; every sample carries the run and the instance, and what ``labels`` a metric has besides: always
+    the same ones. In `values` it stands as ``name.label``.
+    """
+
+    def __init__(self, run: str, instance: str) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"run": run, "instance": instance}
+        self._gauges: dict[str, Gauge] = {}
+        self._counters: dict[str, Counter] = {}
+        self.values: dict[str, float] = {}
+
+    def set(self, name: str, value: float, *, carded: bool = True, **labels: str) -> None:
+        """Sets a gauge. ``carded``: it stands in `values`, too, which the service's card in the registry carries."""
+        legal = _legal(name)  # names that differ in other characters only are one gauge
+        if legal not in self._gauges:
+            self._gauges[legal] = Gauge(f"myxo_{legal}", name, [*self._labels, *labels], registry=self.registry)
+        self._gauges[legal].labels(**self._labels, **labels).set(value)
+        if carded:
+            self.values[".".join([name, *labels.values()])] = float(value)
+
+    def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        """Adds to a counter."""
+        if name not in self._counters:
+            self._counters[name] = Counter(f"myxo_{_legal(name)}", name, [*self._labels, *labels], registry=self.registry)
+        self._counters[name].labels(**self._labels, **labels).inc(amount)
+        key = ".".join([name, *labels.values()])
+        self.values[key] = self.values.get(key, 0.0) + amount
+
+
+def _legal(name: str) -> str:
+    """Prometheus takes ASCII letters and digits; other letters stand as their code points, so that names in them stay apart."""
+    known = (letter if letter.isascii() and letter.isalnum() else f"u{ord(letter):x}" if letter.isalnum() else "_" for letter in name)
+    return "".join(known)

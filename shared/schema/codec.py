@@ -1,0 +1,92 @@
+"""MessagePack on the wire, with numpy arrays as raw little-endian bytes.
+
+An array travels as a map ``{"dtype": "<i4", "shape": [n], "data": bytes}`` and is read back as a read-only view of the received
+buffer (no copy). Nothing here can execute code: only the dtypes of `ARRAY_DTYPES` are accepted.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from shared.runtime.errors import BadMessage
+
+ARRAY_DTYPES = frozenset({"<i4", "<i8", "<f4", "<f8", "|u1"})
+_ARRAY_KEYS = frozenset({"dtype", "shape", "data"})
+_DTYPES = {name: np.dtype(name) for name in ARRAY_DTYPES}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def array(value: np.ndarray[Any, Any], dtype: np.dtype[Any] | None = None) -> dict[str, Any]:
+    """What stands for an array in a message, as ``dtype`` where one is given; `pack` asks for it by itself where it meets an array.
+
+    Raises TypeError.
+    """
+    if dtype is not None and value.dtype is not dtype:
+        value = value.astype(dtype)
+    name = _NAMES.get(value.dtype)
+    if name is None:
+        name = value.dtype.newbyteorder("<").str
+        if name not in ARRAY_DTYPES:
+            raise TypeError(f"arrays of dtype {value.dtype} do not travel; use one of {sorted(ARRAY_DTYPES)}")
+        value = value.astype(name)
+    # a view where the bytes lie in row order as they are: the packer copies them itself
+    data = value.data if value.ndim == 1 and value.flags.c_contiguous else value.tobytes()
+    return {"dtype": name, "shape": list(value.shape), "data": data}
+
+
+def _encode_array(value: object) -> dict[str, Any]:
+    if isinstance(value, np.ndarray):
+        return array(value)
+    if isinstance(value, np.integer):
+        return int(value)  # type: ignore[return-value]
+    if isinstance(value, np.floating):
+        return float(value)  # type: ignore[return-value]
+    raise TypeError(f"{type(value).__name__} does not travel in a message")
+
+
+def _decode_array(mapping: dict[Any, Any]) -> Any:
+    if len(mapping) != 3 or mapping.keys() != _ARRAY_KEYS:
+        return mapping
+    dtype, shape, data = mapping["dtype"], mapping["shape"], mapping["data"]
+    if type(dtype) is str and type(data) is bytes and type(shape) is list and len(shape) == 1:  # as nearly all are
+        known = _DTYPES.get(dtype)
+        if known is not None and type(shape[0]) is int and shape[0] * known.itemsize == len(data):
+            return np.frombuffer(data, known)
+    if dtype not in ARRAY_DTYPES or not isinstance(data, bytes) or not isinstance(shape, list):
+        raise BadMessage(f"array of dtype {dtype!r}: expected raw bytes of one of {sorted(ARRAY_DTYPES)}")
+    if not all(isinstance(n, int) and n >= 0 for n in shape) or math.prod(shape) * np.dtype(dtype).itemsize != len(data):
+        raise BadMessage(f"array of shape {shape} and dtype {dtype} does not fit its {len(data)} bytes")
+    return np.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+class _Packers(threading.local):
+    """A packer a thread: its buffer, a quarter of a megabyte, is not made anew for each message."""
+
+    def __init__(self) -> None:
+        self.packer = msgpack.Packer(default=_encode_array, use_bin_type=True)
+
+
+_packers = _Packers()
+
+
+def pack(value: object) -> bytes:
+    """Encodes plain data (maps, lists, strings, numbers, bytes, numpy arrays of `ARRAY_DTYPES`).
+
+    Raises TypeError for anything else.
+    """
+    return bytes(_packers.packer.pack(value))
+
+
+def unpack(data: bytes) -> Any:
+    """Decodes what `pack` made. Raises BadMessage for bytes that are not MessagePack or hold a malformed array."""
+    try:
+        return msgpack.unpackb(data, object_hook=_decode_array, raw=False, strict_map_key=True)
+    except BadMessage:
+        raise
+    except Exception as error:  # msgpack raises many kinds; all mean the same to a receiver
+        raise BadMessage(f"{len(data)} bytes that are not MessagePack: {error}") from error

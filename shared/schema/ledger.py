@@ -1,0 +1,185 @@
+"""The ledger: every transition of a group, once, in order. The buffer's state is the fold of these records; the audit replays them.
+
+Subject ``<run>.ledger.<event>``; the stream keeps them all. Groups carry one of the ends ``trained``, ``dropped``, ``dead``.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import Field
+
+from shared.schema.messages import Message, Part, Payload, SampleMeta
+
+_EVAL_GROUP = re.compile(r"eval\.([^.]+)\.([0-9]+)\.([0-9]+)\Z")
+
+
+class LedgerRecord(Message):
+    """Base of all ledger records. ``at``: seconds since the epoch when it was decided."""
+
+    at: float
+
+    @classmethod
+    def event(cls) -> str:
+        """The record's name in its subject, for example ``groups_admitted``."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+
+class GroupsAdmitted(LedgerRecord):
+    """``count`` groups enter the run, numbered from ``first`` on; ``version`` was live, which is what let them in."""
+
+    first: int = Field(ge=0)
+    count: int = Field(gt=0)
+    version: int
+
+
+class ScoredGroup(Part):
+    """What the ledger keeps of a scored group: enough to hand out its batch again.
+
+    ``parts``: named rewards of each sample, empty where there are none. ``rollouts`` as in `Generated`; ``removed`` as in `BatchGroup`.
+    """
+
+    group: str
+    attempt: int
+    payload: Payload
+    samples: list[SampleMeta]
+    rewards: list[float]
+    parts: tuple[dict[str, float], ...] = ()
+    rollouts: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+    replica: str
+    started: float
+    ended: float
+
+
+class GroupsScored(LedgerRecord):
+    """Groups came back with rewards and are ready to be batched."""
+
+    groups: list[ScoredGroup]
+
+
+class GroupRequeued(LedgerRecord):
+    """A group is generated anew as ``attempt``, or goes on from what ``partial`` holds, but for samples all older than ``renew_below``."""
+
+    group: str
+    attempt: int
+    reason: str
+    partial: Payload | None = None
+    renew_below: int = 0
+
+
+class GroupsDropped(LedgerRecord):
+    """Groups end as dropped, for ``reason``."""
+
+    groups: list[str]
+    reason: str
+
+
+class GroupDead(LedgerRecord):
+    """A group ends as dead: it failed too often, or can never succeed. ``payload``: what had been generated, to be freed."""
+
+    group: str
+    reason: str
+    payload: Payload | None = None
+
+
+class BatchFormed(LedgerRecord):
+    """``step`` trains these groups on weights of ``version``, now and after any restart; older tokens than ``mask_below`` are masked."""
+
+    step: int
+    version: int
+    groups: list[str]
+    mask_below: int = 0
+
+
+class BatchTrained(LedgerRecord):
+    """The trainer made ``step`` into weights: its groups end as trained. ``started``/``ended``: seconds since the epoch."""
+
+    step: int
+    version: int
+    started: float
+    ended: float
+
+
+class CheckpointDurable(LedgerRecord):
+    """A checkpoint with every step below ``steps`` is durable; their payloads are freed after this record."""
+
+    steps: int
+
+
+class VersionLive(LedgerRecord):
+    """Weights of ``version`` are served by at least one replica."""
+
+    version: int
+
+
+class EvalStarted(LedgerRecord):
+    """``prompts`` held-out prompts of ``dataset`` go out, for weights of ``version``."""
+
+    dataset: str
+    version: int
+    prompts: int
+
+
+class EvalScored(LedgerRecord):
+    """One held-out prompt of evaluation ``version`` is scored or, without rewards, failed for ``reason``; its ``payload`` is freed.
+
+    ``oldest``/``newest``: versions that generated it. ``parts`` as in `ScoredGroup`; ``reason``: why it failed.
+    """
+
+    group: str
+    dataset: str
+    version: int
+    rewards: list[float]
+    parts: tuple[dict[str, float], ...] = ()
+    oldest: int
+    newest: int
+    reason: str = ""
+    payload: Payload | None = None
+
+
+class EvalEnded(LedgerRecord):
+    """Every held-out prompt of the evaluation is scored or dead (``failed`` of them).
+
+    ``samples``: how many rewards ``mean_reward`` is the mean of; ``oldest``/``newest``: weight versions that generated them.
+    """
+
+    dataset: str
+    version: int
+    failed: int
+    samples: int
+    mean_reward: float
+    oldest: int
+    newest: int
+
+
+class RunFinished(LedgerRecord):
+    """Every step is trained and durable, every evaluation ended."""
+
+    steps: int
+
+
+def group_id(number: int) -> str:
+    """The id of the group that was admitted as ``number`` (from 0)."""
+    return f"g{number:08d}"
+
+
+def group_number(group: str) -> int:
+    """The admission number of a training group's id."""
+    return int(group[1:])
+
+
+def is_evaluation(group: str) -> bool:
+    """Whether a group's id is that of a held-out prompt."""
+    return group.startswith("eval.")
+
+
+def eval_group_id(dataset: str, version: int, row: int) -> str:
+    """The id of a held-out prompt in the evaluation of ``version``."""
+    return f"eval.{dataset}.{version}.{row}"
+
+
+def eval_group_parts(group: str) -> tuple[str, int, int] | None:
+    """(dataset, version, row) of an evaluation group's id; None for a training group's."""
+    match = _EVAL_GROUP.match(group)
+    return (match[1], int(match[2]), int(match[3])) if match else None

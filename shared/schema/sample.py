@@ -1,0 +1,160 @@
+"""Samples as they lie in the store: tokens, log-probs, mask and version segments, kept aligned in one place.
+
+A group's samples are encoded into one or more blobs (MessagePack, arrays as raw bytes); a reference lists the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.runtime.errors import BadMessage
+from shared.schema import codec
+from shared.schema.messages import SampleMeta
+
+SCHEMA = 1
+"""Version of the payload's schema."""
+
+_KINDS = {"prompt": "iu", "response": "iu", "log_probs": "f", "mask": "biu"}
+"""numpy's kinds that a sample's arrays may be of; they travel as int32, int32, float32, uint8."""
+
+_INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("|u1")
+
+
+@dataclass
+class Sample:
+    """One trajectory.
+
+    prompt: int32 [P]; response: int32 [R]; log_probs: float32 [R], the engine's for exactly those tokens; mask: uint8 [R], 1 where
+    the token is trained; segments: (start, end, version) spans that tile [0, R) in order; text: the decoded response; rollout: which
+    of the group's rollouts it comes from, by itself its own (``index``): samples that fan out of one share it.
+    """
+
+    group: str
+    index: int
+    prompt: NDArray[np.int32]
+    response: NDArray[np.int32]
+    log_probs: NDArray[np.float32]
+    mask: NDArray[np.uint8]
+    segments: list[tuple[int, int, int]]
+    finish: Literal["stop", "length", "abort"]
+    text: str
+    prompt_text: Any = ""
+    label: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    rollout: int = -1
+
+    def __post_init__(self) -> None:
+        if self.rollout < 0:
+            self.rollout = self.index
+
+    def check(self) -> None:
+        """Raises BadMessage, naming field and numbers, where the parts do not fit together."""
+        where = f"sample {self.group}/{self.index}"
+        for name, kinds in _KINDS.items():
+            array = getattr(self, name)
+            if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
+                raise BadMessage(f"{where}: {name} is not a one-dimensional array of {'floats' if kinds == 'f' else 'integers'}")
+        if not isinstance(self.rollout, int):
+            raise BadMessage(f"{where}: rollout is {self.rollout!r}, not the number of one")
+        length = len(self.response)
+        if len(self.log_probs) != length:
+            raise BadMessage(f"{where}: log_probs has {len(self.log_probs)} entries for {length} response tokens")
+        if len(self.mask) != length:
+            raise BadMessage(f"{where}: mask has {len(self.mask)} entries for {length} response tokens")
+        # all of them at once first: what is masked out need not be finite, but nearly always is
+        finite = np.isfinite(self.log_probs)
+        if np.count_nonzero(finite) < length and not finite[self.mask.astype(bool)].all():
+            raise BadMessage(f"{where}: log_probs holds values that are not finite")
+        at = 0
+        for start, end, version in self.segments:
+            if start != at or end <= start or version < 0:
+                raise BadMessage(f"{where}: segments {self.segments} do not tile the {length} response tokens")
+            at = end
+        if at != length:
+            raise BadMessage(f"{where}: segments end at {at}, the response at {length}")
+
+    def versions(self) -> NDArray[np.int32]:
+        """Weight version of each response token: int32 [R]."""
+        out = np.empty(len(self.response), dtype=np.int32)
+        for start, end, version in self.segments:
+            out[start:end] = version
+        return out
+
+    def meta(self) -> SampleMeta:
+        """What travels in references: length and the versions of its oldest and newest trained token."""
+        every = [version for _, _, version in self.segments]
+        if len(every) > 1:
+            every = [version for start, end, version in self.segments if self.mask[start:end].any()] or every
+        return SampleMeta(tokens=len(self.response), oldest=min(every, default=0), newest=max(every, default=0), finish=self.finish)
+
+
+def rollouts(samples: Iterable[Sample]) -> tuple[int, ...]:
+    """Of each sample of a group, which rollout it comes from; empty where each rollout gave one."""
+    numbers = tuple(one.rollout for one in samples)
+    return numbers if len(set(numbers)) < len(numbers) else ()
+
+
+def encode(samples: Iterable[Sample], blob_bytes: int) -> list[bytes]:
+    """Blobs of about ``blob_bytes`` each, in sample order. Raises BadMessage for a sample that does not fit together."""
+    blobs: list[bytes] = []
+    batch: list[dict[str, Any]] = []
+    size = 0
+    for sample in samples:
+        sample.check()
+        batch.append(_to_map(sample))
+        size += len(sample.prompt) * 4 + len(sample.response) * 9 + len(sample.text) + 200
+        if size >= blob_bytes:
+            blobs.append(codec.pack({"schema": SCHEMA, "samples": batch}))
+            batch, size = [], 0
+    if batch or not blobs:
+        blobs.append(codec.pack({"schema": SCHEMA, "samples": batch}))
+    return blobs
+
+
+def decode(blobs: Iterable[bytes]) -> list[Sample]:
+    """Reads `encode`'s blobs back; arrays are read-only views of them. Raises BadMessage."""
+    samples = []
+    for blob in blobs:
+        content = codec.unpack(blob)
+        schema = content.get("schema") if isinstance(content, dict) else None
+        if schema != SCHEMA:
+            raise BadMessage(f"payload of schema {schema!r}; this side reads {SCHEMA}")
+        try:
+            for entry in content["samples"]:
+                entry["segments"] = [_segment(*segment) for segment in entry["segments"]]
+            read = [Sample(**entry) for entry in content["samples"]]
+        except (TypeError, KeyError) as error:
+            raise BadMessage(f"payload sample with unexpected fields: {error}") from error
+        for sample in read:
+            sample.check()
+        samples += read
+    return samples
+
+
+def _segment(start: int, end: int, version: int) -> tuple[int, int, int]:
+    if not (isinstance(start, int) and isinstance(end, int) and isinstance(version, int)):
+        raise TypeError(f"segment ({start!r}, {end!r}, {version!r})")
+    return start, end, version
+
+
+def _to_map(sample: Sample) -> dict[str, Any]:
+    return {
+        "group": sample.group,
+        "index": sample.index,
+        "prompt": codec.array(sample.prompt, _INT32),
+        "response": codec.array(sample.response, _INT32),
+        "log_probs": codec.array(sample.log_probs, _FLOAT32),
+        "mask": codec.array(sample.mask, _UINT8),
+        "segments": [list(segment) for segment in sample.segments],
+        "finish": sample.finish,
+        "text": sample.text,
+        "prompt_text": sample.prompt_text,
+        "label": sample.label,
+        "metadata": sample.metadata,
+        "rollout": sample.rollout,
+    }

@@ -1,0 +1,1 @@
+"""Redis: where the payloads of samples are kept."""

@@ -1,0 +1,133 @@
+"""How a push is laid out: which tensors lie where in which bucket. Both ends of a push read the same manifest."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import xxhash
+
+from shared.runtime.errors import BadMessage
+
+ALIGNMENT = 256
+"""Every tensor begins at a multiple of so many bytes of its bucket: any dtype can be viewed there, and GPUs read whole lines."""
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Bytes per element of the dtypes that a bucket may hold, by torch's names."""
+
+Kind = Literal["weights", "adapter"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor's place in a bucket.
+
+    Args:
+        name: as in a Hugging Face checkpoint; an adapter's as PEFT has them. dtype: torch's name for it. shape: row-major.
+        offset: bytes from the bucket's beginning.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel as one flat array of bytes. What lies between them means nothing."""
+
+    slots: tuple[Slot, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        last = self.slots[-1]
+        return _aligned(last.offset + last.nbytes)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The buckets of one lane of a push, in the order in which they travel.
+
+    Args:
+        kind: ``weights``: tensors under their own names. ``adapter``: LoRA's matrices, to be laid over the base weights with ``scale``.
+    """
+
+    buckets: tuple[Bucket, ...]
+    kind: Kind = "weights"
+    scale: float = 1.0
+
+    def slots(self) -> Iterator[Slot]:
+        for bucket in self.buckets:
+            yield from bucket.slots
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """JSON; offsets are not in it, for they follow."""
+        buckets = [[[slot.name, slot.dtype, list(slot.shape)] for slot in bucket.slots] for bucket in self.buckets]
+        return json.dumps({"kind": self.kind, "scale": self.scale, "buckets": buckets}, separators=(",", ":")).encode()
+
+    @cached_property
+    def id(self) -> str:
+        return xxhash.xxh3_64_hexdigest(self.encoded)
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Manifest:
+        """Raises BadMessage."""
+        try:
+            fields = json.loads(encoded)
+            buckets = tuple(_bucket((name, dtype, tuple(shape)) for name, dtype, shape in slots) for slots in fields["buckets"])
+            return cls(buckets, fields["kind"], float(fields["scale"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadMessage(f"a manifest of weights that cannot be read: {type(error).__name__}: {error}") from error
+
+
+TensorSpec = tuple[str, str, tuple[int, ...]]
+"""Name, dtype, shape."""
+
+
+def lay_out(tensors: Iterable[TensorSpec], bucket_bytes: int, kind: Kind = "weights", scale: float = 1.0) -> Manifest:
+    """Buckets of at most ``bucket_bytes``, unless a tensor alone is larger, in the order given."""
+    return lay_out_units(([tensor] for tensor in tensors), bucket_bytes, kind, scale)
+
+
+def lay_out_units(units: Iterable[Sequence[TensorSpec]], bucket_bytes: int, kind: Kind = "weights", scale: float = 1.0) -> Manifest:
+    """As `lay_out`, of tensors that come together: those of a unit share a bucket."""
+    buckets: list[Bucket] = []
+    held: list[TensorSpec] = []
+    size = 0
+    for unit in units:
+        nbytes = sum(_aligned(math.prod(shape) * ITEM_BYTES[dtype]) for _, dtype, shape in unit)
+        if held and size + nbytes > bucket_bytes:
+            buckets.append(_bucket(held))
+            held, size = [], 0
+        held += unit
+        size += nbytes
+    if held:
+        buckets.append(_bucket(held))
+    return Manifest(tuple(buckets), kind, scale)
+
+
+def _bucket(tensors: Iterable[TensorSpec]) -> Bucket:
+    slots, offset = [], 0
+    for name, dtype, shape in tensors:
+        slots.append(Slot(name, dtype, shape, offset))
+        offset = _aligned(offset + slots[-1].nbytes)
+    if not slots:
+        raise ValueError("a bucket without tensors")
+    return Bucket(tuple(slots))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,83 @@
+"""``myxo`` as a process of its own, and looking at what it started and wrote."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from shared.runtime.embedded_servers import die_with_parent
+
+ROOT = Path(__file__).resolve().parents[3]
+
+COMMAND_SECONDS = 240
+"""What a command may take on a machine that is busy with other things."""
+
+
+class Myxo:
+    """``myxo`` as a process. ``standins``: rollout and trainer are the quick ones of this directory."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *words: str | Path, standins: bool = False, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        """Starts a command; its output can be read from the process's pipes. It is killed when the test ends."""
+        module = "tests.integration.myxo.standin_myxo" if standins else "myxo.main"
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, words)],
+            cwd=ROOT,
+            env={**self.environment, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=die_with_parent,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *words: str | Path, standins: bool = False, environment: dict[str, str] | None = None) -> tuple[int, str, str]:
+        """Runs a command to its end: exit code, standard output, standard error."""
+        return ended(self.start(*words, standins=standins, environment=environment))
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Waits for the process: exit code, standard output, standard error."""
+    out, err = process.communicate(timeout=COMMAND_SECONDS)
+    return process.returncode, out, err
+
+
+def children(pid: int) -> dict[int, str]:
+    """The process's own children that are alive: pid → command line."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(parent) == pid and state != "Z":
+            found[int(entry.name)] = words
+    return found
+
+
+def kill_child(pid: int, words: str) -> int:
+    """kill -9 for the child whose command line holds ``words``; returns who it was."""
+    (victim,) = [child for child, line in children(pid).items() if words in line]
+    os.kill(victim, signal.SIGKILL)
+    return victim
+
+
+def wait_for(what: str, condition: Callable[[], object], deadline: float = COMMAND_SECONDS) -> None:
+    """Looks until ``condition`` holds."""
+    end = time.monotonic() + deadline
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come within {deadline} s"
+        time.sleep(0.1)

@@ -1,0 +1,262 @@
+"""``myxo audit``, ``summary`` and ``status`` on a ledger written by hand: on a given NATS server, and on a stopped run's own store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from myxo.run.run_directory import RunDirectory
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.bus.registry import Registry
+from shared.bus.subjects import Subjects
+from shared.config.run_config import RunConfig
+from shared.runtime.embedded_servers import EmbeddedNats
+from shared.schema.ledger import (
+    BatchFormed,
+    BatchTrained,
+    CheckpointDurable,
+    EvalEnded,
+    GroupsAdmitted,
+    GroupsScored,
+    LedgerRecord,
+    RunFinished,
+    ScoredGroup,
+    VersionLive,
+    group_id,
+)
+from shared.schema.messages import Payload, SampleMeta, ServiceEvent, TrainerStep
+from tests.integration.myxo.command import Myxo
+from tests.support.run_config import run_config
+
+BEGIN = 1_700_000_000.0
+
+
+def scored(number: int, reward: float, oldest: int, at: float) -> ScoredGroup:
+    samples = [SampleMeta(tokens=10, oldest=oldest, newest=oldest, finish="stop") for _ in range(2)]
+    return ScoredGroup(
+        group=group_id(number),
+        attempt=0,
+        payload=Payload(keys=[f"k{number}"], bytes=1),
+        samples=samples,
+        rewards=[reward, reward],
+        replica="rollout-0",
+        started=BEGIN + at,
+        ended=BEGIN + at + 2,
+    )
+
+
+def evaluation(version: int, mean: float, at: float) -> EvalEnded:
+    return EvalEnded(
+        at=BEGIN + at, dataset="heldout", version=version, failed=0, samples=4, mean_reward=mean, oldest=version, newest=version
+    )
+
+
+def records() -> list[LedgerRecord]:
+    """Two steps of two groups of two samples, the second one version stale."""
+    return [
+        VersionLive(version=0, at=BEGIN),
+        evaluation(0, 0.25, 0),
+        GroupsAdmitted(first=0, count=4, version=0, at=BEGIN),
+        GroupsScored(groups=[scored(n, 0.0, 0, 0) for n in (0, 1)], at=BEGIN + 2),
+        BatchFormed(step=0, version=0, groups=[group_id(0), group_id(1)], at=BEGIN + 2),
+        GroupsScored(groups=[scored(n, 1.0, 0, 2) for n in (2, 3)], at=BEGIN + 4),
+        BatchTrained(step=0, version=0, started=BEGIN + 3, ended=BEGIN + 5, at=BEGIN + 5),
+        VersionLive(version=1, at=BEGIN + 5),
+        BatchFormed(step=1, version=1, groups=[group_id(2), group_id(3)], at=BEGIN + 5),
+        BatchTrained(step=1, version=1, started=BEGIN + 5, ended=BEGIN + 6, at=BEGIN + 6),
+        VersionLive(version=2, at=BEGIN + 6),
+        evaluation(2, 0.75, 7),
+        CheckpointDurable(steps=2, at=BEGIN + 8),
+        RunFinished(steps=2, at=BEGIN + 8),
+    ]
+
+
+async def write(bus: Bus, config: RunConfig, ledger: Sequence[LedgerRecord]) -> None:
+    """A run on the bus with this ledger, and what a trainer that was restarted after step 0 reported."""
+    names = Subjects(config.run.name)
+    await runs.create(bus, config, "unix:///nowhere")
+    for record in ledger:
+        await bus.publish(names.ledger(record.event()), record)
+    for step, diff in ((0, 1.0), (0, 99.0), (1, 3.0)):
+        metrics = {"agreement_abs_diff": diff, "agreement_tokens": 20.0}
+        await bus.publish(names.event("trainer", "step"), TrainerStep(step=step, version=step, started=0, ended=1, metrics=metrics))
+    event = ServiceEvent(service="trainer", instance="trainer-0", what="restarted", at=BEGIN)
+    await bus.publish(names.event("service", "restarted"), event)
+    await bus.publish(names.event("service", "joined"), event.model_copy(update={"what": "joined"}))
+    if isinstance(ledger[-1], RunFinished):
+        await runs.set_phase(bus, config.run.name, runs.FINISHED)
+
+
+@asynccontextmanager
+async def embedded(config: RunConfig) -> AsyncIterator[Bus]:
+    """A bus on the run's own store, as the launcher runs it."""
+    server = EmbeddedNats(RunDirectory(config.run.root).nats)
+    server.start()
+    bus = await Bus.connect(server.url, "test")
+    yield bus
+    await bus.close()
+    server.stop()
+
+
+@pytest.fixture
+def stopped_run(tmp_path: Path) -> Callable[[Sequence[LedgerRecord]], RunConfig]:
+    """Makes a run that once ran and does not any more."""
+
+    def make(ledger: Sequence[LedgerRecord]) -> RunConfig:
+        config = run_config(tmp_path, rollout={"num_rollout": 2})
+
+        async def fill() -> None:
+            async with embedded(config) as bus:
+                await write(bus, config, ledger)
+
+        asyncio.run(fill())
+        return config
+
+    return make
+
+
+def test_the_summary_of_a_stopped_run(myxo: Myxo, stopped_run: Callable[..., RunConfig]) -> None:
+    config = stopped_run(records())
+    code, out, err = myxo.run("summary", config.run.root)
+    assert (code, err) == (0, "")
+    summary = json.loads((config.run.root / "summary.json").read_text())
+    expected = {
+        "run": "test",
+        "steps": 2,
+        "accuracy_before": 0.25,
+        "accuracy_after": 0.75,
+        "max_staleness": 1,
+        "max_staleness_seen": 1,
+        "mean_staleness": 0.5,
+        "staleness_histogram": {"0": 4, "1": 4},
+        "overlap_seconds": 1.0,
+        "generation_seconds": 4.0,
+        "training_seconds": 3.0,
+        "reward_first": 0.0,
+        "reward_last": 1.0,
+        "mean_abs_logprob_diff": 0.1,
+        "trained_tokens": 80,
+        "wall_seconds": 8.0,
+        "groups": {"admitted": 4, "trained": 4, "dropped": {}, "dead": {}, "in_flight": 0},
+        "restarts": {"trainer-0": 1},
+        "audit": "ok",
+    }
+    assert {key: summary[key] for key in expected} == expected
+    assert (config.run.root / "reward.png").read_bytes().startswith(b"\x89PNG")
+    for part in ("0.250 → 0.750", "0.000 → 1.000", "trainer-0 1", "audit", "ok"):
+        assert part in out
+    assert not RunDirectory(config.run.root).is_held()
+
+
+def test_the_audit_of_a_stopped_run(myxo: Myxo, stopped_run: Callable[..., RunConfig]) -> None:
+    config = stopped_run(records())
+    code, out, _ = myxo.run("audit", "test", "--dir", config.run.dir)
+    assert code == 0
+    assert "4 admitted = 4 trained + 0 in flight" in out
+    code, out, _ = myxo.run("audit", "test", "--dir", config.run.dir, "--json")
+    report = json.loads(out)
+    assert (code, report["ok"], report["violations"], report["steps"], report["trained"]) == (0, True, [], 2, 4)
+
+
+def test_the_audit_of_a_run_that_broke_its_rules(myxo: Myxo, stopped_run: Callable[..., RunConfig]) -> None:
+    """A step trained twice and a group that ends twice, in a ledger no buffer would write."""
+    ledger = [*records()[:-1], BatchTrained(step=1, version=1, started=0, ended=1, at=BEGIN + 9)]
+    config = stopped_run(ledger)
+    code, out, _ = myxo.run("audit", config.run.root)
+    assert code == 1
+    assert "violation: step 1 was trained after 2 steps" in out
+    code, out, _ = myxo.run("audit", config.run.root, "--json")
+    assert code == 1
+    assert json.loads(out)["ok"] is False
+    code, _, _ = myxo.run("summary", config.run.root)
+    assert code == 1
+    assert "step 1 was trained after 2 steps" in json.loads((config.run.root / "summary.json").read_text())["audit"][0]
+
+
+def test_the_status_of_a_stopped_run(myxo: Myxo, stopped_run: Callable[..., RunConfig]) -> None:
+    config = stopped_run(records()[:7])
+    code, out, _ = myxo.run("status", config.run.root)
+    assert code == 0
+    assert "not running: 1 of 2 steps trained, 2 groups in flight" in out
+    code, out, _ = myxo.run("status", config.run.root, "--json")
+    figures = {"phase": "running", "running": False, "run": "test", "steps": 1, "of": 2, "in_flight": 2, "restarts": 1}
+    assert json.loads(out) == {**figures, "reason": "", "dead": {}, "eval_failed": {}, "errors": {}}
+
+
+def test_a_run_without_any_step_has_a_summary_but_no_picture(myxo: Myxo, stopped_run: Callable[..., RunConfig]) -> None:
+    config = stopped_run(records()[:3])
+    code, out, _ = myxo.run("summary", config.run.root)
+    assert code == 0
+    assert "No picture: no step is trained yet." in out
+    assert not (config.run.root / "reward.png").exists()
+
+
+async def test_a_run_on_a_given_server(myxo: Myxo, bus: Bus, nats: EmbeddedNats, run_name: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, run={"name": run_name}, rollout={"num_rollout": 2})
+    await write(bus, config, records())
+    given = {"NATS_URL": nats.url}
+    code, out, err = await asyncio.to_thread(myxo.run, "audit", run_name, "--json", environment=given)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["ok"] is True
+    code, _, err = await asyncio.to_thread(myxo.run, "audit", "no-such-run", environment=given)
+    assert code == 2
+    assert "RUN = 'no-such-run': no such run on the NATS server at nats://127.0.0.1" in err
+    assert "@" not in err
+
+
+async def test_the_status_of_a_run_whose_services_are_alive(
+    myxo: Myxo, bus: Bus, nats: EmbeddedNats, run_name: str, tmp_path: Path
+) -> None:
+    from shared.schema.messages import ServiceStatus
+
+    config = run_config(tmp_path, run={"name": run_name}, rollout={"num_rollout": 2})
+    await write(bus, config, records()[:7])
+    registry = Registry(bus, run_name)
+    gauges = {"trained_steps": 1.0, "in_flight": 2.0, "queue_task": 5.0, "queue_task_held": 1.0}
+    gauges |= {"eval_gsm8k": 0.5, "eval_gsm8k_version": 1.0}
+    card = ServiceStatus(service="buffer", instance="buffer-7", host="h", pid=1, http="127.0.0.1:9464", state="ready", gauges=gauges, at=0)
+
+    async def beat() -> None:
+        while True:
+            await registry.renew(card.model_copy(update={"at": time.time()}))
+            await asyncio.sleep(1)
+
+    beating = asyncio.create_task(beat())
+    try:
+        code, out, _ = await asyncio.to_thread(myxo.run, "status", run_name, environment={"NATS_URL": nats.url})
+        assert code == 0
+        metrics = "metrics of buffer-7: http://127.0.0.1:9464/metrics"
+        for part in ("buffer-7", "ready", "1/2", "task 5 waiting + 1 held", "eval/gsm8k", "0.500 at v1", metrics):
+            assert part in out
+        code, out, _ = await asyncio.to_thread(myxo.run, "status", run_name, "--json", environment={"NATS_URL": nats.url})
+    finally:
+        beating.cancel()
+    status = json.loads(out)
+    assert (status["running"], status["steps"], status["queues"]) == (True, 1, {"task": [5, 1]})
+    assert status["evaluations"] == {"gsm8k": {"mean_reward": 0.5, "version": 1}}
+    assert [service["http"] for service in status["services"]] == ["127.0.0.1:9464"]
+
+
+async def test_submit_puts_the_run_on_the_bus(
+    myxo: Myxo, bus: Bus, nats: EmbeddedNats, valkey: object, run_name: str, config_file: Callable[..., Path]
+) -> None:
+    given = {"NATS_URL": nats.url, "REDIS_URL": valkey.url}  # type: ignore[attr-defined]
+    config = config_file(run={"name": run_name})
+    code, out, err = await asyncio.to_thread(myxo.run, "submit", config, "--num-rollout", "7", environment=given)
+    assert (code, err) == (0, "")
+    assert f"MYXO_RUN={run_name}" in out
+    frozen = await runs.load(bus, run_name)
+    assert frozen.rollout.num_rollout == 7
+    assert await runs.store_url(bus, run_name) == given["REDIS_URL"]
+    assert await runs.phase(bus, run_name) == runs.RUNNING
+    code, _, err = await asyncio.to_thread(myxo.run, "submit", config, "--rollout-batch-size", "4", environment=given)
+    assert code == 2
+    assert "rollout.rollout_batch_size" in err
+    assert "2 → 4" in err

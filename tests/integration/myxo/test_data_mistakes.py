@@ -1,0 +1,147 @@
+"""Data, labels and the machine before a start: what is refused, what is told only, and what is read."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myxo.main import main
+from myxo.preflight import resource_checks
+from myxo.preflight.inspection import Inspection
+from myxo.preflight.parameter_checks import ModelSize, model_size
+from shared.config.run_config import load
+from tests.integration.myxo.command import Myxo
+from tests.integration.myxo.mistakes import Input
+from tests.integration.myxo.mistakes_of_data import GOOD, MATH, RATIONALE, Change, huge, labels
+from tests.support.run_config import write_jsonl
+
+LIMIT_SECONDS = 10.0
+"""Processor time that a refusal may take, children included."""
+
+
+def processor_seconds() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+@pytest.fixture
+def given(tmp_path: Path, tiny_model: Path) -> Input:
+    return Input.make(tmp_path, tiny_model)
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], given: Input, *flags: str) -> tuple[int, str]:
+    """Exit code and standard error of ``myxo up --dry-run`` in this process."""
+    capsys.readouterr()
+    code = main(["up", str(given.write()), "--dry-run", *flags])
+    return code, capsys.readouterr().err
+
+
+def test_a_model_that_fits_neither_disk_nor_memory(given: Input) -> None:
+    huge(given.weights)
+    assert model_size(given.model) == ModelSize(1 << 40, 4 << 40)
+    given.sections["trainer"] = {"train_device": "cpu"}
+    given.sections["rollout"]["rollout_device"] = "cpu"
+    inspection = Inspection(load(given.write()), starts=True)
+    [disk], [memory] = list(resource_checks.check_disk(inspection)), list(resource_checks.check_memory(inspection))
+    assert (disk.field, memory.field) == ("run.dir", "model.hf_checkpoint")
+    assert "a checkpoint of this model takes 14336.0 GiB" in disk.expected
+    assert "1.1e+03 billion parameters need 22528.0 GiB" in memory.expected
+    elsewhere = Inspection(inspection.config)
+    assert not [
+        *resource_checks.check_disk(elsewhere),
+        *resource_checks.check_memory(elsewhere),
+        *resource_checks.check_directories(elsewhere),
+    ]
+
+
+NOTES: list[tuple[str, Change, Sequence[str], Sequence[str]]] = [
+    (
+        "a few labels",
+        labels(*"12345", ""),
+        MATH,
+        ["1 of 6 labels that were tried can never be matched; the first,", "prompts.jsonl:6: '': is empty"],
+    ),
+    ("a text with a number", labels("1", "2", f"{RATIONALE} That is 18."), MATH, ["1 of 3 labels", "hardly", "math reads '18' alone"]),
+    (
+        "overlap",
+        lambda given: shutil.copy(given.directory / "heldout.jsonl", given.directory / "prompts.jsonl"),
+        (),
+        ["4 of 4 held-out prompts are training prompts, too; the first: ", "heldout.jsonl:1"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "flags", "words"), [row[1:] for row in NOTES], ids=[row[0] for row in NOTES])
+def test_what_may_be_meant_is_told_and_runs(
+    given: Input, capsys: pytest.CaptureFixture[str], change: Change, flags: list[str], words: list[str]
+) -> None:
+    change(given)
+    code, err = dry_run(capsys, given, *flags)
+    assert code == 0, err
+    [line] = err.splitlines()
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_a_byte_order_mark_and_any_line_ends_are_fine(given: Input, capsys: pytest.CaptureFixture[str], end: bytes) -> None:
+    (given.directory / "prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD.replace(b"\n", end))
+    assert dry_run(capsys, given) == (0, "")
+
+
+def test_answers_that_math_can_match_are_not_complained_of(given: Input, capsys: pytest.CaptureFixture[str]) -> None:
+    labels("42", "-3.5", "1/2", "\\frac{3}{4}", "x^2+1", "#### 72", "3,000", "50%", "(3,4)", "A")(given)
+    assert dry_run(capsys, given, *MATH) == (0, "")
+
+
+def test_long_files_are_read_in_part_and_the_same_files_once(
+    given: Input, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from myxo.preflight import data_checks
+
+    monkeypatch.setattr(data_checks, "MOST", 50)
+    rows: list[Any] = [{"prompt": f"{number}+0=", "label": str(number)} for number in range(1000)]
+    write_jsonl(given.directory / "prompts.jsonl", rows)
+    line = "myxo: data.prompt_data: 50 of 1,000 prompts were read before the start; the buffer tells what is wrong with the others\n"
+    assert dry_run(capsys, given) == (0, line)
+
+    def read_again(*words: object) -> None:
+        raise AssertionError("read again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shared.data.prompts.PromptFile.check", read_again)
+        assert dry_run(capsys, given) == (0, line)
+    write_jsonl(given.directory / "prompts.jsonl", [*rows[:-1], {"question": "1+1="}])
+    code, err = dry_run(capsys, given)
+    assert code == 2
+    assert "prompts.jsonl:1000" in err, "the last line is among those that are read"
+
+
+@pytest.mark.slow
+def test_a_run_of_that_name_with_another_config(myxo: Myxo, given: Input, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = myxo.run("up", given.write(), "--num-rollout", "2", standins=True)
+    assert (code, err) == (0, ""), f"{out}\n{err}"
+    summary = (given.directory / "runs" / "test" / "summary.json").read_bytes()
+    other = ("--num-rollout", "2", "--max-staleness", "3", "--lr", "0.5")
+    assert dry_run(capsys, given, "--num-rollout", "2") == (0, "")
+    assert dry_run(capsys, given, *other, "--fresh") == (0, "")
+    before = processor_seconds()
+    code, out, err = myxo.run("up", given.write(), *other, standins=True)
+    assert processor_seconds() - before < LIMIT_SECONDS
+    assert (code, out) == (2, "")
+    assert [line.partition(": run test exists")[0] for line in err.splitlines()] == [
+        "myxo: rollout.max_staleness = '1 → 3'",
+        "myxo: trainer.lr = '1e-06 → 0.5'",
+    ]
+    assert "use --fresh to start it anew, or another run.name" in err
+    (given.directory / "runs" / "test" / "config.json").unlink()  # as a run of an earlier release left it: the bus knows
+    code, out, err = myxo.run("up", given.write(), *other, standins=True)
+    assert code == 2, f"{out}\n{err}"
+    assert "rollout.max_staleness" in err
+    assert (given.directory / "runs" / "test" / "summary.json").read_bytes() == summary

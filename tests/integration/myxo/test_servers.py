@@ -1,0 +1,84 @@
+"""The launcher's own servers: restarted where they died, with what they stored, at the same addresses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from myxo.launch.run_servers import RunServers
+from myxo.preflight.server_checks import GivenServers
+from myxo.run.run_directory import RunDirectory
+from shared.bus.connection import Bus
+from shared.runtime.embedded_servers import EmbeddedServer
+from tests.integration.myxo.command import wait_for
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[RunServers]:
+    kept = RunServers(RunDirectory(tmp_path), GivenServers(None, None), "always")
+    kept.start()
+    yield kept
+    kept.stop()
+
+
+def crash(servers: RunServers, name: str) -> None:
+    (server,) = [kept.server for kept in servers._kept if kept.server.name == name]
+    assert isinstance(server, EmbeddedServer)
+    assert server.process is not None
+    server.process.kill()
+    server.process.wait(30)
+
+
+def test_given_servers_are_not_run_here(tmp_path: Path) -> None:
+    servers = RunServers(RunDirectory(tmp_path), GivenServers("nats://elsewhere:1", "redis://elsewhere:2"), "no")
+    servers.start()
+    assert (servers.nats_url, servers.redis_url) == ("nats://elsewhere:1", "redis://elsewhere:2")
+    assert servers.restarts() == {}
+    assert list(tmp_path.iterdir()) == []
+    servers.stop()
+
+
+async def test_a_killed_nats_server_is_back_with_its_streams(servers: RunServers) -> None:
+    bus = await Bus.connect(servers.nats_url, "test")
+    try:
+        await bus.js.add_stream(name="kept", subjects=["kept.>"])
+        await bus.js.publish("kept.one", b"1")
+        crash(servers, "nats-server")
+        before = time.monotonic()
+        servers.tick(before)
+        assert servers.restarts() == {"nats-server": 1, "valkey-server": 0}
+        assert servers.troubled >= before
+    finally:
+        await bus.close()
+    again = await Bus.connect(servers.nats_url, "test")
+    assert (await again.js.stream_info("kept")).state.messages == 1
+    await again.close()
+
+
+def test_a_killed_valkey_server_is_back_with_its_blobs(servers: RunServers) -> None:
+    client = redis.Redis.from_url(servers.redis_url)
+    client.set("kept", b"1")
+    crash(servers, "valkey-server")
+    servers.tick(time.monotonic())
+    wait_for("the blob", lambda: redis.Redis.from_url(servers.redis_url).get("kept") == b"1")
+    assert servers.restarts() == {"nats-server": 0, "valkey-server": 1}
+
+
+def test_a_server_that_keeps_dying_is_given_pauses(servers: RunServers) -> None:
+    for death in range(1, 4):
+        crash(servers, "nats-server")
+        wait_for("the restart", lambda death=death: (servers.tick(time.monotonic()), servers.restarts()["nats-server"] == death)[1])
+    crash(servers, "nats-server")
+    servers.tick(time.monotonic())
+    assert servers.restarts()["nats-server"] == 3, "the fourth start waits"
+
+
+def test_a_server_that_lives_is_left_alone(servers: RunServers) -> None:
+    for _ in range(3):
+        servers.tick(time.monotonic())
+    assert servers.restarts() == {"nats-server": 0, "valkey-server": 0}
+    assert servers.troubled == float("-inf")

@@ -1,0 +1,250 @@
+"""The supervisor with real processes: kill -9, restarts, exit codes, and what a dead service leaves running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from myxo.launch.backoff import BackOff
+from myxo.launch.supervised_process import Child, ServiceSpec
+from myxo.launch.supervisor import StopReason, Supervisor
+from shared.schema.messages import ServiceStatus
+from tests.integration.myxo.command import wait_for
+
+SLEEP = "import time; print('up', flush=True); time.sleep(600)"
+BRIEF = "import time; time.sleep(0.2); raise SystemExit('no such GPU')"
+GRANDCHILD = (
+    "import subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    "print(child.pid, flush=True)\n"
+    "time.sleep(600)"
+)
+
+
+def quick() -> BackOff:
+    return BackOff(first=0.05, longest=0.2, most=4)
+
+
+def spec(code: str, instance: str = "trainer-0") -> ServiceSpec:
+    return ServiceSpec(instance.split("-")[0], instance, (sys.executable, "-c", code))
+
+
+@pytest.fixture
+def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
+    """Makes supervisors; what they started is killed when the test ends."""
+    made: list[Supervisor] = []
+
+    def make(*specs: ServiceSpec, **options: object) -> Supervisor:
+        supervisor = Supervisor(specs, lambda instance: tmp_path / f"{instance}.log", backoff=quick, **options)  # type: ignore[arg-type]
+        made.append(supervisor)
+        return supervisor
+
+    yield make
+    for supervisor in made:
+        supervisor.kill()
+
+
+def ticks_until(supervisor: Supervisor, condition: Callable[[], object]) -> StopReason | None:
+    """Ticks until the condition holds or there is a verdict."""
+    verdict: list[StopReason] = []
+
+    def look() -> bool:
+        found = supervisor.tick(time.monotonic())
+        if found:
+            verdict.append(found)
+        return bool(found or condition())
+
+    wait_for("the condition or a verdict", look)
+    return verdict[0] if verdict else None
+
+
+def alive(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def card(instance: str, state: str = "ready", at: float | None = None) -> ServiceStatus:
+    at = time.time() if at is None else at
+    return ServiceStatus(service=instance.split("-")[0], instance=instance, host="h", pid=0, http="", state=state, at=at)
+
+
+def test_a_service_that_is_killed_comes_back(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
+    told: list[tuple[str, str]] = []
+    supervisor = supervise(spec(SLEEP), spec(SLEEP, "buffer-0"), on_restart=lambda one, why: told.append((one.instance, why)))
+    victim, bystander = (status.pid for status in supervisor.statuses(time.monotonic()))
+    log = tmp_path / "trainer-0.log"
+    wait_for("the first life's output", lambda: "up" in log.read_text())
+    os.kill(victim, signal.SIGKILL)
+    assert ticks_until(supervisor, lambda: told) is None
+    assert told == [("trainer-0", "signal 9")]
+    assert supervisor.restarts() == {"trainer-0": 1, "buffer-0": 0}
+    trainer, buffer = supervisor.statuses(time.monotonic())
+    assert trainer.pid != victim
+    assert alive(trainer.pid)
+    assert buffer.pid == bystander
+    wait_for("both lives' output", lambda: log.read_text().count("up") == 2)
+
+
+ANOTHER_ERROR = "import random; raise SystemExit(''.join(random.choices('ghijklmnop', k=12)))"
+"""A service that dies of something else each time."""
+
+
+def test_waits_grow_while_it_keeps_dying(supervise: Callable[..., Supervisor]) -> None:
+    supervisor = supervise(spec(ANOTHER_ERROR))
+    waits: list[float] = []
+
+    def given_up() -> bool:
+        now = time.monotonic()
+        verdict = supervisor.tick(now)
+        (status,) = supervisor.statuses(now)
+        if status.due_in is not None and status.restarts == len(waits):
+            waits.append(status.due_in)
+        return verdict is not None
+
+    wait_for("the verdict", given_up)
+    assert waits == pytest.approx([0.05, 0.1, 0.2])
+
+
+def test_a_hopeless_service_is_given_up_with_its_last_words(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
+    supervisor = supervise(spec(ANOTHER_ERROR))
+    verdict = ticks_until(supervisor, lambda: False)
+    assert verdict is not None
+    assert verdict == StopReason("trainer-0", False, 4, verdict.lines, tmp_path / "trainer-0.log")
+    assert verdict.reason == "trainer-0 ended 4 times in a row without getting to work"
+    assert len(verdict.lines) == 1
+
+
+def test_a_service_that_dies_three_times_of_the_same_is_given_up(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
+    """Although each life was ready: numbers in the error differ, the error does not."""
+    code = f"import pathlib, sys, time\nwhile not pathlib.Path({str(tmp_path)!r}, 'go').exists(): time.sleep(0.01)\n"
+    supervisor = supervise(spec(code + "sys.exit(f'no GPU {time.time()}')"))
+    told: list[str] = []
+    supervisor._on_restart = lambda one, why: told.append(why)
+    (tmp_path / "go").touch()
+    verdict: StopReason | None = None
+
+    def look() -> bool:
+        nonlocal verdict
+        supervisor.see([card("trainer-0")])
+        verdict = supervisor.tick(time.monotonic(), steps=7)
+        return verdict is not None
+
+    wait_for("the verdict", look)
+    assert verdict is not None and verdict.deaths == 3
+    assert "trainer-0 ended 3 times with the same error, and no training step in between: exit code 1: no GPU" in verdict.reason
+    assert len(told) == 2 and all(why.startswith("exit code 1: no GPU") for why in told)
+
+
+def test_the_same_death_is_forgiven_where_steps_are_trained_in_between_or_the_bus_was_away(supervise: Callable[..., Supervisor]) -> None:
+    progressing, excused = supervise(spec(BRIEF)), supervise(spec(BRIEF, "buffer-0"), excused=lambda since: True)
+    steps = 0
+
+    def look() -> bool:
+        nonlocal steps
+        steps += 1
+        for supervisor in (progressing, excused):
+            for instance in supervisor.restarts():
+                supervisor.see([card(instance)])
+        assert progressing.tick(time.monotonic(), steps) is None
+        assert excused.tick(time.monotonic()) is None
+        return min(*progressing.restarts().values(), *excused.restarts().values()) >= 4
+
+    wait_for("four restarts of both", look)
+
+
+def test_a_service_that_was_ready_is_not_given_up(supervise: Callable[..., Supervisor]) -> None:
+    """Four deaths are the limit here, but each life said that it was ready."""
+    supervisor = supervise(spec(SLEEP))
+    for life in range(1, 7):
+        supervisor.see([card("trainer-0")])
+        os.kill(supervisor.statuses(time.monotonic())[0].pid, signal.SIGKILL)
+        assert ticks_until(supervisor, lambda life=life: supervisor.restarts()["trainer-0"] == life) is None
+
+
+def test_a_card_of_the_life_before_does_not_count(supervise: Callable[..., Supervisor]) -> None:
+    supervisor = supervise(spec(SLEEP))
+    for state, at in (("ready", time.time() - 60), ("starting", time.time()), ("warm start", time.time())):
+        supervisor.see([card("trainer-0", state, at)])
+        assert not supervisor.statuses(time.monotonic())[0].ready
+    supervisor.see([card("trainer-0", "fenced")])
+    assert supervisor.statuses(time.monotonic())[0].ready
+
+
+def test_bad_input_ends_the_run(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
+    code = "import sys; print('a line', flush=True); print('trainer: x = 1: give 2', file=sys.stderr); raise SystemExit(2)"
+    supervisor = supervise(spec(code), spec(SLEEP, "buffer-0"))
+    verdict = ticks_until(supervisor, lambda: False)
+    assert verdict == StopReason("trainer-0", True, 1, ["trainer: x = 1: give 2"], tmp_path / "trainer-0.log")
+    assert supervisor.running("buffer")
+
+
+def test_an_exit_with_2_while_the_bus_was_away_is_a_death_like_any_other(supervise: Callable[..., Supervisor]) -> None:
+    supervisor = supervise(spec("raise SystemExit(2)"), excused=lambda since: True)
+    assert ticks_until(supervisor, lambda: supervisor.restarts()["trainer-0"] == 2) is None
+
+
+def test_a_clean_exit_before_the_end_is_a_death_too(supervise: Callable[..., Supervisor]) -> None:
+    supervisor = supervise(spec("pass"))
+    assert ticks_until(supervisor, lambda: supervisor.restarts()["trainer-0"] == 1) is None
+
+
+def test_what_a_dead_service_started_dies_with_it(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
+    supervisor = supervise(spec(GRANDCHILD))
+    log = tmp_path / "trainer-0.log"
+    wait_for("the grandchild", lambda: log.read_text().strip())
+    grandchild = int(log.read_text())
+    assert alive(grandchild)
+    os.kill(supervisor.statuses(time.monotonic())[0].pid, signal.SIGKILL)
+    assert ticks_until(supervisor, lambda: supervisor.restarts()["trainer-0"] == 1) is None
+    wait_for("the grandchild's end", lambda: not alive(grandchild))
+
+
+def test_who_does_not_stop_is_killed_with_all_it_started(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
+    stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{GRANDCHILD}"
+    supervisor = supervise(spec(stubborn), spec(SLEEP, "buffer-0"))
+    log = tmp_path / "trainer-0.log"
+    wait_for("the grandchild", lambda: log.read_text().strip())
+    wait_for("the buffer", lambda: (tmp_path / "buffer-0.log").read_text().strip())
+    supervisor.terminate()
+    wait_for("the buffer's end", lambda: not supervisor.running("buffer"))
+    assert supervisor.running("trainer")
+    assert supervisor.kill() == ["trainer-0"]
+    assert not supervisor.running()
+    wait_for("the grandchild's end", lambda: not alive(int(log.read_text())))
+
+
+def test_last_words_are_of_this_life(tmp_path: Path) -> None:
+    log = tmp_path / "trainer-0.log"
+    log.write_text("a life before\n")
+    child = Child(spec("print('one\\n\\ntwo\\nthree')"), log)
+    wait_for("its end", lambda: child.exit_code() is not None)
+    assert child.exit_code() == 0
+    assert child.last_lines(2) == ["two", "three"]
+    assert child.last_lines(10) == ["one", "two", "three"]
+
+
+def test_a_child_dies_with_its_launcher(tmp_path: Path) -> None:
+    """The launcher's own end by kill -9 leaves nothing behind."""
+    code = (
+        "import pathlib, sys, time\n"
+        "from myxo.launch.supervised_process import Child, ServiceSpec\n"
+        f"spec = ServiceSpec('trainer', 'trainer-0', (sys.executable, '-c', {SLEEP!r}))\n"
+        f"child = Child(spec, pathlib.Path({str(tmp_path)!r}) / 'x.log')\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    launcher = Child(spec(code, "launcher-0"), tmp_path / "launcher-0.log")
+    wait_for("the child", lambda: (tmp_path / "launcher-0.log").read_text().strip())
+    pid = int((tmp_path / "launcher-0.log").read_text())
+    assert alive(pid)
+    os.kill(launcher.pid, signal.SIGKILL)
+    wait_for("the child's end", lambda: not alive(pid))
+    assert launcher.exit_code() == -signal.SIGKILL

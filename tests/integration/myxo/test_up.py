@@ -1,0 +1,254 @@
+"""``myxo up`` from start to end: real servers, buffer and reward service; rollout and trainer are the quick stand-ins of this directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from myxo.run.run_directory import RunDirectory
+from tests.integration.myxo.command import COMMAND_SECONDS, ROOT, Myxo, children, ended, kill_child, wait_for
+
+ConfigFile = Callable[..., Path]
+
+pytestmark = pytest.mark.timeout(4 * COMMAND_SECONDS)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The directory of the run that `config_file` describes."""
+    return tmp_path / "runs" / "test"
+
+
+def summary(root: Path) -> dict[str, object]:
+    content: dict[str, object] = json.loads((root / "summary.json").read_text())
+    return content
+
+
+@pytest.fixture
+def pause(root: Path) -> Path:
+    """Has the stand-in trainer stop before step 10 until this file is removed."""
+    root.mkdir(parents=True)
+    path = root / "pause"
+    path.write_text("10")
+    return path
+
+
+def training(root: Path) -> Callable[[], bool]:
+    """Whether the run has begun to train."""
+    return lambda: (root / "checkpoints" / "steps").is_file()
+
+
+@pytest.mark.slow
+def test_a_run_goes_to_its_end_and_says_so_again(myxo: Myxo, config_file: ConfigFile, root: Path) -> None:
+    config = config_file(rollout={"num_rollout": 6})
+    code, out, err = myxo.run("up", config, standins=True)
+    assert (code, err) == (0, ""), f"{out}\n{err}"
+    assert "step 6/6" in out
+    result = summary(root)
+    assert (result["steps"], result["audit"], result["restarts"]) == (6, "ok", {})
+    assert result["finished"] is True
+    assert result["groups"] == {"admitted": 12, "trained": 12, "dropped": {}, "dead": {}, "in_flight": 0}
+    assert result["accuracy_before"] is not None
+    assert result["accuracy_after"] is not None
+    assert (root / "reward.png").is_file()
+    assert not (root / "servers.json").exists()
+    assert not RunDirectory(root).is_held()
+
+    code, out, _ = myxo.run("up", config, standins=True)
+    assert code == 0
+    assert "Run test is finished: 6 steps." in out
+    assert "audit" in out
+
+    code, out, err = myxo.run("up", config, "--max-staleness", "3", "--num-rollout", "9", standins=True)
+    assert code == 2
+    assert "rollout.max_staleness" in err
+    assert "--fresh" in err
+
+    code, out, err = myxo.run("up", config, "--num-rollout", "9", standins=True)
+    assert (code, err) == (0, ""), f"{out}\n{err}"
+    assert (summary(root)["steps"], summary(root)["audit"]) == (9, "ok")
+
+    for step in (0, 8):  # nothing of it is in the store any more
+        code, out, err = myxo.run("samples", root, "--step", str(step), "--json")
+        assert (code, err) == (0, "")
+        rows = [json.loads(line) for line in out.splitlines()]
+        assert [(row["status"], row["durable"], len(row["samples"]), row["absent"]) for row in rows] == [("trained", True, 2, None)] * 2
+        assert all(sample["text"] for row in rows for sample in row["samples"])
+    code, out, _ = myxo.run("samples", "--dir", root.parent, "test", "--eval", "--version", "0", "--json")
+    assert (code, [len(json.loads(line)["samples"]) for line in out.splitlines()]) == (0, [1] * 4)
+
+    code, out, _ = myxo.run("logs", root, "-n", "500")
+    assert code == 0
+    assert "run_finished" in out
+    assert "service_started" in out
+
+
+@pytest.mark.slow
+def test_deaths_of_services_and_servers_are_survived(myxo: Myxo, config_file: ConfigFile, root: Path, pause: Path) -> None:
+    config = config_file(rollout={"num_rollout": 30})
+    process = myxo.start("up", config, standins=True)
+    wait_for("the first checkpoint", training(root))
+    for words in ("standin_trainer", "services.buffer", "nats-server", "standin_rollout"):
+        victim = kill_child(process.pid, words)
+        wait_for(
+            f"another {words}", lambda words=words, victim=victim: any(words in c and p != victim for p, c in children(process.pid).items())
+        )
+    pause.unlink()
+    code, out, err = ended(process)
+    assert (code, err) == (0, ""), f"{out}\n{err}"
+    result = summary(root)
+    assert (result["steps"], result["audit"]) == (30, "ok")
+    restarts = result["restarts"]
+    assert isinstance(restarts, dict)
+    assert restarts.keys() >= {"trainer-0", "buffer-0", "rollout-0"}
+    assert "restarts" in out
+
+
+@pytest.mark.slow
+def test_interrupted_and_resumed(myxo: Myxo, config_file: ConfigFile, root: Path, pause: Path) -> None:
+    config = config_file(rollout={"num_rollout": 20})
+    process = myxo.start("up", config, standins=True)
+    wait_for("the first checkpoint", training(root))
+    mode = (root / "servers.json").stat().st_mode & 0o777
+    assert mode == 0o600
+
+    code, out, _ = myxo.run("status", root, "--json")
+    assert code == 0
+    status = json.loads(out)
+    assert status["running"] is True
+    assert {line["instance"] for line in status["services"]} >= {"buffer-0", "reward-0", "rollout-0", "trainer-0"}
+
+    code, out, err = myxo.run("up", config, standins=True)
+    assert code == 1
+    assert f"in use by process {process.pid}" in err
+
+    started = list(children(process.pid))
+    process.send_signal(signal.SIGINT)
+    code, out, err = ended(process)
+    assert (code, err) == (130, ""), f"{out}\n{err}"
+    assert "Stopped by SIGINT" in out
+    assert not (root / "servers.json").exists()
+    for pid in started:
+        wait_for(f"the end of process {pid}", lambda pid=pid: not Path(f"/proc/{pid}").exists())
+    assert not (root / "summary.json").exists()
+
+    code, out, _ = myxo.run("status", root)
+    assert "is not running" in out
+
+    process = myxo.start("up", config, standins=True)
+    buffer_log = root / "logs" / "buffer-0.log"
+    wait_for("the run to go on", lambda: buffer_log.read_text().count("recovered") == 2)
+    process.terminate()
+    assert ended(process)[0] == 143
+
+    pause.unlink()
+    code, out, err = myxo.run("up", config, standins=True)
+    assert (code, err) == (0, ""), f"{out}\n{err}"
+    assert (summary(root)["steps"], summary(root)["audit"]) == (20, "ok")
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_nothing_running_and_its_run_goes_on(myxo: Myxo, config_file: ConfigFile, root: Path, pause: Path) -> None:
+    config = config_file(rollout={"num_rollout": 20})
+    process = myxo.start("up", config, standins=True)
+    wait_for("the first checkpoint", training(root))
+    started = list(children(process.pid))
+    assert len(started) >= 6
+    process.kill()
+    process.wait()
+    for pid in started:
+        wait_for(f"the end of process {pid}", lambda pid=pid: not Path(f"/proc/{pid}").exists())
+    pause.unlink()
+    code, out, err = myxo.run("up", config, standins=True)
+    assert (code, err) == (0, ""), f"{out}\n{err}"
+    assert (summary(root)["steps"], summary(root)["audit"]) == (20, "ok")
+
+
+def test_fresh_forgets_the_run_and_nothing_else(myxo: Myxo, config_file: ConfigFile, root: Path) -> None:
+    config = config_file(rollout={"num_rollout": 2})
+    assert myxo.run("up", config, standins=True)[0] == 0
+    (root / "data").mkdir()
+    (root / "data" / "precious").write_text("keep")
+    first = summary(root)["wall_seconds"]
+    code, out, err = myxo.run("up", config, "--fresh", "--max-staleness", "0", "--num-rollout", "3", standins=True)
+    assert (code, err) == (0, ""), f"{out}\n{err}"
+    result = summary(root)
+    assert (result["steps"], result["max_staleness"], result["audit"]) == (3, 0, "ok")
+    assert result["wall_seconds"] != first
+    assert (root / "data" / "precious").read_text() == "keep"
+
+
+def test_fresh_on_given_servers(
+    myxo: Myxo, config_file: ConfigFile, root: Path, nats: object, valkey: object, run_name: str, tmp_path: Path
+) -> None:
+    given = {"NATS_URL": nats.url, "REDIS_URL": valkey.url}  # type: ignore[attr-defined]
+    config = config_file(run={"name": run_name}, rollout={"num_rollout": 2})
+    for _ in range(2):
+        code, out, err = myxo.run("up", config, "--fresh", standins=True, environment=given)
+        assert (code, err) == (0, ""), f"{out}\n{err}"
+        result = summary(tmp_path / "runs" / run_name)
+        assert (result["steps"], result["audit"]) == (2, "ok")
+        assert result["groups"]["admitted"] == 4  # type: ignore[index]
+    assert not (tmp_path / "runs" / run_name / "nats").exists()
+    code, out, _ = myxo.run("audit", run_name, environment=given)
+    assert code == 0
+    assert "4 admitted = 4 trained" in out
+
+
+def test_bad_input_that_only_a_service_sees_ends_the_run(myxo: Myxo, config_file: ConfigFile, root: Path, tmp_path: Path) -> None:
+    """The prompts are fine when they are checked, and gone when the buffer reads them."""
+    config = config_file(rollout={"num_rollout": 2})
+    code = (
+        "import sys, tests.integration.myxo.standin_myxo as standin, myxo.launch.launcher as launch, os\n"
+        "plan = launch.plan\n"
+        f"launch.plan = lambda *words: (os.unlink({str(tmp_path / 'prompts.jsonl')!r}), plan(*words))[1]\n"
+        f"sys.exit(standin.main(['up', {str(config)!r}]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=myxo.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    myxo.started.append(process)
+    code_, out, err = ended(process)
+    assert code_ == 2, f"{out}\n{err}"
+    assert len(err.splitlines()) == 1
+    assert err.startswith("myxo: buffer: data.prompt_data = ")
+    assert "cannot be read" in err
+    assert not RunDirectory(root).is_held()
+
+
+def test_the_live_panel_on_a_terminal(myxo: Myxo, config_file: ConfigFile, root: Path) -> None:
+    """The same run with a terminal for its output."""
+    config = config_file(rollout={"num_rollout": 4})
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.myxo.standin_myxo", "up", str(config)],
+        cwd=ROOT,
+        env={**myxo.environment, "TERM": "xterm-256color", "COLUMNS": "110", "LINES": "40"},
+        stdin=subprocess.DEVNULL,
+        stdout=slave,
+        stderr=slave,
+    )
+    os.close(slave)
+    shown = bytearray()
+    while True:
+        try:
+            block = os.read(master, 65536)
+        except OSError:  # the terminal's other side is closed: everything has been said
+            break
+        if not block:
+            break
+        shown += block
+    os.close(master)
+    assert process.wait(COMMAND_SECONDS) == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode(errors="replace"))
+    for part in ("waiting for", "step", "4/4", "trainer-0", "eval/heldout", "audit"):
+        assert part in text, part
+    assert "Traceback" not in text

@@ -1,0 +1,41 @@
+"""``myxo flags``."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from myxo.display.flag_list import flag_list, lines_of, meanings
+from shared.config import megatron_flags
+from shared.runtime.errors import ConfigError
+
+
+def test_every_flag_that_is_taken_has_a_line() -> None:
+    out = io.StringIO()
+    assert flag_list(None, Console(file=out)) == 0
+    named = [line.split()[0].rstrip(",") for line in out.getvalue().splitlines()]
+    assert named == [flag.command_line[0] for flag in megatron_flags.catalogue().values() if not flag.refused]
+
+
+def test_a_line_tells_kind_default_and_what_megatron_says() -> None:
+    (line,) = lines_of("moe-router-dtype")
+    assert "fp32|fp64, default fp32: " in line
+    assert meanings()["moe_router_dtype"] in line
+    (line,) = lines_of("--hidden_dropout")
+    assert "float, always 0.0: log-probs must be" in line
+    (line,) = lines_of("norm-epsilon")
+    assert "float, compared with the checkpoint's: " in line
+
+
+def test_a_pattern_finds_fields_of_the_config_and_refused_flags() -> None:
+    lines = lines_of("warmup")
+    assert any(line.split()[0] == "--lr-warmup-iters" and "steps of linear warm-up" in line for line in lines)
+    assert any(line.split()[0] == "--lr-warmup-fraction" and "not taken: use lr" in line for line in lines)
+    assert len({line.split()[0] for line in lines}) == len(lines)
+
+
+def test_a_pattern_that_finds_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="PATTERN = 'qqq': no flag's name holds it"):
+        flag_list("qqq", Console(file=io.StringIO()))

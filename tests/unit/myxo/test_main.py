@@ -1,0 +1,63 @@
+"""The command line itself: help, version, errors of use, and what importing it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import shared
+from myxo import exit_codes
+from myxo.main import main
+from shared.config import flags
+from shared.runtime.service_base import EXIT_BAD_INPUT
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    try:
+        code = main(words)
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else 1
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "--version") == (0, f"myxo {shared.__version__}\n", "")
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = said(capsys, "--help")
+    for command in ("up", "submit", "status", "logs", "samples", "audit", "env", "simulate", "convert", "summary"):
+        assert command in out
+
+
+@pytest.mark.parametrize("words", [("up", "--help"), ("up", "run.toml", "--help"), ("submit", "run.toml", "--num-rollout", "3", "-h")])
+def test_help_of_up_lists_every_flag(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    code, out, _ = said(capsys, *words)
+    assert code == 0
+    for flag in flags.flags():
+        assert flag in out
+
+
+@pytest.mark.parametrize("words", [(), ("bla",), ("up",), ("audit",), ("logs", "x", "-n", "-3"), ("logs", "x", "--level", "loud")])
+def test_wrong_use_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    code, out, err = said(capsys, *words)
+    assert (code, out) == (exit_codes.BAD_INPUT, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("myxo")
+
+
+def test_services_and_commands_agree_on_the_code_for_bad_input() -> None:
+    assert exit_codes.BAD_INPUT == EXIT_BAD_INPUT
+
+
+def test_no_command_needs_torch_or_matplotlib_to_start() -> None:
+    modules = ("up", "status", "logs", "samples", "audit", "report", "chart", "main")
+    code = (
+        f"import sys, {', '.join(f'myxo.{module}' for module in modules)}; "
+        "sys.exit(','.join(name for name in ('torch', 'matplotlib', 'transformers', 'sglang', 'megatron') if name in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr

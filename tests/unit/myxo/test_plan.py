@@ -1,0 +1,35 @@
+"""Which processes a config asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from myxo.launch.service_plan import plan
+from shared.runtime.errors import ConfigError
+from tests.support.run_config import run_config
+
+
+def test_as_many_of_each_kind_as_the_config_says(tmp_path: Path) -> None:
+    config = run_config(tmp_path, run={"buffer_replicas": 2}, reward={"reward_replicas": 3}, rollout={"rollout_replicas": 2})
+    instances = [spec.instance for spec in plan(config, "nats://host")]
+    assert instances == ["buffer-0", "buffer-1", "reward-0", "reward-1", "reward-2", "rollout-0", "rollout-1", "trainer-0"]
+
+
+def test_one_of_each_where_it_says_nothing(tmp_path: Path) -> None:
+    assert [spec.service for spec in plan(run_config(tmp_path), "nats://host")] == ["buffer", "reward", "rollout", "trainer"]
+
+
+def test_metrics_ports_follow_one_another_from_the_launchers_own(tmp_path: Path) -> None:
+    config = run_config(tmp_path, rollout={"rollout_replicas": 2})
+    given = [spec.environment.get("MYXO_HTTP") for spec in plan(config, "nats://host", "0.0.0.0:9464")]
+    assert given == [f"0.0.0.0:{port}" for port in range(9464, 9469)]
+    assert {spec.environment["MYXO_HTTP"] for spec in plan(config, "nats://host", "0.0.0.0:0")} == {"0.0.0.0:0"}
+    assert not any("MYXO_HTTP" in spec.environment for spec in plan(config, "nats://host"))
+
+
+@pytest.mark.parametrize("http", ["9464", "host:port", "host:65533", "host:-1"])
+def test_an_address_that_is_none_is_refused(tmp_path: Path, http: str) -> None:
+    with pytest.raises(ConfigError, match="MYXO_HTTP = "):
+        plan(run_config(tmp_path), "nats://host", http)

@@ -1,0 +1,149 @@
+"""A run's directory: its lock, its servers file, what --fresh removes and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from myxo.run.run_directory import STATE, RunDirectory, RunHeld, ServerUrls, find, no_such_run
+from shared.runtime.errors import ConfigError
+from tests.support.run_config import run_config
+
+HOLD = """
+import sys, pathlib
+from myxo.run.run_directory import RunDirectory
+directory = RunDirectory(pathlib.Path(sys.argv[1]))
+directory.hold()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path):
+    """A process of its own that holds tmp_path/run."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_clear_removes_the_state_and_nothing_else(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for name in STATE:
+        (root / name).mkdir(parents=True)
+        (root / name / "content").write_text("x")
+    (root / "summary.json").rename(root / "unused")
+    (root / "summary.json").write_text("{}")
+    for name in ("model", "data"):
+        (root / name).mkdir()
+        (root / name / "precious").write_text("keep")
+    (root / "notes.txt").write_text("keep")
+    RunDirectory(root).clear()
+    assert sorted(path.name for path in root.iterdir()) == ["data", "model", "notes.txt", "unused"]
+    assert (root / "model" / "precious").read_text() == "keep"
+
+
+def test_clear_does_not_follow_links(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "big-disk"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("keep")
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / "checkpoints").symlink_to(elsewhere)
+    RunDirectory(root).clear()
+    assert not (root / "checkpoints").is_symlink()
+    assert (elsewhere / "precious").read_text() == "keep"
+
+
+def test_clear_of_nothing_is_fine(tmp_path: Path) -> None:
+    RunDirectory(tmp_path / "run").clear()
+
+
+def test_input_inside_the_state_is_not_cleared_away(tmp_path: Path) -> None:
+    config = run_config(tmp_path, model={"hf_checkpoint": str(tmp_path / "runs" / "test" / "hf")})
+    with pytest.raises(ConfigError, match=r"model\.hf_checkpoint = .* --fresh removes"):
+        RunDirectory(config.run.root).refuse_input_in_state(config)
+
+
+def test_input_beside_the_state_is_fine(tmp_path: Path) -> None:
+    config = run_config(tmp_path, model={"hf_checkpoint": str(tmp_path / "runs" / "test" / "model")})
+    RunDirectory(config.run.root).refuse_input_in_state(config)
+
+
+def test_two_holders_refuse_each_other(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    assert directory.is_held()
+    with pytest.raises(RunHeld, match=f"in use by process {holder.pid}"):
+        directory.hold()
+    holder.kill()
+    holder.wait()
+    assert not directory.is_held()
+    directory.hold()
+    directory.release()
+
+
+def test_looking_at_the_lock_does_not_take_it(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    assert not directory.is_held()
+    directory.hold()
+    directory.release()
+    assert not directory.is_held()
+
+
+def test_servers_are_for_the_owner_and_only_while_held(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    assert directory.servers() is None
+    directory.write_servers(ServerUrls("nats://secret@host:1", "unix:///x", holder.pid))
+    path = tmp_path / "run" / "servers.json"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert directory.servers() == ServerUrls("nats://secret@host:1", "unix:///x", holder.pid)
+    holder.kill()
+    holder.wait()
+    assert directory.servers() is None, "what a killed launcher left behind is no live run"
+    directory.remove_servers()
+    assert not path.exists()
+
+
+def test_servers_file_replaces_an_older_one_that_anybody_could_read(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / "servers.json").write_text("{}")
+    os.chmod(root / "servers.json", 0o644)
+    RunDirectory(root).write_servers(ServerUrls("a", "b", 1))
+    assert (root / "servers.json").stat().st_mode & 0o777 == 0o600
+    assert json.loads((root / "servers.json").read_text()) == {"nats_url": "a", "redis_url": "b", "pid": 1}
+
+
+def test_a_run_is_found_by_id_and_by_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "runs" / "one"
+    (root / "logs").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for text in ("one", "runs/one", str(root), "runs/one/"):
+        name, directory = find(text, Path("runs"))
+        assert name == "one"
+        assert directory is not None
+        assert directory.root.resolve() == root
+    assert find("two", Path("runs")) == ("two", None)
+    with pytest.raises(ConfigError, match="RUN = 'No Run!'"):
+        find("No Run!", Path("runs"))
+
+
+def test_a_directory_of_data_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "one" / "model").mkdir(parents=True)
+    assert find("one", tmp_path) == ("one", None)
+
+
+def test_no_such_run_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "arithmetic" / "logs").mkdir(parents=True)
+    assert "did you mean arithmetic?" in str(no_such_run("aritmetic", tmp_path))
+    assert "there are none yet" in str(no_such_run("x", tmp_path / "absent"))

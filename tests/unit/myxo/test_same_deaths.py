@@ -1,0 +1,43 @@
+"""When a service that dies of the same again and again is given up."""
+
+from __future__ import annotations
+
+import pytest
+
+from myxo.launch.repeated_deaths import SameDeaths
+
+
+def given_up(*deaths: tuple[int, str, int]) -> list[bool]:
+    same = SameDeaths()
+    return [same.died(*death) for death in deaths]
+
+
+def test_three_of_one_kind_without_a_step_in_between_are_enough() -> None:
+    assert given_up((1, "block 3 of 0x7f", 5), (1, "block 4 of 0x7e", 5), (1, "block 5 of 0x7d", 5)) == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [(1, "a", 0), (1, "b", 0), (1, "a", 0), (1, "a", 0)],
+        [(1, "a", 0), (1, "a", 1), (1, "a", 2), (1, "a", 3)],
+        [(1, "a", 0), (2, "a", 0), (1, "a", 0)],
+        [(-9, "a", 0)] * 5,
+        [(-15, "", 0)] * 5,
+        [(1, "rank 1 ended (exitcode: -9)", 0)] * 5,
+    ],
+)
+def test_others_are_not(deaths: list[tuple[int, str, int]]) -> None:
+    assert True not in given_up(*deaths)
+
+
+def test_a_death_from_outside_neither_counts_nor_forgives() -> None:
+    assert given_up((1, "a", 0), (-9, "", 0), (1, "a", 0), (-15, "", 0), (1, "a", 0))[-1]
+
+
+def test_a_crash_is_of_its_own_making() -> None:
+    assert given_up(*[(-11, "", 0)] * 3)[-1]
+
+
+def test_a_service_that_says_nothing_dies_of_its_exit_code() -> None:
+    assert given_up(*[(1, "", 0)] * 3)[-1]

@@ -1,0 +1,262 @@
+"""What a run came to, from records and events written by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from myxo.launch.exit_report import table
+from myxo.run.run_summary import SummaryTally
+from shared.config.run_config import RunConfig
+from shared.schema.ledger import (
+    BatchFormed,
+    BatchTrained,
+    CheckpointDurable,
+    EvalEnded,
+    GroupDead,
+    GroupRequeued,
+    GroupsAdmitted,
+    GroupsDropped,
+    GroupsScored,
+    LedgerRecord,
+    RunFinished,
+    ScoredGroup,
+    VersionLive,
+    group_id,
+)
+from shared.schema.messages import Payload, SampleMeta, ServiceEvent, TrainerStep, WarmStartEnded
+from tests.support.run_config import run_config
+
+
+def scored(number: int, rewards: tuple[float, float], oldest: int, started: float, ended: float, tokens: int = 5) -> ScoredGroup:
+    samples = [SampleMeta(tokens=tokens, oldest=oldest, newest=oldest, finish="stop") for _ in rewards]
+    payload = Payload(keys=[f"k{number}"], bytes=1)
+    return ScoredGroup(
+        group=group_id(number),
+        attempt=0,
+        payload=payload,
+        samples=samples,
+        rewards=list(rewards),
+        replica="r",
+        started=started,
+        ended=ended,
+    )
+
+
+def evaluation(version: int, mean: float, samples: int = 4) -> EvalEnded:
+    return EvalEnded(at=0.0, dataset="heldout", version=version, failed=4 - samples, samples=samples, mean_reward=mean, oldest=0, newest=0)
+
+
+def names(*numbers: int) -> list[str]:
+    return [group_id(number) for number in numbers]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """Four steps of two groups of two samples, bound 1."""
+    return run_config(tmp_path)
+
+
+RECORDS: list[LedgerRecord] = [
+    VersionLive(version=0, at=100.0),
+    evaluation(0, 0.25).model_copy(update={"at": 101.0}),
+    GroupsAdmitted(first=0, count=4, version=0, at=102.0),
+    GroupsScored(groups=[scored(0, (0.0, 1.0), 0, 102.0, 104.0), scored(1, (0.0, 0.0), 0, 103.0, 105.0)], at=105.0),
+    BatchFormed(step=0, version=0, groups=names(0, 1), at=105.0),
+    GroupsScored(groups=[scored(2, (1.0, 1.0), 0, 105.0, 107.0), scored(3, (1.0, 0.0), 0, 105.0, 112.0)], at=112.0),
+    BatchTrained(step=0, version=0, started=106.0, ended=110.0, at=110.0),
+    VersionLive(version=1, at=110.0),
+    GroupsAdmitted(first=4, count=3, version=1, at=110.0),
+    GroupDead(group=group_id(4), reason="rollout-0: too long", at=111.0),
+    GroupsDropped(groups=names(5), reason="stale", at=111.0),
+    BatchFormed(step=1, version=1, groups=names(2, 3), at=112.0),
+    BatchTrained(step=1, version=1, started=112.0, ended=113.0, at=113.0),
+    evaluation(2, 0.75).model_copy(update={"at": 115.0}),
+    CheckpointDurable(steps=2, at=116.0),
+]
+
+
+def tally(config: RunConfig, records: list[LedgerRecord]) -> SummaryTally:
+    result = SummaryTally(config)
+    for record in records:
+        result.see(record)
+    return result
+
+
+def test_every_figure(config: RunConfig) -> None:
+    summary = tally(config, RECORDS).summary()
+    assert summary.run == "test"
+    assert summary.steps == 2
+    assert (summary.accuracy_before, summary.accuracy_after) == (0.25, 0.75)
+    assert (summary.max_staleness, summary.max_staleness_seen, summary.mean_staleness) == (1, 1, 0.5)
+    assert summary.staleness_histogram == {"0": 4, "1": 4}
+    # generation covers 102–105 and 105–112, training 106–110 and 112–113
+    assert summary.generation_seconds == pytest.approx(10.0)
+    assert summary.training_seconds == pytest.approx(5.0)
+    assert summary.overlap_seconds == pytest.approx(4.0)
+    assert (summary.reward_first, summary.reward_last) == (0.25, 0.75)
+    assert summary.mean_abs_logprob_diff is None
+    assert summary.trained_tokens == 2 * 2 * 2 * 5
+    assert summary.wall_seconds == pytest.approx(16.0)
+    assert (summary.groups.admitted, summary.groups.trained, summary.groups.in_flight) == (7, 4, 1)
+    assert summary.groups.dropped == {"stale": 1}
+    assert summary.groups.dead == {"rollout-0: too long": 1}
+    assert summary.audit == "ok"
+    assert not summary.finished
+    assert [(one.version, one.step, one.mean_reward) for one in summary.evaluations] == [(0, 0, 0.25), (2, 2, 0.75)]
+
+
+def test_every_held_out_set_is_kept_apart(config: RunConfig) -> None:
+    """Before and after are those of the config's own set."""
+    other = [evaluation(version, mean).model_copy(update={"dataset": "extra"}) for version, mean in ((0, -1.0), (2, -0.5))]
+    summary = tally(config, [*RECORDS, *other]).summary()
+    assert (summary.accuracy_before, summary.accuracy_after) == (0.25, 0.75)
+    found = [(one.dataset, one.version, one.mean_reward) for one in summary.evaluations]
+    assert found == [("extra", 0, -1.0), ("extra", 2, -0.5), ("heldout", 0, 0.25), ("heldout", 2, 0.75)]
+    out = io.StringIO()
+    Console(file=out, width=120).print(table(summary))
+    for line in ("eval/extra", "-1.000 → -0.500 (v0 → v2), mean reward", "eval/heldout", "0.250 → 0.750"):
+        assert line in out.getvalue()
+
+
+def test_the_warm_start_is_summed_up(config: RunConfig) -> None:
+    result = tally(config, RECORDS)
+    assert result.summary().warm_start is None
+    result.warm_start = WarmStartEnded.of([4.0 - step / 100 for step in range(300)])
+    summary = result.summary()
+    assert summary.warm_start is not None and len(result.warm_start.losses) == 150
+    assert (summary.warm_start.steps, summary.warm_start.loss_first) == (300, pytest.approx(3.855))
+    assert summary.warm_start.loss_last == pytest.approx(1.155)
+    out = io.StringIO()
+    Console(file=out, width=120).print(table(summary))
+    assert "300 SFT steps, loss 3.855 → 1.155" in out.getvalue()
+
+
+def test_a_step_without_known_rewards_is_a_gap(config: RunConfig) -> None:
+    """It does not move the later steps' rewards to the left."""
+    first, second = (BatchTrained(step=step, version=step, started=0.0, ended=1.0, at=112.0) for step in (0, 1))
+    result = tally(config, [*RECORDS[:6], first])
+    result.see(second)  # of a batch that no record tells of
+    result.see(second)
+    assert result.rewards[0] == 0.25 and math.isnan(result.rewards[1]) and len(result.rewards) == 2
+    json.dumps(result.summary().as_json(), allow_nan=False)
+
+
+def test_the_keys_of_the_file(config: RunConfig) -> None:
+    content = json.loads(json.dumps(tally(config, RECORDS).summary().as_json()))
+    assert {
+        "run",
+        "steps",
+        "accuracy_before",
+        "accuracy_after",
+        "max_staleness",
+        "max_staleness_seen",
+        "mean_staleness",
+        "staleness_histogram",
+        "overlap_seconds",
+        "generation_seconds",
+        "training_seconds",
+        "reward_first",
+        "reward_last",
+        "mean_abs_logprob_diff",
+        "warm_start",
+        "trained_tokens",
+        "wall_seconds",
+        "groups",
+        "restarts",
+        "audit",
+    } <= content.keys()
+
+
+def test_an_empty_ledger_has_a_summary(config: RunConfig) -> None:
+    summary = tally(config, []).summary()
+    assert (summary.steps, summary.wall_seconds, summary.trained_tokens) == (0, 0.0, 0)
+    assert summary.accuracy_before is summary.accuracy_after is summary.reward_first is summary.mean_staleness is None
+    assert summary.audit == "ok"
+
+
+def test_accuracy_is_unknown_where_no_evaluation_says_it(config: RunConfig) -> None:
+    only_first = tally(config, [evaluation(0, 0.25)]).summary()
+    assert (only_first.accuracy_before, only_first.accuracy_after) == (0.25, None)
+    only_last = tally(config, [evaluation(4, 0.5)]).summary()
+    assert (only_last.accuracy_before, only_last.accuracy_after) == (None, 0.5)
+    all_failed = tally(config, [evaluation(0, 0.0, samples=0)]).summary()
+    assert all_failed.accuracy_before is None, "a mean of nothing is no accuracy"
+
+
+def test_versions_become_steps(tmp_path: Path) -> None:
+    config = run_config(tmp_path, rollout={"num_rollout": 5}, weights={"update_weights_interval": 2})
+    evaluations = tally(config, [evaluation(0, 0.1), evaluation(1, 0.2), evaluation(3, 0.3)]).summary().evaluations
+    assert [one.step for one in evaluations] == [0, 2, 5]
+
+
+def test_violations_are_listed(config: RunConfig) -> None:
+    summary = tally(config, [*RECORDS, BatchTrained(step=1, version=1, started=0.0, ended=1.0, at=120.0)]).summary()
+    assert isinstance(summary.audit, list)
+    assert "step 1 was trained after 2 steps" in summary.audit[0]
+
+
+def test_a_group_that_was_made_again_counts_with_its_last_rewards(config: RunConfig) -> None:
+    records: list[LedgerRecord] = [
+        VersionLive(version=0, at=1.0),
+        GroupsAdmitted(first=0, count=2, version=0, at=1.0),
+        GroupsScored(groups=[scored(0, (0.0, 0.0), 0, 1.0, 2.0), scored(1, (0.0, 0.0), 0, 1.0, 2.0)], at=2.0),
+        GroupRequeued(group=group_id(0), attempt=1, reason="payload lost", at=3.0),
+        GroupsScored(groups=[scored(0, (1.0, 1.0), 0, 5.0, 6.0)], at=6.0),
+        BatchFormed(step=0, version=0, groups=names(0, 1), at=6.0),
+        BatchTrained(step=0, version=0, started=6.0, ended=7.0, at=7.0),
+    ]
+    result = tally(config, records)
+    assert result.rewards == [0.5]
+    assert result.summary().generation_seconds == pytest.approx(2.0)
+
+
+def test_edges_are_a_tenth_of_the_steps(tmp_path: Path) -> None:
+    config = run_config(tmp_path, rollout={"num_rollout": 30, "rollout_batch_size": 1})
+    records: list[LedgerRecord] = [VersionLive(version=0, at=0.0), GroupsAdmitted(first=0, count=30, version=0, at=0.0)]
+    for step in range(30):
+        records += [
+            GroupsScored(groups=[scored(step, (float(step), float(step)), 0, 0.0, 1.0)], at=1.0),
+            BatchFormed(step=step, version=0, groups=names(step), at=1.0),
+            BatchTrained(step=step, version=0, started=0.0, ended=1.0, at=1.0),
+        ]
+    summary = tally(config, [*records, RunFinished(steps=30, at=2.0)]).summary()
+    assert (summary.reward_first, summary.reward_last) == (1.0, 28.0)
+    assert summary.finished
+
+
+def step_event(step: int, **metrics: float) -> TrainerStep:
+    return TrainerStep(step=step, version=step, started=0.0, ended=1.0, metrics=metrics)
+
+
+def test_agreement_of_engine_and_trainer_is_weighed_by_tokens(config: RunConfig) -> None:
+    result = tally(config, RECORDS)
+    result.see_step(step_event(0, agreement_abs_diff=1.0, agreement_tokens=10.0))
+    result.see_step(step_event(1, agreement_abs_diff=0.0, agreement_tokens=30.0))
+    assert result.summary().mean_abs_logprob_diff == pytest.approx(0.025)
+
+
+def test_a_step_that_was_made_again_counts_once(config: RunConfig) -> None:
+    result = tally(config, RECORDS)
+    result.see_step(step_event(0, agreement_abs_diff=1.0, agreement_tokens=10.0))
+    result.see_step(step_event(0, agreement_abs_diff=99.0, agreement_tokens=1.0))
+    assert result.summary().mean_abs_logprob_diff == pytest.approx(0.1)
+
+
+def test_no_tokens_in_agreement_is_no_figure(config: RunConfig) -> None:
+    result = tally(config, RECORDS)
+    result.see_step(step_event(0, agreement_abs_diff=0.0, agreement_tokens=0.0))
+    result.see_step(step_event(1, loss=1.0))
+    assert result.summary().mean_abs_logprob_diff is None
+
+
+def test_restarts_are_counted_by_instance(config: RunConfig) -> None:
+    result = tally(config, RECORDS)
+    for instance in ("trainer-0", "rollout-1", "trainer-0"):
+        result.see_restart(ServiceEvent(service="x", instance=instance, what="restarted", at=0.0))
+    assert result.summary().restarts == {"trainer-0": 2, "rollout-1": 1}

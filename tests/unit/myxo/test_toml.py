@@ -1,0 +1,52 @@
+"""The resolved config as TOML reads back as the same config."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from myxo.run import config_toml
+from shared.config.run_config import RunConfig, parse
+from tests.support.run_config import run_config
+
+PLAIN = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def test_every_section_and_field_is_there(tmp_path: Path) -> None:
+    text = config_toml.dump(run_config(tmp_path))
+    for section in RunConfig.model_fields:
+        assert f"[{section}]" in text
+    assert "num_rollout = 4" in text
+    assert "# eval_interval = none" in text
+
+
+def test_reads_back_the_same(tmp_path: Path) -> None:
+    config = run_config(
+        tmp_path,
+        rollout={"rollout_stop": ['"', "\\", "\n", "é\x7f"], "sglang": {"mem-fraction-static": 0.5, "disable-radix-cache": True}},
+        data={"apply_chat_template_kwargs": {"enable thinking": False}},
+        trainer={"lr": 1e-6},
+    )
+    assert parse(tomllib.loads(config_toml.dump(config))) == config
+
+
+@given(PLAIN)
+def test_any_value_survives(value: Any) -> None:
+    config = run_config(Path("/x"), rollout={"sglang": {"value": value}})
+    assert tomllib.loads(config_toml.dump(config))["rollout"]["sglang"]["value"] == value
+
+
+def test_what_toml_cannot_say_is_refused(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    config.rollout.sglang["value"] = object()
+    with pytest.raises(TypeError, match="object has no form in TOML"):
+        config_toml.dump(config)
