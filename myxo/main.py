@@ -13,12 +13,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from myxo import exit_codes
-from myxo.command_line import Parser, complain, ended
 from myxo.commands import service_tools
 from shared import __version__
 from shared.config import flags
-from shared.runtime import telemetry
+from shared.runtime import exit_codes, telemetry
+from shared.runtime.command_line import Parser, complain, ended
 from shared.runtime.errors import ConfigError
 
 _UP = """Run a config's run on this machine until it is finished, with live progress.

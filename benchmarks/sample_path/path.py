@@ -21,7 +21,6 @@ from tokenizers import models
 
 from benchmarks.sample_path.consumer import SAVE_EVERY
 from benchmarks.sample_path.content import SAMPLES, Prompts
-from myxo.run.ledger_audit import Audit
 from services.buffer.rollout_keeper import HELD_BYTES
 from shared.bus import runs, stream_replay
 from shared.bus.connection import Bus
@@ -29,6 +28,7 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig, parse
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, die_with_parent
 from shared.schema.ledger import LedgerRecord
+from shared.schema.ledger_audit import Audit
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "sample-path"

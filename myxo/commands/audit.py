@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from myxo import exit_codes
-from myxo.run.ledger_audit import Audit, AuditReport
 from myxo.run.run_access import reach
 from shared.bus import stream_replay
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
+from shared.runtime import exit_codes
 from shared.schema.ledger import LedgerRecord
+from shared.schema.ledger_audit import Audit, AuditReport
 
 
 async def audit(run: str, directory: Path, console: Console, as_json: bool) -> int:

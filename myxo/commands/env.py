@@ -10,14 +10,13 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
-from myxo import exit_codes
 from myxo.preflight.server_checks import ANSWER_SECONDS
 from shared.bus.connection import Bus, BusUnreachable, redacted
 from shared.bus.subjects import RUN_ID, Subjects
 from shared.environment import environment_url
 from shared.environment.conformance import Check, Conformance, Example
 from shared.environment.environment_client import Environment, open_environment
-from shared.runtime import server_urls
+from shared.runtime import exit_codes, server_urls
 from shared.runtime.errors import ConfigError
 
 _STYLES = {"ok": "green", "warning": "yellow", "FAILED": "bold red"}

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from myxo import exit_codes
 from myxo.display.sample_list import SampleList, table
 from myxo.display.sample_page import Pieces, as_plain, page, responses, texts
 from myxo.preflight.server_checks import given_servers
@@ -28,6 +27,7 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.data.rollout_files import DIRECTORY, RolloutReader, files
 from shared.hub import hub_resolve
+from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, PayloadMissing
 from shared.schema import sample
 from shared.schema.ledger import LedgerRecord, eval_group_parts, group_id

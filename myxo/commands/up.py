@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from myxo import exit_codes
 from myxo.launch.launcher import Launch
 from myxo.launch.service_plan import SERVICE_MODULES
 from myxo.preflight import checked_config, server_checks
@@ -17,7 +16,7 @@ from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.bus.connection import redacted
 from shared.config.run_config import RunConfig
-from shared.runtime import server_urls, telemetry
+from shared.runtime import exit_codes, server_urls, telemetry
 from shared.runtime.errors import ConfigError
 
 LAUNCHER = "launcher"

@@ -11,7 +11,6 @@ from pathlib import Path
 import nats.errors
 from rich.console import Console
 
-from myxo import exit_codes
 from myxo.display.progress_display import display
 from myxo.launch import exit_report
 from myxo.run import troubles
@@ -20,6 +19,7 @@ from myxo.run.run_view import View, look
 from shared.bus import runs
 from shared.bus.connection import TRANSIENT
 from shared.bus.registry import Registry
+from shared.runtime import exit_codes
 from shared.runtime.errors import MyxoError
 from shared.schema.ledger import BatchTrained
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from myxo import exit_codes
 from shared.config import flags, megatron_flags
 from shared.config.megatron_flags import UNSET, Flag
+from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 
 SOURCES = (

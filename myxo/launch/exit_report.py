@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from myxo import exit_codes
 from myxo.display import reward_chart
 from myxo.display.durations import duration
 from myxo.run.run_access import reach
@@ -17,7 +16,7 @@ from myxo.run.run_directory import RunDirectory
 from myxo.run.run_summary import Summary, collect
 from myxo.run.troubles import shown
 from shared.bus.connection import Bus
-from shared.runtime import failure_summary
+from shared.runtime import exit_codes, failure_summary
 
 MOST = 5
 """Kinds of reasons, and services, that are listed."""

@@ -15,7 +15,6 @@ import structlog
 from redis.exceptions import RedisError
 from rich.console import Console
 
-from myxo import exit_codes
 from myxo.commands import erase
 from myxo.display.progress_display import Display, display
 from myxo.launch import exit_report
@@ -34,6 +33,7 @@ from shared.bus.registry import ENVIRONMENT, Registry
 from shared.bus.streams import SERVICES_TTL
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
+from shared.runtime import exit_codes
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import log_failure

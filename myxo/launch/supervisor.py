@@ -11,11 +11,10 @@ from pathlib import Path
 
 import structlog
 
-from myxo import exit_codes
 from myxo.launch.backoff import BackOff
 from myxo.launch.repeated_deaths import SameDeaths, from_outside
 from myxo.launch.supervised_process import Child, ServiceSpec
-from shared.runtime import failure_summary
+from shared.runtime import exit_codes, failure_summary
 from shared.schema.messages import ServiceStatus
 
 LAST_LINES = 15

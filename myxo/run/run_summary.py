@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from myxo.run.intervals import Interval, measure, overlap
-from myxo.run.ledger_audit import Audit
 from shared.bus import runs, stream_replay
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
@@ -26,6 +25,7 @@ from shared.schema.ledger import (
     LedgerRecord,
     ScoredGroup,
 )
+from shared.schema.ledger_audit import Audit
 from shared.schema.messages import ServiceEvent, TrainerStep, WarmStartEnded
 
 EDGE = 0.1

@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from myxo import exit_codes
-from myxo.command_line import Parser, ended
+from shared.runtime import exit_codes
+from shared.runtime.command_line import Parser, ended
 from shared.runtime.errors import ConfigError
 
 PROGRAM = "myxo convert"

@@ -11,11 +11,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from myxo import exit_codes
-from myxo.command_line import Parser, ended
 from services.buffer.simulation import picture, simulation_report
 from services.buffer.simulation.simulation_run import ORDERS, POLICIES, PolicyOutcome, Setting, SimulationPlan, settings
 from services.buffer.simulation.workload_model import WorkloadModel
+from shared.runtime import exit_codes
+from shared.runtime.command_line import Parser, ended
 from shared.runtime.errors import ConfigError
 
 PROGRAM = "myxo simulate"

@@ -1,6 +1,6 @@
 """What surrounds the buffer in the simulation: an engine, a trainer and weight pushes, event by event.
 
-Every decision is `services.buffer.policy`'s, every record is folded by `services.buffer.state` and replayed by `myxo.run.ledger_audit`, as
+Every decision is `services.buffer.policy`'s, every record is folded by `services.buffer.state` and replayed by `shared.schema.ledger_audit`, as
 in a run on a bus. What is left out there is the time that messages, verifiers, prefill and checkpoints take.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 import numpy
 from numpy.random import Generator
 
-from myxo.run.ledger_audit import Audit, AuditReport
 from services.buffer import batch_order, policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.simulation.length_tally import LengthTally
@@ -22,6 +21,7 @@ from services.buffer.simulation.workload_model import WorkloadModel
 from services.buffer.state import BufferState, GroupState
 from shared.runtime.errors import MyxoError
 from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsAdmitted, GroupsDropped, LedgerRecord, group_id, group_number
+from shared.schema.ledger_audit import Audit, AuditReport
 from shared.schema.messages import Interrupted, Payload, SampleMeta, Score, Scored
 from shared.schema.versions import is_lost
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from myxo.run.ledger_audit import AuditReport, audit
 from shared.bus import runs, stream_replay
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
@@ -17,6 +16,7 @@ from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config.run_config import RunConfig
 from shared.schema import sample
 from shared.schema.ledger import LedgerRecord
+from shared.schema.ledger_audit import AuditReport, audit
 from shared.schema.messages import (
     Accepted,
     Batch,

@@ -15,7 +15,6 @@ import numpy
 import pytest
 from numpy.random import default_rng
 
-from myxo.run.ledger_audit import audit
 from services.buffer.simulation import baseline, picture
 from services.buffer.simulation.baseline import Baseline
 from services.buffer.simulation.length_tally import LengthTally
@@ -27,6 +26,7 @@ from services.buffer.simulation.world import NO_BOUND, World
 from services.buffer.state import BufferState
 from shared.runtime.errors import ConfigError
 from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsDropped, LedgerRecord
+from shared.schema.ledger_audit import audit
 
 ROOT = Path(__file__).parents[3]
 

@@ -10,7 +10,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from myxo.run.ledger_audit import Audit
 from services.buffer import evaluation, policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState, GroupState
@@ -27,6 +26,7 @@ from shared.schema.ledger import (
     VersionLive,
     group_id,
 )
+from shared.schema.ledger_audit import Audit
 from shared.schema.messages import Batch, Failed, Interrupted, Payload, SampleMeta, Score, Scored
 from shared.schema.versions import admissible_steps, is_lost, is_pushed, version_after
 

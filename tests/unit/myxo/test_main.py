@@ -8,9 +8,9 @@ import sys
 import pytest
 
 import shared
-from myxo import exit_codes
 from myxo.main import main
 from shared.config import flags
+from shared.runtime import exit_codes
 from shared.runtime.service_base import EXIT_BAD_INPUT
 
 

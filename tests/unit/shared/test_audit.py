@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from myxo.run.ledger_audit import audit
 from shared.schema.ledger import (
     BatchFormed,
     BatchTrained,
@@ -23,6 +22,7 @@ from shared.schema.ledger import (
     VersionLive,
     group_id,
 )
+from shared.schema.ledger_audit import audit
 from shared.schema.messages import Payload, SampleMeta
 
 BOUND, SIZE = 1, 2

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from myxo import exit_codes
 from services.trainer import convert_command
 from services.trainer.megatron import hf_conversion
 from services.trainer.megatron.checkpoint import CheckpointMissing
 from services.trainer.megatron.hf_weights import SafetensorsReader
+from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from myxo import exit_codes
+from shared.runtime import exit_codes
 from shared.runtime.errors import BadInput, MyxoError, problems_of
 
 LONGEST_ERROR = 1000
