@@ -1,7 +1,8 @@
 """What surrounds the buffer in the simulation: an engine, a trainer and weight pushes, event by event.
 
-Every decision is `services.buffer.policy`'s, every record is folded by `services.buffer.state` and replayed by `shared.schema.ledger_audit`, as
-in a run on a bus. What is left out there is the time that messages, verifiers, prefill and checkpoints take.
+Every decision is `services.buffer.policy`'s, every record is folded by `services.buffer.state` and replayed by
+`shared.schema.ledger_audit`, as in a run on a bus. What is left out there is the time that messages, verifiers, prefill and checkpoints
+take.
 """
 
 from __future__ import annotations
