@@ -19,6 +19,7 @@ from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
 from shared.data.row_bitmap import RowBitmap
 from shared.runtime import user_cache
+from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError
 
 _FORMAT = 2
@@ -81,7 +82,7 @@ class FilterCache:
         if self._root.is_dir():  # nothing of a run is made before it starts
             with contextlib.suppress(OSError):
                 self._path.parent.mkdir(exist_ok=True)
-                user_cache.replace(self._path, content)
+                replace_file(self._path, content)
 
 
 def fingerprint(model: Path, files: Sequence[DataFile], settings: object) -> str:
