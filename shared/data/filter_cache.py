@@ -33,7 +33,7 @@ class RowBitmap:
 
     def __init__(self, bits: NDArray[np.uint8], size: int) -> None:
         self.bits, self.size = bits, size
-        blocks = [np.count_nonzero(self._block(index)) for index in range(-(-len(bits) // _BLOCK))]
+        blocks = [int(np.count_nonzero(self._block(index))) for index in range(-(-len(bits) // _BLOCK))]
         self._before: NDArray[np.int64] = np.cumsum([0, *blocks], dtype=np.int64)
 
     @classmethod
