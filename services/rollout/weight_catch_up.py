@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,6 +25,7 @@ from shared.bus.connection import TRANSIENT
 from shared.bus.registry import BROKEN_SNAPSHOT, CATCHING_UP
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import log_failure
+from shared.runtime.own_address import own_address
 from shared.runtime.service_base import Service
 from shared.schema.messages import Message, WeightChannelAddress, WeightsLend, WeightsLent, WeightsLive, WeightsSnapshot
 from shared.transfer.snapshot import BrokenLink, SnapshotLink
@@ -376,11 +376,3 @@ class WeightCatchUp:
 async def quietly(work: Callable[[], Awaitable[object]]) -> None:
     with contextlib.suppress(MyxoError):
         await work()
-
-
-def own_address() -> str:
-    """Where other replicas' engines reach this one's: ``MYXO_HOST``, else this machine's name."""
-    try:
-        return socket.gethostbyname(os.environ.get("MYXO_HOST") or socket.gethostname())
-    except OSError:  # a name that nobody knows
-        return "127.0.0.1"

@@ -65,7 +65,7 @@ class WeightsReceiver:
         self._touched = False  # the engine does not hold what it served before
         self._expiry: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
-        self._turns = replica.turns = ColocatedEngine(service, replica, self._turn)
+        self._turns = replica.start_gate = ColocatedEngine(service, replica, self._turn)
         self._agreed_until = 0.0
 
     async def listen(self) -> None:

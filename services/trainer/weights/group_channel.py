@@ -22,7 +22,8 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from services.trainer.megatron.runtime import device
-from services.trainer.weights.weight_channel import BUFFERS, WeightChannelBroken, own_address
+from services.trainer.weights.weight_channel import BUFFERS, WeightChannelBroken
+from shared.runtime.own_address import own_address
 from shared.schema.messages import WeightChannelAddress
 from shared.transfer.manifest import Manifest
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from services.trainer.megatron.runtime import device
-from services.trainer.weights.weight_channel import WeightChannelBroken, own_address
+from services.trainer.weights.weight_channel import WeightChannelBroken
+from shared.runtime.own_address import own_address
 from shared.schema.messages import WeightChannelAddress
 from shared.transfer.manifest import Manifest
 from shared.transfer.mapped_files import FILE_PREFIX, directory

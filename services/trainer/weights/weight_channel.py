@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from typing import Protocol
 
 from torch import Tensor
@@ -58,8 +56,3 @@ class WeightChannel(Protocol):
     def close(self) -> None:
         """Lets go of it."""
         ...
-
-
-def own_address() -> str:
-    """The address by which engines reach this process: loopback unless ``MYXO_HOST`` says otherwise."""
-    return socket.gethostbyname(os.environ.get("MYXO_HOST", "127.0.0.1"))
