@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from shared.config.run_config import RunConfig
 from shared.data import data_files
-from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts, training_prompts
+from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts
 from shared.data.tokenizer import Tokenizer
 from shared.model import hf_checkpoint
 from shared.model.architecture import Architecture
@@ -73,7 +73,7 @@ class Inspection:
     def training(self) -> TrainingPrompts | ConfigError | None:
         """The training prompts, or what is wrong with their files; None where the run draws from a source, or another check tells why."""
         there = self.config.data.data_source is None and self.there(self.config.data.prompt_data)
-        return self._opened(training_prompts) if there else None
+        return self._opened(TrainingPrompts) if there else None
 
     @cached_property
     def heldout(self) -> PromptFile | ConfigError | None:

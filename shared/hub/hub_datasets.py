@@ -20,6 +20,7 @@ from typing import IO, Any
 from shared.hub.hub_client import Hub, HubError, RepositoryListing, Unreachable, one_line, require
 from shared.hub.hub_download import download
 from shared.hub.hub_names import HubName
+from shared.runtime.atomic_files import replacement
 
 _CARDS = ("README.md", ".huggingface.yaml", "dataset_infos.json")
 """The files that tell the configs and splits."""
@@ -47,13 +48,8 @@ def rows_file(hub: Hub, name: HubName) -> Path:
         download(hub, name, listing, files)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{os.getpid()}.partial")
-            try:
-                with partial.open("wb") as out:
-                    _write(hub.snapshot(name), directory, builder, name, files, out)
-                partial.replace(path)
-            finally:
-                partial.unlink(missing_ok=True)
+            with replacement(path) as out:
+                _write(hub.snapshot(name), directory, builder, name, files, out)
         except OSError as error:
             reason = error.strerror or str(error)
             raise HubError(f"its rows cannot be written to {folder}: {reason}; set HF_HOME to a directory with room") from error

@@ -13,7 +13,7 @@ import pytest
 from myxo.preflight import data_checks, model_checks
 from myxo.preflight.inspection import Inspection
 from shared.config.run_config import RunConfig, changes, field_sections, load, parse, section_model
-from shared.config.sections import Section
+from shared.config.section import Section
 from shared.runtime.errors import ConfigError, Problems
 from tests.support.run_config import run_config, values
 
