@@ -31,6 +31,7 @@ from services.trainer.step_scheduler import StepScheduler
 from services.trainer.warm_start import Demonstrations
 from services.trainer.weights.pusher import Pusher
 from services.trainer.weights.snapshot_writer import SnapshotWriter
+from shared.config.learning_rate import LearningRateSchedule
 from shared.config.run_config import RunConfig
 from shared.data.tokenizer import Tokenizer
 from shared.schema.messages import Batch, Trained
@@ -245,10 +246,8 @@ class Trainer(RoleWorker):
         if sft.sft_data is not None:
             self._state("warm start")
             demonstrations = Demonstrations(self._config, Tokenizer(self._config.model.hf_checkpoint))
-            decay = sft.sft_steps if sft.sft_lr_decay_style != "constant" else 0
-            actor.reset_optimizer(
-                lr=sft.sft_lr, lr_warmup_steps=sft.sft_warmup_iters, lr_decay_steps=decay, lr_decay_style=sft.sft_lr_decay_style
-            )
+            schedule = LearningRateSchedule(sft.sft_lr, 0.0, sft.sft_warmup_iters, sft.sft_steps, sft.sft_lr_decay_style)
+            actor.reset_optimizer(schedule)
             for step in range(sft.sft_steps):
                 micro_batches = batches.micro_batches(
                     demonstrations.batch(step),

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import structlog
 
-from services.trainer import batches, flops, partition, sample_stats, trainer_settings
+from services.trainer import batches, flops, partition, sample_stats
 from services.trainer.actor import Actor, StepResult, latest_step
 from services.trainer.actor_critic_exchange import ActorCriticExchange, Role
 from services.trainer.batches import TrainBatch
@@ -20,6 +20,7 @@ from services.trainer.partition import Partition
 from services.trainer.sample_stats import SampleStats
 from services.trainer.shard_reader import ShardReader
 from services.trainer.step_scheduler import CriticStepScheduler, StepScheduler
+from services.trainer.trainer_settings import TrainerSettings, check_architecture, model_directory
 from services.trainer.training_progress import Places, Progress
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import MyxoError
@@ -49,8 +50,8 @@ class RoleWorker:
         self._places = Places(config.run.root)
         self._objective = config.algorithm
         self._state("loading the model")
-        trainer_settings.check_architecture(config, role)
-        self._actor = Actor.create(trainer_settings.actor_config(config, role), trainer_settings.model_directory(config, role))
+        check_architecture(config, role)
+        self._actor = Actor.create(TrainerSettings.from_run(config, role), model_directory(config, role))
         self._channel = CommandBroadcast(config.trainer.collective_timeout)
         self._store, self._exchange = store, exchange
         self._reader = ShardReader(store, self._actor.data_parallel_rank)
@@ -119,7 +120,7 @@ class RoleWorker:
     @property
     def _max_tokens(self) -> int:
         """Of a micro-batch: the ranks of a context-parallel group hold it together."""
-        return self._config.trainer.max_tokens_per_gpu * self._actor.config.context_parallel_size
+        return self._config.trainer.max_tokens_per_gpu * self._config.trainer.context_parallel_size
 
     def _watch_divergence(self, result: StepResult) -> None:
         if result.skipped is None:

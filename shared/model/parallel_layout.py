@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shared.config.sections import TrainerSection
+from shared.config.trainer_section import TrainerSection
 from shared.model.architecture import Architecture
-from shared.runtime.errors import ConfigError, raise_problems
+from shared.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,6 @@ class ParallelLayout:
         virtual_pipeline: model chunks of each pipeline stage (interleaved schedule); None for one.
         expert_tensor: ranks that share each expert's matrices; None for Myxo's choice: none where ``expert`` distributes
             whole experts, else ``tensor``. See :attr:`expert_tensor_size`.
-
-    Raises:
-        ConfigError, Problems: a size has no meaning, or two settings contradict one another.
     """
 
     tensor: int = 1
@@ -34,23 +31,6 @@ class ParallelLayout:
     sequence_parallel: bool = False
     virtual_pipeline: int | None = None
     expert_tensor: int | None = None
-
-    def __post_init__(self) -> None:
-        sizes = {
-            "trainer.tensor_model_parallel_size": self.tensor,
-            "trainer.pipeline_model_parallel_size": self.pipeline,
-            "trainer.context_parallel_size": self.context,
-            "trainer.expert_model_parallel_size": self.expert,
-            "trainer.virtual_pipeline_model_parallel_size": self.chunks,
-            "trainer.expert_tensor_parallel_size": 1 if self.expert_tensor is None else self.expert_tensor,
-        }
-        problems = [ConfigError(field, value, "at least 1") for field, value in sizes.items() if value < 1]
-        if self.chunks > 1 and self.pipeline == 1:
-            wanted = "none, or a pipeline_model_parallel_size above 1"
-            problems.append(ConfigError("trainer.virtual_pipeline_model_parallel_size", self.chunks, wanted))
-        if self.sequence_parallel and self.tensor == 1:
-            problems.append(ConfigError("trainer.sequence_parallel", True, "false, or a tensor_model_parallel_size above 1"))
-        raise_problems(problems)
 
     @property
     def chunks(self) -> int:
@@ -66,7 +46,7 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, trainer: TrainerSection) -> ParallelLayout:
-        """The layout that a run's config asks for. Raises as the constructor does."""
+        """The layout that a run's config asks for."""
         return cls(
             tensor=trainer.tensor_model_parallel_size,
             pipeline=trainer.pipeline_model_parallel_size,

@@ -39,11 +39,6 @@ class MegatronFlags:
     ddp: dict[str, Any] = field(default_factory=dict)
     architecture: dict[str, Any] = field(default_factory=dict)
 
-    def fields(self) -> dict[str, dict[str, Any]]:
-        """Those that are laid over what Myxo sets, by dataclass: ``ActorConfig.megatron``."""
-        parts = {"transformer": self.transformer, "optimizer": self.optimizer, "ddp": self.ddp}
-        return {name: part for name, part in parts.items() if part}
-
 
 def resolve(given: Mapping[str, Any]) -> MegatronFlags:
     """Sorts and types the flags of ``[trainer.megatron]``.

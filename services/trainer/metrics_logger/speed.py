@@ -32,8 +32,10 @@ class Speed:
     def of(cls, actor: Actor) -> Speed:
         device = torch.cuda.get_device_name() if next(actor.model.modules[0].parameters()).is_cuda else "cpu"
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        config = actor.config
-        return cls(actor.architecture, ranks, flops.peak(device, config.dtype), config.value_head, config.lora is not None)
+        settings = actor.settings
+        return cls(
+            actor.architecture, ranks, flops.peak(device, settings.trainer.train_dtype), settings.value_head, settings.lora is not None
+        )
 
     def of_step(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
         """Of the whole batch's samples (tokens of each), trained once in ``seconds``: TFLOP/s a device, and MFU where the peak is known."""
