@@ -221,7 +221,7 @@ class WeightCatchUp:
         service = self._service
         request = WeightsLend(borrower=service.instance, version=source.version, ranks=service.ranks, deadline=seconds)
         subject = service.subjects.replica_weights(source.replica, "lend")
-        lent = await service.bus.request(subject, request, WeightsLent, deadline=ASK_SECONDS, whom=source.replica, patient=False)
+        lent = await service.bus.request(subject, request, WeightsLent, deadline=ASK_SECONDS, awaited_from=source.replica, patient=False)
         if lent.version != source.version or len(lent.channels) != service.ranks:
             raise MyxoError(f"{source.replica} lends version {lent.version} to {len(lent.channels)} ranks; asked for was {source.version}")
         return lent
