@@ -28,9 +28,8 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import log_failure
 from shared.runtime.service_base import Service
 from shared.schema.messages import Message, WeightsLane, WeightsLend, WeightsLent, WeightsLive, WeightsSnapshot
-from shared.transfer.snapshot import BrokenLink, SnapshotLink
-from shared.transfer.snapshot_chain import Snapshots
-from shared.transfer.snapshot_copy import LocalCopy
+from shared.transfer.local_checkpoint import LocalCheckpoint
+from shared.transfer.weight_checkpoint import BrokenCheckpoint, WeightCheckpoint, WeightCheckpoints
 
 POLL_INTERVAL_S = 0.5
 """How often a replica that lacks weights looks for them, and one that takes all from disk for newer ones."""
@@ -104,8 +103,8 @@ class WeightCatchUp:
         self._config = service.config.weights
         self._pushes = self._config.update_weight_transport != "disk"
         self._mode = service.config.rollout.in_flight_on_push
-        self._cache: LocalCopy | None = None
-        self._pulling: asyncio.Future[SnapshotLink] | None = None
+        self._cache: LocalCheckpoint | None = None
+        self._pulling: asyncio.Future[WeightCheckpoint] | None = None
         self._avoided: dict[object, float] = {}  # a source that failed → not before
         self._numbers = 0
 
@@ -269,7 +268,7 @@ class WeightCatchUp:
                 if client is None or replica.version >= link.version:
                     return
                 await self._load(client, link)
-        except BrokenLink as error:
+        except BrokenCheckpoint as error:
             await self._broken(snapshot, error)
             return
         except MyxoError:
@@ -288,12 +287,12 @@ class WeightCatchUp:
             load_seconds=round(time.monotonic() - started - pulled, 3),
         )
 
-    async def _pulled(self, snapshot: WeightsSnapshot) -> SnapshotLink:
-        """The version, verified, in a directory that the engine can read. Raises BrokenLink, DeadlineExceeded."""
+    async def _pulled(self, snapshot: WeightsSnapshot) -> WeightCheckpoint:
+        """The version, verified, in a directory that the engine can read. Raises BrokenCheckpoint, DeadlineExceeded."""
         seconds = self._config.push_timeout
         if self._cache is None:
-            self._cache = LocalCopy(self._cache_directory())
-        cache, source = self._cache, Snapshots.of(self._service.config)
+            self._cache = LocalCheckpoint(self._cache_directory())
+        cache, source = self._cache, WeightCheckpoints.of_run(self._service.config)
         if self._pulling is not None and not self._pulling.done():
             raise DeadlineExceeded("the end of an earlier pull", str(source.directory), seconds, "a file system that does not answer")
         self._pulling = asyncio.ensure_future(asyncio.to_thread(cache.follow, source, snapshot.version))
@@ -303,7 +302,7 @@ class WeightCatchUp:
             log_failure(self._pulling, f"a pull of version {snapshot.version}")  # nobody waits for it any more
             raise DeadlineExceeded(f"version {snapshot.version}", str(source.directory), seconds, "it is tried again") from None
 
-    async def _load(self, client: EngineClient, link: SnapshotLink) -> None:
+    async def _load(self, client: EngineClient, link: WeightCheckpoint) -> None:
         """Loads a directory while nothing is generated; an engine that fails at it is fenced."""
         seconds, replica = self._config.push_timeout, self._replica
         replica.close_gate()
@@ -321,13 +320,13 @@ class WeightCatchUp:
             await self._resume(client)
             raise
 
-    async def _broken(self, snapshot: WeightsSnapshot, error: BrokenLink) -> None:
+    async def _broken(self, snapshot: WeightsSnapshot, error: BrokenCheckpoint) -> None:
         """A chain that is broken, unless it has only been overtaken: then the trainer is asked for a whole snapshot."""
         newest = await self._kept("snapshot", WeightsSnapshot)
         if newest is not None and newest.at != snapshot.at:
             return
         self._avoid(snapshot.at)
-        directory = Snapshots.of(self._service.config).directory
+        directory = WeightCheckpoints.of_run(self._service.config).directory
         if not directory.is_dir():  # nothing that the trainer could mend
             raise MyxoError(f"snapshots cannot be read here: there is no {directory}; mount the trainer's, or set update_weight_disk_dir")
         self._service.log.error("snapshot_broken", version=snapshot.version, link=error.version, error=str(error))

@@ -115,7 +115,7 @@ class WeightsLive(Message):
 
 
 class WeightsSnapshot(Message):
-    """KV value ``weights/snapshot``: the newest version on disk (`shared.transfer.snapshot`).
+    """KV value ``weights/snapshot``: the newest version on disk (`shared.transfer.weight_checkpoint`).
 
     ``form``: a whole checkpoint, or what changed. ``path``: of its directory, where the trainer sees it; the others of its chain lie
     beside it. ``bytes``: written for it. ``seconds``: that writing took.

@@ -23,11 +23,10 @@ from shared.runtime.cancellation import cancelled
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.service_base import Service
 from shared.schema.messages import WeightsLive, WeightsSnapshot
-from shared.transfer.digest import TensorDigest
-from shared.transfer.snapshot import SnapshotLink
-from shared.transfer.snapshot_chain import Snapshots
-from shared.transfer.snapshot_copy import LocalCopy, OpenTensors
-from shared.transfer.snapshot_draft import SnapshotDraft
+from shared.transfer.local_checkpoint import LocalCheckpoint
+from shared.transfer.tensor_file import TensorFiles
+from shared.transfer.weight_checkpoint import WeightCheckpoint, WeightCheckpoints
+from shared.transfer.weight_checkpoint_writer import WeightCheckpointWriter
 from tests.integration.engine.conftest import Checkpoint, Checkpoints
 from tests.integration.engine.load import LONG, SAMPLING, generating, prompts
 from tests.integration.engine.reference import log_probs
@@ -68,15 +67,15 @@ async def a_run(
         await service.bus.close()
 
 
-def write(snapshots: Snapshots, version: int, checkpoint: Checkpoint, base: LocalCopy | None = None) -> SnapshotLink:
+def write(snapshots: WeightCheckpoints, version: int, checkpoint: Checkpoint, base: LocalCheckpoint | None = None) -> WeightCheckpoint:
     """A snapshot as a trainer writes it."""
-    draft = SnapshotDraft(snapshots, version, base)
-    with OpenTensors([checkpoint.path / "model.safetensors"]) as held:
-        draft.add({name: (dtype, shape, held[name]) for name, (dtype, shape) in held.tensors.items()})
-        return draft.publish(lambda path: [shutil.copy(file, path) for file in checkpoint.path.glob("*.json")] and None)
+    draft = WeightCheckpointWriter(snapshots, version, base)
+    held = TensorFiles([checkpoint.path / "model.safetensors"])
+    draft.add({name: (dtype, shape, held[name]) for name, (dtype, shape) in held.tensors.items()})
+    return draft.publish(lambda path: [shutil.copy(file, path) for file in checkpoint.path.glob("*.json")] and None)
 
 
-async def announce(service: Service, link: SnapshotLink) -> None:
+async def announce(service: Service, link: WeightCheckpoint) -> None:
     message = WeightsSnapshot(
         version=link.version, digest=link.digest, form=link.kind, path=str(link.path), bytes=link.bytes, seconds=0.1, at=time.time()
     )
@@ -103,13 +102,13 @@ async def test_versions_from_disk(
     client: EngineClient, checkpoint: Checkpoints, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path
 ) -> None:
     """A whole one, then a delta while requests run, then one that is damaged: found, told, and mended by a whole one."""
-    snapshots, current = Snapshots(tmp_path / "weights" / run_name), LocalCopy(tmp_path / "current")
+    snapshots, current = WeightCheckpoints(tmp_path / "weights" / run_name), LocalCheckpoint(tmp_path / "current")
     weights = {"update_weight_transport": "disk", "update_weight_mode": "delta", "update_weight_disk_dir": str(tmp_path / "weights")}
     async with a_run(nats, valkey, run_name, tmp_path, checkpoint(0).path, **weights) as replica:
         rollout = await replica("rollout-1", client)
         service = rollout._service
         first = write(snapshots, 1, checkpoint(1))
-        current.take(first)
+        current.copy_from(first)
         await announce(service, first)
         await serving(rollout, 1)
         await draws(client, checkpoint(1), 1)
@@ -126,7 +125,7 @@ async def test_versions_from_disk(
         assert (await client.weights_state()).digest == second.digest
 
         third = write(snapshots, 3, checkpoint(1), current)
-        file = third.weights()[0]
+        file = third.tensor_files()[0]
         file.write_bytes(file.read_bytes()[:-1] + b"?")
         await announce(service, third)
 
@@ -156,8 +155,7 @@ async def test_weights_from_another_engine(
     tmp_path: Path,
 ) -> None:
     """The lender's requests run on as if nothing were; the joiner serves what it serves, and knows its digest."""
-    with OpenTensors([checkpoint(1).path / "model.safetensors"]) as held:
-        known: dict[str, TensorDigest] = held.known()
+    known = TensorFiles([checkpoint(1).path / "model.safetensors"]).digests()
     async with a_run(nats, valkey, run_name, tmp_path, checkpoint(0).path) as replica:
         lender = await replica("rollout-1", client)
         await client.update_weights_from_disk(str(checkpoint(1).path), 5)
