@@ -1,8 +1,8 @@
 """Lets a replica sleep while a trainer computes on the same GPUs (`colocate`).
 
-While the trainer computes nothing is generated, partial samples wait at the gate, and the engine has given its memory back. Weights that went
-with the memory are gone: the replica then holds no version until a push. The trainer says when it begins and ends, and again and again that it
-goes on; one that falls silent is taken for gone, and the replica wakes by itself.
+While the trainer computes nothing is generated, partial samples wait at the gate, and the engine has given its memory back. Weights that
+went with the memory are gone: the replica then holds no version until a push. The trainer says when it begins and ends, and again and again
+that it goes on; one that falls silent is taken for gone, and the replica wakes by itself.
 """
 
 from __future__ import annotations

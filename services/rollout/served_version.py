@@ -1,7 +1,7 @@
 """Decides which version of the weights a replica serves, and whether it serves at all.
 
-This is the only place that knows: the replica, its pushes and its own catching up change it, and `Replica` shows it to everybody else. It is
-pure state, without an engine, a bus or a clock.
+This is the only place that knows: the replica, its pushes and its own catching up change it, and `Replica` shows it to everybody else. It
+is pure state, without an engine, a bus or a clock.
 """
 
 from __future__ import annotations

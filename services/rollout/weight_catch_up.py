@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.receiver_channel import ReceiverError
+from services.rollout.engine.receiver_client import ReceiverError
 from services.rollout.replica import Replica
 from services.rollout.served_version import NO_WEIGHTS
 from shared.bus.connection import TRANSIENT
@@ -28,7 +28,7 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import log_failure
 from shared.runtime.own_address import own_address
 from shared.runtime.service_base import Service
-from shared.schema.messages import Message, PeerTransferOffer, PeerTransferRequest, WeightsLane, WeightsLive, WeightsSnapshot
+from shared.schema.messages import Message, PeerTransferOffer, PeerTransferRequest, WeightChannelAddress, WeightsLive, WeightsSnapshot
 from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.weight_checkpoint import BrokenCheckpoint, WeightCheckpoint, WeightCheckpoints
 
@@ -201,7 +201,9 @@ class WeightCatchUp:
                 self._service.log.warning("peer_failed", replica=source.replica, version=source.version, error=str(error))
                 return
         size, took = sum(answer["bytes"] for answer in answers), time.monotonic() - started
-        self._service.log.info("caught_up", source="peer", replica=source.replica, version=offer.version, bytes=size, seconds=round(took, 3))
+        self._service.log.info(
+            "caught_up", source="peer", replica=source.replica, version=offer.version, bytes=size, seconds=round(took, 3)
+        )
 
     async def _ask(self, source: FromPeer, live_digest: str, seconds: float) -> PeerTransferOffer:
         service = self._service
@@ -237,9 +239,9 @@ class WeightCatchUp:
             "address": own_address(),
             "seconds": min(request.deadline, self._config.push_timeout),
         }
-        answers = await client.channel.ask(order, ASK_SECONDS)
+        answers = await client.receivers.ask(order, ASK_SECONDS)
         service.log.info("sends_weights", destination=request.destination, version=request.version)
-        channels = [WeightsLane.model_validate(answer["channel"]) for answer in answers]
+        channels = [WeightChannelAddress.model_validate(answer["channel"]) for answer in answers]
         return PeerTransferOffer(source=service.instance, version=request.version, digest=answers[0]["digest"], channels=channels)
 
     # --- from disk

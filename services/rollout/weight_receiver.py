@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from services.rollout.colocated_engine import ColocatedEngine
 from services.rollout.engine.engine_client import EngineClient, ReceiveReport
-from services.rollout.engine.receiver_channel import ReceiverError
+from services.rollout.engine.receiver_client import ReceiverError
 from services.rollout.replica import Replica
 from services.rollout.served_version import NO_WEIGHTS
 from shared.runtime.errors import DeadlineExceeded, MyxoError
@@ -54,7 +54,7 @@ class WeightsReceiver:
     def __init__(self, service: Service, replica: Replica) -> None:
         self._service, self._replica, self._served = service, replica, replica.served
         self._mode = service.config.rollout.in_flight_on_push
-        self._lanes: frozenset[str] = frozenset()  # that the engine has joined, or is joining
+        self._channels: frozenset[str] = frozenset()  # that the engine has joined, or is joining
         self._joined_by = -1  # the replica's incarnation then
         self._prepared: int | None = None  # the version whose channels the engine was last told to join
         self._receiving = False
@@ -103,11 +103,11 @@ class WeightsReceiver:
                 await self._break_off("another push was prepared before its commit: its trainer is gone")
             if request.version < self._served.version:
                 raise PushRefused(f"version {request.version} is to be pushed, this replica serves {self._served.version}")
-            lanes = frozenset(lane.name for lane in request.lanes)
-            if lanes != self._joined():
-                self._lanes = frozenset()
-                await client.join_lanes(request.lanes, request.rank, timeout=request.deadline, deadline=request.deadline)
-                self._lanes, self._joined_by = lanes, self._replica.incarnation
+            channels = frozenset(channel.name for channel in request.channels)
+            if channels != self._joined():
+                self._channels = frozenset()
+                await client.join_channels(request.channels, request.rank, timeout=request.deadline, deadline=request.deadline)
+                self._channels, self._joined_by = channels, self._replica.incarnation
             self._prepared = request.version
             self._agree(request.deadline)  # its receive comes when all the others have joined
             return self._ready()
@@ -124,9 +124,9 @@ class WeightsReceiver:
                 await self._break_off("another push was sent before its commit: its trainer is gone")
             if request.version < served.version:
                 raise PushRefused(f"version {request.version} was sent, this replica serves {served.version}")
-            if not self._joined().issuperset(request.lanes):
+            if not self._joined().issuperset(request.channels):
                 names = sorted(self._joined()) or "none"
-                raise PushRefused(f"version {request.version} comes over lanes {sorted(request.lanes)}; the engine is in {names}")
+                raise PushRefused(f"version {request.version} comes over channels {sorted(request.channels)}; the engine is in {names}")
             try:
                 if not again:
                     await self._begin(client, request)
@@ -177,7 +177,7 @@ class WeightsReceiver:
                 await self._break_off(request.reason)
             elif served.target is None and self._prepared == request.version and self._replica.client is not None:
                 self._agreed_until = 0.0
-                await self._leave_lanes(self._replica.client)
+                await self._leave_channels(self._replica.client)
             return Accepted()
 
     # --- what they come down to; the caller holds the update lock
@@ -196,7 +196,7 @@ class WeightsReceiver:
 
     def _joined(self) -> frozenset[str]:
         """Returns the channels that the present engine has joined."""
-        return self._lanes if self._joined_by == self._replica.incarnation else frozenset()
+        return self._channels if self._joined_by == self._replica.incarnation else frozenset()
 
     async def _begin(self, client: EngineClient, request: WeightsReceive) -> None:
         self._end()
@@ -210,7 +210,7 @@ class WeightsReceiver:
     async def _taken(self, client: EngineClient, request: WeightsReceive) -> ReceiveReport:
         self._receiving = True
         try:
-            return await client.receive(request.version, request.push, request.lanes, check=request.check, deadline=request.deadline)
+            return await client.receive(request.version, request.push, request.channels, check=request.check, deadline=request.deadline)
         finally:
             self._receiving = False
 
@@ -238,7 +238,7 @@ class WeightsReceiver:
         if touched:
             with contextlib.suppress(MyxoError):  # what it knows of names that are pushed no more must not be in the next digest
                 await client.adopt(NO_WEIGHTS, {}, deadline=END_SECONDS)
-        await self._leave_lanes(client)
+        await self._leave_channels(client)
         # the engine must answer again: after a fence its running requests end for nobody, and new ones wait at the gate
         try:
             if not touched:
@@ -265,10 +265,10 @@ class WeightsReceiver:
             await self._replica.fence(str(error))
             raise
 
-    async def _leave_lanes(self, client: EngineClient) -> None:
-        lanes, self._lanes = self._lanes, frozenset()
-        if lanes:
+    async def _leave_channels(self, client: EngineClient) -> None:
+        channels, self._channels = self._channels, frozenset()
+        if channels:
             try:
-                await client.leave_lanes(deadline=END_SECONDS)
+                await client.leave_channels(deadline=END_SECONDS)
             except MyxoError as error:
-                self._service.log.warning("lanes_not_left", lanes=sorted(lanes), error=str(error))
+                self._service.log.warning("channels_not_left", channels=sorted(channels), error=str(error))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shared.runtime.atomic_directory import fsync_tree, publish, scratch
+from shared.runtime.atomic_files import fsync_tree, publish, scratch
 from shared.transfer import digest, tensor_file
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.local_checkpoint import LocalCheckpoint

@@ -1,6 +1,6 @@
 """Orders to one rank's receiver: JSON lines over a Unix socket in a private directory, one connection each.
 
-An order that needs the model waits in a queue, says ``{"queued": true}``, and is done by whoever calls `Session.work`: the engine's
+An order that needs the model waits in a queue, says ``{"queued": true}``, and is done by whoever calls `CommandSession.work`: the engine's
 scheduler, when SGLang calls `load`. All others are done at once, on their connection's thread, whatever the scheduler is at. The answer
 is ``{"ok": true, …}`` or ``{"ok": false, "error": text, "touched": bool}``.
 """
@@ -8,7 +8,6 @@ is ``{"ok": true, …}`` or ``{"ok": false, "error": text, "touched": bool}``.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import queue
@@ -21,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from services.rollout.engine.receiver.channel_receiver import ReceiveDeadline
+from services.rollout.engine.receiver.peer_transfer import receive_from_peer, send_to_peer
 from services.rollout.engine.receiver.receiver import Received, ReceiveError, Receiver, Verb
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.failures import SupervisedThread
-from shared.schema.messages import WeightsLane
+from shared.schema.messages import WeightChannelAddress
 from shared.transfer.digest import TensorDigest
 
 log = logging.getLogger(__name__)
@@ -48,16 +48,16 @@ def socket_path(directory: Path, rank: int) -> Path:
 
 
 def receive(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) -> dict[str, Any]:
-    """Takes a push: ``version``, ``push``, ``lanes``, ``check``."""
+    """Takes a push: ``version``, ``push``, ``channels``, ``check``."""
     check = bool(order.get("check", False))
-    got: Received = receiver.receive(int(order["version"]), int(order["push"]), list(order["lanes"]), watch, check=check)
+    got: Received = receiver.receive(int(order["version"]), int(order["push"]), list(order["channels"]), watch, check=check)
     return {"digest": got.digest, "bytes": got.bytes, "seconds": got.seconds, "differences": got.differences}
 
 
 def join(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) -> dict[str, Any]:
-    """Begins to join ``lanes``; ``rank``: of the engine's first process; ``timeout``: for all of it."""
-    lanes = [WeightsLane.model_validate(lane) for lane in order["lanes"]]
-    receiver.join(lanes, int(order["rank"]), float(order["timeout"]))
+    """Begins to join ``channels``; ``rank``: of the engine's first process; ``timeout``: for all of it."""
+    channels = [WeightChannelAddress.model_validate(channel) for channel in order["channels"]]
+    receiver.join(channels, int(order["rank"]), float(order["timeout"]))
     return {}
 
 
@@ -67,8 +67,8 @@ def leave(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) 
 
 
 def state(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) -> dict[str, Any]:
-    """What the engine holds: ``version`` and ``digest``, -1 and empty where that is not known, and the ``lanes`` that it is in."""
-    return {"version": receiver.version, "digest": receiver.digest, "lanes": receiver.lanes}
+    """What the engine holds: ``version`` and ``digest``, -1 and empty where that is not known, and the ``channels`` that it is in."""
+    return {"version": receiver.version, "digest": receiver.digest, "channels": receiver.channels}
 
 
 def adopt(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) -> dict[str, Any]:
@@ -78,18 +78,13 @@ def adopt(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) 
     return {"digest": receiver.digest}
 
 
-AT_ONCE: dict[str, Verb] = {"join": join, "leave": leave, "state": state, "adopt": adopt}
-QUEUED: dict[str, Verb] = {"receive": receive}
+AT_ONCE: dict[str, Verb] = {"join": join, "leave": leave, "state": state, "adopt": adopt, "send_to_peer": send_to_peer}
+QUEUED: dict[str, Verb] = {"receive": receive, "receive_from_peer": receive_from_peer}
 """Verbs by who does them: the connection's thread, or the thread that owns the model."""
-
-MODULES = {"lend": "services.rollout.engine.receiver.peer_transfer", "borrow": "services.rollout.engine.receiver.peer_transfer"}
-"""Verbs that a module of their own adds to the two tables, when it is imported: they are rare."""
 
 
 def _verb(name: str) -> tuple[Verb, bool]:
     """What does the order, and whether it needs the model. Raises BadMessage."""
-    if name in MODULES:
-        importlib.import_module(MODULES[name])
     if name in QUEUED:
         return QUEUED[name], True
     if name in AT_ONCE:
@@ -110,7 +105,7 @@ class _Order:
     done: threading.Event = field(default_factory=threading.Event)
 
 
-class Session:
+class CommandSession:
     """One rank's socket and queue.
 
     Args:
@@ -143,7 +138,7 @@ class Session:
         SupervisedThread(self._server.serve_forever, "receiver", (0.5,)).start()
 
     def close(self) -> None:
-        """Hears of no more orders, and leaves all lanes."""
+        """Hears of no more orders, and leaves all channels."""
         self.stopping.set()
         if self._server is not None:
             self._server.shutdown()
@@ -221,7 +216,7 @@ class Session:
             return _failed(error)
 
     def _abort(self) -> None:
-        """Ends what is under way or waits, and the joining of lanes."""
+        """Ends what is under way or waits, and the joining of channels."""
         with self._lock:
             held = list(self._held)
         for order in held:
