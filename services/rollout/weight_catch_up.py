@@ -1,8 +1,8 @@
 """A replica's own ways to weights, for one that comes late and where nobody pushes: from a replica that serves them, or from disk.
 
 `choose` decides, `WeightCatchUp` acts. While it does, the replica's status says "catching up", and the trainer offers nothing. A newcomer
-disturbs nobody: its source goes on generating, and the disk is read beside everything. Whatever fails leaves the replica as a push would find
-it, to be tried again elsewhere.
+disturbs nobody: its source goes on generating, and the disk is read beside everything. Whatever fails leaves the replica as a push would
+find it, to be tried again elsewhere.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Situation:
     """What a replica knows when it looks for weights. Versions are -1 where there is none.
 
     Args:
-        held: the version that it serves. live: the run's. snapshot: the newest on disk. peers: replicas that serve ``live`` and could send it.
+        held: the version that it serves. live: the run's. snapshot: the newest on disk. peers: replicas that could send ``live``.
         pushes: whether the trainer pushes at all.
     """
 
@@ -200,10 +200,8 @@ class WeightCatchUp:
                 await self._resume(client)
                 self._service.log.warning("peer_failed", replica=source.replica, version=source.version, error=str(error))
                 return
-        size, took = sum(answer["bytes"] for answer in answers), time.monotonic() - started
-        self._service.log.info(
-            "caught_up", source="peer", replica=source.replica, version=offer.version, bytes=size, seconds=round(took, 3)
-        )
+        figures = {"bytes": sum(answer["bytes"] for answer in answers), "seconds": round(time.monotonic() - started, 3)}
+        self._service.log.info("caught_up", source="peer", replica=source.replica, version=offer.version, **figures)
 
     async def _ask(self, source: FromPeer, live_digest: str, seconds: float) -> PeerTransferOffer:
         service = self._service

@@ -144,7 +144,7 @@ class PeerTransferRequest(Message):
 
 
 class PeerTransferOffer(Message):
-    """The source's answer to a `PeerTransferRequest`: where each of its engine's ranks waits for the asking engine's, and what it will send."""
+    """The source's answer to a `PeerTransferRequest`: where its engine's ranks wait for the asking engine's, and what they will send."""
 
     source: str
     version: int

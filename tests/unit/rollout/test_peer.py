@@ -156,7 +156,7 @@ def test_bytes_that_changed_on_their_way(source: Receiver, monkeypatch: pytest.M
 
 DYING = """
 import json, os, signal, sys, time
-from services.rollout.engine.receiver import peer_transfer as peer
+from services.rollout.engine.receiver import peer_transfer
 from tests.unit.rollout import test_peer as t
 peer_transfer.BUCKET_BYTES, give, given = 300, peer_transfer.SourceChannel.send, []
 def last_words(wire, flat, watch):
