@@ -17,6 +17,7 @@ from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.runtime.embedded_servers import EmbeddedNats
 from shared.schema.ledger import BatchFormed, GroupsScored, LedgerRecord
+from tests.contract.stored_run import assert_like_any_run
 from tests.e2e.launched import ROOT, LaunchedRun
 
 RUN_SECONDS = 900
@@ -44,6 +45,7 @@ def test_without_staleness_a_run_is_synchronous_and_repeatable(
         assert summary["audit"] == "ok"
         assert summary["max_staleness_seen"] == 0
         assert summary["steps"] == 2
+        asyncio.run(assert_like_any_run(root, name, steps=2))
         first_batches.append(asyncio.run(first_batch(root, name)))
     assert all(batch == first_batches[0] for batch in first_batches)
     assert_replayed(config, root)
