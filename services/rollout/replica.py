@@ -18,7 +18,7 @@ from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.launch_command import EngineCommand, engine_command
 from services.rollout.router import reached_at, router_url
 from services.rollout.served_version import ServedVersion
-from shared.runtime import devices
+from shared.runtime import devices, failure_summary
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.service_base import Service
@@ -138,7 +138,7 @@ class Replica:
                     await asyncio.sleep(WATCH_SECONDS)
                 self.engine_up.clear()
                 self.served.engine_died()
-                await self.fence(f"the engine died: {self._process.log_tail(1)}")
+                await self.fence(f"the engine died: {failure_summary.of_log(self._process.process.last_lines())}")
                 await self._close()
                 await asyncio.sleep(RESTART_SECONDS)
         finally:
@@ -163,11 +163,8 @@ class Replica:
         await self.before_start()
         command = self._command()
         self._process = EngineProcess(command, self._log_file())
-        self._process.start()
         seconds = await self._process.wait_ready(rollout.engine_start_timeout)
-        client = await EngineClient.connect(command.url, admin_key=command.admin_key, deadline=60)
-        self.client = client
-        assert self._process.receiver is not None  # made when the process was started
+        self.client = client = await EngineClient.connect(command.url, admin_key=command.admin_key, deadline=60)
         await client.open_receiver(self._process.receiver, deadline=60)
         service.engine = reached_at(command) if self._exposed else ""
         service.log.info("engine_ready", seconds=round(seconds, 1), url=command.url, release=client.capabilities.release)
