@@ -26,8 +26,7 @@ from services.buffer.state import BufferState
 from services.buffer.task_publisher import TaskPublisher
 from shared.bus import runs
 from shared.bus.connection import TRANSIENT, WrongSequence
-from shared.bus.leader_lease import POLL_INTERVAL_S as LEASE_LOOK_SECONDS
-from shared.bus.leader_lease import LeaderLease, LeaseLost
+from shared.bus.leader_lease import LeaderLease, LeaseLost, LeaseTiming
 from shared.bus.registry import STANDBY
 from shared.bus.streams import generated_consumer, scored_consumer, task_consumer
 from shared.bus.subjects import EVAL, TRAIN
@@ -93,7 +92,7 @@ class Buffer:
         self._prompts = prompts
         path = config.rollout.buffer_filter_path
         self._filter = BufferFilter(config, path) if path is not None else None
-        self._lease = LeaderLease(service.bus, service.run, "buffer", service.instance)
+        self._lease = LeaderLease(service.bus, service.run, "buffer", service.instance, LeaseTiming(service.config.bus.lease_duration))
         self._failure = RunFailure(service, self._limits.max_dead_in_a_row, self._lease.held)
         self._journal = LedgerWriter(service.bus, service.run, self._lease.held)
         self._state = BufferState()
@@ -129,7 +128,7 @@ class Buffer:
                 followed = time.monotonic()
                 service.metrics.set("followed", self._journal.last)
                 await service.announce()
-            if not await service.pause(LEASE_LOOK_SECONDS):
+            if not await service.pause(self._lease.timing.poll):
                 return False
         return True
 
