@@ -77,7 +77,10 @@ def test_what_the_backward_pass_runs_again(given, fields):
         ({"recompute_method": "block"}, ["recompute_method = 'block'", "recompute_granularity = full"]),
         ({"recompute": True, "recompute_granularity": "selective"}, ["recompute = True", "short for full"]),
         ({"recompute": True, "recompute_modules": ["mlp"]}, ["recompute_modules", "recompute_granularity = selective"]),
-        ({"recompute_granularity": "selective", "recompute_modules": ["layer_norm"]}, ["recompute_modules", "is no module of a layer", "layernorm"]),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["layer_norm"]},
+            ["no module of a layer", "layernorm"],
+        ),
         ({"train_dtype": "float16"}, ["train_dtype = 'float16'", "float32", "bfloat16"]),
         ({"lr": float("nan")}, ["trainer.lr"]),
         ({"lr_decay_style": "step"}, ["lr_decay_style", "cosine"]),
