@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.megatron.flag_tables import ARCHITECTURE
+from docs.flag_tables import ARCHITECTURE
 from shared.config.run_config import load
 from shared.model.architecture_flags import architecture_of, check, flags_of
 from shared.model.families import hf_tensors, read_architecture
