@@ -126,7 +126,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 CONCRETE = {
     name: kind
     for name, kind in Message.kinds.items()
-    if not kind.__subclasses__() and kind.__module__.startswith((f"{messages.__name__}.", ledger.__name__))
+    if not kind.__subclasses__() and kind.__module__ in (messages.__name__, ledger.__name__)
 }
 
 
