@@ -10,7 +10,7 @@ import asyncio
 import os
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
@@ -20,9 +20,6 @@ from shared.runtime import devices
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.service_base import Service
-
-if TYPE_CHECKING:
-    from services.rollout.colocated_engine import ColocatedEngine
 
 NO_WEIGHTS = -1
 """Version of a replica that no push has reached yet."""
@@ -34,6 +31,16 @@ OPEN_SECONDS = 60.0
 STOP_SECONDS = 3.0
 RESTART_SECONDS = 2.0
 """Pause before a dead engine is started again."""
+
+
+class EngineStartGate(Protocol):
+    """Says when an engine may take its GPU's memory; `services.rollout.colocated_engine.ColocatedEngine` is one."""
+
+    async def may_start(self) -> None:
+        """Returns when an engine may be started."""
+
+    async def started(self) -> None:
+        """Takes note of an engine that has come up."""
 
 
 class Replica:
@@ -48,7 +55,7 @@ class Replica:
         self.engine_up = asyncio.Event()
         self.incarnation = 0
         self.asleep = False  # it is the trainer's turn on the GPU that both compute on
-        self.turns: ColocatedEngine | None = None
+        self.start_gate: EngineStartGate | None = None
         self._exposed = bool(router_url())
         self._life = service.incarnation
         self._gate = asyncio.Event()
@@ -135,8 +142,8 @@ class Replica:
     async def _start(self) -> None:
         service, rollout = self._service, self._rollout
         service.state = "starting"
-        if self.turns is not None:
-            await self.turns.may_start()
+        if self.start_gate is not None:
+            await self.start_gate.may_start()
         command = self._command()
         self._process = EngineProcess(command, self._log_file())
         self._process.start()
@@ -151,8 +158,8 @@ class Replica:
         service.metrics.set("engine_start_seconds", seconds)
         self.engine_up.set()
         await service.announce()
-        if self.turns is not None:
-            await self.turns.started()
+        if self.start_gate is not None:
+            await self.start_gate.started()
 
     def _command(self) -> EngineCommand:
         rollout = self._rollout

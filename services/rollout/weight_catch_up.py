@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,14 +19,15 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.receiver_channel import ReceiverError
+from services.rollout.engine.receiver_client import ReceiverError
 from services.rollout.replica import NO_WEIGHTS, Replica
 from shared.bus.connection import TRANSIENT
 from shared.bus.registry import BROKEN_SNAPSHOT, CATCHING_UP
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import log_failure
+from shared.runtime.own_address import own_address
 from shared.runtime.service_base import Service
-from shared.schema.messages import Message, WeightsLane, WeightsLend, WeightsLent, WeightsLive, WeightsSnapshot
+from shared.schema.messages import Message, WeightChannelAddress, WeightsLend, WeightsLent, WeightsLive, WeightsSnapshot
 from shared.transfer.snapshot import BrokenLink, SnapshotLink
 from shared.transfer.snapshot_chain import Snapshots
 from shared.transfer.snapshot_copy import LocalCopy
@@ -202,8 +202,8 @@ class WeightCatchUp:
                 started = time.monotonic()
                 await client.pause("abort", deadline=seconds)
                 await client.begin_weight_update(deadline=seconds)
-                lanes = [lane.model_dump(mode="json") for lane in lent.lanes]
-                order = {"verb": "borrow", "version": lent.version, "lanes": lanes}
+                lanes = [lane.model_dump(mode="json") for lane in lent.channels]
+                order = {"verb": "borrow", "version": lent.version, "channels": lanes}
                 answers = await client.load_by(order, deadline=seconds)
                 if {answer["digest"] for answer in answers} != {lent.digest}:
                     raise ReceiverError(client.url, f"what came as version {lent.version} has another digest than was promised", True)
@@ -222,8 +222,8 @@ class WeightCatchUp:
         request = WeightsLend(borrower=service.instance, version=source.version, ranks=service.ranks, deadline=seconds)
         subject = service.subjects.replica_weights(source.replica, "lend")
         lent = await service.bus.request(subject, request, WeightsLent, deadline=ASK_SECONDS, whom=source.replica, patient=False)
-        if lent.version != source.version or len(lent.lanes) != service.ranks:
-            raise MyxoError(f"{source.replica} lends version {lent.version} to {len(lent.lanes)} ranks; asked for was {source.version}")
+        if lent.version != source.version or len(lent.channels) != service.ranks:
+            raise MyxoError(f"{source.replica} lends version {lent.version} to {len(lent.channels)} ranks; asked for was {source.version}")
         return lent
 
     async def _lend(self, request: WeightsLend) -> Message:
@@ -249,10 +249,10 @@ class WeightCatchUp:
             "address": own_address(),
             "seconds": seconds,
         }
-        answers = await client.channel.ask(order, ASK_SECONDS)
+        answers = await client.receivers.ask(order, ASK_SECONDS)
         service.log.info("lends", borrower=request.borrower, version=request.version)
-        lanes = [WeightsLane.model_validate(answer["lane"]) for answer in answers]
-        return WeightsLent(replica=service.instance, version=request.version, digest=answers[0]["digest"], lanes=lanes)
+        lanes = [WeightChannelAddress.model_validate(answer["channel"]) for answer in answers]
+        return WeightsLent(replica=service.instance, version=request.version, digest=answers[0]["digest"], channels=lanes)
 
     # --- from disk
 
@@ -376,11 +376,3 @@ class WeightCatchUp:
 async def quietly(work: Callable[[], Awaitable[object]]) -> None:
     with contextlib.suppress(MyxoError):
         await work()
-
-
-def own_address() -> str:
-    """Where other replicas' engines reach this one's: ``MYXO_HOST``, else this machine's name."""
-    try:
-        return socket.gethostbyname(os.environ.get("MYXO_HOST") or socket.gethostname())
-    except OSError:  # a name that nobody knows
-        return "127.0.0.1"

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from services.rollout.colocated_engine import ColocatedEngine
 from services.rollout.engine.engine_client import EngineClient, ReceiveReport
-from services.rollout.engine.receiver_channel import ReceiverError
+from services.rollout.engine.receiver_client import ReceiverError
 from services.rollout.replica import NO_WEIGHTS, Replica
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.service_base import Service
@@ -65,7 +65,7 @@ class WeightsReceiver:
         self._touched = False  # the engine does not hold what it served before
         self._expiry: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
-        self._turns = replica.turns = ColocatedEngine(service, replica, self._turn)
+        self._turns = replica.start_gate = ColocatedEngine(service, replica, self._turn)
         self._agreed_until = 0.0
 
     async def listen(self) -> None:
@@ -96,10 +96,10 @@ class WeightsReceiver:
                 await self._break_off("another push was prepared before its commit: its trainer is gone")
             if request.version < self._replica.version:
                 raise PushRefused(f"version {request.version} is to be pushed, this replica serves {self._replica.version}")
-            lanes = frozenset(lane.name for lane in request.lanes)
+            lanes = frozenset(lane.name for lane in request.channels)
             if self._lanes != lanes or self._joined_by != self._replica.incarnation:
                 self._lanes = frozenset()
-                await client.join_lanes(request.lanes, request.rank, timeout=request.deadline, deadline=request.deadline)
+                await client.join_channels(request.channels, request.rank, timeout=request.deadline, deadline=request.deadline)
                 self._lanes, self._joined_by = lanes, self._replica.incarnation
             self._prepared = request.version
             self._agree(request.deadline)  # its receive comes when all the others have joined
@@ -144,8 +144,10 @@ class WeightsReceiver:
                 await self._break_off("another push was sent before its commit: its trainer is gone")
             if request.version < self._replica.version:
                 raise PushRefused(f"version {request.version} was sent, this replica serves {self._replica.version}")
-            if self._joined_by != self._replica.incarnation or not self._lanes.issuperset(request.lanes):
-                raise PushRefused(f"version {request.version} comes over lanes {sorted(request.lanes)}; the engine is in {self._names()}")
+            if self._joined_by != self._replica.incarnation or not self._lanes.issuperset(request.channels):
+                raise PushRefused(
+                    f"version {request.version} comes over lanes {sorted(request.channels)}; the engine is in {self._names()}"
+                )
             try:
                 if not again:
                     self._begin(request)
@@ -170,7 +172,7 @@ class WeightsReceiver:
     async def _taken(self, client: EngineClient, request: WeightsReceive) -> ReceiveReport:
         self._receiving = True
         try:
-            return await client.receive(request.version, request.push, request.lanes, check=request.check, deadline=request.deadline)
+            return await client.receive(request.version, request.push, request.channels, check=request.check, deadline=request.deadline)
         finally:
             self._receiving = False
 
@@ -273,6 +275,6 @@ class WeightsReceiver:
         lanes, self._lanes = self._lanes, frozenset()
         if lanes:
             try:
-                await client.leave_lanes(deadline=END_SECONDS)
+                await client.leave_channels(deadline=END_SECONDS)
             except MyxoError as error:
                 self._service.log.warning("lanes_not_left", lanes=sorted(lanes), error=str(error))

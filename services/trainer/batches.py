@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from services.trainer.batch_metrics import BatchMetrics, SampleStats, StatColumn
-from services.trainer.objective import ObjectiveConfig, denominator, passing, sample_weights
+from services.trainer.objective import denominator, passing, sample_weights
 from services.trainer.packing import BadSample, PackedBatch, collect, pack, spread
 from services.trainer.partition import Partition, Placement
 from services.trainer.placement import BadBatch, balance
 from services.trainer.shard_reader import Shard
+from shared.config.algorithm import AlgorithmSection
 from shared.schema.sample import Sample
 
 PerSample = Mapping[int, Tensor]
@@ -115,7 +116,7 @@ class TrainBatch:
         return self.with_field(name, lambda item: spread(item.samples, [values[index] for index in item.indices], name))
 
 
-def assemble(shard: Shard, stats: SampleStats, objective: ObjectiveConfig, *, rank: int, max_tokens: int) -> TrainBatch:
+def assemble(shard: Shard, stats: SampleStats, objective: AlgorithmSection, *, rank: int, max_tokens: int) -> TrainBatch:
     """Lays a shard out, each token weighted so that sums over micro-batches and ranks are the batch's means.
 
     Optimizer steps of which no rank trains a token are left out. Samples that do not pass (`passing`) have weight 0.
@@ -139,11 +140,11 @@ def assemble(shard: Shard, stats: SampleStats, objective: ObjectiveConfig, *, ra
 
 
 def demonstration_micro_batches(
-    samples: Sequence[Sample], objective: ObjectiveConfig, *, dp_rank: int, dp_size: int, max_tokens: int
+    samples: Sequence[Sample], objective: AlgorithmSection, *, dp_rank: int, dp_size: int, max_tokens: int
 ) -> list[PackedBatch]:
     """Returns this rank's micro-batches of demonstrations, which every rank holds."""
     trained = [int(np.count_nonzero(sample.mask)) for sample in samples]
-    weights = sample_weights(trained, [sample.name for sample in samples], objective.reducer, objective.fixed_length).tolist()
+    weights = sample_weights(trained, [sample.name for sample in samples], objective.reducer, objective.loss_divisor).tolist()
     placement = balance([sample.length for sample in samples], dp_size, max_tokens)
     return [
         pack([samples[index] for index in indices], [weights[index] for index in indices], max_tokens) for indices in placement[dp_rank]
@@ -151,7 +152,7 @@ def demonstration_micro_batches(
 
 
 def _step_weights(
-    placement: Placement, partition: Partition, stats: SampleStats, objective: ObjectiveConfig
+    placement: Placement, partition: Partition, stats: SampleStats, objective: AlgorithmSection
 ) -> tuple[dict[int, float], float] | None:
     """The weights of an optimizer step's samples, and what sums over them are divided by; None where nothing of the step is trained."""
     counts, rollouts = stats.integers(StatColumn.TRAINED), stats.integers(StatColumn.ROLLOUT)
@@ -164,12 +165,12 @@ def _step_weights(
     trained = [counts[index] for index in passed]
     weights = dict.fromkeys(members, 0.0)
     if passed:
-        weights |= dict(zip(passed, sample_weights(trained, names, objective.reducer, objective.fixed_length).tolist(), strict=True))
+        weights |= dict(zip(passed, sample_weights(trained, names, objective.reducer, objective.loss_divisor).tolist(), strict=True))
     return weights, denominator(trained, names, objective.reducer)
 
 
 def _micro_batch(
-    indices: list[int], shard: Shard, weights: Mapping[int, float], objective: ObjectiveConfig, max_tokens: int
+    indices: list[int], shard: Shard, weights: Mapping[int, float], objective: AlgorithmSection, max_tokens: int
 ) -> MicroBatch:
     samples = [shard.samples[index] for index in indices]
     packed = pack(samples, [weights[index] for index in indices], max_tokens)

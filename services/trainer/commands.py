@@ -36,7 +36,7 @@ class Push:
     """Begin a push of ``version``, beside what follows.
 
     Args:
-        number: of the push in rank 0's life. engine_ranks: that new lanes are made with; 0: the lanes there are.
+        number: of the push in rank 0's life. engine_ranks: that new channels are made with; 0: the channels there are.
         partial: without frozen parameters.
     """
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from services.trainer.actor import StepResult
 from services.trainer.batches import TrainBatch
+from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import BadMessage, ConfigError, PayloadMissing
 from shared.schema import codec
 from shared.schema.messages import Batch
@@ -32,9 +33,7 @@ def write_batch(template: str, batch: Batch, store: BlockingStore) -> Path:
     content = {"schema": SCHEMA, "batch": batch.encode(), "blobs": dict(zip(keys, store.stream(keys), strict=True))}
     path = Path(filled(template, batch.step, 0))
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(codec.pack(content))
-    partial.rename(path)
+    replace_file(path, codec.pack(content))
     return path
 
 

@@ -165,7 +165,7 @@ class Trainer(RoleWorker):
     def _reward_kl(self, micro_batch: MicroBatch) -> Tensor:
         """The KL that the rewards of a micro-batch's tokens are charged with: [T]."""
         fields = micro_batch.packed.fields
-        old = fields["rollout_log_probs" if self._objective.off_policy == "rollout" else "proximal_log_probs"]
+        old = fields["rollout_log_probs" if self._objective.correction == "rollout" else "proximal_log_probs"]
         estimate = kl_estimate(old, fields["ref_log_probs"], self._objective.kl_loss_type or REWARD_KL)
         return estimate * micro_batch.packed.loss_mask
 

@@ -17,7 +17,6 @@ from services.trainer.megatron.passes import LossFunction
 from services.trainer.objective import (
     CustomFunctions,
     Moments,
-    ObjectiveConfig,
     Statistics,
     batch_statistics,
     distilled,
@@ -28,6 +27,7 @@ from services.trainer.objective import (
     whitened,
 )
 from services.trainer.partition import Partition
+from shared.config.algorithm import AlgorithmSection
 from shared.hooks import HookSample
 from shared.hooks.sample_conversion import from_stored
 from shared.schema import sample
@@ -51,7 +51,7 @@ class LossInputs:
         custom: the user's own functions.
     """
 
-    def __init__(self, objective: ObjectiveConfig, custom: CustomFunctions, store: BlockingStore) -> None:
+    def __init__(self, objective: AlgorithmSection, custom: CustomFunctions, store: BlockingStore) -> None:
         self._objective, self._custom, self._store = objective, custom, store
 
     def with_advantages(self, batch: TrainBatch) -> TrainBatch:
@@ -77,7 +77,7 @@ class LossInputs:
 
 def with_advantages(
     batch: TrainBatch,
-    objective: ObjectiveConfig,
+    objective: AlgorithmSection,
     rewards: Sequence[float],
     merged: Callable[[Moments], Moments],
     custom: CustomFunctions | None = None,
@@ -111,7 +111,7 @@ def with_advantages(
         found = token_advantages(objective, of_sample, masks, kl=kl, values=values)
     advantages = found.advantages
     if wanted.teacher_gap:
-        old = values_of("rollout_log_probs" if objective.off_policy == "rollout" else "proximal_log_probs")
+        old = values_of("rollout_log_probs" if objective.correction == "rollout" else "proximal_log_probs")
         gap = [of_old - teacher for of_old, teacher in zip(old, values_of(TEACHER), strict=True)]
         advantages = distilled(objective, advantages, gap, masks)
     if objective.normalize_advantages:

@@ -46,7 +46,7 @@ class RoleWorker:
         self._config, self._control, self._role, self._log = config, control, role, structlog.get_logger()
         self._places = Places(config.run.root)
         self._checkpoints: Path = self._places.checkpoints_of(role)
-        self._objective = trainer_settings.objective_config(config)
+        self._objective = config.algorithm
         self._set_state("loading the model")
         trainer_settings.check_architecture(config, role)
         self._actor = Actor.create(trainer_settings.actor_config(config, role), trainer_settings.model_directory(config, role))

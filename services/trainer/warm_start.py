@@ -8,8 +8,9 @@ import numpy as np
 
 from services.trainer.actor import Actor, StepResult
 from services.trainer.batches import demonstration_micro_batches
-from services.trainer.objective import ObjectiveConfig, SftLoss
+from services.trainer.objective import SftLoss
 from services.trainer.packing import check_vocabulary
+from shared.config.algorithm import AlgorithmSection
 from shared.config.run_config import RunConfig
 from shared.data.demonstrations import DemonstrationFile
 from shared.data.row_order import EpochOrder
@@ -17,7 +18,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.schema.sample import Sample
 
 
-def train_demonstrations(actor: Actor, config: RunConfig, objective: ObjectiveConfig, max_tokens: int) -> Iterator[StepResult]:
+def train_demonstrations(actor: Actor, config: RunConfig, objective: AlgorithmSection, max_tokens: int) -> Iterator[StepResult]:
     """Trains the run's demonstrations, and gives what each step came to; the optimizer begins anew behind the last.
 
     An epoch follows another, each in an order of its own.

@@ -19,8 +19,8 @@ import torch
 from services.rollout.engine.capabilities import Capabilities
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import SequenceLimits
-from services.rollout.engine.receiver.command_session import Session
-from services.rollout.engine.receiver_channel import ReceiverChannel
+from services.rollout.engine.receiver.command_session import CommandSession
+from services.rollout.engine.receiver_client import ReceiverClient
 from services.rollout.replica import Replica
 from services.rollout.weight_receiver import WeightsReceiver
 from services.trainer.actor import Actor, ActorConfig
@@ -73,7 +73,7 @@ def replica(instance: str, directory: str, model: str, environment: dict[str, st
     torch.set_num_threads(1)
     place = Path(directory, f"{instance}-{os.getpid()}")
     place.mkdir()
-    weights, session = Weights(Path(model)), Session(place, 0)
+    weights, session = Weights(Path(model)), CommandSession(place, 0)
     threading.Thread(target=session.serve, args=(weights,), daemon=True).start()
 
     async def live() -> None:
@@ -81,8 +81,8 @@ def replica(instance: str, directory: str, model: str, environment: dict[str, st
         serving = Replica(service)
         limits = SequenceLimits(vocab_size=1, max_sequence=1)
         client = EngineClient(Yes(), Capabilities("none", model, limits, 1, False, False, False), -1)  # type: ignore[arg-type]
-        client._channel = ReceiverChannel(place, 1)
-        await client.channel.wait_open(60)
+        client._receivers = ReceiverClient(place, 1)
+        await client.receivers.wait_open(60)
         serving.client, service.state = client, "fenced"
         serving._reincarnate()
         serving.engine_up.set()

@@ -1,4 +1,4 @@
-"""A lane over mapped memory, both ends: what the trainer's side fills is what the engine's side reads."""
+"""A channel over mapped memory, both ends: what the trainer's side fills is what the engine's side reads."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def content(number: int, nbytes: int, push: int = 1) -> torch.Tensor:
     return torch.arange(nbytes, dtype=torch.int64).mul(31).add(number * 7 + push * 101).remainder(251).to(torch.uint8)
 
 
-def send(lane: MemoryWeightChannel, sent: Manifest, push: int) -> None:
-    lane.announce(push, sent, SECONDS)
+def send(channel: MemoryWeightChannel, sent: Manifest, push: int) -> None:
+    channel.announce(push, sent, SECONDS)
     for number, bucket in enumerate(sent.buckets):
-        flat = lane.buffer(number, bucket.nbytes)
+        flat = channel.buffer(number, bucket.nbytes)
         flat.copy_(content(number, bucket.nbytes, push))
-        lane.send(number, flat)
-    lane.finish()
+        channel.send(number, flat)
+    channel.finish()
 
 
 def receive(wire: MemoryReceiver, push: int) -> list[torch.Tensor]:
@@ -60,29 +60,29 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def joined(threads: ThreadPoolExecutor) -> Iterator[Callable[[int], tuple[MemoryWeightChannel, list[MemoryReceiver]]]]:
-    """``joined(readers)``: a lane whose readers have all joined."""
-    lanes: list[MemoryWeightChannel] = []
+    """``joined(readers)``: a channel whose readers have all joined."""
+    channels: list[MemoryWeightChannel] = []
 
     def make(readers: int) -> tuple[MemoryWeightChannel, list[MemoryReceiver]]:
-        lanes.append(lane := MemoryWeightChannel(f"lane-{len(lanes)}", 1 + readers, SECONDS))
-        wires = [MemoryReceiver(lane.address(), rank, CPU) for rank in range(1, 1 + readers)]
+        channels.append(channel := MemoryWeightChannel(f"channel-{len(channels)}", 1 + readers, SECONDS))
+        wires = [MemoryReceiver(channel.address(), rank, CPU) for rank in range(1, 1 + readers)]
         joining = [threads.submit(wire.join, ReceiveDeadline(SECONDS)) for wire in wires]
-        lane.join(SECONDS)
+        channel.join(SECONDS)
         for one in joining:
             one.result(SECONDS)
-        return lane, wires
+        return channel, wires
 
     yield make
-    for lane in lanes:
-        lane.close()
+    for channel in channels:
+        channel.close()
 
 
 def test_two_readers_get_every_bucket_of_every_push(joined: Callable, threads: ThreadPoolExecutor) -> None:
-    lane, wires = joined(2)
-    assert lane.address().kind == "memory"
+    channel, wires = joined(2)
+    assert channel.address().kind == "memory"
     for push, sent in ((1, manifest()), (4, manifest()), (6, manifest(3))):
         reading = [threads.submit(receive, wire, push) for wire in wires]
-        send(lane, sent, push)
+        send(channel, sent, push)
         for one in reading:
             got = one.result(SECONDS)
             assert len(got) == len(sent.buckets)
@@ -90,8 +90,8 @@ def test_two_readers_get_every_bucket_of_every_push(joined: Callable, threads: T
 
 
 def test_a_buffer_is_filled_anew_only_once_every_reader_has_loaded_it(joined: Callable, threads: ThreadPoolExecutor) -> None:
-    lane, (wire, slow) = joined(2)
-    sending = threads.submit(send, lane, sent := manifest(), 1)
+    channel, (wire, slow) = joined(2)
+    sending = threads.submit(send, channel, sent := manifest(), 1)
     assert len(receive_some(wire, memory_channel.BUFFERS)) == memory_channel.BUFFERS
     assert not sending.done()
     watch = ReceiveDeadline(SECONDS)
@@ -124,16 +124,16 @@ def receive_rest(wire: MemoryReceiver, first: int, sent: Manifest) -> None:
 
 
 def test_nothing_of_it_is_left_in_memory(joined: Callable, threads: ThreadPoolExecutor) -> None:
-    lane, (wire,) = joined(1)
+    channel, (wire,) = joined(1)
     reading = threads.submit(receive, wire, 1)
-    send(lane, manifest(), 1)
+    send(channel, manifest(), 1)
     reading.result(SECONDS)
-    assert not list(mapped_files.directory().glob(f"{mapped_files.FILE_PREFIX}{lane.name}-*"))
+    assert not list(mapped_files.directory().glob(f"{mapped_files.FILE_PREFIX}{channel.name}-*"))
 
 
 def test_who_waits_is_ended_by_an_abort_of_either_side(joined: Callable, threads: ThreadPoolExecutor) -> None:
-    lane, (wire,) = joined(1)
-    lane.announce(1, manifest(), SECONDS)
+    channel, (wire,) = joined(1)
+    channel.announce(1, manifest(), SECONDS)
     begun = threading.Event()
 
     def take() -> None:
@@ -144,14 +144,14 @@ def test_who_waits_is_ended_by_an_abort_of_either_side(joined: Callable, threads
 
     waiting: Future[None] = threads.submit(take)
     assert begun.wait(SECONDS)
-    lane.abort("rollout-1 is gone")
+    channel.abort("rollout-1 is gone")
     with pytest.raises(ChannelBroken, match="rollout-1 is gone"):
         waiting.result(SECONDS)
     with pytest.raises(WeightChannelBroken, match="rollout-1 is gone"):
-        lane.buffer(memory_channel.BUFFERS, 1)
+        channel.buffer(memory_channel.BUFFERS, 1)
 
-    lane, (wire,) = joined(1)
-    lane.announce(1, manifest(), SECONDS)
+    channel, (wire,) = joined(1)
+    channel.announce(1, manifest(), SECONDS)
     begun.clear()
     waiting = threads.submit(take)
     assert begun.wait(SECONDS)
@@ -161,27 +161,27 @@ def test_who_waits_is_ended_by_an_abort_of_either_side(joined: Callable, threads
 
 
 def test_waits_end_with_their_deadlines_and_say_for_whom(joined: Callable) -> None:
-    lane = MemoryWeightChannel("lonely", 3, SECONDS)
-    with pytest.raises(WeightChannelBroken, match="2 engine ranks did not all join lane lonely"):
-        lane.join(0.1)
-    lane.close()
-    lane, (wire,) = joined(1)
-    lane.announce(1, manifest(), 0.1)
+    channel = MemoryWeightChannel("lonely", 3, SECONDS)
+    with pytest.raises(WeightChannelBroken, match="2 engine ranks did not all join channel lonely"):
+        channel.join(0.1)
+    channel.close()
+    channel, (wire,) = joined(1)
+    channel.announce(1, manifest(), 0.1)
     for number in range(memory_channel.BUFFERS):
-        lane.send(number, lane.buffer(number, 256))
-    with pytest.raises(WeightChannelBroken, match="take bucket 0 of lane"):
-        lane.buffer(memory_channel.BUFFERS, 256)
-    with pytest.raises(DeadlineExceeded, match="bucket 3 of lane"):
+        channel.send(number, channel.buffer(number, 256))
+    with pytest.raises(WeightChannelBroken, match="take bucket 0 of channel"):
+        channel.buffer(memory_channel.BUFFERS, 256)
+    with pytest.raises(DeadlineExceeded, match="bucket 3 of channel"):
         wire.manifest(1, ReceiveDeadline(SECONDS))
         wire.take(3, 256, ReceiveDeadline(0.1))
 
 
 def test_a_file_that_is_no_buffer_is_not_opened(joined: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lane, (wire,) = joined(1)
+    channel, (wire,) = joined(1)
     other = tmp_path / "secret"
     other.write_bytes(b"x" * 4096)
-    lane._handles = [[{"kind": "file", "path": str(other), "bytes": 4096}]]
-    monkeypatch.setattr(lane, "_make_room", lambda _: None)
-    lane.announce(1, manifest(), SECONDS)
+    channel._handles = [[{"kind": "file", "path": str(other), "bytes": 4096}]]
+    monkeypatch.setattr(channel, "_make_room", lambda _: None)
+    channel.announce(1, manifest(), SECONDS)
     with pytest.raises(BadMessage, match="no buffer of a trainer's"):
         wire.manifest(1, ReceiveDeadline(SECONDS))

@@ -1,4 +1,4 @@
-"""The trainer's end of a group lane, as a trainer has it: a store with manifests, a process group, flat buckets by broadcast.
+"""The trainer's end of a group channel, as a trainer has it: a store with manifests, a process group, flat buckets by broadcast.
 
 The group is torch's own construction beside a default one, as trainers make it; the engine's end builds the same keys by other means.
 """
@@ -18,8 +18,8 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.receiver_channel import ReceiveReport
-from shared.schema.messages import WeightsLane
+from services.rollout.engine.receiver_client import ReceiveReport
+from shared.schema.messages import WeightChannelAddress
 from shared.transfer import digest
 from shared.transfer.digest import TensorDigest
 from shared.transfer.manifest import Bucket, Manifest, lay_out
@@ -32,7 +32,7 @@ BUCKET_BYTES = 96 * 1024
 
 
 class WeightsGroup:
-    """One lane over gloo, of which this process is the source. Joining and broadcasting block, so they are done in threads."""
+    """One channel over gloo, of which this process is the source. Joining and broadcasting block, so they are done in threads."""
 
     def __init__(self, name: str, world_size: int = 2) -> None:
         """Opens the store. The group is made by `join`."""
@@ -42,9 +42,9 @@ class WeightsGroup:
         self._announced = ""
 
     @property
-    def lane(self) -> WeightsLane:
+    def channel(self) -> WeightChannelAddress:
         """What engines are told of it."""
-        return WeightsLane(
+        return WeightChannelAddress(
             kind="group", name=self.name, address="127.0.0.1", port=self.store.port, backend="gloo", world_size=self.world_size
         )
 
@@ -88,14 +88,14 @@ class WeightsGroup:
 
 @dataclass
 class Pusher:
-    """Pushes to one or more engines that have joined the same lanes.
+    """Pushes to one or more engines that have joined the same channels.
 
     Args:
-        clients: of the engines. lanes: each gets its share of every push.
+        clients: of the engines. channels: each gets its share of every push.
     """
 
     clients: Sequence[EngineClient]
-    lanes: Sequence[WeightsGroup]
+    channels: Sequence[WeightsGroup]
     pushes: int = 0
     known: dict[str, TensorDigest] = field(default_factory=dict)
     sent: Tensors = field(default_factory=dict)
@@ -103,20 +103,20 @@ class Pusher:
     @classmethod
     @contextlib.asynccontextmanager
     async def over(cls, *clients: EngineClient, names: Sequence[str] = ("trainer",)) -> AsyncIterator[Self]:
-        """Lanes of these names, to all clients' engines; left at the end."""
-        lanes = [WeightsGroup(name, 1 + len(clients)) for name in names]
+        """Channels of these names, to all clients' engines; left at the end."""
+        channels = [WeightsGroup(name, 1 + len(clients)) for name in names]
         for number, client in enumerate(clients):
-            await client.join_lanes([lane.lane for lane in lanes], 1 + number, timeout=JOIN_SECONDS)
-        for lane in lanes:
-            await asyncio.to_thread(lane.meet)
-        pusher = cls(clients, lanes)
+            await client.join_channels([channel.channel for channel in channels], 1 + number, timeout=JOIN_SECONDS)
+        for channel in channels:
+            await asyncio.to_thread(channel.meet)
+        pusher = cls(clients, channels)
         try:
             yield pusher
         finally:
             for client in clients:
-                await client.leave_lanes()
-            for lane in lanes:
-                lane.leave()
+                await client.leave_channels()
+            for channel in channels:
+                channel.leave()
 
     @property
     def digest(self) -> str:
@@ -130,26 +130,26 @@ class Pusher:
         *,
         check: bool = False,
         only: slice = slice(None),
-        then: Callable[[WeightsGroup], None] = lambda lane: None,
+        then: Callable[[WeightsGroup], None] = lambda channel: None,
         deadline: float = 60.0,
     ) -> list[ReceiveReport]:
-        """Has the engines take the tensors, spread over the lanes; the version is not set.
+        """Has the engines take the tensors, spread over the channels; the version is not set.
 
         Args:
             only: these buckets are really sent. then: what each source does next.
         """
         self.pushes, self.sent = self.pushes + 1, tensors
         names, work = list(tensors), []
-        for number, lane in enumerate(self.lanes):
-            share = {name: tensors[name] for name in names[number :: len(self.lanes)]}
+        for number, channel in enumerate(self.channels):
+            share = {name: tensors[name] for name in names[number :: len(self.channels)]}
             manifest = manifest_of(share)
-            lane.announce(self.pushes, manifest)
+            channel.announce(self.pushes, manifest)
             self.known |= known_of(manifest, share)
-            work.append(asyncio.to_thread(lane.send, manifest, share, only, then))
+            work.append(asyncio.to_thread(channel.send, manifest, share, only, then))
         for client in self.clients:
             await client.begin_weight_update()
-        lanes = [lane.name for lane in self.lanes]
-        takes = [client.receive(version, self.pushes, lanes, check=check, deadline=deadline) for client in self.clients]
+        channels = [channel.name for channel in self.channels]
+        takes = [client.receive(version, self.pushes, channels, check=check, deadline=deadline) for client in self.clients]
         sending = asyncio.gather(*work)
         try:
             taken = await asyncio.gather(*takes)

@@ -27,11 +27,11 @@ from services.rollout.engine.generation import (
     wire_rid,
 )
 from services.rollout.engine.launch_command import RECEIVER_LOADER
-from services.rollout.engine.receiver_channel import ReceiverChannel, ReceiveReport, ReceiverError, WeightsState
+from services.rollout.engine.receiver_client import ReceiverClient, ReceiveReport, ReceiverError, WeightsState
 from services.rollout.engine.transport import EngineTransport
 from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.failures import log_failure
-from shared.schema.messages import Sampling, WeightsLane
+from shared.schema.messages import Sampling, WeightChannelAddress
 from shared.transfer.digest import TensorDigest
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class EngineClient:
         self._loading = False  # weights came, or may have; the version that they make did not yet
         self._resumed_half_loaded = 0  # times
         self._late_versions: set[int] = set()  # see generation
-        self._channel: ReceiverChannel | None = None
+        self._receivers: ReceiverClient | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._generating = 0
         self.occupation = EngineMemory(transport, lambda: self._generating)
@@ -243,32 +243,32 @@ class EngineClient:
         await self._call_loader(deadline)
         if self.capabilities.weight_sessions:
             await self.end_weight_update(deadline=deadline)
-        channel = ReceiverChannel(directory, self.capabilities.ranks)
-        await channel.wait_open(deadline)
-        self._channel = channel
+        receivers = ReceiverClient(directory, self.capabilities.ranks)
+        await receivers.wait_open(deadline)
+        self._receivers = receivers
 
-    async def join_lanes(
-        self, lanes: Sequence[WeightsLane], rank: int, *, timeout: float = WEIGHTS_SECONDS, deadline: float = CONTROL_SECONDS
+    async def join_channels(
+        self, channels: Sequence[WeightChannelAddress], rank: int, *, timeout: float = WEIGHTS_SECONDS, deadline: float = CONTROL_SECONDS
     ) -> None:
-        """Have the engine leave the lanes that it is in and join these. It goes on generating; ``receive`` waits for them.
+        """Have the engine leave the channels that it is in and join these. It goes on generating; ``receive`` waits for them.
 
         Args:
-            rank: of the engine's first process, in all lanes. timeout: seconds for joining.
+            rank: of the engine's first process, in all channels. timeout: seconds for joining.
         """
-        fields = [lane.model_dump(mode="json") for lane in lanes]
-        await self.channel.ask({"verb": "join", "lanes": fields, "rank": rank, "timeout": timeout}, deadline)
+        fields = [channel.model_dump(mode="json") for channel in channels]
+        await self.receivers.ask({"verb": "join", "channels": fields, "rank": rank, "timeout": timeout}, deadline)
 
-    async def leave_lanes(self, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Have the engine leave all lanes."""
-        await self.channel.ask({"verb": "leave"}, deadline)
+    async def leave_channels(self, *, deadline: float = CONTROL_SECONDS) -> None:
+        """Have the engine leave all channels."""
+        await self.receivers.ask({"verb": "leave"}, deadline)
 
     async def abort_receive(self, *, deadline: float = CONTROL_SECONDS) -> None:
-        """End a ``receive`` that goes on, and lanes that are still being joined. The engine answers as before."""
-        await self.channel.abort(deadline)
+        """End a ``receive`` that goes on, and channels that are still being joined. The engine answers as before."""
+        await self.receivers.abort(deadline)
 
     async def weights_state(self, *, deadline: float = CONTROL_SECONDS) -> WeightsState:
         """What the engine itself knows of its weights."""
-        answers = await self.channel.ask({"verb": "state"}, deadline)
+        answers = await self.receivers.ask({"verb": "state"}, deadline)
         return WeightsState.of(answers)
 
     async def adopt(self, version: int, tensors: Mapping[str, TensorDigest], *, deadline: float = CONTROL_SECONDS) -> str:
@@ -277,16 +277,16 @@ class EngineClient:
         Returns the version's digest.
         """
         fields = {name: [known.dtype, list(known.shape), known.digest] for name, known in tensors.items()}
-        answers = await self.channel.ask({"verb": "adopt", "version": version, "tensors": fields}, deadline)
+        answers = await self.receivers.ask({"verb": "adopt", "version": version, "tensors": fields}, deadline)
         return str(answers[0]["digest"])
 
     async def receive(
-        self, version: int, push: int, lanes: Sequence[str], *, check: bool = False, deadline: float = WEIGHTS_SECONDS
+        self, version: int, push: int, channels: Sequence[str], *, check: bool = False, deadline: float = WEIGHTS_SECONDS
     ) -> ReceiveReport:
-        """Take all buckets of a push from lanes that were joined, or are being joined. The engine must be paused, or idle.
+        """Take all buckets of a push from channels that were joined, or are being joined. The engine must be paused, or idle.
 
         Args:
-            push: the number under which the lanes' stores have its manifests. check: compare with what the engine holds, load nothing.
+            push: the number under which the channels' stores have its manifests. check: compare with what the engine holds, load nothing.
 
         Raises:
             InvalidRequest: nothing was sent.
@@ -295,7 +295,7 @@ class EngineClient:
         """
         if self.capabilities.weight_sessions and not self._session_open:
             raise InvalidRequest("a push without begin_weight_update, which this engine wants first")
-        order = {"verb": "receive", "version": version, "push": push, "lanes": list(lanes), "check": check}
+        order = {"verb": "receive", "version": version, "push": push, "channels": list(channels), "check": check}
         answers = await self.load_by(order, deadline=deadline, loads=not check)
         return ReceiveReport.of(answers, self.url)
 
@@ -310,7 +310,7 @@ class EngineClient:
         before = self._loading
         self._loading = before or loads
         try:
-            return await self.channel.have_done(order, deadline, lambda: self._call_loader(deadline + LOADER_MARGIN))
+            return await self.receivers.have_done(order, deadline, lambda: self._call_loader(deadline + LOADER_MARGIN))
         except ReceiverError as error:
             self._loading = before or (loads and error.touched)
             raise
@@ -319,11 +319,11 @@ class EngineClient:
             raise
 
     @property
-    def channel(self) -> ReceiverChannel:
+    def receivers(self) -> ReceiverClient:
         """To the engine's receivers. Raises InvalidRequest before ``open_receiver``."""
-        if self._channel is None:
+        if self._receivers is None:
             raise InvalidRequest(f"the engine at {self.url} has no receiver of weights; open_receiver comes first")
-        return self._channel
+        return self._receivers
 
     async def _call_loader(self, deadline: float) -> None:
         body = {
@@ -359,7 +359,7 @@ class EngineClient:
             flush: drop cached prefixes afterwards; only while no request is in the engine.
         """
         self._check_flush(flush)
-        if self._channel is not None:
+        if self._receivers is not None:
             await self.adopt(-1, {}, deadline=min(deadline, CONTROL_SECONDS))
         self._loading = True
         body = {"model_path": path, "weight_version": str(version), "flush_cache": flush}

@@ -26,7 +26,7 @@ from services.rollout.engine.engine_errors import EngineStartError
 from services.rollout.engine.launch_command import EngineCommand
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 
-LEASH = Path(__file__).with_name("leash.py")
+LEASH = Path(__file__).with_name("parent_watchdog.py")
 
 LOG_LINES_IN_ERRORS = 20
 """A Python traceback's end and a few lines before it."""

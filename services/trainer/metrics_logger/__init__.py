@@ -12,7 +12,7 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from services.trainer import batch_metrics, flops, trainer_settings
+from services.trainer import batch_metrics, flops
 from services.trainer.actor import Actor, StepResult
 from services.trainer.batches import TrainBatch
 from services.trainer.control_client import ControlClient
@@ -69,7 +69,7 @@ class MetricsLogger:
     """
 
     def __init__(self, control: ControlClient, directory: Path, config: RunConfig, speed: TrainingSpeed, role: str = "actor") -> None:
-        self._control, self._config, self._objective = control, config, trainer_settings.objective_config(config)
+        self._control, self._config, self._objective = control, config, config.algorithm
         self._writers: list[Writer] = [TensorBoard(directory), Prometheus(control)]
         if config.monitoring.use_wandb:
             self._writers.append(WeightsAndBiases(config, role))

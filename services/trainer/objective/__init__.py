@@ -19,7 +19,6 @@ from services.trainer.objective.correction import MissingStatistics
 from services.trainer.objective.custom_objective import CustomFunctions, CustomLoss
 from services.trainer.objective.loss import PolicyLoss
 from services.trainer.objective.losses import loss_of, passing
-from services.trainer.objective.objective_config import ObjectiveConfig
 from services.trainer.objective.reduce import denominator, sample_weights
 from services.trainer.objective.sft_loss import SftLoss
 from services.trainer.objective.statistics import Statistics, batch_statistics
@@ -37,7 +36,6 @@ __all__ = [
     "MissingStatistics",
     "Moments",
     "Needs",
-    "ObjectiveConfig",
     "PolicyLoss",
     "SftLoss",
     "Statistics",

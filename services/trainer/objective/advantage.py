@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.trainer.objective.objective_config import ObjectiveConfig
 from services.trainer.objective.returns import discounted_sum, generalized_advantages
+from shared.config.algorithm import AlgorithmSection
 from shared.runtime.errors import MyxoError
 
 FloatArray = npt.NDArray[np.float64]
@@ -60,13 +60,13 @@ class Advantages:
     returns: list[Tensor] | None = None
 
 
-def needs(config: ObjectiveConfig, optimizer_steps: int = 1) -> Needs:
+def needs(config: AlgorithmSection, optimizer_steps: int = 1) -> Needs:
     """Returns what the configured objective needs. Args: optimizer_steps: that one batch is split into."""
     if config.loss_type == "sft_loss":
         return Needs(False, False, False, False, False, False)
     in_reward = config.kl_coef != 0.0
     statistics = config.loss_type == "policy_loss" and (config.tis_batch_normalize or config.use_m2po)
-    of_old = (in_reward or config.use_opd) and config.off_policy != "rollout"
+    of_old = (in_reward or config.use_opd) and config.correction != "rollout"
     return Needs(
         proximal=optimizer_steps > 1 or of_old or statistics,
         reference=in_reward or config.measures_kl,
@@ -128,22 +128,22 @@ def _vote(rewards: FloatArray) -> float:
 
 
 def reward_advantages(
-    config: ObjectiveConfig, rewards: Rewards, groups: Sequence[Hashable], rollout_ids: Sequence[Hashable] | None = None
+    config: AlgorithmSection, rewards: Rewards, groups: Sequence[Hashable], rollout_ids: Sequence[Hashable] | None = None
 ) -> FloatArray:
     """Returns what each sample's reward is to its estimator, before token-level terms and whitening: float64 [N].
 
     grpo, gspo, cispo: ``group_relative``; reinforce_plus_plus_baseline: the same without the std; ppo, reinforce_plus_plus, and all of
     them without ``normalize_rewards``: the reward as it is.
     """
-    by_std = config.normalize_std and config.advantage_estimator != "reinforce_plus_plus_baseline"
+    by_std = not config.disable_grpo_std_normalization and config.advantage_estimator != "reinforce_plus_plus_baseline"
     relative = group_relative(rewards, groups, rollout_ids, normalize_std=by_std)  # also for what it refuses
-    if not config.normalize_rewards or config.advantage_estimator in ("ppo", "reinforce_plus_plus"):
+    if not config.normalizes_rewards or config.advantage_estimator in ("ppo", "reinforce_plus_plus"):
         return np.asarray(rewards, dtype=np.float64).copy()
     return relative
 
 
 def token_advantages(
-    config: ObjectiveConfig,
+    config: AlgorithmSection,
     rewards: Rewards,
     masks: Sequence[Tensor],
     *,
@@ -183,7 +183,7 @@ def token_advantages(
     return Advantages(advantages, returns if config.has_critic else None)
 
 
-def distilled(config: ObjectiveConfig, advantages: Sequence[Tensor], teacher_gap: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
+def distilled(config: AlgorithmSection, advantages: Sequence[Tensor], teacher_gap: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
     """Returns the advantages less ``opd_kl_coef`` times log pi_old - log pi_teacher, on the trained tokens: float64 [R] each.
 
     Sources: on-policy distillation, Agarwal et al. 2024 (arXiv:2306.13649), as a reward of each token, Thinking Machines Lab 2025.

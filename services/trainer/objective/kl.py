@@ -7,8 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from services.trainer.objective.objective_config import KlType
 from services.trainer.objective.policy_gradient import LOG_RATIO_LIMIT
+from shared.config.algorithm import KlType
 
 LOW_VARIANCE_LIMIT = 10.0
 

@@ -23,7 +23,7 @@ class AdapterExport:
 
     @torch.no_grad()
     def fill(self, number: int, flat: Tensor | None) -> None:
-        """Puts bucket ``number`` into ``flat``: uint8 [its size] on the source; None elsewhere, and where its lane takes nothing any more.
+        """Puts bucket ``number`` into ``flat``: uint8 [its size] on the source; None elsewhere, and where its channel is broken.
 
         A collective of the stage's ranks; each data-parallel replica's gather for themselves, and the source is one of the first's.
         """

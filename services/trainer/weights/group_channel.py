@@ -1,6 +1,6 @@
-"""A lane over a process group: one of the trainer's ranks and the engines' ranks, apart from the trainer's own groups.
+"""A channel over a process group: one of the trainer's ranks and the engines' ranks, apart from the trainer's own groups.
 
-The source opens a TCP store whose prefix is the lane's name, and is rank 0. In the store lie the manifests; the group carries bytes alone.
+The source opens a TCP store whose prefix is the channel's name, and is rank 0. The store holds manifests; the group carries bytes alone.
 Collectives of a group that a peer's death has left hanging do not end by themselves (NCCL), so they are never waited for: this side looks
 whether they are done, until its deadline.
 """
@@ -22,8 +22,9 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from services.trainer.megatron.runtime import device
-from services.trainer.weights.weight_channel import BUFFERS, WeightChannelBroken, own_address
-from shared.schema.messages import WeightsLane
+from services.trainer.weights.weight_channel import BUFFERS, WeightChannelBroken
+from shared.runtime.own_address import own_address
+from shared.schema.messages import WeightChannelAddress
 from shared.transfer.manifest import Manifest
 
 POLL_INTERVAL_S = 0.0002
@@ -31,7 +32,7 @@ STORE_LOOK_SECONDS = 0.1
 JOIN_LOOK_SECONDS = 0.005
 END_SECONDS = 3.0
 GROUP_MARGIN = 600.0
-"""Seconds beyond a lane's deadline after which NCCL itself would end a collective, and the process with it."""
+"""Seconds beyond a channel's deadline after which NCCL itself would end a collective, and the process with it."""
 
 
 class GroupWeightChannel:
@@ -53,8 +54,8 @@ class GroupWeightChannel:
         self._aborted: str | None = None
         self._waiting_for = ""
 
-    def address(self) -> WeightsLane:
-        return WeightsLane(
+    def address(self) -> WeightChannelAddress:
+        return WeightChannelAddress(
             kind="group",
             name=self.name,
             address=own_address(),
@@ -91,7 +92,7 @@ class GroupWeightChannel:
             self.abort(str(broken))
             raise
         if error:
-            raise WeightChannelBroken(f"lane {self.name} was not joined: {error[0]}") from error[0]
+            raise WeightChannelBroken(f"channel {self.name} was not joined: {error[0]}") from error[0]
 
     def _all_here(self) -> bool:
         own, ranks = PrefixStore(self.name, self._store), range(1, self._world_size)
@@ -122,7 +123,7 @@ class GroupWeightChannel:
 
     def send(self, number: int, flat: Tensor) -> None:
         if self._aborted is not None or self._group is None:
-            raise WeightChannelBroken(self._aborted or f"lane {self.name} was not joined")
+            raise WeightChannelBroken(self._aborted or f"channel {self.name} was not joined")
         with self._breaking():
             self._works[number] = dist.broadcast(flat, src=0, group=self._group, async_op=True)
 
@@ -174,13 +175,13 @@ class GroupWeightChannel:
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """What torch raises in the body means that the lane is broken."""
+        """What torch raises in the body means that the channel is broken."""
         try:
             yield
         except WeightChannelBroken:
             raise
         except RuntimeError as error:
-            raise WeightChannelBroken(f"lane {self.name} broke: {error}") from error
+            raise WeightChannelBroken(f"channel {self.name} broke: {error}") from error
 
     def _until(self, done: Callable[[], bool]) -> None:
         looked = time.monotonic()
@@ -188,7 +189,7 @@ class GroupWeightChannel:
             if self._aborted is not None:
                 raise WeightChannelBroken(self._aborted)
             if (at := time.monotonic()) > self._end:
-                raise WeightChannelBroken(f"lane {self.name} waited in vain for {self._waiting_for}")
+                raise WeightChannelBroken(f"channel {self.name} waited in vain for {self._waiting_for}")
             if at - looked > STORE_LOOK_SECONDS:  # another rank may have said that it is over
                 looked = at
                 if self._store.check([f"aborted/{self._push}"]):

@@ -1,7 +1,7 @@
-"""A lane over memory that both sides map: the engines' processes read the source's flat buffers where they lie.
+"""A channel over memory that both sides map: the engines' processes read the source's flat buffers where they lie.
 
 For engines on the trainer's own GPUs (`colocate`): nothing goes over a wire. On CUDA the buffers are opened by IPC handles, from other GPUs
-of the host, too; on a CPU they are files in memory. The lane's store says where the buffers are, which bucket lies in one, and who has
+of the host, too; on a CPU they are files in memory. The channel's store says where the buffers are, which bucket lies in one, and who has
 loaded it. Handles travel as JSON; nothing is unpickled.
 """
 
@@ -23,13 +23,14 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from services.trainer.megatron.runtime import device
-from services.trainer.weights.weight_channel import WeightChannelBroken, own_address
-from shared.schema.messages import WeightsLane
+from services.trainer.weights.weight_channel import WeightChannelBroken
+from shared.runtime.own_address import own_address
+from shared.schema.messages import WeightChannelAddress
 from shared.transfer.manifest import Manifest
 from shared.transfer.mapped_files import FILE_PREFIX, directory
 
 BUFFERS = 2
-"""Flat buffers of a lane: one is filled while the other is loaded. On a GPU they stay between pushes, so there are no more."""
+"""Flat buffers of a channel: one is filled while the other is loaded. On a GPU they stay between pushes, so there are no more."""
 
 POLL_INTERVAL_S = 0.0005
 JOIN_LOOK_SECONDS = 0.02
@@ -37,8 +38,8 @@ JOIN_LOOK_SECONDS = 0.02
 Handle = dict[str, Any]
 
 _on_gpu: list[Tensor] = []
-"""The buffers of this process on its GPU. They outlive their lanes: memory that a dead engine had mapped is never returned to torch's
-allocator, which counts readers, so that each lane's own buffers would be lost with its first dead engine."""
+"""The buffers of this process on its GPU. They outlive their channels: memory that a dead engine had mapped is never returned to torch's
+allocator, which counts readers, so that each channel's own buffers would be lost with its first dead engine."""
 
 
 class MemoryWeightChannel:
@@ -61,8 +62,8 @@ class MemoryWeightChannel:
         self._sent = 0
         self._aborted: str | None = None
 
-    def address(self) -> WeightsLane:
-        return WeightsLane(
+    def address(self) -> WeightChannelAddress:
+        return WeightChannelAddress(
             kind="memory",
             name=self.name,
             address=own_address(),
@@ -160,7 +161,7 @@ class MemoryWeightChannel:
             if self._aborted is not None:
                 raise WeightChannelBroken(self._aborted)
             if time.monotonic() > self._end:
-                raise WeightChannelBroken(f"{self._readers} engine ranks did not all {what} lane {self.name} in time")
+                raise WeightChannelBroken(f"{self._readers} engine ranks did not all {what} channel {self.name} in time")
             time.sleep(look)
 
 

@@ -35,9 +35,9 @@ from shared.runtime.failures import end_soon, log_error
 from shared.schema.messages import (
     Accepted,
     Message,
+    WeightChannelAddress,
     WeightsAbort,
     WeightsCommit,
-    WeightsLane,
     WeightsLive,
     WeightsOffer,
     WeightsPrepare,
@@ -58,7 +58,7 @@ class Pusher:
     """One rank's side of pushes. All ranks construct it together.
 
     Args:
-        link: rank 0's; None on the others. kind: of the lanes.
+        link: rank 0's; None on the others. kind: of the channels.
     """
 
     def __init__(self, link: ControlClient | None, model: MegatronModel, config: WeightsSection, kind: LaneKind = "group") -> None:
@@ -67,7 +67,7 @@ class Pusher:
         self._calls = PushRequests(link) if link is not None else None
         self._replicas = Replicas()
         self._members: tuple[Target, ...] = ()
-        self._lanes: list[WeightsLane] = []
+        self._channels: list[WeightChannelAddress] = []
         self._digests: set[str] = set()  # of versions that were pushed in this life
         self._known: dict[str, TensorDigest] = {}
         self._number = 0
@@ -164,7 +164,7 @@ class Pusher:
         return ended
 
     def close(self) -> None:
-        """Ends a push that is under way, and lets go of lanes and groups."""
+        """Ends a push that is under way, and lets go of channels and groups."""
         self._closing = True
         self._sender.abort("the trainer is about to stop")
         if self._thread is not None:
@@ -172,7 +172,7 @@ class Pusher:
         self._sender.close()
 
     def _willing(self, version: int, targets: tuple[Target, ...]) -> dict[str, WeightsReady]:
-        """Those that say they can take the version now. A lane is made with nobody else: its other members would wait for the dead."""
+        """Those that say they can take the version now. A channel is made with nobody else: its other members would wait for the dead."""
         asked = self._asked(targets, "offer", lambda _: WeightsOffer(version=version), WeightsReady, OFFER_SECONDS)
         try:
             asked.wait()
@@ -184,7 +184,7 @@ class Pusher:
     # --- on the push's thread
 
     def _run(self, push: Push) -> None:
-        """All ranks. What goes wrong with replicas or lanes ends the push and is told; what goes wrong among the ranks is raised."""
+        """All ranks. What goes wrong with replicas or channels ends the push and is told; what goes wrong among the ranks is raised."""
         started, end = time.monotonic(), time.monotonic() + self._config.push_timeout
         step, asked = "prepare", None
         try:
@@ -212,14 +212,14 @@ class Pusher:
             self._report(PushResult(push.version, committed, seconds, wire_seconds, engine_seconds, stall, sent, digest))
 
     def _join(self, push: Push, end: float) -> None:
-        """Everyone is in new lanes."""
-        self._lanes = self._sender.open(push.number, push.engine_ranks)
+        """Everyone is in new channels."""
+        self._channels = self._sender.open(push.number, push.engine_ranks)
         seconds = _left(end)
 
         def place(target: Target) -> WeightsPrepare:
             before = self._members[: self._members.index(target)]
             rank = 1 + sum(other.ranks for other in before)
-            return WeightsPrepare(version=push.version, lanes=self._lanes, rank=rank, deadline=seconds)
+            return WeightsPrepare(version=push.version, channels=self._channels, rank=rank, deadline=seconds)
 
         self._together(lambda: self._asked(self._members, "prepare", place, WeightsReady, seconds).wait() if self._calls else None)
         watch = self._calls.watch(self._members) if self._calls is not None else None
@@ -236,18 +236,18 @@ class Pusher:
                 watch.cancel()
 
     def _receiving(self, push: Push, number: int, end: float, check: bool = False) -> Asked | None:
-        """Rank 0: has the replicas take what is about to be sent. A replica that fails ends what the lanes wait for."""
+        """Rank 0: has the replicas take what is about to be sent. A replica that fails ends what the channels wait for."""
         if self._calls is None:
             return None
         order = WeightsReceive(
-            version=push.version, push=number, lanes=[lane.name for lane in self._lanes], check=check, deadline=_left(end)
+            version=push.version, push=number, channels=[channel.name for channel in self._channels], check=check, deadline=_left(end)
         )
         asked = self._asked(self._members, "receive", lambda _: order, WeightsReceived, _left(end))
         asked.done.add_done_callback(lambda _: self._end_lanes(number, asked.errors) if asked.errors else None)
         return asked
 
     def _streamed(self, push: Push, number: int, end: float, *, last: bool) -> tuple[int, dict[str, TensorDigest]]:
-        """Bytes that all stages have sent, and their tensors. Raises LaneBroken, on all ranks if one lane broke.
+        """Bytes that all stages have sent, and their tensors. Raises LaneBroken, on all ranks if one channel broke.
 
         Args:
             last: nothing of the model is read after it.
@@ -310,7 +310,7 @@ class Pusher:
         except PeerFailure as error:
             failed = [target for target in self._members if target.instance not in asked.answers]
             self._tell_failure(push, "commit", error, failed, error.failures)
-            self._members = ()  # the lanes have a member too many: new ones next time
+            self._members = ()  # the channels have a member too many: new ones next time
         committed = [target for target in asked.members if target.instance in asked.answers]
         self._replicas.confirmed(committed, push.version)
         self._digests.add(digest)
@@ -330,7 +330,7 @@ class Pusher:
             raise WeightChannelBroken(told[0])
 
     def _give_up(self, push: Push, step: str, error: PeerFailure | WeightChannelBroken, asked: Asked | None) -> None:
-        """Aborts the push at all its replicas and drops the lanes; the guilty are offered the next push later."""
+        """Aborts the push at all its replicas and drops the channels; the guilty are offered the next push later."""
         self._sender.abort(str(error))
         self._sender.drop()
         if self._link is None:
@@ -372,12 +372,14 @@ class Pusher:
         return self._calls.each(members, verb, message, reply, seconds)
 
     def _end_lanes(self, number: int, errors: dict[str, str]) -> None:
-        """Ends what the lanes of all ranks wait for; those of other ranks look into their stores."""
+        """Ends what the channels of all ranks wait for; those of other ranks look into their stores."""
         reason = "; ".join(f"{name}: {error}" for name, error in errors.items())
         self._sender.abort(reason)
-        for lane in self._lanes[1:]:
+        for channel in self._channels[1:]:
             with contextlib.suppress(RuntimeError):
-                store = TCPStore(lane.address, lane.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ABORT_SECONDS))
+                store = TCPStore(
+                    channel.address, channel.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ABORT_SECONDS)
+                )
                 store.set(f"aborted/{number}", reason)
 
     def _read(self) -> None:

@@ -70,7 +70,7 @@ def _life(incarnation: str) -> str:
 def guilty(members: Sequence[Target], answers: Mapping[str, str | None], failures: Mapping[str, str]) -> dict[str, str]:
     """Whom a broken push is put down to, and why.
 
-    A lane that breaks fails every member of its group, and those that live say so; whoever says nothing has broken it.
+    A channel that breaks fails every member of its group, and those that live say so; whoever says nothing has broken it.
 
     Args:
         answers: instance → what went wrong there as it told; None: it has not answered. failures: instance → why it counts as gone.

@@ -1,4 +1,4 @@
-"""One pipeline stage's weights, bucket by bucket: gathered on the stage's source, straight into a lane's flat buffer."""
+"""One pipeline stage's weights, bucket by bucket: gathered on the stage's source, straight into a channel's flat buffer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StageExport:
 
     @torch.no_grad()
     def fill(self, number: int, flat: Tensor | None) -> None:
-        """Puts bucket ``number`` into ``flat``: uint8 [its size] on the source; None elsewhere, and where its lane takes nothing any more.
+        """Puts bucket ``number`` into ``flat``: uint8 [its size] on the source; None elsewhere, and where its channel is broken.
 
         A collective of the stage's ranks.
         """

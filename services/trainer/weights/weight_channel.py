@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from typing import Protocol
 
 from torch import Tensor
 
-from shared.schema.messages import WeightsLane
+from shared.schema.messages import WeightChannelAddress
 from shared.transfer.manifest import Manifest
 
 BUFFERS = 3
-"""Flat buffers of a lane: one is filled, one is on the wire, one is being loaded."""
+"""Flat buffers of a channel: one is filled, one is on the wire, one is being loaded."""
 
 
 class WeightChannelBroken(RuntimeError):
-    """A lane that carries nothing any more, and why."""
+    """A channel that carries nothing any more, and why."""
 
 
 class WeightChannel(Protocol):
-    """The source's end. All methods are called on one thread, but for `abort`; waits end with the lane's deadline, or with `abort`."""
+    """The source's end. All methods are called on one thread, but for `abort`; waits end with the channel's deadline, or with `abort`."""
 
     name: str
 
-    def address(self) -> WeightsLane:
+    def address(self) -> WeightChannelAddress:
         """Where the engines find it."""
         ...
 
@@ -52,14 +50,9 @@ class WeightChannel(Protocol):
         ...
 
     def abort(self, reason: str) -> None:
-        """Ends whatever the lane waits for, from any thread; it is of no use afterwards."""
+        """Ends whatever the channel waits for, from any thread; it is of no use afterwards."""
         ...
 
     def close(self) -> None:
         """Lets go of it."""
         ...
-
-
-def own_address() -> str:
-    """The address by which engines reach this process: loopback unless ``MYXO_HOST`` says otherwise."""
-    return socket.gethostbyname(os.environ.get("MYXO_HOST", "127.0.0.1"))

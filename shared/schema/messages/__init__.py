@@ -34,10 +34,10 @@ from shared.schema.messages.group_messages import (
 from shared.schema.messages.message import SCHEMA, Message, Part, Tokens
 from shared.schema.messages.registry_messages import LeaseStatus, ServiceEvent, ServiceStatus, TrainerStep, WarmStartEnded
 from shared.schema.messages.weight_messages import (
+    WeightChannelAddress,
     WeightsAbort,
     WeightsAsleep,
     WeightsCommit,
-    WeightsLane,
     WeightsLend,
     WeightsLent,
     WeightsLive,
@@ -82,10 +82,10 @@ __all__ = [
     "Trained",
     "TrainerStep",
     "WarmStartEnded",
+    "WeightChannelAddress",
     "WeightsAbort",
     "WeightsAsleep",
     "WeightsCommit",
-    "WeightsLane",
     "WeightsLend",
     "WeightsLent",
     "WeightsLive",

@@ -9,11 +9,11 @@ from pydantic import Field
 from shared.schema.messages.message import Message, Part
 
 
-class WeightsLane(Part):
+class WeightChannelAddress(Part):
     """One stream of buckets, from one of the trainer's ranks to every replica of a push.
 
     ``kind``: ``group``, a process group over ``backend`` (gloo or nccl) in which the source is rank 0; ``memory``, buffers that both sides
-    map (`colocate`). ``address``, ``port``: of the source's TCP store, where manifests and buffers are announced; ``name``: the lane's, new
+    map (`colocate`). ``address``, ``port``: of the source's TCP store, which has manifests and buffers; ``name``: the channel's, new
     whenever it is made. ``world_size``: the source and all engines' ranks.
     """
 
@@ -35,7 +35,7 @@ class WeightsOffer(Message):
 
 
 class WeightsReady(Message):
-    """Replica's answer: it holds ``version`` now (-1: none yet) and can take part; to a `WeightsPrepare`: its engine joins the lanes.
+    """Replica's answer: it holds ``version`` now (-1: none yet) and can take part; to a `WeightsPrepare`: its engine joins the channels.
 
     ``digest``: of the version that it holds, as its engine knows it; empty where it does not know every tensor's.
     """
@@ -46,27 +46,27 @@ class WeightsReady(Message):
 
 
 class WeightsPrepare(Message):
-    """Trainer names the lanes that will carry ``version``, and the replica's ``rank`` in all of them: that of its engine's first process.
+    """Trainer names the channels that will carry ``version``, and the replica's ``rank`` in all of them, of its engine's first process.
 
     The engine joins in the background and goes on generating. Subject ``<run>.rollout.<replica>.weights.prepare``.
     """
 
     version: int
-    lanes: list[WeightsLane] = Field(min_length=1)
+    channels: list[WeightChannelAddress] = Field(min_length=1)
     rank: int = Field(ge=1)
     deadline: float = Field(gt=0)
 
 
 class WeightsReceive(Message):
-    """Replica stops generating and takes every bucket of ``version`` from the lanes that it has joined.
+    """Replica stops generating and takes every bucket of ``version`` from the channels that it has joined.
 
-    ``push``: number of this push in the trainer's life; the lanes' stores have its manifests under it. ``check``: compare with what the
+    ``push``: number of this push in the trainer's life; the channels' stores have its manifests under it. ``check``: compare with what the
     engine holds instead of loading. Subject ``<run>.rollout.<replica>.weights.receive``.
     """
 
     version: int
     push: int
-    lanes: list[str] = Field(min_length=1)
+    channels: list[str] = Field(min_length=1)
     check: bool = False
     deadline: float = Field(gt=0)
 
@@ -149,7 +149,7 @@ class WeightsLent(Message):
     replica: str
     version: int
     digest: str
-    lanes: list[WeightsLane] = Field(min_length=1)
+    channels: list[WeightChannelAddress] = Field(min_length=1)
 
 
 class WeightsSleep(Message):

@@ -1,4 +1,4 @@
-"""The trainer, as a replica sees it in a push: requests by its handlers, bytes by one lane."""
+"""The trainer, as a replica sees it in a push: requests by its handlers, bytes by one channel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Source:
 
     async def prepare(self) -> None:
         """Has the replica join, and joins if nobody else is to come."""
-        await self.weights._prepare(WeightsPrepare(version=self.version, lanes=[self.group.lane], rank=1, deadline=SECONDS))
+        await self.weights._prepare(WeightsPrepare(version=self.version, channels=[self.group.channel], rank=1, deadline=SECONDS))
         if self.group.world_size == 2:
             await asyncio.to_thread(self.group.meet)
 
@@ -52,7 +52,7 @@ class Source:
         deadline: float = SECONDS,
     ) -> WeightsReceived:
         """Has the replica take what is sent meanwhile. ``only``: these buckets are. ``then``: what the source does next."""
-        order = WeightsReceive(version=self.version, push=push, lanes=[self.group.name], check=check, deadline=deadline)
+        order = WeightsReceive(version=self.version, push=push, channels=[self.group.name], check=check, deadline=deadline)
         self.group.announce(push, self.manifest)
         sending = asyncio.create_task(asyncio.to_thread(self.group.send, self.manifest, self.tensors, only, then))
         try:

@@ -11,7 +11,7 @@ import torch
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
-from services.rollout.engine.receiver_channel import ReceiveReport
+from services.rollout.engine.receiver_client import ReceiveReport
 from services.trainer.actor import Actor
 from services.trainer.weights.sender import Sender, Sent
 from shared.transfer.digest import version_digest
@@ -35,8 +35,8 @@ async def test_adapters_alone_make_the_engine_compute_what_the_trainer_does(
     client: EngineClient, adapted: Actor, checkpoint: Checkpoints
 ) -> None:
     sender = Sender(adapted.model, "group", SECONDS, 8192)
-    lanes = await asyncio.to_thread(sender.open, 2, 1)
-    await client.join_lanes(lanes, 1, timeout=JOIN_SECONDS)
+    channels = await asyncio.to_thread(sender.open, 2, 1)
+    await client.join_channels(channels, 1, timeout=JOIN_SECONDS)
     await asyncio.to_thread(sender.join, JOIN_SECONDS)
 
     def send(number: int) -> Sent:
@@ -46,7 +46,7 @@ async def test_adapters_alone_make_the_engine_compute_what_the_trainer_does(
         """Returns what the engine says, once it is what the trainer has sent."""
         await client.pause("in_place")
         await client.begin_weight_update()
-        names = [lane.name for lane in lanes]
+        names = [channel.name for channel in channels]
         received, sent = await asyncio.gather(
             client.receive(version, number, names, check=check, deadline=SECONDS), asyncio.to_thread(send, number)
         )
@@ -75,5 +75,5 @@ async def test_adapters_alone_make_the_engine_compute_what_the_trainer_does(
         differing = (await push(7, 2, check=True)).differences
         assert set(differing) == {name for name in rank_steps.exported(adapted) if "_proj." in name}
     finally:
-        await client.leave_lanes()
+        await client.leave_channels()
         sender.close()

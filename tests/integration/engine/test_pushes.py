@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from services.rollout import weight_receiver as protocol
-from services.rollout.engine.receiver_channel import ReceiverError
+from services.rollout.engine.receiver_client import ReceiverError
 from services.rollout.replica import NO_WEIGHTS
 from services.rollout.weight_receiver import PushRefused
 from shared.schema.messages import WeightsOffer, WeightsReady, WeightsReceive
@@ -30,7 +30,7 @@ async def draws(desk: Bench, version: int) -> None:
 
 
 async def test_from_offer_to_commit(new_bench: NewBench, checkpoint: Checkpoints) -> None:
-    """And once more over the same lane, with a check of what was loaded before it is served."""
+    """And once more over the same channel, with a check of what was loaded before it is served."""
     desk = await new_bench()
     source = Source(desk, checkpoint(1).model, 1)
     await source.prepare()
@@ -54,7 +54,7 @@ async def test_from_offer_to_commit(new_bench: NewBench, checkpoint: Checkpoints
 
 
 async def test_a_version_with_another_digest_is_not_served(new_bench: NewBench, checkpoint: Checkpoints) -> None:
-    """And a fenced replica takes the next push, in lanes of its own."""
+    """And a fenced replica takes the next push, in channels of its own."""
     desk = await new_bench()
     source = Source(desk, checkpoint(1).model, 1)
     await source.prepare()
@@ -76,7 +76,7 @@ async def test_a_version_with_another_digest_is_not_served(new_bench: NewBench, 
 
 
 async def test_a_push_that_is_aborted_before_anything_has_come(new_bench: NewBench, checkpoint: Checkpoints) -> None:
-    """The lanes are never all joined: nothing has changed, and the replica goes on. An abort of another push does nothing."""
+    """The channels are never all joined: nothing has changed, and the replica goes on. An abort of another push does nothing."""
     desk = await new_bench()
     source = Source(desk, checkpoint(1).model, 1, world_size=3)
     await source.prepare()
@@ -97,7 +97,7 @@ async def test_a_source_that_dies_between_buckets(new_bench: NewBench, checkpoin
     desk = await new_bench()
     source = Source(desk, checkpoint(1).model, 1)
     await source.prepare()
-    with pytest.raises(ReceiverError, match=f"the source of lane {source.group.name}"):
+    with pytest.raises(ReceiverError, match=f"the source of channel {source.group.name}"):
         await source.receive(only=slice(2), then=lambda group: group.leave())
     assert not desk.replica.serving and desk.service.state == "fenced"
     again = Source(desk, checkpoint(1).model, 1)
@@ -130,7 +130,7 @@ async def test_pushes_that_do_not_fit(new_bench: NewBench, checkpoint: Checkpoin
         await source.prepare()
     with pytest.raises(PushRefused, match="version 4 was sent, this replica serves 5"):
         await source.receive(only=slice(0))
-    with pytest.raises(PushRefused, match=r"version 6 comes over lanes \['unheard-of'\]; the engine is in none"):
-        await source.weights._receive(WeightsReceive(version=6, push=1, lanes=["unheard-of"], deadline=SECONDS))
+    with pytest.raises(PushRefused, match=r"version 6 comes over channels \['unheard-of'\]; the engine is in none"):
+        await source.weights._receive(WeightsReceive(version=6, push=1, channels=["unheard-of"], deadline=SECONDS))
     assert desk.replica.serving and desk.replica.version == 5
     source.leave()

@@ -22,7 +22,7 @@ from services.trainer.actor import Actor
 from services.trainer.megatron.export import copy_beside_weights
 from services.trainer.weights.sender import LaneKind, Sender
 from services.trainer.weights.snapshot_writer import on_host
-from shared.schema.messages import Sampling, WeightsLane
+from shared.schema.messages import Sampling, WeightChannelAddress
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.snapshot import SnapshotLink
 from shared.transfer.snapshot_chain import Snapshots
@@ -100,15 +100,15 @@ async def test_log_probs_are_the_trainers(
 ) -> None:
     async with connected(await asyncio.to_thread(engines, kind)) as client:
         trainer = asyncio.create_task(asyncio.to_thread(ranks.run, trained, checkpoints(kind), layout, carried_by, tmp_path))
-        lanes = [WeightsLane.model_validate(lane) for lane in await said(tmp_path, "lanes", trainer)]
+        lanes = [WeightChannelAddress.model_validate(lane) for lane in await said(tmp_path, "channels", trainer)]
         assert [lane.kind for lane in lanes] == [carried_by] * layout.get("pipeline_model_parallel_size", 1)
-        await client.join_lanes(lanes, 1)
+        await client.join_channels(lanes, 1)
         for push in range(PUSHES):  # by load_weights, and as it learned from that
             await client.begin_weight_update()
             got = await client.receive(push, push, [lane.name for lane in lanes])
             await client.end_weight_update()
             await client.set_weight_version(push)
-        await client.leave_lanes()
+        await client.leave_channels()
         pushed = await draw(client, tmp_path, "pushed")
 
         digest = await said(tmp_path, "written", trainer)
@@ -150,8 +150,8 @@ async def draw(client: EngineClient, place: Path, what: str) -> list[Generation]
 async def borrowed(joiner: EngineClient, lender: EngineClient) -> str:
     """The digest of what the joiner has taken from the lender."""
     order = {"verb": "lend", "version": DELTA, "name": "lend-0-1-1", "address": "127.0.0.1", "seconds": SECONDS}
-    lanes = [answer["lane"] for answer in await lender.channel.ask(order, SECONDS)]
-    (answer,) = await joiner.load_by({"verb": "borrow", "version": DELTA, "lanes": lanes}, deadline=SECONDS)
+    lanes = [answer["channel"] for answer in await lender.receivers.ask(order, SECONDS)]
+    (answer,) = await joiner.load_by({"verb": "borrow", "version": DELTA, "channels": lanes}, deadline=SECONDS)
     await joiner.set_weight_version(DELTA)
     return str(answer["digest"])
 
@@ -187,7 +187,7 @@ def pushed_digest(actor: Actor, carried_by: LaneKind, place: Path) -> str:
     sender = Sender(actor.model, carried_by, SECONDS, bucket_bytes=BUCKET_BYTES)
     lanes = sender.open(0, engine_ranks=1)
     if dist.get_rank() == 0:
-        say(place, "lanes", [lane.model_dump() for lane in lanes])
+        say(place, "channels", [lane.model_dump() for lane in lanes])
     sender.join(SECONDS)
     known: dict[str, TensorDigest] = {}
     for push in range(PUSHES):

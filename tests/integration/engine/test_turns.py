@@ -108,7 +108,7 @@ async def test_each_word_of_the_trainer_counts_from_when_it_was_said(desk: Bench
 
 async def test_weights_that_went_with_the_memory_come_back_by_a_push_only(desk: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is told to release its memory as on a GPU; on a CPU it keeps it, so that only the protocol is seen here."""
-    turns = desk.replica.turns
+    turns = desk.replica.start_gate
     assert isinstance(turns, ColocatedEngine)
     monkeypatch.setattr(turns, "_releases", True)
     monkeypatch.setattr(turns, "_loses", True)

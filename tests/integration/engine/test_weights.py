@@ -14,7 +14,7 @@ from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_errors import EngineError, InvalidRequest
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import GenerationRequest, Span
-from services.rollout.engine.receiver_channel import ReceiverError
+from services.rollout.engine.receiver_client import ReceiverError
 from shared.transfer import digest
 from tests.integration.engine.conftest import Checkpoints, fresh_client, running_engine
 from tests.integration.engine.load import LONG, SAMPLING, generating, prompts, requests
@@ -27,13 +27,13 @@ NUMBERS = itertools.count()
 
 
 def name() -> str:
-    """A lane's, that nobody has had."""
-    return f"lane-{next(NUMBERS)}"
+    """A channel's, that nobody has had."""
+    return f"channel-{next(NUMBERS)}"
 
 
 @pytest.fixture
 async def pusher(client: EngineClient) -> AsyncIterator[Pusher]:
-    """This process and the engine, in one lane."""
+    """This process and the engine, in one channel."""
     async with Pusher.over(client, names=[name()]) as pusher:
         yield pusher
 
@@ -100,11 +100,11 @@ async def test_two_pushes_into_one_sample(client: EngineClient, pusher: Pusher, 
 
 
 async def test_half_loaded_weights_draw_for_nobody(client: EngineClient, checkpoint: Checkpoints) -> None:
-    """A source that dies between two buckets: the engine says so at once, has some of them, and takes the whole over other lanes."""
+    """A source that dies between two buckets: the engine says so at once, has some of them, and takes the whole over other channels."""
     everything = parameters(checkpoint(1).model)
     async with Pusher.over(client, names=[name()]) as pusher, generating(client, 2) as running:
         await client.pause("in_place")
-        with pytest.raises(ReceiverError, match=r"rank 0: .*lane-\d+ at 127.0.0.1:\d+") as broken:
+        with pytest.raises(ReceiverError, match=r"rank 0: .*channel-\d+ at 127.0.0.1:\d+") as broken:
             await pusher.send(everything, 1, only=slice(2), then=WeightsGroup.leave)
         assert broken.value.touched
         assert (await client.weights_state()).digest == ""
@@ -122,11 +122,11 @@ async def test_half_loaded_weights_draw_for_nobody(client: EngineClient, checkpo
 async def test_a_source_that_falls_silent(client: EngineClient, checkpoint: Checkpoints, sent: int) -> None:
     """It lives, but sends no more: the engine gives up at the deadline and goes on, with what it had if nothing had come yet."""
     async with Pusher.over(client, names=[name()]) as pusher:
-        with pytest.raises(ReceiverError, match=rf"rank 0: bucket {sent} of push 1 did not come from the source of lane") as silent:
+        with pytest.raises(ReceiverError, match=rf"rank 0: bucket {sent} of push 1 did not come from the source of channel") as silent:
             await pusher.send(parameters(checkpoint(1).model), 1, only=slice(sent), deadline=2)
         assert silent.value.touched == bool(sent)
         await client.health()
-        assert (await client.weights_state()).lanes == frozenset()  # what is still on its way there belongs to nobody
+        assert (await client.weights_state()).channels == frozenset()  # what is still on its way there belongs to nobody
     if not sent:
         await serves(client, checkpoint, 0, 0)
 
@@ -146,12 +146,12 @@ async def test_a_push_that_is_called_off(client: EngineClient, pusher: Pusher, c
 
 
 async def test_lanes_that_others_never_join(client: EngineClient, checkpoint: Checkpoints) -> None:
-    """The engine generates meanwhile, says who is missing, and is free for other lanes."""
+    """The engine generates meanwhile, says who is missing, and is free for other channels."""
     lonely = WeightsGroup(name(), 3)
-    await client.join_lanes([lonely.lane], 1, timeout=JOIN_SECONDS)
+    await client.join_channels([lonely.channel], 1, timeout=JOIN_SECONDS)
     await serves(client, checkpoint, 0, 0)
     await client.begin_weight_update()
-    with pytest.raises(ReceiverError, match="did not come from the other engines of lane"):
+    with pytest.raises(ReceiverError, match="did not come from the other engines of channel"):
         await client.receive(1, 1, [lonely.name], deadline=1)
     await client.end_weight_update()
     async with Pusher.over(client, names=[name()]) as pusher:
@@ -204,28 +204,30 @@ def engine_of_two(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.extra
 async def test_an_engine_of_two_ranks(engine_of_two: EngineProcess, checkpoint: Checkpoints) -> None:
     """Each receives the whole and keeps its part."""
-    lane = WeightsGroup(name(), 3)
+    channel = WeightsGroup(name(), 3)
     async with fresh_client(engine_of_two, checkpoint(0)) as client:
         assert client.capabilities.ranks == 2
-        await client.join_lanes([lane.lane], 1, timeout=JOIN_SECONDS)
-        await asyncio.to_thread(lane.meet)
-        pusher = Pusher([client], [lane])
+        await client.join_channels([channel.channel], 1, timeout=JOIN_SECONDS)
+        await asyncio.to_thread(channel.meet)
+        pusher = Pusher([client], [channel])
         for version in (1, 2):
             (taken,) = await pusher.push(checkpoint(version).model, version)
             assert taken.digest == pusher.digest
         (checked,) = await pusher.send(pusher.sent, 2, check=True)
         assert checked.differences == {}
         await serves(client, checkpoint, 2, 2)
-        await client.leave_lanes()
-    lane.leave()
+        await client.leave_channels()
+    channel.leave()
 
 
 async def test_orders_that_cannot_be_carried_out(engine: EngineProcess, client: EngineClient, pusher: Pusher) -> None:
     """Each is refused with its reason, and nothing has happened."""
     await client.begin_weight_update()
-    with pytest.raises(ReceiverError, match=r"'nobody'.* has joined \['lane-\d+'\]"):
+    with pytest.raises(ReceiverError, match=r"'nobody'.* has joined \['channel-\d+'\]"):
         await client.receive(1, 1, ["nobody"], deadline=30)
-    await client.join_lanes([pusher.lanes[0].lane.model_copy(update={"name": "other", "backend": "carrier pigeon"})], 1, timeout=30)
+    await client.join_channels(
+        [pusher.channels[0].channel.model_copy(update={"name": "other", "backend": "carrier pigeon"})], 1, timeout=30
+    )
     with pytest.raises(ReceiverError, match="backend 'carrier pigeon', not 'gloo' or 'nccl'") as refused:
         await client.receive(1, 1, ["other"], deadline=30)
     assert not refused.value.touched
@@ -237,7 +239,7 @@ async def test_orders_that_cannot_be_carried_out(engine: EngineProcess, client: 
     await client.health()
     async with await EngineClient.connect(engine.url) as stranger:
         with pytest.raises(InvalidRequest, match="open_receiver comes first"):
-            await stranger.join_lanes([pusher.lanes[0].lane], 1)
+            await stranger.join_channels([pusher.channels[0].channel], 1)
 
 
 async def test_what_was_loaded_by_other_means(client: EngineClient, pusher: Pusher, checkpoint: Checkpoints) -> None:

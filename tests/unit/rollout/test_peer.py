@@ -56,7 +56,7 @@ def lent(lender: Receiver, version: int = 3, seconds: float = SECONDS) -> dict[s
 
 
 def borrow(borrower: Receiver, lane: dict[str, Any], version: int = 3, seconds: float = SECONDS) -> dict[str, Any]:
-    return peer_transfer.borrow(borrower, {"lanes": [lane], "version": version}, ReceiveDeadline(seconds))
+    return peer_transfer.borrow(borrower, {"channels": [lane], "version": version}, ReceiveDeadline(seconds))
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_borrower_holds_what_the_lender_holds(lender: Receiver, monkeypatch: p
     monkeypatch.setattr(peer_transfer, "BUCKET_BYTES", 300)  # several buckets, more than there are buffers
     borrower = receiver(2)
     offer = lent(lender)
-    answer = borrow(borrower, offer["lane"])
+    answer = borrow(borrower, offer["channel"])
     assert answer["digest"] == offer["digest"] == lender.digest == borrower.digest
     assert (borrower.version, borrower.known) == (3, KNOWN)
     got, had = peer_transfer.held(borrower.model), peer_transfer.held(lender.model)
@@ -88,7 +88,7 @@ def test_two_borrowers_at_once(lender: Receiver) -> None:
     with pytest.raises(BadMessage, match="lends to 2 others already"):
         lent(lender)
     with ThreadPoolExecutor(2) as pool:
-        for answer in pool.map(lambda pair: borrow(pair[0], pair[1]["lane"]), zip(borrowers, offers, strict=True)):
+        for answer in pool.map(lambda pair: borrow(pair[0], pair[1]["channel"]), zip(borrowers, offers, strict=True)):
             assert answer["digest"] == lender.digest
 
 
@@ -104,7 +104,7 @@ def test_a_push_breaks_a_loan_off(lender: Receiver) -> None:
     offer, borrower = lent(lender), receiver(2, version=1)
     lender.disturb("a push of version 4 begins")
     with pytest.raises(ReceiveError, match="a push of version 4 begins") as raised:
-        borrow(borrower, offer["lane"])
+        borrow(borrower, offer["channel"])
     assert not raised.value.touched and borrower.version == 1
     assert not lender.before_change  # the loan has let go of it
 
@@ -122,7 +122,7 @@ def test_a_push_in_the_middle_of_a_loan(lender: Receiver, monkeypatch: pytest.Mo
     monkeypatch.setattr(peer_transfer._LendersEnd, "give", disturbed)
     borrower = receiver(2, version=1)
     with pytest.raises(ReceiveError, match=r"a push of version 4 begins") as raised:
-        borrow(borrower, lent(lender)["lane"])
+        borrow(borrower, lent(lender)["channel"])
     assert borrower.version == (-1 if raised.value.touched else 1)
     assert bool(borrower.digest) != raised.value.touched  # of neither version
 
@@ -130,13 +130,13 @@ def test_a_push_in_the_middle_of_a_loan(lender: Receiver, monkeypatch: pytest.Mo
 def test_engines_that_are_not_alike(lender: Receiver) -> None:
     borrower = receiver(2, version=1, width=6)
     with pytest.raises(ReceiveError, match=r"embed.weight is .*\(7, 6\).* in this engine, .*\(7, 5\)") as raised:
-        borrow(borrower, lent(lender)["lane"])
+        borrow(borrower, lent(lender)["channel"])
     assert not raised.value.touched and borrower.version == 1
 
 
 def test_a_lender_that_never_was() -> None:
     lane = {"kind": "group", "name": "x", "address": "127.0.0.1", "port": 9, "backend": "gloo", "world_size": 2}
-    with pytest.raises(ReceiveError, match="lane x"):
+    with pytest.raises(ReceiveError, match="channel x"):
         borrow(receiver(2), lane, seconds=1.0)
 
 
@@ -150,13 +150,13 @@ def test_bytes_that_changed_on_their_way(lender: Receiver, monkeypatch: pytest.M
     monkeypatch.setattr(peer_transfer._LendersEnd, "give", altered)
     borrower = receiver(2)
     with pytest.raises(ReceiveError, match="1 tensors did not arrive as they were sent, strided among them"):
-        borrow(borrower, lent(lender)["lane"])
+        borrow(borrower, lent(lender)["channel"])
     assert borrower.digest == ""
 
 
 DYING = """
 import json, os, signal, sys, time
-from services.rollout.engine.receiver import peer
+from services.rollout.engine.receiver import peer_transfer as peer
 from tests.unit.rollout import test_peer as t
 peer.BUCKET_BYTES, give, given = 300, peer._LendersEnd.give, []
 def last_words(wire, flat, watch):
@@ -165,7 +165,7 @@ def last_words(wire, flat, watch):
     given.append(flat)
     return give(wire, flat, watch)
 peer._LendersEnd.give = last_words
-print(json.dumps(t.lent(t.receiver(1, version=3))["lane"]), flush=True)
+print(json.dumps(t.lent(t.receiver(1, version=3))["channel"]), flush=True)
 time.sleep(t.SECONDS)
 """
 

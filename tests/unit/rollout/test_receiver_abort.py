@@ -8,16 +8,16 @@ import torch
 from services.rollout.engine.receiver.channel_receiver import ReceiveDeadline
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver
 from shared.runtime.embedded_servers import free_port
-from shared.schema.messages import WeightsLane
+from shared.schema.messages import WeightChannelAddress
 
 
 def test_an_order_whose_lanes_were_called_off_says_so() -> None:
     receiver = Receiver(torch.nn.Linear(1, 1), 0, "cpu")
-    lane = WeightsLane(kind="group", name="lane", address="127.0.0.1", port=free_port(), backend="gloo", world_size=3)
-    receiver.join([lane], 1, 30.0)
+    channel = WeightChannelAddress(kind="group", name="channel", address="127.0.0.1", port=free_port(), backend="gloo", world_size=3)
+    receiver.join([channel], 1, 30.0)
     receiver.abort()
     with pytest.raises(ReceiveError, match="was called off") as off:
-        receiver.receive(1, 1, ["lane"], ReceiveDeadline(30.0))
+        receiver.receive(1, 1, ["channel"], ReceiveDeadline(30.0))
     assert not off.value.touched
     with pytest.raises(ReceiveError, match="has joined none"):
         receiver.receive(1, 1, ["another"], ReceiveDeadline(30.0))

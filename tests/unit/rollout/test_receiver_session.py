@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.rollout.engine.receiver.command_session import Session, socket_path
-from services.rollout.engine.receiver_channel import ReceiverChannel, ReceiverError
+from services.rollout.engine.receiver.command_session import CommandSession, socket_path
+from services.rollout.engine.receiver_client import ReceiverClient, ReceiverError
 from shared.runtime.errors import DeadlineExceeded
 from shared.transfer import digest
 from tests.support.weights_group import WeightsGroup, known_of, manifest_of
@@ -47,8 +47,8 @@ class Ranks:
 
     def __init__(self, directory: Path, threads: list[threading.Thread]) -> None:
         self.models = [Model(rank) for rank in range(RANKS)]
-        self.sessions = [Session(directory, rank) for rank in range(RANKS)]
-        self.channel = ReceiverChannel(directory, RANKS)
+        self.sessions = [CommandSession(directory, rank) for rank in range(RANKS)]
+        self.receivers = ReceiverClient(directory, RANKS)
         self.threads = [
             threading.Thread(target=session.serve, args=(model,), daemon=True)
             for session, model in zip(self.sessions, self.models, strict=True)
@@ -57,15 +57,15 @@ class Ranks:
             thread.start()
 
     async def wake(self) -> None:
-        """Nothing: `Session.serve` looks by itself."""
+        """Nothing: `CommandSession.serve` looks by itself."""
 
     async def receive(self, group: WeightsGroup, push: int = 1, seconds: float = SECONDS, **changes: Any) -> list[dict[str, Any]]:
-        order = {"verb": "receive", "version": push, "push": push, "lanes": [group.name], **changes}
-        return await self.channel.have_done(order, seconds, self.wake)
+        order = {"verb": "receive", "version": push, "push": push, "channels": [group.name], **changes}
+        return await self.receivers.have_done(order, seconds, self.wake)
 
     async def join(self, group: WeightsGroup) -> None:
-        lane = group.lane.model_dump(mode="json")
-        await self.channel.ask({"verb": "join", "lanes": [lane], "rank": 1, "timeout": SECONDS}, SECONDS)
+        channel = group.channel.model_dump(mode="json")
+        await self.receivers.ask({"verb": "join", "channels": [channel], "rank": 1, "timeout": SECONDS}, SECONDS)
         await asyncio.to_thread(group.meet)
 
 
@@ -78,7 +78,7 @@ def directory() -> Iterator[Path]:
 @pytest.fixture
 def ranks(directory: Path) -> Iterator[Ranks]:
     made = Ranks(directory, [])
-    asyncio.run(made.channel.wait_open(SECONDS))
+    asyncio.run(made.receivers.wait_open(SECONDS))
     yield made
     for session in made.sessions:
         session.stopping.set()
@@ -114,8 +114,8 @@ async def test_each_rank_takes_its_part(ranks: Ranks) -> None:
         for rank, model in enumerate(ranks.models):
             assert torch.equal(model.matrix, given["matrix"][3 * rank : 3 * rank + 3]) and torch.equal(model.vector, given["vector"])
             assert model.loads == 2  # once a bucket
-    states = await ranks.channel.ask({"verb": "state"}, SECONDS)
-    assert [(state["version"], state["digest"], state["lanes"]) for state in states] == [(3, wanted, ["tp"])] * RANKS
+    states = await ranks.receivers.ask({"verb": "state"}, SECONDS)
+    assert [(state["version"], state["digest"], state["channels"]) for state in states] == [(3, wanted, ["tp"])] * RANKS
     group.leave()
 
 
@@ -133,8 +133,8 @@ async def test_a_rank_that_fails_ends_the_others(ranks: Ranks) -> None:
         await ranks.receive(group, seconds=600)
     assert failed.value.touched
     sending.join(SECONDS)
-    states = await ranks.channel.ask({"verb": "state"}, SECONDS)
-    assert [(state["version"], state["digest"], state["lanes"]) for state in states] == [(-1, "", [])] * RANKS
+    states = await ranks.receivers.ask({"verb": "state"}, SECONDS)
+    assert [(state["version"], state["digest"], state["channels"]) for state in states] == [(-1, "", [])] * RANKS
     group.leave()
 
 
@@ -150,18 +150,18 @@ async def test_a_push_that_its_source_gives_up(ranks: Ranks) -> None:
 
 async def test_orders_that_nobody_does(directory: Path) -> None:
     """A session whose model's thread is never asked: an order waits, and is gone when it is called off."""
-    session = Session(directory, 0)
+    session = CommandSession(directory, 0)
     session.open()
-    channel = ReceiverChannel(directory, 1)
-    order = {"verb": "receive", "version": 1, "push": 1, "lanes": []}
+    receivers = ReceiverClient(directory, 1)
+    order = {"verb": "receive", "version": 1, "push": 1, "channels": []}
     woken = asyncio.Event()
 
     async def wake() -> None:
         woken.set()
 
-    asking = asyncio.create_task(channel.have_done(order, SECONDS, wake))
+    asking = asyncio.create_task(receivers.have_done(order, SECONDS, wake))
     await asyncio.wait_for(woken.wait(), SECONDS)
-    await channel.abort()
+    await receivers.abort()
     with pytest.raises(ReceiverError, match="rank 0: called off before it began") as off:
         await asking
     assert not off.value.touched
@@ -170,28 +170,28 @@ async def test_orders_that_nobody_does(directory: Path) -> None:
         raise ReceiverError("the endpoint", "the engine is dead", touched=False)
 
     with pytest.raises(ReceiverError, match="the engine is dead") as dead:
-        await channel.have_done(order, SECONDS, fail)
+        await receivers.have_done(order, SECONDS, fail)
     assert not dead.value.touched
     session.close()
 
 
 async def test_what_is_no_order(ranks: Ranks, directory: Path) -> None:
     with pytest.raises(ReceiverError, match="order 'dance': not one of abort, adopt, .*join, leave, "):
-        await ranks.channel.ask({"verb": "dance"}, SECONDS)
+        await ranks.receivers.ask({"verb": "dance"}, SECONDS)
     with pytest.raises(ReceiverError, match=r"rank \d: KeyError: 'tensors'"):
-        await ranks.channel.ask({"verb": "adopt"}, SECONDS)
-    with pytest.raises(ReceiverError, match=r"rank \d: lanes .* are to be received from; this engine has joined none"):
-        await ranks.channel.have_done({"verb": "receive", "version": 1, "push": 1, "lanes": ["x"]}, SECONDS, ranks.wake)
+        await ranks.receivers.ask({"verb": "adopt"}, SECONDS)
+    with pytest.raises(ReceiverError, match=r"rank \d: channels .* are to be received from; this engine has joined none"):
+        await ranks.receivers.have_done({"verb": "receive", "version": 1, "push": 1, "channels": ["x"]}, SECONDS, ranks.wake)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(str(socket_path(directory, 0)))
         stranger.sendall(b"\x80\x04]\x94.\n")
         answer = json.loads(stranger.makefile().readline())
     assert not answer["ok"] and not answer["touched"]
-    await ranks.channel.ask({"verb": "state"}, SECONDS)
+    await ranks.receivers.ask({"verb": "state"}, SECONDS)
 
 
 async def test_ranks_that_do_not_listen(ranks: Ranks, directory: Path) -> None:
     with pytest.raises(DeadlineExceeded, match=r"ranks \[2\] of the engine"):
-        await ReceiverChannel(directory, RANKS + 1).wait_open(0.2)
+        await ReceiverClient(directory, RANKS + 1).wait_open(0.2)
     with pytest.raises(ReceiverError, match="rank 2 cannot be reached"):
-        await ReceiverChannel(directory, RANKS + 1).ask({"verb": "state"}, SECONDS)
+        await ReceiverClient(directory, RANKS + 1).ask({"verb": "state"}, SECONDS)

@@ -2,7 +2,7 @@
 
 ===============  ==================================================================================================
 ``session``      the socket that orders come by, and the queue of those that need the scheduler's thread
-``receiver``     what it knows of its weights: joining lanes, receiving, checking
+``receiver``     what it knows of its weights: joining channels, receiving, checking
 ``wire``         what carries buckets here: the protocol of its kinds, how long they may be waited for
 ``group``        the wire over a process group (gloo, NCCL)
 ``plan``         how the bytes of a bucket get into the model's parameters: traced once, replayed from then on
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from services.rollout.engine.receiver.command_session import Session
+    from services.rollout.engine.receiver.command_session import CommandSession
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ SWITCH_SECONDS = 1e-4
 """How long the scheduler's thread keeps the interpreter from the receiver's. It spins while there is nothing to do; at Python's own 5 ms,
 which an order waits for several times, orders took 10 to 90 ms to get through on a GPU."""
 
-_session: Session | None = None
+_session: CommandSession | None = None
 
 
 def load(model: Any, tensors: Iterable[object]) -> None:
@@ -42,7 +42,7 @@ def load(model: Any, tensors: Iterable[object]) -> None:
     global _session
     try:
         if _session is None:
-            from services.rollout.engine.receiver.command_session import Session
+            from services.rollout.engine.receiver.command_session import CommandSession
             from services.rollout.engine.receiver.receiver import Receiver
             from services.rollout.engine.receiver.sglang import model_path, rank
             from shared.runtime import failures
@@ -51,7 +51,7 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             directory = os.environ[DIRECTORY_VARIABLE]
             own = rank()
             device = next(model.parameters()).device
-            _session = Session(Path(directory), own, Receiver(model, own, device, model_path()))
+            _session = CommandSession(Path(directory), own, Receiver(model, own, device, model_path()))
             _session.open()
             sys.setswitchinterval(SWITCH_SECONDS)
         else:

@@ -1,4 +1,4 @@
-"""What carries buckets into the engine: the protocol that every kind of lane's end keeps, and the rule by which it may be waited for.
+"""What carries buckets into the engine: the protocol that every kind of channel's end keeps, and the rule by which it may be waited for.
 
 Invariant: nothing here waits without looking, at least every `POLL_INTERVAL_S`, whether its deadline has passed or an abort has come. What
 cannot be called off (a store that is asked, a process group that is made) runs on a thread of its own, which is left behind.
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.schema.messages import WeightsLane
+from shared.schema.messages import WeightChannelAddress
 from shared.transfer.manifest import Manifest
 
 POLL_INTERVAL_S = 0.05
 """The longest sleep between two looks at an abort."""
 
 BUFFERS = 3
-"""Flat buffers of a lane: one is being loaded, two are on their way."""
+"""Flat buffers of a channel: one is being loaded, two are on their way."""
 
 EAGER_SECONDS = 0.003
 """For so long a wait on a GPU looks without sleeping: a bucket of 512 MB takes 1.4 ms, a sleep a tenth of that."""
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class ChannelBroken(MyxoError):
-    """A lane that carries nothing any more, and why."""
+    """A channel that carries nothing any more, and why."""
 
 
 class Aborted(MyxoError):
@@ -97,7 +97,7 @@ def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
 
 
 class BucketRing:
-    """The flat buffers of one lane, kept between pushes and from one life of the lane to the next: uint8, on the model's device."""
+    """The flat buffers of one channel, kept between pushes and from one life of the channel to the next: uint8, on the model's device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -120,7 +120,7 @@ class BucketRing:
 
 
 class ChannelReceiver(Protocol):
-    """The engine's end of a lane. One thread at a time calls it, but for `abort`; waits are bounded by their ``watch``.
+    """The engine's end of a channel. One thread at a time calls it, but for `abort`; waits are bounded by their ``watch``.
 
     On a GPU "the current stream" is the one on which buckets are loaded: what `take` gives may be read in its order, and what it has been
     told to do before `release` is what still reads the bucket. `take` returns once the bucket is there.
@@ -129,7 +129,7 @@ class ChannelReceiver(Protocol):
     name: str
 
     def join(self, watch: ReceiveDeadline) -> None:
-        """Meets the lane's other members; runs beside generation, on a thread of its own. Raises WireBroken, Aborted, DeadlineExceeded."""
+        """Meets the channel's other members; runs beside generation, on a thread of its own. Raises as `ReceiveDeadline.until`."""
         ...
 
     def missing(self) -> str:
@@ -137,7 +137,7 @@ class ChannelReceiver(Protocol):
         ...
 
     def manifest(self, push: int, watch: ReceiveDeadline) -> Manifest:
-        """What push number ``push`` brings over this lane; its buckets follow. Raises as `join`, and BadMessage."""
+        """What push number ``push`` brings over this channel; its buckets follow. Raises as `join`, and BadMessage."""
         ...
 
     def take(self, number: int, nbytes: int, watch: ReceiveDeadline) -> Tensor:
@@ -157,21 +157,21 @@ class ChannelReceiver(Protocol):
         ...
 
     def close(self) -> None:
-        """Leaves the lane. Returns soon."""
+        """Leaves the channel. Returns soon."""
         ...
 
 
-def _group(lane: WeightsLane, rank: int, ring: BucketRing, device: torch.device) -> ChannelReceiver:
+def _group(channel: WeightChannelAddress, rank: int, ring: BucketRing, device: torch.device) -> ChannelReceiver:
     from services.rollout.engine.receiver.group_receiver import GroupReceiver
 
-    return GroupReceiver(lane, rank, ring, device)
+    return GroupReceiver(channel, rank, ring, device)
 
 
-def _memory(lane: WeightsLane, rank: int, ring: BucketRing, device: torch.device) -> ChannelReceiver:
+def _memory(channel: WeightChannelAddress, rank: int, ring: BucketRing, device: torch.device) -> ChannelReceiver:
     from services.rollout.engine.receiver.memory_receiver import MemoryReceiver
 
-    return MemoryReceiver(lane, rank, device)
+    return MemoryReceiver(channel, rank, device)
 
 
-WIRES: dict[str, Callable[[WeightsLane, int, BucketRing, torch.device], ChannelReceiver]] = {"group": _group, "memory": _memory}
-"""By kind of lane. ``rank``: this process's in the lane. ``ring``: buffers for those that need their own."""
+WIRES: dict[str, Callable[[WeightChannelAddress, int, BucketRing, torch.device], ChannelReceiver]] = {"group": _group, "memory": _memory}
+"""By kind of channel. ``rank``: this process's in the channel. ``ring``: buffers for those that need their own."""

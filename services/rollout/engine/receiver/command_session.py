@@ -1,6 +1,6 @@
 """Orders to one rank's receiver: JSON lines over a Unix socket in a private directory, one connection each.
 
-An order that needs the model waits in a queue, says ``{"queued": true}``, and is done by whoever calls `Session.work`: the engine's
+An order that needs the model waits in a queue, says ``{"queued": true}``, and is done by whoever calls `CommandSession.work`: the engine's
 scheduler, when SGLang calls `load`. All others are done at once, on their connection's thread, whatever the scheduler is at. The answer
 is ``{"ok": true, …}`` or ``{"ok": false, "error": text, "touched": bool}``.
 """
@@ -24,7 +24,7 @@ from services.rollout.engine.receiver.channel_receiver import ReceiveDeadline
 from services.rollout.engine.receiver.receiver import Received, ReceiveError, Receiver, Verb
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.failures import SupervisedThread
-from shared.schema.messages import WeightsLane
+from shared.schema.messages import WeightChannelAddress
 from shared.transfer.digest import TensorDigest
 
 log = logging.getLogger(__name__)
@@ -48,16 +48,16 @@ def socket_path(directory: Path, rank: int) -> Path:
 
 
 def receive(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) -> dict[str, Any]:
-    """Takes a push: ``version``, ``push``, ``lanes``, ``check``."""
+    """Takes a push: ``version``, ``push``, ``channels``, ``check``."""
     check = bool(order.get("check", False))
-    got: Received = receiver.receive(int(order["version"]), int(order["push"]), list(order["lanes"]), watch, check=check)
+    got: Received = receiver.receive(int(order["version"]), int(order["push"]), list(order["channels"]), watch, check=check)
     return {"digest": got.digest, "bytes": got.bytes, "seconds": got.seconds, "differences": got.differences}
 
 
 def join(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) -> dict[str, Any]:
-    """Begins to join ``lanes``; ``rank``: of the engine's first process; ``timeout``: for all of it."""
-    lanes = [WeightsLane.model_validate(lane) for lane in order["lanes"]]
-    receiver.join(lanes, int(order["rank"]), float(order["timeout"]))
+    """Begins to join ``channels``; ``rank``: of the engine's first process; ``timeout``: for all of it."""
+    channels = [WeightChannelAddress.model_validate(channel) for channel in order["channels"]]
+    receiver.join(channels, int(order["rank"]), float(order["timeout"]))
     return {}
 
 
@@ -67,8 +67,8 @@ def leave(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) 
 
 
 def state(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) -> dict[str, Any]:
-    """What the engine holds: ``version`` and ``digest``, -1 and empty where that is not known, and the ``lanes`` that it is in."""
-    return {"version": receiver.version, "digest": receiver.digest, "lanes": receiver.lanes}
+    """What the engine holds: ``version`` and ``digest``, -1 and empty where that is not known, and the ``channels`` that it is in."""
+    return {"version": receiver.version, "digest": receiver.digest, "channels": receiver.channels}
 
 
 def adopt(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class _Order:
     done: threading.Event = field(default_factory=threading.Event)
 
 
-class Session:
+class CommandSession:
     """One rank's socket and queue.
 
     Args:
@@ -143,7 +143,7 @@ class Session:
         SupervisedThread(self._server.serve_forever, "receiver", (0.5,)).start()
 
     def close(self) -> None:
-        """Hears of no more orders, and leaves all lanes."""
+        """Hears of no more orders, and leaves all channels."""
         self.stopping.set()
         if self._server is not None:
             self._server.shutdown()
@@ -221,7 +221,7 @@ class Session:
             return _failed(error)
 
     def _abort(self) -> None:
-        """Ends what is under way or waits, and the joining of lanes."""
+        """Ends what is under way or waits, and the joining of channels."""
         with self._lock:
             held = list(self._held)
         for order in held:

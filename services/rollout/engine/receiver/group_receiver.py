@@ -1,4 +1,4 @@
-"""The engine's end of a lane over a process group, in which the source is rank 0. Its bytes come by broadcast, what they are by the store.
+"""The engine's end of a channel over a process group, in which the source is rank 0. Bytes come by broadcast, what they are by the store.
 
 Two broadcasts are on their way while a bucket is being loaded. NCCL's are issued on a stream of their own; each waits, on the GPU, until
 the buffer that it fills has been read. No broadcast is ever waited for in a way that could not end: neither backend can call one off.
@@ -29,7 +29,7 @@ from services.rollout.engine.receiver.channel_receiver import (
     run_in_thread,
 )
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
-from shared.schema.messages import WeightsLane
+from shared.schema.messages import WeightChannelAddress
 from shared.transfer.manifest import Manifest
 
 CONNECT_SECONDS = 5.0
@@ -54,9 +54,9 @@ NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONI
 class GroupReceiver:
     """See `ChannelReceiver`. ``rank``: this process's in the group."""
 
-    def __init__(self, lane: WeightsLane, rank: int, ring: BucketRing, device: torch.device) -> None:
-        self.name, self._lane, self._rank, self._ring, self._device = lane.name, lane, rank, ring, device
-        self._source = f"the source of lane {lane.name} at {lane.address}:{lane.port}"
+    def __init__(self, channel: WeightChannelAddress, rank: int, ring: BucketRing, device: torch.device) -> None:
+        self.name, self._channel, self._rank, self._ring, self._device = channel.name, channel, rank, ring, device
+        self._source = f"the source of channel {channel.name} at {channel.address}:{channel.port}"
         self._store: TCPStore | None = None
         self._group: Any = None
         self._asked: Future[str | None] | None = None
@@ -80,27 +80,27 @@ class GroupReceiver:
         own = PrefixStore(self.name, store)
         own.set(f"here/{self._rank}", "1")
         # whoever has begun to make the group cannot be called back: so nobody begins before all engines are there
-        others = [f"here/{rank}" for rank in range(1, self._lane.world_size)]
-        self._waiting_for = f"the other engines of lane {self.name}"
-        self._watched(watch, lambda: own.check(others), f"the joining of lane {self.name}")
+        others = [f"here/{rank}" for rank in range(1, self._channel.world_size)]
+        self._waiting_for = f"the other engines of channel {self.name}"
+        self._watched(watch, lambda: own.check(others), f"the joining of channel {self.name}")
         self._waiting_for = self._source
         made = run_in_thread(lambda: self._made(own, watch.left), f"join-{self.name}")
         made.add_done_callback(self._close_late)
         try:
-            watch.until(made.done, f"the joining of lane {self.name}", self._source)
+            watch.until(made.done, f"the joining of channel {self.name}", self._source)
         except MyxoError as error:
             self._broken = str(error)
             raise
         try:
             self._group = made.result()
         except (RuntimeError, ValueError) as error:
-            raise ChannelBroken(f"lane {self.name} was not joined: {error}") from error
+            raise ChannelBroken(f"channel {self.name} was not joined: {error}") from error
 
     def missing(self) -> str:
         return self._waiting_for
 
     def _connected(self, watch: ReceiveDeadline) -> TCPStore:
-        what, last = f"a connection for lane {self.name}", ""
+        what, last = f"a connection for channel {self.name}", ""
         while True:
             try:
                 watch.look(what, self._source)
@@ -116,12 +116,12 @@ class GroupReceiver:
             watch.until(_after(0.2), what, self._source)
 
     def _connection(self, limit: datetime.timedelta) -> TCPStore:
-        lane = self._lane
-        return TCPStore(lane.address, lane.port, lane.world_size, is_master=False, timeout=limit, wait_for_workers=False)
+        channel = self._channel
+        return TCPStore(channel.address, channel.port, channel.world_size, is_master=False, timeout=limit, wait_for_workers=False)
 
     def _made(self, own: PrefixStore, seconds: float) -> Any:
         """The group, once every member is in it. Blocks; raises RuntimeError."""
-        backend = self._lane.backend
+        backend = self._channel.backend
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend {backend!r}, not 'gloo' or 'nccl'")
         if (backend == "nccl") != (self._stream is not None):
@@ -129,7 +129,7 @@ class GroupReceiver:
         # the same keys as torch's own construction of a group beside the default one, which other members may use
         kind = "cuda" if backend == "nccl" else "cpu"
         store = PrefixStore(f"{kind}/", PrefixStore(f"{self.name}/", own))
-        size = self._lane.world_size
+        size = self._channel.world_size
         group: Any
         if backend == "gloo":
             group = dist.ProcessGroupGloo(store, self._rank, size, datetime.timedelta(seconds=max(1.0, seconds)))
@@ -166,11 +166,11 @@ class GroupReceiver:
         found = self._watched(watch, look, f"the manifest of push {push}")
         if found == b"=":
             if self._manifest is None:
-                raise BadMessage(f"lane {self.name} repeats a manifest that never came")
+                raise BadMessage(f"channel {self.name} repeats a manifest that never came")
         elif found[:1] == b"M":
             self._manifest = Manifest.decode(found[1:])
         else:
-            raise BadMessage(f"lane {self.name}: a manifest that begins with {found[:1]!r}")
+            raise BadMessage(f"channel {self.name}: a manifest that begins with {found[:1]!r}")
         buckets = self._manifest.buckets
         self._buffers = self._ring.buffers(max((bucket.nbytes for bucket in buckets), default=0), len(buckets))
         self._free = [None] * len(self._buffers)
@@ -211,7 +211,7 @@ class GroupReceiver:
         """Issues the broadcasts of the buckets before number ``end``, whose buffers have been released by then."""
         group = self._group
         if group is None or self._manifest is None:
-            raise ChannelBroken(self._broken or f"lane {self.name} was not joined")
+            raise ChannelBroken(self._broken or f"channel {self.name} was not joined")
         buckets = self._manifest.buckets
         while self._posted < min(end, len(buckets)):
             number = self._posted
@@ -281,13 +281,13 @@ class GroupReceiver:
 
     def _the_store(self) -> TCPStore:
         if self._store is None or self._broken is not None:
-            raise ChannelBroken(self._broken or f"lane {self.name} was not joined")
+            raise ChannelBroken(self._broken or f"channel {self.name} was not joined")
         return self._store
 
     # ---------------------------------------------------------------------------------------------------- the end
 
     def abort(self) -> None:
-        self._broken = self._broken or f"lane {self.name} was left"
+        self._broken = self._broken or f"channel {self.name} was left"
         group, self._group = self._group, None
         if group is not None:
             self._end(group)

@@ -25,7 +25,7 @@ from shared.transfer.manifest import Bucket
 aten = torch.ops.aten
 
 VIEWED_BUFFERS = 8
-"""Of so many flat buffers a plan keeps its views: a lane has three, what a lane leaves behind is dropped when it is left."""
+"""Of so many flat buffers a plan keeps its views: a channel has three, what a channel leaves behind is dropped when it is left."""
 
 
 def views(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,6 @@
-"""The engine's end of a lane over mapped memory: the trainer's flat buffers, opened once and read where they lie.
+"""The engine's end of a channel over mapped memory: the trainer's flat buffers, opened once and read where they lie.
 
-For engines on the trainer's own GPUs. The lane's store says where the buffers are and which bucket lies in one of them; a bucket that has
+For engines on the trainer's own GPUs. Its store says where the buffers are and which bucket lies in one of them; a bucket that has
 been loaded is reported there, and its buffer filled anew. What comes from the store is JSON.
 """
 
@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 
 from services.rollout.engine.receiver.channel_receiver import ChannelBroken, ReceiveDeadline, run_in_thread
 from shared.runtime.errors import BadMessage
-from shared.schema.messages import WeightsLane
+from shared.schema.messages import WeightChannelAddress
 from shared.transfer import mapped_files
 from shared.transfer.manifest import Manifest
 
@@ -30,11 +30,11 @@ class MemoryReceiver:
     """See `ChannelReceiver`.
 
     Args:
-        rank: this process's in the lane, from 1: one of the handles of each buffer is made for it. device: the model's.
+        rank: this process's in the channel, from 1: one of the handles of each buffer is made for it. device: the model's.
     """
 
-    def __init__(self, lane: WeightsLane, rank: int, device: torch.device) -> None:
-        self.name, self._lane, self._rank, self._device = lane.name, lane, rank, device
+    def __init__(self, channel: WeightChannelAddress, rank: int, device: torch.device) -> None:
+        self.name, self._channel, self._rank, self._device = channel.name, channel, rank, device
         self._store: TCPStore | None = None
         self._opened: dict[str, Tensor] = {}
         self._buffers: list[Tensor] = []
@@ -45,18 +45,18 @@ class MemoryReceiver:
         self._watch: ReceiveDeadline | None = None
 
     def join(self, watch: ReceiveDeadline) -> None:
-        self._watch, lane = watch, self._lane
+        self._watch, channel = watch, self._channel
         limit = datetime.timedelta(seconds=max(1.0, watch.left))
         connecting = run_in_thread(
-            lambda: TCPStore(lane.address, lane.port, lane.world_size, is_master=False, timeout=limit, wait_for_workers=False),
+            lambda: TCPStore(channel.address, channel.port, channel.world_size, is_master=False, timeout=limit, wait_for_workers=False),
             f"join-{self.name}",
         )
-        watch.until(connecting.done, f"the store of lane {self.name}", SOURCE)
+        watch.until(connecting.done, f"the store of channel {self.name}", SOURCE)
         try:
             self._store = connecting.result()
             self._store.add("joined", 1)
         except RuntimeError as error:
-            raise ChannelBroken(f"lane {self.name}: its store at {lane.address}:{lane.port} does not answer: {error}") from error
+            raise ChannelBroken(f"channel {self.name}: its store at {channel.address}:{channel.port} does not answer: {error}") from error
 
     def missing(self) -> str:
         return SOURCE if self._store is None else "nobody"
@@ -68,7 +68,7 @@ class MemoryReceiver:
         if encoded != b"=":
             self._manifest = Manifest.decode(encoded[1:])
         if self._manifest is None:
-            raise ChannelBroken(f"lane {self.name}: push {push} repeats a manifest that never came")
+            raise ChannelBroken(f"channel {self.name}: push {push} repeats a manifest that never came")
         self._open(self._awaited(f"buffers/{push}", watch))
         return self._manifest
 
@@ -77,7 +77,7 @@ class MemoryReceiver:
         self._until(f"full/{self._push}/{number}", f"bucket {number}", watch)
         buffer = self._buffers[number % len(self._buffers)]
         if buffer.numel() < nbytes:
-            raise ChannelBroken(f"lane {self.name}: bucket {number} of {nbytes} bytes does not lie in a buffer of {buffer.numel()}")
+            raise ChannelBroken(f"channel {self.name}: bucket {number} of {nbytes} bytes does not lie in a buffer of {buffer.numel()}")
         if buffer.device == self._device:
             return buffer[:nbytes]
         if self._copy is None or self._copy.numel() < buffer.numel():
@@ -127,7 +127,7 @@ class MemoryReceiver:
             raise self._gone(error) from error
 
     def _until(self, key: str, what: str, watch: ReceiveDeadline) -> None:
-        watch.until(lambda: self._has(key), f"{what} of lane {self.name}", SOURCE, self._look, eager=True)
+        watch.until(lambda: self._has(key), f"{what} of channel {self.name}", SOURCE, self._look, eager=True)
 
     def _has(self, key: str) -> bool:
         try:
@@ -140,15 +140,15 @@ class MemoryReceiver:
         self._tell_loaded()
         if self._has(f"aborted/{self._push}"):
             reason = self._joined().get(f"aborted/{self._push}").decode(errors="replace")
-            raise ChannelBroken(f"lane {self.name}: the trainer has called the push off: {reason}")
+            raise ChannelBroken(f"channel {self.name}: the trainer has called the push off: {reason}")
 
     def _joined(self) -> TCPStore:
         if self._store is None:
-            raise ChannelBroken(f"lane {self.name} was not joined, or was left")
+            raise ChannelBroken(f"channel {self.name} was not joined, or was left")
         return self._store
 
     def _gone(self, error: Exception) -> ChannelBroken:
-        return ChannelBroken(f"lane {self.name}: the trainer is gone: {error}")
+        return ChannelBroken(f"channel {self.name}: the trainer is gone: {error}")
 
     # --- the buffers
 
@@ -165,9 +165,9 @@ class MemoryReceiver:
                         opened[key] = self._opened[key] if key in self._opened else _opened(handle)
                 buffers.append(opened[key])
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise BadMessage(f"buffers of lane {self.name} that cannot be read: {type(error).__name__}: {error}") from error
+            raise BadMessage(f"buffers of channel {self.name} that cannot be read: {type(error).__name__}: {error}") from error
         except (OSError, RuntimeError) as error:
-            raise ChannelBroken(f"lane {self.name}: the trainer's buffers cannot be mapped, is it on another host? {error}") from error
+            raise ChannelBroken(f"channel {self.name}: the trainer's buffers cannot be mapped, is it on another host? {error}") from error
         self._opened, self._buffers = opened, buffers
 
 

@@ -28,7 +28,7 @@ from services.rollout.engine.receiver.channel_receiver import POLL_INTERVAL_S, B
 from services.rollout.engine.receiver.group_receiver import GroupReceiver
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver
 from shared.runtime.errors import BadMessage, MyxoError
-from shared.schema.messages import WeightsLane
+from shared.schema.messages import WeightChannelAddress
 from shared.transfer.bucket_hashing import Hasher
 from shared.transfer.digest import TensorDigest
 from shared.transfer.manifest import ITEM_BYTES, Bucket, Manifest, lay_out
@@ -60,7 +60,7 @@ def lend(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) -
         raise BadMessage(f"this engine lends to {LOANS} others already")
     loan = _Loan(receiver, str(order["name"]), str(order["address"]), float(order["seconds"]))
     threading.Thread(target=loan.run, name=loan.lane.name, daemon=True).start()
-    return {"digest": receiver.digest, "lane": loan.lane.model_dump()}
+    return {"digest": receiver.digest, "channel": loan.lane.model_dump()}
 
 
 def borrow(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def borrow(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline)
 
     Raises ReceiveError.
     """
-    lane = WeightsLane.model_validate(order["lanes"][receiver.rank])
+    lane = WeightChannelAddress.model_validate(order["channels"][receiver.rank])
     wire = _BorrowersEnd(lane, 1, BucketRing(receiver.device), receiver.device)
     try:
         wire.join(watch)
@@ -109,7 +109,7 @@ class _LendersEnd(GroupReceiver):
     def __init__(self, name: str, address: str, device: torch.device, watch: ReceiveDeadline) -> None:
         backend = "nccl" if device.type == "cuda" else "gloo"
         store = TCPStore(address, 0, 2, is_master=True, timeout=datetime.timedelta(seconds=watch.left), wait_for_workers=False)
-        lane = WeightsLane(kind="group", name=name, address=address, port=store.port, backend=backend, world_size=2)
+        lane = WeightChannelAddress(kind="group", name=name, address=address, port=store.port, backend=backend, world_size=2)
         super().__init__(lane, 0, BucketRing(device), device)
         self.lane = lane
         self._store = store

@@ -1,4 +1,4 @@
-"""What a process of the engine does with weights: it joins lanes, receives pushes, compares, and knows what it holds.
+"""What a process of the engine does with weights: it joins channels, receives pushes, compares, and knows what it holds.
 
 Invariant: `Receiver.digest` is that of exactly the tensors which the model holds, or empty. What a failed push may have changed is
 forgotten; a push of a part keeps what is known of the rest.
@@ -23,7 +23,7 @@ from torch import Tensor
 from services.rollout.engine.receiver import load_plan
 from services.rollout.engine.receiver.channel_receiver import WIRES, Aborted, BucketRing, ChannelReceiver, ReceiveDeadline, run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
-from shared.schema.messages import WeightsLane
+from shared.schema.messages import WeightChannelAddress
 from shared.transfer import digest
 from shared.transfer.digest import TensorDigest
 from shared.transfer.manifest import Bucket, Manifest, lay_out
@@ -31,7 +31,7 @@ from shared.transfer.manifest import Bucket, Manifest, lay_out
 log = logging.getLogger(__name__)
 
 KEPT_LAYOUTS = 16
-"""Manifests whose plans are kept: a lane's of a whole push, and of a part."""
+"""Manifests whose plans are kept: a channel's of a whole push, and of a part."""
 
 
 class ReceiveError(MyxoError):
@@ -79,8 +79,8 @@ class Receiver:
         self.version = -1
         self.before_change: set[Callable[[str], None]] = set()  # of those who read parameters meanwhile: told why they must stop
         self._digest: str | None = ""
-        self._lanes: _Lanes | None = None
-        self._called_off: frozenset[str] = frozenset()  # lanes that an abort has left while they were being joined
+        self._channels: _Channels | None = None
+        self._called_off: frozenset[str] = frozenset()  # channels that an abort has left while they were being joined
         self._rings: list[BucketRing] = []
         self._layouts: dict[str, list[Layout]] = {}  # by manifest
         self._parameters: list[int] = []
@@ -110,37 +110,37 @@ class Receiver:
         for stop in list(self.before_change):
             stop(reason)
 
-    # ---------------------------------------------------------------------------------------------------------- lanes
+    # ---------------------------------------------------------------------------------------------------------- channels
 
     @property
-    def lanes(self) -> list[str]:
+    def channels(self) -> list[str]:
         """Those that it has joined, or is joining."""
-        return [] if self._lanes is None else [wire.name for wire in self._lanes.wires]
+        return [] if self._channels is None else [wire.name for wire in self._channels.wires]
 
-    def join(self, lanes: Sequence[WeightsLane], first_rank: int, seconds: float) -> None:
+    def join(self, channels: Sequence[WeightChannelAddress], first_rank: int, seconds: float) -> None:
         """Leaves what it was in and joins these, one after the other, on a thread; `receive` waits for it.
 
         Args:
-            first_rank: of the engine's first process, in all lanes. seconds: for joining.
+            first_rank: of the engine's first process, in all channels. seconds: for joining.
         """
         self.leave()
-        while len(self._rings) < len(lanes):
+        while len(self._rings) < len(channels):
             self._rings.append(BucketRing(self.device))
         rank = first_rank + self.rank
-        wires = [WIRES[lane.kind](lane, rank, ring, self.device) for lane, ring in zip(lanes, self._rings, strict=False)]
-        self._lanes = _Lanes(wires, ReceiveDeadline(seconds, "the lanes are given up"))
+        wires = [WIRES[channel.kind](channel, rank, ring, self.device) for channel, ring in zip(channels, self._rings, strict=False)]
+        self._channels = _Channels(wires, ReceiveDeadline(seconds, "the channels are given up"))
 
     def leave(self) -> None:
-        """Leaves all lanes."""
-        lanes, self._lanes = self._lanes, None
-        if lanes is not None:
-            lanes.abort()
+        """Leaves all channels."""
+        channels, self._channels = self._channels, None
+        if channels is not None:
+            channels.abort()
         self.drop_views()
 
     def abort(self) -> None:
-        """Leaves lanes that are still being joined. A push on its way in is ended by its own watch."""
-        if self._lanes is not None and not self._lanes.joined:
-            self._called_off = frozenset(self.lanes)
+        """Leaves channels that are still being joined. A push on its way in is ended by its own watch."""
+        if self._channels is not None and not self._channels.joined:
+            self._called_off = frozenset(self.channels)
             self.leave()
 
     def drop_views(self) -> None:
@@ -152,10 +152,10 @@ class Receiver:
 
     # ------------------------------------------------------------------------------------------------------ receiving
 
-    def receive(self, version: int, push: int, lanes: Sequence[str], watch: ReceiveDeadline, *, check: bool = False) -> Received:
-        """Takes one push from these lanes and loads it, or compares it with what the model holds.
+    def receive(self, version: int, push: int, channels: Sequence[str], watch: ReceiveDeadline, *, check: bool = False) -> Received:
+        """Takes one push from these channels and loads it, or compares it with what the model holds.
 
-        Lanes that a push has failed on are left: what is on its way over them belongs to nobody.
+        Channels that a push has failed on are left: what is on its way over them belongs to nobody.
 
         Raises:
             ReceiveError: whatever went wrong.
@@ -164,7 +164,7 @@ class Receiver:
         if not check:
             self.disturb(f"a push of version {version} begins")
         try:
-            return intake.run(self._joined(lanes, watch))
+            return intake.run(self._joined(channels, watch))
         except Exception as error:
             if not isinstance(error, MyxoError):
                 log.exception("push %d of version %d was not received", push, version)
@@ -176,13 +176,13 @@ class Receiver:
             raise ReceiveError(reason, intake.touched) from error
 
     def _joined(self, names: Sequence[str], watch: ReceiveDeadline) -> list[ChannelReceiver]:
-        lanes = self._lanes
-        if lanes is None and self._called_off.issuperset(names):  # the order was on its way when its abort came
-            raise Aborted(f"the joining of lanes {sorted(names)} was called off")
-        if lanes is None or set(names) - set(self.lanes):
-            raise BadMessage(f"lanes {sorted(names)} are to be received from; this engine has joined {self.lanes or 'none'}")
-        lanes.wait(watch)
-        return [wire for wire in lanes.wires if wire.name in names]
+        channels = self._channels
+        if channels is None and self._called_off.issuperset(names):  # the order was on its way when its abort came
+            raise Aborted(f"the joining of channels {sorted(names)} was called off")
+        if channels is None or set(names) - set(self.channels):
+            raise BadMessage(f"channels {sorted(names)} are to be received from; this engine has joined {self.channels or 'none'}")
+        channels.wait(watch)
+        return [wire for wire in channels.wires if wire.name in names]
 
     def layouts(self, manifest: Manifest) -> list[Layout]:
         """What is kept of the manifest's buckets."""
@@ -228,14 +228,14 @@ class Receiver:
             time.sleep(0.001)
 
 
-class _Lanes:
+class _Channels:
     """Wires that are being joined, one after the other, in the same order on all engines: NCCL's communicators are made alike."""
 
     def __init__(self, wires: list[ChannelReceiver], watch: ReceiveDeadline) -> None:
         self.wires, self._watch = wires, watch
         self._ended = threading.Event()
         self._present: ChannelReceiver | None = None
-        self._joining = run_in_thread(self._join, "join-lanes")
+        self._joining = run_in_thread(self._join, "join-channels")
 
     @property
     def joined(self) -> bool:
@@ -245,10 +245,10 @@ class _Lanes:
     def wait(self, watch: ReceiveDeadline) -> None:
         """Returns once all are joined. Raises what joining did, or Aborted, or DeadlineExceeded that names who is missing."""
         try:
-            watch.until(self._joining.done, "the lanes' joining", "the lanes' members")
+            watch.until(self._joining.done, "the channels' joining", "the channels' members")
         except DeadlineExceeded as error:
             present = self._present or self.wires[0]
-            raise DeadlineExceeded(f"the joining of lane {present.name}", present.missing(), error.seconds, error.then) from None
+            raise DeadlineExceeded(f"the joining of channel {present.name}", present.missing(), error.seconds, error.then) from None
         self._joining.result()
 
     def abort(self) -> None:
@@ -299,7 +299,7 @@ class _Intake:
         return Received(named, size, seconds, {name: count for name, count in differences.items() if count})
 
     def _take_all(self, wires: Sequence[ChannelReceiver], manifests: Sequence[Manifest]) -> None:
-        """Every lane's buckets in turn: the same order on all engines. Nothing is loaded before every lane has brought one."""
+        """Every channel's buckets in turn: the same order on all engines. Nothing is loaded before every channel has brought one."""
         receiver = self._receiver
         layouts = [receiver.layouts(manifest) for manifest in manifests]
         flats = [
@@ -308,15 +308,15 @@ class _Intake:
         ]
         adapters: list[dict[str, Tensor]] = [{} for _ in wires]
         for number in range(max((len(manifest.buckets) for manifest in manifests), default=0)):
-            for lane, (wire, manifest) in enumerate(zip(wires, manifests, strict=True)):
+            for channel, (wire, manifest) in enumerate(zip(wires, manifests, strict=True)):
                 if number >= len(manifest.buckets):
                     continue
-                layout, flat = layouts[lane][number], flats[lane]
+                layout, flat = layouts[channel][number], flats[channel]
                 if flat is None:
                     flat = wire.take(number, layout.bucket.nbytes, self._watch)
-                flats[lane] = None
+                flats[channel] = None
                 if manifest.kind == "adapter":
-                    adapters[lane] |= {name: tensor.clone() for name, tensor in load_plan.views(layout.bucket, flat)}
+                    adapters[channel] |= {name: tensor.clone() for name, tensor in load_plan.views(layout.bucket, flat)}
                 else:
                     self._load(layout, flat)
                 self._hash(layout, flat)

@@ -62,17 +62,17 @@ class WeightsState:
 
     version: int
     digest: str
-    lanes: frozenset[str]
+    channels: frozenset[str]
 
     @classmethod
     def of(cls, answers: Sequence[dict[str, Any]]) -> WeightsState:
         """What the ranks answered; of ranks that do not agree nothing is known."""
         agree = len({(answer["version"], answer["digest"]) for answer in answers}) == 1
         version, digest = (answers[0]["version"], answers[0]["digest"]) if agree else (-1, "")
-        return cls(version, digest, frozenset(answers[0]["lanes"]))
+        return cls(version, digest, frozenset(answers[0]["channels"]))
 
 
-class ReceiverChannel:
+class ReceiverClient:
     """The sockets of one engine.
 
     Args:
