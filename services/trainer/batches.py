@@ -96,9 +96,7 @@ class TrainBatch:
         """Returns the masks that this rank's samples are trained by: bool [R]."""
         pairs = ((micro_batch.indices, micro_batch.samples) for step in self.steps for micro_batch in step)
         return {
-            index: torch.from_numpy(sample.mask != 0)
-            for indices, samples in pairs
-            for index, sample in zip(indices, samples, strict=True)
+            index: torch.from_numpy(sample.mask != 0) for indices, samples in pairs for index, sample in zip(indices, samples, strict=True)
         }
 
     def with_field(self, name: str, values: Callable[[MicroBatch], Tensor]) -> TrainBatch:

@@ -1,7 +1,7 @@
 """What all ranks do next: rank 0 decides (it has the bus), every rank gets the same command.
 
-A command travels as JSON, with the batches of `Train` and `Value` as MessagePack behind it, over a gloo group of the trainer's ranks; nothing
-is unpickled.
+A command travels as JSON, with the batches of `Train` and `Value` as MessagePack behind it, over a gloo group of the trainer's ranks;
+nothing is unpickled.
 """
 
 from __future__ import annotations

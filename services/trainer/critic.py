@@ -37,7 +37,9 @@ class Critic(RoleWorker):
     def __init__(self, config: RunConfig, store: BlockingStore, control: ControlClient | None, exchange: ActorCriticExchange) -> None:
         super().__init__(config, store, control, "critic", exchange)
         self._shared = exchange
-        self._objective = self._objective.model_copy(update={"use_opd": False, "normalize_advantages": False})  # neither touches the returns
+        self._objective = self._objective.model_copy(
+            update={"use_opd": False, "normalize_advantages": False}
+        )  # neither touches the returns
         self._loss_inputs = LossInputs(self._objective, replace(CustomFunctions.of(config), advantage=None), store)
         self._with_kl = needs(self._objective).kl
         self._valued: TrainBatch | None = None

@@ -117,4 +117,3 @@ def _found(template: str) -> Iterator[tuple[int, Path]]:
     for candidate in path.parent.glob("*") if path.parent.is_dir() else ():
         if matched := pattern.match(candidate.name):
             yield int(matched[1]), candidate
-

@@ -29,9 +29,9 @@ _INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("|u1")
 class Sample:
     """One trajectory: the form that rollout makes, the store keeps and trainer, reward and buffer read.
 
-    prompt: int32 [P], P at least 1; response: int32 [R]; log_probs: float32 [R], the engine's for exactly those tokens; mask: uint8 [R], 1 where
-    the token is trained; segments: (start, end, version) spans that tile [0, R) in order; text: the decoded response; rollout: the
-    index of the group's rollout that it comes from, by default its own ``index``; samples that fan out of one rollout share it.
+    prompt: int32 [P], P at least 1; response: int32 [R]; log_probs: float32 [R], the engine's for exactly those tokens; mask: uint8 [R],
+    1 where the token is trained; segments: (start, end, version) spans that tile [0, R) in order; text: the decoded response; rollout:
+    the index of the group's rollout that it comes from, by default its own ``index``; samples that fan out of one rollout share it.
     """
 
     group: str

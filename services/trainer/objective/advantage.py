@@ -183,7 +183,9 @@ def token_advantages(
     return Advantages(advantages, returns if config.has_critic else None)
 
 
-def distilled(config: AlgorithmSection, advantages: Sequence[Tensor], teacher_gap: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
+def distilled(
+    config: AlgorithmSection, advantages: Sequence[Tensor], teacher_gap: Sequence[Tensor], masks: Sequence[Tensor]
+) -> list[Tensor]:
     """Returns the advantages less ``opd_kl_coef`` times log pi_old - log pi_teacher, on the trained tokens: float64 [R] each.
 
     Sources: on-policy distillation, Agarwal et al. 2024 (arXiv:2306.13649), as a reward of each token, Thinking Machines Lab 2025.

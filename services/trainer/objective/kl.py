@@ -46,4 +46,3 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, kind: KlType, ratio: Tenso
     if kind == "low_var_kl":
         estimate = estimate.clamp(-LOW_VARIANCE_LIMIT, LOW_VARIANCE_LIMIT)
     return estimate
-
