@@ -16,7 +16,7 @@ from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.launch_command import EngineCommand, engine_command
 from services.rollout.router import reached_at, router_url
-from shared.runtime import devices
+from shared.runtime import devices, failure_summary
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.service_base import Service
@@ -133,7 +133,7 @@ class Replica:
                 while self._process.alive():
                     await asyncio.sleep(WATCH_SECONDS)
                 self.engine_up.clear()
-                await self.fence(f"the engine died: {self._process.log_tail(1)}")
+                await self.fence(f"the engine died: {failure_summary.of_log(self._process.process.last_lines())}")
                 await self._close()
                 await asyncio.sleep(RESTART_SECONDS)
         finally:
@@ -146,10 +146,8 @@ class Replica:
             await self.start_gate.may_start()
         command = self._command()
         self._process = EngineProcess(command, self._log_file())
-        self._process.start()
         seconds = await self._process.wait_ready(rollout.engine_start_timeout)
         self.client = await EngineClient.connect(command.url, admin_key=command.admin_key, deadline=60)
-        assert self._process.receiver is not None  # made when the process was started
         await self.client.open_receiver(self._process.receiver, deadline=60)
         self._reincarnate()
         service.engine = reached_at(command) if self._exposed else ""

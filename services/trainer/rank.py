@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shared.config.run_config import RunConfig
 from shared.runtime import failures
-from shared.runtime.embedded_servers import die_with_parent
+from shared.runtime.child_process import die_with_parent
 from shared.runtime.service_base import connect, exit_code
 
 SERVICES = {"actor": "trainer", "critic": "critic"}
