@@ -138,7 +138,7 @@ class Buffer:
         self._log.info("active", followed=self._journal.last)
         took_over, service.state = service.state == STANDBY, "starting"
         self._state, released = await self._journal.recover()
-        self._keeper.take(ended_groups.trained_not_durable(self._state, time.time()), again=True)
+        self._keeper.take(ended_groups.trained_not_durable(self._state, time.time()))
         self._keeper.release(released)
         self._log.info("recovered", admitted=self._state.admitted, trained=self._state.trained, in_flight=self._state.in_flight)
         await self._again()
