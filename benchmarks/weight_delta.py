@@ -92,7 +92,8 @@ def main() -> int:
 def measure(name: str, steps: int) -> list[dict[str, Any]]:
     """One case, in this process: a row for each step."""
     from services.trainer.actor import Actor, ActorConfig
-    from services.trainer.objective import ObjectiveConfig, PolicyLoss
+    from services.trainer.objective import PolicyLoss
+    from shared.config.algorithm import AlgorithmSection
     from shared.transfer.snapshot_chain import Snapshots
     from shared.transfer.snapshot_copy import LocalCopy
 
@@ -102,7 +103,7 @@ def measure(name: str, steps: int) -> list[dict[str, Any]]:
         directory = Path(place)
         config = ActorConfig(dtype=case.dtype, lr=case.lr, adam_beta2=case.beta2, recompute=case.device == "cuda", timeout_seconds=600)
         actor = Actor.create(config, checkpoint(name, directory / "model"), random=name.startswith(LARGE))
-        loss = PolicyLoss(ObjectiveConfig())
+        loss = PolicyLoss(AlgorithmSection())
         chains = {form: Snapshots(directory / form) for form in FORMS}
         bases = {form: LocalCopy(directory / f"{form}-base") for form in FORMS[1:]}
         before = exported(actor)

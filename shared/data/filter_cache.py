@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
 from shared.runtime import user_cache
+from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError
 
 _FORMAT = 2
@@ -121,7 +122,7 @@ class FilterCache:
         if self._root.is_dir():  # a run gets its directory when it starts, not before
             with contextlib.suppress(OSError):
                 self._path.parent.mkdir(exist_ok=True)
-                user_cache.replace(self._path, content)
+                replace_file(self._path, content)
 
 
 def fingerprint(model: Path, files: Sequence[DataFile], settings: object) -> str:

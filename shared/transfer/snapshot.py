@@ -2,7 +2,7 @@
 
 A link is a directory ``v000012`` with a small ``link.json``: what the version is (its digest, every tensor's dtype, shape and digest),
 what the directory holds (every file's size and xxh3), and for a delta on which version it lies. Directories appear complete or not at
-all (`shared.runtime.atomic_directory`), and are never changed afterwards.
+all (`shared.runtime.atomic_files`), and are never changed afterwards.
 """
 
 from __future__ import annotations

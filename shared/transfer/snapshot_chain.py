@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from shared.config.run_config import RunConfig
-from shared.runtime.atomic_directory import publish, replaced_by, scratch, settle
+from shared.runtime.atomic_files import publish, replaced_by, scratch, settle
 from shared.transfer.snapshot import BrokenLink, SnapshotLink, directory_name, version_of
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from shared.runtime.atomic_directory import scratch
+from shared.runtime.atomic_files import scratch
 from shared.runtime.errors import BadMessage
 from shared.transfer import digest
 from shared.transfer.digest import TensorDigest, version_digest

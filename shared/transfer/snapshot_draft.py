@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shared.runtime.atomic_directory import fsync_tree
+from shared.runtime.atomic_files import fsync_tree
 from shared.transfer import digest, tensor_file
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.manifest import ITEM_BYTES

@@ -205,7 +205,7 @@ from pathlib import Path
 from shared.transfer.snapshot_chain import Snapshots
 from shared.transfer.snapshot_copy import LocalCopy
 from tests.unit.shared.weights import test_snapshots as t
-import shared.runtime.atomic_directory, shared.transfer.snapshot_draft as d
+import shared.runtime.atomic_files, shared.transfer.snapshot_draft as d
 place, step = Path(sys.argv[1]), int(sys.argv[2])
 count = 0
 def counted(original):
