@@ -24,8 +24,7 @@ from services.buffer.state import BufferState
 from services.buffer.task_publisher import TaskPublisher
 from shared.bus import runs
 from shared.bus.connection import TRANSIENT, WrongSequence
-from shared.bus.leader_lease import POLL_INTERVAL_S as LEASE_POLL_INTERVAL_S
-from shared.bus.leader_lease import LeaderLease, LeaseLost
+from shared.bus.leader_lease import LeaderLease, LeaseLost, LeaseTiming
 from shared.bus.registry import STANDBY
 from shared.bus.streams import generated_consumer, scored_consumer, task_consumer
 from shared.bus.subjects import EVAL, TRAIN
@@ -91,12 +90,12 @@ class Buffer:
     def __init__(self, service: Service, prompts: PromptSupply) -> None:
         config, heldout = service.config, prompts.heldout
         self._service, self._config, self._bus, self._log = service, config, service.bus, service.log
-        self._limits = BufferConfig.of(config, len(heldout) if heldout else 0)
+        self._limits = BufferConfig.from_run(config, len(heldout) if heldout else 0)
         self._tasks = TaskPublisher(service.bus, config, prompts.training, heldout, prompts.stop_ids)
         self._prompts = prompts
         path = config.rollout.buffer_filter_path
         self._filter = BufferFilter(config, path) if path is not None else None
-        self._lease = LeaderLease(service.bus, service.run, "buffer", service.instance)
+        self._lease = LeaderLease(service.bus, service.run, "buffer", service.instance, LeaseTiming(config.bus.lease_duration))
         self._failure = RunFailure(service, self._limits.max_dead_in_a_row, self._lease.held)
         self._ledger = LedgerWriter(service.bus, service.run, self._lease.held)
         self._state = BufferState()
@@ -132,7 +131,7 @@ class Buffer:
                 followed = time.monotonic()
                 service.metrics.set("followed", self._ledger.last)
                 await service.announce()
-            if not await service.pause(LEASE_POLL_INTERVAL_S):
+            if not await service.pause(self._lease.timing.poll):
                 return False
         return True
 
@@ -167,7 +166,7 @@ class Buffer:
             self._tasks.group(group, state, self._limits)
         for evaluation in state.evaluations.values():
             self._tasks.evaluation(evaluation)
-        if state.finished_steps >= self._limits.steps:
+        if state.finished_steps >= self._limits.rollout.num_rollout:
             await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
 
     def _as_holder(self, handler: Callable[[Request], Awaitable[Message]]) -> Callable[[Request], Awaitable[Message]]:
@@ -307,25 +306,26 @@ class Buffer:
 
     async def _batch(self, request: BatchRequest) -> BatchAnswer:
         state, limits, step = self._state, self._limits, request.step
+        size, steps = limits.rollout.rollout_batch_size, limits.rollout.num_rollout
         if (known := policy.batch(state, step)) is not None:
             return known
         if self._failure.reason:
             return RunDone(reason=self._failure.reason)
-        if step >= limits.steps:
-            if state.finished_steps < limits.steps:
+        if step >= steps:
+            if state.finished_steps < steps:
                 return BatchPending(step=step, have=0, need=0, waiting_for=self._awaited())
             last = state.last_evaluation
             return RunDone() if last is None else RunDone(version=last.version, rewards={last.dataset: last.mean_reward})
-        if len(state.ready) >= limits.groups:
+        if len(state.ready) >= size:
             await self._lose_missing()
         chosen = None
         if self._filter is not None:
             candidates = policy.candidates(state, limits, step, request.version)
-            chosen = await self._filter.choose(step, candidates, limits.groups) if len(candidates) >= limits.groups else []
+            chosen = await self._filter.choose(step, candidates, size) if len(candidates) >= size else []
         await self._decide(
             lambda: [] if step in state.batches else policy.form_batch(state, limits, step, request.version, time.time(), chosen)
         )
-        return policy.batch(state, step) or BatchPending(step=step, have=len(state.ready), need=limits.groups, waiting_for=self._awaited())
+        return policy.batch(state, step) or BatchPending(step=step, have=len(state.ready), need=size, waiting_for=self._awaited())
 
     async def _lose_missing(self) -> None:
         """Has groups generated anew whose payload the store has lost since they were scored."""

@@ -33,7 +33,6 @@ from shared.schema.ledger import (
     group_number,
 )
 from shared.schema.messages import Batch, BatchGroup, Failed, Interrupted, Payload, Scored
-from shared.schema.versions import admissible_steps
 
 STALE = "stale"
 """Reason of groups dropped for their age."""
@@ -61,10 +60,9 @@ class WrongStep(MyxoError):
 
 def admit(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRecord]:
     """Returns the record of the groups to let in now, if there are any."""
-    if state.live_version < 0 or state.formed_steps >= limits.steps or _waits_for_first_evaluation(state, limits):
+    if state.live_version < 0 or state.formed_steps >= limits.rollout.num_rollout or _waits_for_first_evaluation(state, limits):
         return []
-    allowed = admissible_steps(state.live_version, limits.max_staleness, limits.interval, limits.steps) * limits.groups + limits.surplus
-    room = allowed - (state.admitted - state.dropped - state.dead)
+    room = limits.admissible_groups(state.live_version) - (state.admitted - state.dropped - state.dead)
     return [GroupsAdmitted(first=state.admitted, count=room, version=state.live_version, at=now)] if room > 0 else []
 
 
@@ -74,12 +72,12 @@ def min_version(group: GroupState, state: BufferState, limits: BufferConfig) -> 
     That step follows from the group's rank among those not dropped or dead, and is none that has its batch already.
     """
     slot = max(0, group.number - state.dropped - state.dead)
-    step = min(max(slot // limits.groups, state.formed_steps), limits.steps - 1)
-    return max(0, min(limits.version_of_step(step) - limits.max_staleness, state.live_version))
+    step = min(max(slot // limits.rollout.rollout_batch_size, state.formed_steps), limits.rollout.num_rollout - 1)
+    return max(0, min(limits.version_of_step(step) - limits.rollout.max_staleness, state.live_version))
 
 
 def _waits_for_first_evaluation(state: BufferState, limits: BufferConfig) -> bool:
-    return bool(limits.eval_prompts) and limits.eval_first and 0 not in state.evaluated
+    return bool(limits.eval_prompts) and not limits.evaluation.skip_eval_before_train and 0 not in state.evaluated
 
 
 # --- what comes back
@@ -103,7 +101,7 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
             records += evaluation.scored(state, message, now)
         elif group is None or not _awaited(group, message):
             continue
-        elif (problem := _misshapen(message, limits.samples)) is not None:
+        elif (problem := _misshapen(message, limits.rollout.n_samples_per_prompt)) is not None:
             records.append(GroupDead(group=name, reason=problem, payload=message.payload, at=now))
         else:
             fresh[name] = group_scored = _scored_group(message)
@@ -186,7 +184,7 @@ def interrupted(state: BufferState, limits: BufferConfig, message: Interrupted, 
     if group is None or not _awaited(group, message):
         return []
     if message.stale:
-        return [_drop([group.id], now)] if limits.staleness == "drop" else [_requeue(group, STALE, now)]
+        return [_drop([group.id], now)] if limits.rollout.staleness_policy == "drop" else [_requeue(group, STALE, now)]
     has = message.payload or group.partial
     return [_requeue(group, f"{message.replica} did not end it", now, partial=has, renew_below=group.renew_below)]
 
@@ -235,16 +233,17 @@ def form_batch(
     ready = _by_decision(state, limits, bound)
     records: list[LedgerRecord] = [_drop([group.id for group in ready["drop"]], now)] if ready["drop"] else []
     for group in ready["requeue"]:
-        kept = group.scored.payload if group.scored is not None and limits.staleness == "continue" else None
+        kept = group.scored.payload if group.scored is not None and limits.rollout.staleness_policy == "continue" else None
         # kept are samples that nothing newer can be made than: others would be over the bound before the new ones are back
         records.append(_requeue(group, STALE, now, partial=kept, renew_below=version if kept else 0))
+    size = limits.rollout.rollout_batch_size
     if chosen is None:
-        taken = batch_order.choose(limits.order, limits.window or 2 * limits.groups, limits.groups, state.groups.values(), ready["fits"])
+        taken = batch_order.choose(limits.rollout.rollout_order, limits.window, size, state.groups.values(), ready["fits"])
         chosen = [group.id for group in taken]
     else:
-        _check_choice(chosen, {group.id for group in ready["fits"]}, limits.groups)
-    if len(chosen) == limits.groups:
-        mask_below = staleness.mask_below(limits.staleness, bound)
+        _check_choice(chosen, {group.id for group in ready["fits"]}, size)
+    if len(chosen) == size:
+        mask_below = staleness.mask_below(limits.rollout.staleness_policy, bound)
         records.append(BatchFormed(step=step, version=version, groups=sorted(chosen, key=group_number), mask_below=mask_below, at=now))
     return records
 
@@ -295,7 +294,7 @@ def live(state: BufferState, limits: BufferConfig, version: int, now: float) -> 
     records: list[LedgerRecord] = [VersionLive(version=version, at=now)] if version > state.live_version else []
     started = version in state.evaluations or version in state.evaluated
     if limits.eval_prompts and not started and evaluation.is_due(limits, version):
-        records.append(EvalStarted(dataset=limits.eval_name, version=version, prompts=limits.eval_prompts, at=now))
+        records.append(EvalStarted(dataset=limits.evaluation.eval_name, version=version, prompts=limits.eval_prompts, at=now))
     return records
 
 
@@ -307,7 +306,7 @@ def close(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRe
     evaluating = bool(state.evaluations) or (
         bool(limits.eval_prompts) and limits.last_version not in state.evaluated and evaluation.is_due(limits, limits.last_version)
     )
-    if state.durable_steps >= limits.steps > state.finished_steps and not evaluating:
+    if state.durable_steps >= limits.rollout.num_rollout > state.finished_steps and not evaluating:
         # over-sampled, or of a run that was resumed with fewer steps than it had admitted groups for
         surplus = [name for name, group in state.groups.items() if group.step is None]
         if surplus:
@@ -322,16 +321,16 @@ def _bound(state: BufferState, limits: BufferConfig, step: int, version: int) ->
         raise WrongStep(f"step {step} was asked for; the next batch is of step {state.formed_steps}")
     if version != limits.version_of_step(step):
         raise WrongStep(f"step {step} trains on version {limits.version_of_step(step)}, not {version}")
-    return version - limits.max_staleness
+    return version - limits.rollout.max_staleness
 
 
 def _by_decision(state: BufferState, limits: BufferConfig, bound: int) -> dict[StalenessDecision, list[GroupState]]:
     """Returns the ready groups, in the order they came back, by what becomes of them."""
     ready: dict[StalenessDecision, list[GroupState]] = {"fits": [], "drop": [], "requeue": []}
+    rule = limits.rollout.staleness_policy
     for group in state.ready.values():
-        result = group.scored
-        assert result is not None  # of a ready group
-        ready["fits" if result.oldest >= bound else staleness.staleness_decision(limits.staleness, result, bound)].append(group)
+        assert group.scored is not None  # of a ready group
+        ready[staleness.staleness_decision(rule, group.scored, bound)].append(group)
     return ready
 
 

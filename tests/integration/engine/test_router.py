@@ -17,7 +17,8 @@ from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.router import Router
 from shared.bus import runs
 from shared.bus.connection import Bus
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, die_with_parent, free_port
+from shared.runtime.child_process import die_with_parent
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, free_port
 from shared.runtime.service_base import Service
 from tests.support.run_config import run_config
 from tests.support.waiting import until
@@ -84,7 +85,7 @@ async def test_an_engine_joins_serves_and_is_taken_off_when_its_replica_is_gone(
     assert len(answer["output_ids"]) == 3
 
     keeping.cancel()  # the replica is gone without a word
-    await first.registry.leave(first.card())
+    await first.registry.leave(first.status())
     others = asyncio.create_task(Router(second, router).keep())
     await has(router, [])
     others.cancel()
