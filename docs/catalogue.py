@@ -16,8 +16,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from shared.bus.streams import DUPLICATE_WINDOW, SERVICES_TTL
+from shared.bus.streams import DUPLICATE_WINDOW
 from shared.bus.subjects import EVAL, TRAIN, Subjects
+from shared.config.sections import BusSection
 from shared.schema import ledger, messages
 from shared.schema.ledger import LedgerRecord
 from shared.schema.messages import SCHEMA, Message, Part, Tokens
@@ -97,7 +98,7 @@ def _names() -> list[str]:
     ]
     buckets = [
         (run.config_bucket, "the frozen config, the store's URL, the run's phase"),
-        (run.services_bucket, f"`<service>.<instance>` → `ServiceStatus`, gone {SERVICES_TTL:g} s after its last renewal"),
+        (run.services_bucket, f"`<service>.<instance>` → `ServiceStatus`, gone {BusSection().registry_ttl:g} s after its last renewal"),
         (run.weights_bucket, "`live` → `WeightsLive`"),
         (run.leases_bucket, "`buffer` → `LeaseStatus`: which buffer is the active one"),
     ]

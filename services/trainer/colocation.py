@@ -210,7 +210,7 @@ class ColocationScheduler:
         async def ask(instance: str) -> Message | None:
             subject = subjects.replica_weights(instance, verb)
             try:
-                answer: Message = await bus.request(subject, request, reply, deadline=deadline, whom=instance, patient=False)
+                answer: Message = await bus.request(subject, request, reply, deadline=deadline, awaited_from=instance, patient=False)
             except MyxoError as error:
                 self._log.warning("turn_unanswered", verb=verb, replica=instance, error=str(error))
                 return None

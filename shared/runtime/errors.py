@@ -54,13 +54,13 @@ class DeadlineExceeded(MyxoError):
     """A wait ran out.
 
     Args:
-        what: the thing awaited. whom: who should have delivered it.
-        seconds: how long was waited. then: what happens next.
+        awaited: the thing that did not come. awaited_from: who should have delivered it.
+        seconds: how long was waited. next_action: what happens now.
     """
 
-    def __init__(self, what: str, whom: str, seconds: float, then: str) -> None:
-        self.what, self.whom, self.seconds, self.then = what, whom, seconds, then
-        super().__init__(f"{what} did not come from {whom} within {seconds:g} s; {then}")
+    def __init__(self, awaited: str, awaited_from: str, seconds: float, next_action: str) -> None:
+        self.awaited, self.awaited_from, self.seconds, self.next_action = awaited, awaited_from, seconds, next_action
+        super().__init__(f"{awaited} did not come from {awaited_from} within {seconds:g} s; {next_action}")
 
 
 class BadMessage(MyxoError):

@@ -119,13 +119,13 @@ class Metrics:
         self._counters: dict[str, Counter] = {}
         self.values: dict[str, float] = {}
 
-    def set(self, name: str, value: float, *, carded: bool = True, **labels: str) -> None:
-        """Sets a gauge. ``carded``: it stands in `values`, too, which the service's card in the registry carries."""
+    def set(self, name: str, value: float, *, in_status: bool = True, **labels: str) -> None:
+        """Sets a gauge. ``in_status``: it stands in `values`, too, which the service's status in the registry carries."""
         legal = _legal(name)  # names that differ in other characters only are one gauge
         if legal not in self._gauges:
             self._gauges[legal] = Gauge(f"myxo_{legal}", name, [*self._labels, *labels], registry=self.registry)
         self._gauges[legal].labels(**self._labels, **labels).set(value)
-        if carded:
+        if in_status:
             self.values[".".join([name, *labels.values()])] = float(value)
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:

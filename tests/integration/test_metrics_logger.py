@@ -64,7 +64,7 @@ def recorded(config: RunConfig, directory: Path) -> str:
         pushed = {"seconds": 0.5, "wire_seconds": 0.4, "engine_seconds": 0.3, "stall": 0.1}
         record.push(PushResult(version=1, replicas=["rollout-0"], bytes=100, digest="d", **pushed))
         record.step(second, [result(1.0)], now + 3, now + 4, optimized=1.0, token_means={})
-        with urllib.request.urlopen(f"http://{link.service.card().http}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://{link.service.status().http}/metrics", timeout=30) as answer:
             text: str = answer.read().decode()
         record.close()
         return text
