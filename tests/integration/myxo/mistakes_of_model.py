@@ -190,7 +190,7 @@ MISTAKES = [
             flags=("--lora-rank", "8", "--target-modules", "query_key_value")),
     Mistake("frozen parameters by Hugging Face's names", ("trainer.freeze_params_name_list = 'embed_tokens'", "embedding.word_embeddings"),
             flags=("--freeze-params-name-list", "embed_tokens")),
-    Mistake("a module that no layer has", ("trainer.recompute_modules = ", "'core_attention' is no module of a layer; did you mean core_attn?"),
+    Mistake("a module that no layer has", ("trainer.recompute_modules", "'core_attention' is no module", "did you mean core_attn?"),
             flags=("--recompute-granularity", "selective", "--recompute-modules", "core_attention")),
     Mistake("a seed below zero", ("trainer.seed = '-1'", "greater than or equal to 0"), flags=("--seed", "-1")),
     Mistake("evaluations of nothing", ("eval.eval_interval", "needs eval_prompt_data"),
