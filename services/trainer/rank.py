@@ -33,7 +33,7 @@ def main(role: str) -> None:
     from shared.store.payload_store import BlockingStore
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        failures.arm(last_act=kill_siblings)
+        failures.arm(before_exit=kill_siblings)
     control: ControlClient | None = None
     with contextlib.ExitStack() as stack:
         if int(os.environ.get("RANK", "0")) == 0:
