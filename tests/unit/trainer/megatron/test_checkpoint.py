@@ -10,7 +10,7 @@ import torch
 from services.trainer.actor import SaveFailed, latest_step
 from services.trainer.megatron import checkpoint
 from services.trainer.megatron.checkpoint import CheckpointMissing
-from services.trainer.objective.value_loss import ValueLoss
+from services.trainer.objective.loss import ValueLoss
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.world import RankFailed

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.trainer.objective.value_loss import ValueLoss
+from services.trainer.objective.loss import ValueLoss
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import pack, sequences
