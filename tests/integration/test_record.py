@@ -18,7 +18,7 @@ from services.trainer.control_client import ControlClient
 from services.trainer.metrics_logger import MetricsLogger
 from services.trainer.metrics_logger.speed import Speed
 from services.trainer.sample_stats import SampleStats
-from services.trainer.weights.push_result import PushResult
+from services.trainer.weights.push_schedule import PushResult
 from shared.bus import runs, stream_replay
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry

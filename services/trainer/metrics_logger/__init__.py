@@ -17,7 +17,7 @@ from services.trainer.metrics_logger.weights_and_biases import WeightsAndBiases
 from services.trainer.metrics_logger.writers import Prometheus, TensorBoard, Writer
 from services.trainer.objective import reward_advantages
 from services.trainer.sample_stats import StatColumn
-from services.trainer.weights.push_result import PushResult
+from services.trainer.weights.push_schedule import PushResult
 from shared.config.run_config import RunConfig
 from shared.schema.messages import TrainerStep, WarmStartEnded
 
