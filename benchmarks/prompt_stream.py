@@ -25,7 +25,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from shared.config.run_config import RunConfig, parse
-from shared.data.prompts import training_prompts
+from shared.data.prompts import TrainingPrompts
 from shared.data.row_order import EpochOrder
 from shared.data.tokenizer import Tokenizer
 
@@ -106,7 +106,7 @@ def read(directory: Path, lines: int, last: int, die_at: int | None) -> None:
     """A reader: goes on behind what is written down in ``rows.bin``, to group ``last`` or to its death; figures to ``reader.json``."""
     before = _resident()
     began = time.monotonic()
-    prompts = training_prompts(_config(directory), Tokenizer(directory / "model"))
+    prompts = TrainingPrompts(_config(directory), Tokenizer(directory / "model"))
     assert len(prompts) == lines
     indexed = time.monotonic()
     first = _done(directory)

@@ -84,7 +84,8 @@ def measure(case: str, steps: int, profile: bool) -> dict[str, Any]:
 
     from services.trainer import flops
     from services.trainer.actor import Actor, ActorConfig
-    from services.trainer.objective import ObjectiveConfig, PolicyLoss
+    from services.trainer.objective import PolicyLoss
+    from shared.config.algorithm import AlgorithmSection
 
     tokens = int(case.partition(":")[0])
     with tempfile.TemporaryDirectory() as directory:
@@ -92,7 +93,7 @@ def measure(case: str, steps: int, profile: bool) -> dict[str, Any]:
         config = ActorConfig(dtype="bfloat16", lr=1e-6, **recomputation(case.partition(":")[2]))
         actor = Actor.create(config, directory, random=True)
     batches = [micro_batch(tokens, number) for number in range(MICRO_BATCHES)]
-    loss = PolicyLoss(ObjectiveConfig())
+    loss = PolicyLoss(AlgorithmSection())
     for _ in range(WARM_UP):
         actor.train_step(batches, loss)
     torch.cuda.reset_peak_memory_stats()

@@ -201,10 +201,11 @@ class Bench:
             self._step(actor)
 
     def _step(self, actor: Any) -> None:
-        from services.trainer.objective import ObjectiveConfig, PolicyLoss
+        from services.trainer.objective import PolicyLoss
+        from shared.config.algorithm import AlgorithmSection
 
         if self.on_gpu:  # the batch is of the large model's vocabulary
-            actor.train_step([micro_batch(2048, 0)], PolicyLoss(ObjectiveConfig()))
+            actor.train_step([micro_batch(2048, 0)], PolicyLoss(AlgorithmSection()))
 
     def _profiled(self, actor: Any, pusher: Any, channel: Any, version: int) -> None:
         from torch.profiler import ProfilerActivity, profile

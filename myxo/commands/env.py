@@ -15,7 +15,8 @@ from shared.bus.connection import Bus, BusUnreachable, redacted
 from shared.bus.subjects import RUN_ID, Subjects
 from shared.environment import environment_url
 from shared.environment.conformance import Check, Conformance, Example
-from shared.environment.environment_client import Environment, open_environment
+from shared.environment.environment import Environment
+from shared.environment.environment_client import open_environment
 from shared.runtime import exit_codes, server_urls
 from shared.runtime.errors import ConfigError
 

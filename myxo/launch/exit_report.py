@@ -17,6 +17,7 @@ from myxo.run.run_summary import Summary, collect
 from myxo.run.troubles import shown
 from shared.bus.connection import Bus
 from shared.runtime import exit_codes, failure_summary
+from shared.runtime.atomic_files import replace_file
 
 MOST = 5
 """Kinds of reasons, and services, that are listed."""
@@ -71,9 +72,7 @@ async def summarise(run: str, directory: Path, console: Console) -> int:
 
 def write(summary: Summary, directory: RunDirectory) -> None:
     """Writes summary.json, whole or not at all."""
-    partial = directory.summary.with_suffix(".partial")
-    partial.write_text(json.dumps(summary.as_json(), indent=2) + "\n")
-    partial.replace(directory.summary)
+    replace_file(directory.summary, f"{json.dumps(summary.as_json(), indent=2)}\n".encode())
 
 
 def table(summary: Summary) -> Table:

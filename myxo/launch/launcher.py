@@ -19,8 +19,7 @@ from myxo.commands import erase
 from myxo.display.progress_display import Display, display
 from myxo.launch import exit_report
 from myxo.launch.run_servers import RunServers
-from myxo.launch.service_plan import TRAINERS, plan
-from myxo.launch.supervised_process import ServiceSpec
+from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
 from myxo.launch.supervisor import StopReason, Supervisor
 from myxo.preflight.server_checks import GivenServers
 from myxo.run import troubles

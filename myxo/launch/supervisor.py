@@ -5,6 +5,8 @@ Works in ticks, each of which only looks and acts and never waits, so that the l
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +15,10 @@ import structlog
 
 from myxo.launch.backoff import BackOff
 from myxo.launch.repeated_deaths import SameDeaths, from_outside
-from myxo.launch.supervised_process import Child, ServiceSpec
+from myxo.launch.service_plan import ServiceSpec
 from shared.runtime import exit_codes, failure_summary
+from shared.runtime.child_process import ChildProcess, cause
+from shared.runtime.errors import MyxoError
 from shared.schema.messages import ServiceStatus
 
 LAST_LINES = 15
@@ -71,8 +75,9 @@ class SupervisedService:
     """A place that is always to be filled: the spec, who fills it now, and what happened to those before."""
 
     spec: ServiceSpec
-    child: Child
+    child: ChildProcess
     backoff: BackOff = field(default_factory=BackOff)
+    ready: bool = False
     restarts: int = 0
     due: float | None = None
     last_code: int | None = None
@@ -101,7 +106,7 @@ class Supervisor:
         backoff: Callable[[], BackOff] = BackOff,
     ) -> None:
         self._excused, self._on_restart, self._logs = excused, on_restart, logs
-        self._posts = [SupervisedService(spec, Child(spec, logs(spec.instance)), backoff()) for spec in specs]
+        self._posts = [SupervisedService(spec, _started(spec, logs(spec.instance)), backoff()) for spec in specs]
         self._log = structlog.get_logger()
         for post in self._posts:
             self._log.info("service_started", started=post.spec.instance, pid=post.child.pid)
@@ -127,7 +132,7 @@ class Supervisor:
                 # a card of the life before lingers for its TTL; the pid says nothing, for a service may work in a child of its own
                 own = (card.service, card.instance) == (post.spec.service, post.spec.instance)
                 if own and card.at > post.child.started_at and card.state in AT_WORK:
-                    post.child.ready = True
+                    post.ready = True
 
     def statuses(self, now: float) -> list[InstanceStatus]:
         """Everybody, in the order of the specs."""
@@ -137,8 +142,8 @@ class Supervisor:
                 instance=post.spec.instance,
                 pid=post.child.pid,
                 restarts=post.restarts,
-                ready=post.child.ready and post.due is None,
-                lived=now - post.child.started,
+                ready=post.ready and post.due is None,
+                lived=now - post.child.started_s,
                 started_at=post.child.started_at,
                 due_in=None if post.due is None else max(0.0, post.due - now),
                 last_code=post.last_code,
@@ -166,36 +171,35 @@ class Supervisor:
         """Ends whoever still runs, with all it started. Returns their instances."""
         left = [post for post in self._posts if post.child.exit_code() is None]
         for post in left:
-            post.child.kill()
+            with contextlib.suppress(MyxoError):  # one that the kernel does not let go is left to it
+                post.child.stop(0)
         return [post.spec.instance for post in left]
 
     def _died(self, post: SupervisedService, code: int, now: float, steps: int) -> StopReason | None:
-        child, instance, excused = post.child, post.spec.instance, self._excused(post.child.started)
+        child, instance, excused = post.child, post.spec.instance, self._excused(post.child.started_s)
         post.last_code = code
         if code == exit_codes.BAD_INPUT and not excused:
             self._log.error("bad_input", of=instance)
-            return StopReason(instance, True, 1, child.last_lines(1), child.log_path)
+            return StopReason(instance, True, 1, child.last_lines(1), self._logs(instance))
         said = "" if from_outside(code) or code == 0 else failure_summary.of_log(child.last_lines(REASON_LINES))
         post.last_error = f"{cause(code)}: {said}" if said else cause(code)
-        wait = post.backoff.died(now - child.started, child.ready)
-        self._log.warning("service_died", died=instance, reason=post.last_error, lived=round(now - child.started, 1), restart_in=wait)
+        wait = post.backoff.died(now - child.started_s, post.ready)
+        self._log.warning("service_died", died=instance, reason=post.last_error, lived=round(now - child.started_s, 1), restart_in=wait)
         if not excused and post.same.died(code, said, steps):
-            return StopReason(instance, False, post.same.count, child.last_lines(LAST_LINES), child.log_path, post.last_error)
+            return StopReason(instance, False, post.same.count, child.last_lines(LAST_LINES), self._logs(instance), post.last_error)
         if wait is None:
-            return StopReason(instance, False, post.backoff.deaths_unready, child.last_lines(LAST_LINES), child.log_path)
+            return StopReason(instance, False, post.backoff.deaths_unready, child.last_lines(LAST_LINES), self._logs(instance))
         post.due = now + wait
         return None
 
     def _restart(self, post: SupervisedService) -> None:
-        post.child = Child(post.spec, self._logs(post.spec.instance))
+        post.child = _started(post.spec, self._logs(post.spec.instance))
+        post.ready = False
         post.due = None
         post.restarts += 1
         self._log.info("service_restarted", started=post.spec.instance, pid=post.child.pid, restarts=post.restarts)
         self._on_restart(post.spec, post.last_error)
 
 
-def cause(code: int | None) -> str:
-    """An exit code in words."""
-    if code is None:
-        return "unknown"
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+def _started(spec: ServiceSpec, log_path: Path) -> ChildProcess:
+    return ChildProcess(spec.instance, spec.command, log_path, {**os.environ, **spec.environment})

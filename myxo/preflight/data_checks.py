@@ -1,16 +1,20 @@
-"""Whether the lines of the prompt files and of the demonstrations can be used.
+"""Checks that data files are there, and that the lines of the prompt files and of the demonstrations can be used.
 
-Of files of up to `MOST` lines all are read, of longer ones a spread of so many, for `SECONDS` at most: what reads the others tells what is
-wrong with them. Where the config has prompts left out, all are read. What was read is remembered: the same files are not read again.
+Files of up to `MOST` lines are read whole, of longer ones that many lines spread over the file, for `SECONDS` at most: the service that
+reads the others tells what is wrong with them. Where the config has prompts left out, all are read. The result is remembered: the same
+files are not read again.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
-from myxo.preflight.inspection import Inspection
+from myxo.preflight.inspection import Findings, Inspection, Note
+from shared.data import data_files
 from shared.data.data_files import DataFile, files
 from shared.data.demonstrations import DemonstrationFile
 from shared.data.filter_cache import fingerprint
@@ -29,20 +33,47 @@ OVERLAP_ROWS, OVERLAP_SECONDS = 100_000, 2.0
 _FORMAT = 1
 
 Result = tuple[str | None, int]
-"""What there is to say of data that was read, and how many tokens the longest prompt has."""
+"""A note about data that was read, and the tokens of the longest prompt."""
 
 
-def check_training_prompts(inspection: Inspection) -> Iterator[ConfigError]:
+def check_files(inspection: Inspection) -> Findings:
+    """Yields the data files that are not there."""
+    config = inspection.config
+    fields = {
+        "data.prompt_data": config.data.prompt_data,
+        "eval.eval_prompt_data": config.eval.eval_prompt_data,
+        "sft.sft_data": config.sft.sft_data,
+    }
+    expected = "give a JSONL or Parquet file, or hf:ORG/NAME:SPLIT"
+    for field, value in fields.items():
+        for path in data_files.paths(value):
+            if path.is_dir():
+                yield ConfigError(field, str(path), f"a directory; {expected}{_suggestion(path, '')}")
+            elif not path.is_file():
+                yield ConfigError(field, str(path), f"no such file; {expected}{_suggestion(path.parent, path.name)}")
+
+
+def _suggestion(directory: Path, name: str) -> str:
+    """Returns a hint at the data files in ``directory``: the one that is called almost like ``name``, or any."""
+    try:
+        there = sorted(path.name for path in directory.iterdir() if path.suffix in (".jsonl", ".parquet", ".json"))
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(name, there, n=1, cutoff=0.6) if name else there[:1]
+    return f"; did you mean {directory / near[0]}?" if near else ""
+
+
+def check_training_prompts(inspection: Inspection) -> Findings:
     """Yields what is wrong with the first training prompt that cannot be used; the prompts of a source are seen when they are drawn."""
     yield from _check(inspection, inspection.training, "data.prompt_data", files(inspection.config.data.prompt_data))
 
 
-def check_heldout_prompts(inspection: Inspection) -> Iterator[ConfigError]:
+def check_heldout_prompts(inspection: Inspection) -> Findings:
     """Yields what is wrong with the first held-out prompt that cannot be used."""
     yield from _check(inspection, inspection.heldout, "eval.eval_prompt_data", files(inspection.config.eval.eval_prompt_data))
 
 
-def check_demonstrations(inspection: Inspection) -> Iterator[ConfigError]:
+def check_demonstrations(inspection: Inspection) -> Findings:
     """Yields what is wrong with the first demonstration of the warm start that cannot be used."""
     config = inspection.config
     if config.sft.sft_data is None or inspection.tokenizer is None or not inspection.there(config.sft.sft_data):
@@ -50,34 +81,32 @@ def check_demonstrations(inspection: Inspection) -> Iterator[ConfigError]:
     demonstrations = DemonstrationFile(config, inspection.tokenizer)  # raises ConfigError
 
     def read() -> Result:
-        numbers, count, end = spread(len(demonstrations), MOST), 0, time.monotonic() + SECONDS
-        with ReadProgress("reading sft.sft_data", len(numbers)) as reading:
-            for count, row in enumerate(numbers, start=1):
+        rows, count, end = spread(len(demonstrations), MOST), 0, time.monotonic() + SECONDS
+        with ReadProgress("reading sft.sft_data", len(rows)) as reading:
+            for count, row in enumerate(rows, start=1):
                 demonstrations.check(row)
                 reading.at(count)
                 if time.monotonic() > end:
                     break
-        return _told("sft.sft_data", count, len(demonstrations), "demonstrations", "the trainer"), 0
+        return _unread("sft.sft_data", count, len(demonstrations), "demonstrations", "the trainer"), 0
 
     budget = config.trainer.max_tokens_per_gpu * config.trainer.context_parallel_size
     settings = [config.sft.model_dump(mode="json"), config.data.tool_key, config.data.apply_chat_template_kwargs, budget]
-    _once(inspection, files(config.sft.sft_data), settings, read)
-    yield from ()
+    note, _ = _once(inspection, files(config.sft.sft_data), settings, read)
+    yield from [Note(note)] if note is not None else []
 
 
-def check_overlap(inspection: Inspection) -> Iterator[ConfigError]:
-    """Tells how many held-out prompts are training prompts too: their rewards would say little."""
+def check_overlap(inspection: Inspection) -> Findings:
+    """Notes how many held-out prompts are training prompts too: their rewards would say little."""
     heldout, training = inspection.heldout, inspection.training
-    if isinstance(heldout, PromptFile) and isinstance(training, TrainingPrompts):
-        end, key = time.monotonic() + OVERLAP_SECONDS, inspection.config.data.input_key
-        trained = {hash(content) for _, content in _contents(training.rows, key, end)}
-        asked = list(_contents(heldout.rows, key, end))
-        if common := [row for row, content in asked if hash(content) in trained]:
-            where = heldout.rows.where(common[0])
-            inspection.note(
-                f"eval.eval_prompt_data: {len(common)} of {len(asked)} held-out prompts are training prompts, too; the first: {where}"
-            )
-    yield from ()
+    if not isinstance(heldout, PromptFile) or not isinstance(training, TrainingPrompts):
+        return
+    end, key = time.monotonic() + OVERLAP_SECONDS, inspection.config.data.input_key
+    trained = {hash(content) for _, content in _contents(training.rows, key, end)}
+    held = list(_contents(heldout.rows, key, end))
+    if common := [row for row, content in held if hash(content) in trained]:
+        count, where = f"{len(common)} of {len(held)}", heldout.rows.where(common[0])
+        yield Note(f"eval.eval_prompt_data: {count} held-out prompts are training prompts, too; the first: {where}")
 
 
 def _contents(rows: Rows, key: str, end: float) -> Iterator[tuple[int, str]]:
@@ -93,7 +122,7 @@ def _contents(rows: Rows, key: str, end: float) -> Iterator[tuple[int, str]]:
 
 def _check(
     inspection: Inspection, prompts: TrainingPrompts | PromptFile | ConfigError | None, field: str, named: list[DataFile]
-) -> Iterator[ConfigError]:
+) -> Findings:
     if isinstance(prompts, ConfigError):
         yield prompts
     if prompts is None or isinstance(prompts, ConfigError):
@@ -101,27 +130,27 @@ def _check(
     config = inspection.config
 
     def read() -> Result:
-        told = _told(field, prompts.check(SECONDS, MOST), len(prompts.rows), "prompts", "the buffer")
-        return told or _left_out(field, prompts), prompts.longest
+        unread = _unread(field, prompts.check(SECONDS, MOST), len(prompts.rows), "prompts", "the buffer")
+        return unread or _left_out(field, prompts), prompts.longest
 
     limits = [config.rollout.rollout_max_prompt_len, config.reward.rm_type, config.reward.environment_names()]
-    longest = _once(inspection, named, [field, limits, config.data.model_dump(mode="json")], read)
+    note, longest = _once(inspection, named, [field, limits, config.data.model_dump(mode="json")], read)
     inspection.longest_prompts[field] = longest
+    yield from [Note(note)] if note is not None else []
 
 
-def _once(inspection: Inspection, named: list[DataFile], settings: Sequence[object], read: Callable[[], Result]) -> int:
-    """Reads, unless the same was read before, and notes what there is to say. Returns the longest prompt's tokens. Raises as ``read``."""
+def _once(inspection: Inspection, named: list[DataFile], settings: Sequence[object], read: Callable[[], Result]) -> Result:
+    """Returns the result of ``read``, or of an earlier reading of the same. Raises as ``read``."""
     key = f"{fingerprint(inspection.config.model.hf_checkpoint, named, [_FORMAT, MOST, *settings])}.read"
-    known = user_cache.read(key)
-    line, longest = read() if known is None else json.loads(known)
-    if known is None:
-        user_cache.write(key, json.dumps([line, longest]).encode())
-    if line is not None:
-        inspection.note(line)
-    return int(longest)
+    if (known := user_cache.read(key)) is not None:
+        note, longest = json.loads(known)
+        return note, int(longest)
+    result = read()
+    user_cache.write(key, json.dumps(result).encode())
+    return result
 
 
-def _told(field: str, read: int, size: int, what: str, reader: str) -> str | None:
+def _unread(field: str, read: int, size: int, what: str, reader: str) -> str | None:
     """Returns how many were read where that is not all."""
     if read >= size:
         return None

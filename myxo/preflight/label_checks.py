@@ -1,8 +1,7 @@
-"""Whether labels can be matched at all: the first thousand of training and of held-out prompts are tried on the run's own verifiers.
+"""Checks that labels can be matched at all: the first thousand of training and of held-out prompts are tried on the run's own verifiers.
 
 The verifiers belong to the reward service, so a process of its own asks them (`services.reward.label_trial`), each distinct label once. A
-run is refused where over half of the labels that were tried can surely never be matched; where it is fewer, or likely only, a line tells
-it.
+run is refused where over half of the labels that were tried can surely never be matched; fewer labels, or doubtful ones, are noted.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from myxo.preflight.inspection import Inspection
+from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config.sections import VERIFIERS
 from shared.data.prompts import PromptFile, TrainingPrompts
 from shared.runtime.errors import ConfigError
@@ -39,7 +37,7 @@ _HASH = "####"
 
 @dataclass(frozen=True)
 class Label:
-    """One row's label. ``where``: file and line. ``verifier``: what compares it."""
+    """The label of a row. ``where``: file and line. ``verifier``: the one that compares it."""
 
     where: str
     verifier: str
@@ -54,20 +52,22 @@ class Problem:
     sure: bool
 
 
-def check(inspection: Inspection) -> Iterator[ConfigError]:
+def check(inspection: Inspection) -> Findings:
     """Yields a problem for each set of prompts of which most labels can never be matched."""
     sets = {"data.prompt_data": inspection.training, "eval.eval_prompt_data": inspection.heldout}
     labels = {
         field: first_labels(inspection, prompts) for field, prompts in sets.items() if isinstance(prompts, TrainingPrompts | PromptFile)
     }
-    in_turn = (label for several in zip_longest(*labels.values()) for label in several if label is not None)
-    distinct = list(dict.fromkeys((label.verifier, label.text) for label in in_turn))
-    results = ask(distinct, inspection)
+    interleaved = (label for several in zip_longest(*labels.values()) for label in several if label is not None)
+    distinct = list(dict.fromkeys((label.verifier, label.text) for label in interleaved))
+    results, failure = ask(distinct) if distinct else ({}, None)
+    if failure is not None:
+        yield Note(f"labels were not tried on the verifiers: {failure}")
     for field, found in labels.items():
         tried = [(label, results[label.verifier, label.text]) for label in found if (label.verifier, label.text) in results]
         problems = [(label, wrong) for label, result in tried if (wrong := problem(label, result, inspection)) is not None]
         if problems:
-            yield from _report(inspection, f"{field}:{inspection.config.data.label_key}", problems, len(tried))
+            yield from _report(f"{field}:{inspection.config.data.label_key}", problems, len(tried))
 
 
 def first_labels(inspection: Inspection, prompts: TrainingPrompts | PromptFile) -> list[Label]:
@@ -86,24 +86,21 @@ def first_labels(inspection: Inspection, prompts: TrainingPrompts | PromptFile) 
     return found
 
 
-def ask(labels: list[tuple[str, str]], inspection: Inspection) -> dict[tuple[str, str], dict[str, Any]]:
-    """Returns what the verifiers say of each label, of as many as there was time for; tells where they cannot be asked."""
-    if not labels:
-        return {}
-    words, said = "".join(json.dumps(label) + "\n" for label in labels), ""
+def ask(labels: list[tuple[str, str]]) -> tuple[dict[tuple[str, str], dict[str, Any]], str | None]:
+    """Returns what the verifiers say of each label, of as many as there was time for, and why they cannot be asked, where that is so."""
+    lines, failure = "".join(json.dumps(label) + "\n" for label in labels), None
     try:
-        asked = subprocess.run(
-            [sys.executable, "-m", MODULE, str(SECONDS)], input=words, capture_output=True, text=True, timeout=START_SECONDS + SECONDS
+        trial = subprocess.run(
+            [sys.executable, "-m", MODULE, str(SECONDS)], input=lines, capture_output=True, text=True, timeout=START_SECONDS + SECONDS
         )
-        said = asked.stdout
-        if asked.returncode:
-            last = (asked.stderr.strip().splitlines() or ["no words"])[-1]
-            hint = ": pip install 'myxo[reward]'" if asked.returncode == _MISSING else ""
-            inspection.note(f"labels were not tried on the verifiers: {last}{hint}")
-    except subprocess.TimeoutExpired as error:  # a label on which a verifier hangs; what it said before counts
-        said = (error.stdout or b"").decode(errors="replace")
-    lines = [json.loads(line) for line in said.splitlines() if line.endswith("}")]
-    return dict(zip(labels, lines, strict=False))
+        output = trial.stdout
+        if trial.returncode:
+            last = (trial.stderr.strip().splitlines() or ["no words"])[-1]
+            failure = last + (": pip install 'myxo[reward]'" if trial.returncode == _MISSING else "")
+    except subprocess.TimeoutExpired as error:  # a verifier hangs on a label; the answers before it count
+        output = (error.stdout or b"").decode(errors="replace")
+    answers = [json.loads(line) for line in output.splitlines() if line.endswith("}")]
+    return dict(zip(labels, answers, strict=False)), failure
 
 
 def problem(label: Label, result: dict[str, Any], inspection: Inspection) -> Problem | None:
@@ -131,8 +128,8 @@ def problem(label: Label, result: dict[str, Any], inspection: Inspection) -> Pro
     return None
 
 
-def _report(inspection: Inspection, field: str, problems: list[tuple[Label, Problem]], tried: int) -> Iterator[ConfigError]:
-    """Yields the refusal, or tells one line of those that can surely not be matched and one of the others."""
+def _report(field: str, problems: list[tuple[Label, Problem]], tried: int) -> Findings:
+    """Yields the refusal, or one note of the labels that can surely not be matched and one of the others."""
     for sure, what in ((True, "can never be matched"), (False, "can hardly be matched")):
         some = [(label, found) for label, found in problems if found.sure == sure]
         if not some:
@@ -143,4 +140,4 @@ def _report(inspection: Inspection, field: str, problems: list[tuple[Label, Prob
         if sure and len(some) > tried / 2:
             yield ConfigError(field, first.where, f"{count}; this one, {shown}: {found.words}")
         else:
-            inspection.note(f"{field}: {count}; the first, {first.where}: {shown}: {found.words}")
+            yield Note(f"{field}: {count}; the first, {first.where}: {shown}: {found.words}")

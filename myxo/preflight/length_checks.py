@@ -1,44 +1,40 @@
-"""Whether prompts and responses fit into what the engine takes and into the trainer's micro-batches: those that do not would fail for ever.
+"""Checks that prompts and responses fit into the engine's context and the trainer's micro-batches: those that do not would fail for ever.
 
-A prompt's length is that of the longest that was read. Where none was (a source of the user's own), only what fits with no prompt is
-refused; a function that generates in place of the engine has lengths of its own.
+A prompt's length is that of the longest that was read. Where none was read (the user has a source of prompts), only lengths that fit with
+no prompt are refused; a function that generates in place of the engine has lengths of its own.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from myxo.preflight.inspection import Inspection
+from myxo.preflight.inspection import Findings, Inspection
+from myxo.preflight.model_checks import positive_count
 from shared.config.engine_limits import CONTEXT_KEPT, context_length, cpu_token_capacity, longest_sequence
-from shared.config.sglang_flags import count, plain_name
+from shared.config.sglang_flags import plain_name
 from shared.runtime import devices
 from shared.runtime.errors import ConfigError
-
-LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
-"""SGLang's variable for a context that is longer than the model's own."""
 
 TRAINING, HELDOUT = "data.prompt_data", "eval.eval_prompt_data"
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The longest prompt and response together. ``reason``: why, as the end of a sentence."""
+    """The most tokens that a prompt and its response may have together. ``reason``: why, as the end of a sentence."""
 
     tokens: int
     reason: str
 
 
-def check(inspection: Inspection) -> Iterator[ConfigError]:
+def check(inspection: Inspection) -> Findings:
     """Yields what is too long, for training and for evaluation."""
     config = inspection.config
     rollout, limit = config.rollout, _engine_limit(inspection)
-    shortest, told = 1, False
+    shortest, reported = 1, False
     if rollout.custom_generate_function_path is None:
         prompt = inspection.longest_prompts.get(TRAINING, shortest)
         if limit is not None and prompt + rollout.rollout_max_response_len > limit.tokens:
-            told = True
+            reported = True
             yield _too_long("rollout.rollout_max_response_len", rollout.rollout_max_response_len, TRAINING, prompt, limit)
         yield from _micro_batches(inspection, prompt, limit)
     if config.eval.eval_prompt_data is None or limit is None:
@@ -46,7 +42,7 @@ def check(inspection: Inspection) -> Iterator[ConfigError]:
     prompt, response = inspection.longest_prompts.get(HELDOUT, shortest), config.eval.eval_max_response_len
     if response is not None and prompt + response > limit.tokens:
         yield _too_long("eval.eval_max_response_len", response, HELDOUT, prompt, limit)
-    elif response is None and not told and prompt + rollout.rollout_max_response_len > limit.tokens:
+    elif response is None and not reported and prompt + rollout.rollout_max_response_len > limit.tokens:
         yield _too_long("eval.eval_max_response_len", rollout.rollout_max_response_len, HELDOUT, prompt, limit)
 
 
@@ -59,7 +55,7 @@ def _too_long(field: str, response: int, prompts: str, prompt: int, limit: Limit
                        f"{limit.tokens} tokens, {limit.reason}")  # fmt: skip
 
 
-def _micro_batches(inspection: Inspection, prompt: int, limit: Limit | None) -> Iterator[ConfigError]:
+def _micro_batches(inspection: Inspection, prompt: int, limit: Limit | None) -> Findings:
     """Yields a budget of tokens that a sample could exceed: the trainer would refuse it, the batch with it, and the next one."""
     trainer, response = inspection.config.trainer, inspection.config.rollout.rollout_max_response_len
     longest, ranks = prompt + response, trainer.context_parallel_size
@@ -73,42 +69,21 @@ def _micro_batches(inspection: Inspection, prompt: int, limit: Limit | None) -> 
 
 
 def _engine_limit(inspection: Inspection) -> Limit | None:
-    """What the engine takes at most; None where the model does not say."""
+    """Returns the most that the engine takes; None where the model does not say."""
     config, model = inspection.config, inspection.model_config
     flags = {plain_name(key): value for key, value in config.rollout.sglang.items()}
     known = context_length(model) if model is not None else None
-    given = _number(flags.get("context-length"))
+    given = positive_count(flags.get("context-length"))
     context = given or known
     if context is None or model is None:
         return None
     limit = Limit(context - CONTEXT_KEPT, f"{'--sglang-context-length' if given else 'the context in config.json'} less {CONTEXT_KEPT}")
-    cache = _number(flags.get("max-total-tokens"))
+    cache = positive_count(flags.get("max-total-tokens"))
     if cache is None and devices.resolve(config.rollout.rollout_device) == "cpu":
         try:
             cache = cpu_token_capacity(model)
         except (KeyError, TypeError):  # the check of the architecture names it
             return limit
-    if cache is not None and (tokens := longest_sequence(context, cache, _number(flags.get("page-size")) or 1)) < limit.tokens:
+    if cache is not None and (tokens := longest_sequence(context, cache, positive_count(flags.get("page-size")) or 1)) < limit.tokens:
         return Limit(tokens, f"the engine's KV cache of {cache} tokens (--sglang-max-total-tokens)")
     return limit
-
-
-def _number(value: object) -> int | None:
-    """A flag's number; None where it has none, which the check of the engine's flags reports."""
-    try:
-        number = count(str(value))
-    except ValueError:
-        return None
-    return number if number > 0 else None
-
-
-def check_context_flag(inspection: Inspection) -> Iterator[ConfigError]:
-    """Yields a context that is longer than the model's: SGLang then does not start, unless the environment tells it to."""
-    model = inspection.model_config
-    if os.environ.get(LONGER_CONTEXT, "").lower() in ("1", "true", "yes", "y"):
-        return
-    known = context_length(model) if model is not None else None
-    for key, value in inspection.config.rollout.sglang.items():
-        given = _number(value)
-        if plain_name(key) == "context-length" and given is not None and known is not None and given > known:
-            yield ConfigError(f"rollout.sglang.{key}", value, f"at most {known}, the context in config.json, or set {LONGER_CONTEXT}=1")

@@ -1,36 +1,260 @@
-"""Whether this machine has the GPUs and the packages that a run needs which is about to start on it."""
+"""Checks of the machine that a run is about to start on: packages, GPUs, directories, disk, memory, limits, an earlier run of that name.
+
+A run is refused where it surely cannot get to its end; where it only may not, a note tells what is short. Only `check_functions` and
+`check_extras` are also asked of a run whose services are started elsewhere.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
-from myxo.preflight.inspection import Inspection
-from shared.runtime import devices
+from myxo.preflight.inspection import Findings, Inspection, ModelSize, Note
+from myxo.run.run_directory import STATE, RunDirectory
+from shared import hooks
+from shared.bus import runs
+from shared.config.run_config import RunConfig
+from shared.runtime import devices, extras, server_urls
 from shared.runtime.errors import ConfigError
 
 PACKAGES = {"torch": "the trainer and the engine", "megatron": "the trainer", "sglang": "the engine"}
-"""Which service needs what; importing them would take seconds."""
+"""Which service needs which package; importing them would take seconds."""
+
+IMPORT_SECONDS = 120.0
+"""How long importing the user's own functions may take."""
+
+LONGEST_WORDS = 1000
+"""Characters that are shown of what an import printed."""
+
+GIB = 1 << 30
+
+LEAST_DISK = 64 << 20
+"""Bytes without which not even the servers can keep what a run's first minutes bring."""
+
+LITTLE_DISK = GIB
+LITTLE_SHARED_MEMORY = GIB
+FEW_FILES = 1024
+"""Open files that the servers of a run and a few hundred connections come near to."""
+
+OPTIMIZER_BYTES = 8
+"""Bytes per parameter of Adam's two moments in float32."""
+
+MASTER_BYTES = 4
+"""Bytes per parameter of the gradient in float32; where training is in bfloat16, also of a float32 copy of the weights."""
 
 
-def check_gpus(inspection: Inspection) -> Iterator[ConfigError]:
-    """Yields the devices that are asked for and not there."""
-    if not inspection.starts:
+def check_extras(inspection: Inspection) -> Findings:
+    """Raises for a package that the config asks for and that is not installed."""
+    extras.check(inspection.config)
+    yield from ()
+
+
+def check_functions(inspection: Inspection) -> Findings:
+    """Yields what keeps a function of the user's own from being imported; a separate process imports it."""
+    functions = hooks.paths(inspection.config)
+    if not functions:
         return
-    config = inspection.config
-    fields = {"trainer.train_device": config.trainer.train_device, "rollout.rollout_device": config.rollout.rollout_device}
-    if not devices.gpus():
-        for field, device in fields.items():
-            if device == "cuda":
-                yield ConfigError(field, device, "this machine shows no NVIDIA GPU (/dev/nvidia0); use cpu, or auto")
+    field, path = next(iter(functions.items()))
+    command, config = [sys.executable, "-m", "shared.hooks"], inspection.config.model_dump_json()
+    try:
+        importing = subprocess.run(command, input=config, capture_output=True, text=True, timeout=IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        yield ConfigError(field, path, f"importing {', '.join(functions.values())} did not end within {IMPORT_SECONDS:g} s")
         return
-    devices.share_out(config)  # raises ConfigError
+    if importing.returncode == 2:
+        yield ConfigError(*json.loads(importing.stdout.splitlines()[-1]))
+    elif importing.returncode != 0:
+        words = " ".join(importing.stderr.split())[-LONGEST_WORDS:]
+        yield ConfigError(field, path, f"importing {', '.join(functions.values())} ended with {importing.returncode}: {words}")
 
 
-def check_packages(inspection: Inspection) -> Iterator[ConfigError]:
+def check_packages(inspection: Inspection) -> Findings:
     """Yields the packages of the services that are not installed."""
-    if not inspection.starts:
-        return
     for package, needed_by in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
             yield ConfigError("the environment", package, f"not installed, and {needed_by} cannot start without it")
+
+
+def check_gpus(inspection: Inspection) -> Findings:
+    """Yields the devices that are asked for and not there."""
+    config = inspection.config
+    if devices.gpus():
+        devices.share_out(config)  # raises ConfigError
+        return
+    fields = {"trainer.train_device": config.trainer.train_device, "rollout.rollout_device": config.rollout.rollout_device}
+    for field, device in fields.items():
+        if device == "cuda":
+            yield ConfigError(field, device, "this machine shows no NVIDIA GPU (/dev/nvidia0); use cpu, or auto")
+
+
+def check_earlier_run(inspection: Inspection) -> Findings:
+    """Yields each field in which the run that lies in the run's directory differs and may not; a run on a given bus is checked there."""
+    directory = RunDirectory(inspection.config.run.root)
+    if inspection.fresh or server_urls.nats_url() or not directory.nats.is_dir():
+        return
+    if (frozen := runs.frozen(directory.root)) is not None:
+        yield from runs.differences(frozen, inspection.frozen or inspection.config)
+
+
+def check_directories(inspection: Inspection) -> Findings:
+    """Yields the directories of the run that cannot be written."""
+    config = inspection.config
+    wanted = {
+        "run.dir": config.run.root,
+        "weights.update_weight_disk_dir": config.weights.update_weight_disk_dir,
+        "monitoring.wandb_dir": config.monitoring.wandb_dir if config.monitoring.use_wandb else None,
+    }
+    for field, directory in wanted.items():
+        if directory is not None and (reason := _unwritable(directory)) is not None:
+            yield ConfigError(field, str(directory), f"{reason}; give a directory that this user can write")
+    root = config.run.root
+    for path in [root / name for name in STATE if (root / name).exists()] if os.access(root, os.W_OK) else []:
+        if not os.access(path, os.W_OK):
+            yield ConfigError("run.dir", str(path), f"{_owned(path)}; make it yours (chown), or give another run.name")
+
+
+def check_disk(inspection: Inspection) -> Findings:
+    """Yields a disk on which not one checkpoint has room; notes one that may fill."""
+    config, root = inspection.config, inspection.config.run.root
+    if _unwritable(root) is not None:
+        return
+    removed = STATE if inspection.fresh else ("checkpoints",)  # checkpoints that are there make room for those to come
+    free = shutil.disk_usage(_existing(root)).free + sum(_size_of(root / name) for name in removed)
+    size = inspection.model_size
+    checkpoint, most = (0, 0) if size is None else (checkpoint_bytes(config, size), disk_bytes(config, size))
+    if free < max(checkpoint, LEAST_DISK):
+        needed = f"a run needs {_shown(LEAST_DISK)} at least"
+        if checkpoint > LEAST_DISK:
+            needed = f"a checkpoint of this model takes {_shown(checkpoint)}"
+        yield ConfigError("run.dir", str(root), f"{_shown(free)} are free on its disk; {needed}: free some, or give another run.dir")
+    elif free < most:
+        kept = f"keep_checkpoints = {config.trainer.keep_checkpoints} and what else is kept of this model can take {_shown(most)}"
+        yield Note(f"run.dir: {_shown(free)} are free on the disk of {root}; {kept}")
+    elif free < LITTLE_DISK:
+        yield Note(f"run.dir: only {_shown(free)} are free on the disk of {root}")
+
+
+def check_memory(inspection: Inspection) -> Findings:
+    """Yields a model that does not fit into this machine's memory, where trainer or engines compute on CPUs; notes what is short."""
+    config, size = inspection.config, inspection.model_size
+    shared = Path("/dev/shm")
+    if shared.is_dir() and _shares_memory(config) and (there := shutil.disk_usage(shared).total) < LITTLE_SHARED_MEMORY:
+        yield Note(f"/dev/shm has {_shown(there)}: little for ranks that share tensors by it; in a container: --shm-size 8g")
+    if size is None:
+        return
+    needed, (total, available) = memory_bytes(config, size), host_memory()
+    if needed > total:
+        expected = (
+            f"{size.parameters / 1e9:.2g} billion parameters need {_shown(needed)} of memory for training and engines on CPUs, this "
+            f"machine has {_shown(total)}; take a smaller model, fewer ranks or replicas, or a machine with GPUs"
+        )
+        yield ConfigError("model.hf_checkpoint", str(config.model.hf_checkpoint), expected)
+    elif needed > available:
+        yield Note(f"memory: the run needs about {_shown(needed)} and more, {_shown(available)} of {_shown(total)} are free")
+
+
+def check_limits(inspection: Inspection) -> Findings:
+    """Notes a limit on open files that is low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
+        allowed = "" if hard != resource.RLIM_INFINITY and hard <= soft else f": ulimit -n {FEW_FILES * 4 if hard < 0 else hard}"
+        yield Note(f"this shell lets a process open {soft} files at once, few for a run's servers; raise the limit{allowed}")
+
+
+def checkpoint_bytes(config: RunConfig, size: ModelSize) -> int:
+    """Returns the bytes that a checkpoint of the trainer takes at least: weights and Adam's moments of what trains."""
+    if _trains_part(config):
+        return 0
+    return size.parameters * (4 + OPTIMIZER_BYTES + (2 if config.trainer.train_dtype == "bfloat16" else 0))
+
+
+def disk_bytes(config: RunConfig, size: ModelSize) -> int:
+    """Returns the bytes of all that the run keeps, at most: checkpoints, one of them being written, snapshots, the final weights."""
+    weights = size.parameters * _weight_bytes(config)
+    here = config.weights.update_weight_disk_dir is None
+    taken = config.weights.update_weight_transport == "disk" or config.weights.snapshot_interval > 0
+    snapshots = config.weights.keep_snapshots + 1 if here and taken else 0
+    checkpoints = (config.trainer.keep_checkpoints + 1) * checkpoint_bytes(config, size)
+    return checkpoints + (snapshots + config.trainer.save_hf) * weights
+
+
+def memory_bytes(config: RunConfig, size: ModelSize) -> int:
+    """Returns the bytes of memory that parameters, gradients and Adam take at least, trainer and engines together."""
+    trainer, needed = config.trainer, 0
+    if devices.resolve(trainer.train_device) == "cpu":
+        replica = trainer.tensor_model_parallel_size * trainer.pipeline_model_parallel_size * trainer.context_parallel_size
+        copies = max(trainer.ranks("actor") // replica, 1) if trainer.expert_model_parallel_size == 1 else 1
+        held = _weight_bytes(config) + (0 if _trains_part(config) else MASTER_BYTES)
+        state = 0 if _trains_part(config) else OPTIMIZER_BYTES + (MASTER_BYTES if trainer.train_dtype == "bfloat16" else 0)
+        needed += size.parameters * (copies * held + (1 if trainer.use_distributed_optimizer else copies) * state)
+    if devices.resolve(config.rollout.rollout_device) == "cpu":
+        needed += config.rollout.rollout_replicas * size.bytes
+    return needed
+
+
+def host_memory() -> tuple[int, int]:
+    """Returns the bytes of memory that this machine, or the container around this process, has in all with swap, and that are free."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    known = {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) > 1}
+    total, available = known["MemTotal"] + known["SwapTotal"], known["MemAvailable"] + known["SwapFree"]
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())  # "max" where there is none
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return total, available
+    return min(total, limit), min(available, max(limit - used, 0))
+
+
+def _weight_bytes(config: RunConfig) -> int:
+    return 2 if config.trainer.train_dtype == "bfloat16" else 4
+
+
+def _trains_part(config: RunConfig) -> bool:
+    """Tells whether only a part of the parameters trains: gradients and moments are then of that part."""
+    trainer = config.trainer
+    return bool(trainer.lora_rank or trainer.only_train_params_name_list or trainer.freeze_params_name_list)
+
+
+def _shares_memory(config: RunConfig) -> bool:
+    trainer, rollout = config.trainer, config.rollout
+    several = trainer.ranks("actor") > 1 or rollout.rollout_num_gpus_per_engine > 1
+    on_gpus = "cuda" in (devices.resolve(trainer.train_device), devices.resolve(rollout.rollout_device))
+    return trainer.colocate or (several and on_gpus)
+
+
+def _existing(path: Path) -> Path:
+    """Returns the nearest of a path and its parents that is there."""
+    return next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+
+
+def _unwritable(directory: Path) -> str | None:
+    """Returns why nothing can be written into a directory, or it cannot be made; None where all is well. Leaves nothing behind."""
+    existing = _existing(directory)
+    if not existing.is_dir():
+        return f"{existing} is a file" if existing.exists() else f"{existing} is a link that leads nowhere"
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".myxo-", dir=existing))
+    except PermissionError:
+        return _owned(existing)
+    except OSError as error:
+        return f"{existing} cannot be written: {error.strerror}"
+    return None
+
+
+def _owned(path: Path) -> str:
+    return f"{path} cannot be written: it belongs to user {path.stat().st_uid}, this is user {os.geteuid()}"
+
+
+def _size_of(path: Path) -> int:
+    return sum(entry.stat().st_blocks * 512 for entry in path.rglob("*") if entry.is_file()) if path.is_dir() else 0
+
+
+def _shown(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / (1 << 20):.0f} MiB"

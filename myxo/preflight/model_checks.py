@@ -1,19 +1,55 @@
-"""Whether the checkpoints hold the models that their config.json describes, and whether Megatron's flags describe the same ones."""
+"""Checks of the models that a config names: their files, their weights, and whether ranks, engines and flags fit them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
-from myxo.preflight.inspection import Inspection, architecture_of
-from shared.config import megatron_flags
-from shared.model import architecture_flags, hf_checkpoint
+from myxo.preflight.inspection import Findings, Inspection, Note, architecture_of, attempted
+from shared.config import megatron_flags, sglang_flags
+from shared.config.engine_limits import context_length
+from shared.config.learning_rate import LearningRateSchedule
+from shared.model import architecture_flags, hf_checkpoint, recomputation
 from shared.model.architecture import Architecture
-from shared.model.tensor_table import hf_tensors
+from shared.model.lora_targets import Lora
+from shared.model.parallel_layout import ParallelLayout, division_problems
+from shared.model.tensor_table import hf_tensors, megatron_parameters
+from shared.model.trainable_parameters import Freezing
+from shared.runtime import devices
 from shared.runtime.errors import ConfigError
 
+GPU_ATTENTION = ("flashinfer", "fa3", "fa4", "triton", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha")
+"""Attention backends that need a GPU."""
 
-def check_actor(inspection: Inspection) -> Iterator[ConfigError]:
+LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+"""SGLang's variable for a context that is longer than the model's own."""
+
+
+def check_files(inspection: Inspection) -> Findings:
+    """Yields what is missing of the model's directory."""
+    model = inspection.config.model.hf_checkpoint
+    if not model.is_dir():
+        expected = "no such directory; give one with config.json and *.safetensors, or ORG/NAME of a model on the hub"
+        yield ConfigError("model.hf_checkpoint", str(model), expected)
+        return
+    for name in ("config.json", "tokenizer.json"):
+        if not (model / name).is_file():
+            yield ConfigError("model.hf_checkpoint", str(model), f"the directory holds no {name}")
+
+
+def check_tokenizer(inspection: Inspection) -> Findings:
+    """Yields what is wrong with the model's tokenizer."""
+    model = inspection.config.model.hf_checkpoint
+    if (model / "tokenizer.json").is_file() and inspection.tokenizer_problem is not None:
+        yield inspection.tokenizer_problem
+    elif inspection.tokenizer is not None and inspection.config.data.apply_chat_template and not inspection.tokenizer.has_chat_template:
+        expected = f"the model has no chat template; put a chat_template.jinja into {model}, or leave it out and give prompts as text"
+        yield ConfigError("data.apply_chat_template", True, expected)
+
+
+def check_actor(inspection: Inspection) -> Findings:
     """Yields what is wrong with the policy's config.json, its weights, and its tokenizer's size."""
     architecture, config = inspection.architecture, inspection.config
     if isinstance(architecture, ConfigError):
@@ -23,7 +59,8 @@ def check_actor(inspection: Inspection) -> Iterator[ConfigError]:
         return
     if architecture is None:
         return
-    yield from _weights(config.model.hf_checkpoint, architecture, "model.hf_checkpoint")
+    headers, problems = inspection.weight_headers
+    yield from problems or _tensors(config.model.hf_checkpoint, headers, architecture, "model.hf_checkpoint")
     rows, tokenizer = architecture.vocab_size, inspection.tokenizer
     if tokenizer is not None and tokenizer.vocabulary_size > rows:
         wanted = f"a tokenizer of at most {rows} tokens, vocab_size in config.json; its tokenizer.json has {tokenizer.vocabulary_size}"
@@ -32,8 +69,8 @@ def check_actor(inspection: Inspection) -> Iterator[ConfigError]:
         yield ConfigError("rollout.rollout_stop_token_ids", outside[0], f"ids from 0 to {rows - 1}, the model's vocabulary")
 
 
-def check_other_models(inspection: Inspection) -> Iterator[ConfigError]:
-    """Yields what is wrong with the checkpoints of the critic and of the teacher, where they are others than the policy's."""
+def check_other_models(inspection: Inspection) -> Findings:
+    """Yields what is wrong with the checkpoints of the critic and of the teacher, where these differ from the policy's."""
     config, actor = inspection.config, inspection.architecture
     if config.algorithm.has_critic and (critic := config.trainer.critic_load) is not None:
         found = architecture_of(critic)
@@ -48,7 +85,76 @@ def check_other_models(inspection: Inspection) -> Iterator[ConfigError]:
             yield from _weights(teacher, actor, "algorithm.opd_teacher_load")
 
 
-def check_flags(inspection: Inspection) -> Iterator[ConfigError]:
+def _weights(directory: Path, architecture: Architecture, field: str) -> Iterator[ConfigError]:
+    headers, problems = hf_checkpoint.read_headers(directory, field)  # raises ConfigError
+    yield from problems or _tensors(directory, headers, architecture, field)
+
+
+def _tensors(
+    directory: Path, headers: Mapping[str, tuple[str, hf_checkpoint.Shape]], architecture: Architecture, field: str
+) -> Iterator[ConfigError]:
+    shapes = {name: shape for name, (_, shape) in headers.items()}
+    unread = hf_checkpoint.draft_prefixes(architecture)
+    yield from hf_checkpoint.tensor_problems(directory, shapes, hf_tensors(architecture), unread, field)
+
+
+def check_ranks(inspection: Inspection) -> Findings:
+    """Yields where the layout divides neither the ranks nor the models."""
+    config, trainer, actor = inspection.config, inspection.config.trainer, inspection.architecture
+    layout = ParallelLayout.of(trainer)  # raises ConfigError or Problems
+    yield from layout.world_problems(trainer.ranks("actor"))
+    if config.algorithm.has_critic and trainer.ranks("critic") != trainer.ranks("actor"):
+        for problem in layout.world_problems(trainer.ranks("critic")):
+            yield ConfigError(problem.field, problem.value, f"{problem.expected} (critic_num_gpus_per_node)")
+    if isinstance(actor, Architecture):
+        yield from division_problems(actor, layout, trainer.megatron)
+    if config.algorithm.has_critic and trainer.critic_load is not None:
+        critic = architecture_of(trainer.critic_load)
+        if isinstance(critic, Architecture) and critic != actor:
+            for problem in division_problems(critic, layout, trainer.megatron):
+                yield ConfigError(problem.field, problem.value, f"{problem.expected} (critic_load)")
+
+
+def check_training(inspection: Inspection) -> Findings:
+    """Yields which settings of adapters, recomputation and learning rate do not go together."""
+    config, trainer, actor = inspection.config, inspection.config.trainer, inspection.architecture
+    steps = config.rollout.num_rollout * trainer.num_steps_per_rollout
+    rates = [trainer.lr] + ([trainer.critic_lr] if trainer.critic_lr is not None and config.algorithm.has_critic else [])
+
+    def schedule(rate: float) -> LearningRateSchedule:
+        return LearningRateSchedule(rate, trainer.min_lr, trainer.lr_warmup_iters, steps, trainer.lr_decay_style)
+
+    schedules = [attempted(partial(schedule, rate)) for rate in rates]
+    problems = [
+        attempted(lambda: recomputation.megatron_fields(trainer)),
+        *_warm_start(inspection),
+        *[problem for problem in schedules if isinstance(problem, ConfigError)][:1],
+    ]
+    yield from (problem for problem in problems if isinstance(problem, ConfigError))
+    if not isinstance(actor, Architecture):
+        return
+    patterns = Freezing(tuple(trainer.only_train_params_name_list), tuple(trainer.freeze_params_name_list))
+    if not patterns.nothing:
+        names = megatron_parameters(actor, trainer.megatron.get("transformer_impl") == "transformer_engine")
+        if isinstance(problem := attempted(lambda: patterns.check(names)), ConfigError):
+            yield problem
+    if trainer.lora_rank is not None:
+        lora = Lora(trainer.lora_rank, trainer.lora_alpha, tuple(trainer.target_modules))
+        lora.check(actor, ParallelLayout.of(trainer), trainer.megatron)
+
+
+def _warm_start(inspection: Inspection) -> Iterator[ConfigError]:
+    sft = inspection.config.sft
+    if sft.sft_data is None:
+        return
+    try:
+        decay = sft.sft_steps if sft.sft_lr_decay_style != "constant" else 0
+        LearningRateSchedule(sft.sft_lr, 0.0, sft.sft_warmup_iters, decay, sft.sft_lr_decay_style)
+    except ConfigError as error:
+        yield ConfigError(error.field.replace("trainer.lr_", "sft.sft_"), error.value, error.expected)
+
+
+def check_megatron_flags(inspection: Inspection) -> Findings:
     """Yields which of Megatron's architecture flags differ from the checkpoint, and what needs Transformer Engine where that is missing."""
     given, catalogue = inspection.config.trainer.megatron, megatron_flags.catalogue()
     if isinstance(architecture := inspection.architecture, Architecture):
@@ -58,9 +164,60 @@ def check_flags(inspection: Inspection) -> Iterator[ConfigError]:
         yield from megatron_flags.missing_engine(given)
 
 
-def _weights(directory: Path, architecture: Architecture, field: str) -> Iterator[ConfigError]:
-    held, problems = hf_checkpoint.read_shapes(directory, field)  # raises ConfigError
-    yield from problems
-    if not problems:
-        unread = hf_checkpoint.draft_prefixes(architecture)
-        yield from hf_checkpoint.tensor_problems(directory, held, hf_tensors(architecture), unread, field)
+def check_engines(inspection: Inspection) -> Findings:
+    """Yields where an engine's GPUs cannot share the model's heads: SGLang divides query heads, and divides or copies the others."""
+    gpus, model = inspection.config.rollout.rollout_num_gpus_per_engine, inspection.architecture
+    if not isinstance(model, Architecture):
+        return
+    heads = {"attention heads": model.num_attention_heads}
+    if model.latent is None and model.num_key_value_heads > gpus:
+        heads["key/value heads"] = model.num_key_value_heads
+    if undivided := [f"{count} {what}" for what, count in heads.items() if count % gpus]:
+        yield ConfigError("rollout.rollout_num_gpus_per_engine", gpus, f"a divisor of the model's {', '.join(undivided)}")
+
+
+def check_engine_flags(inspection: Inspection) -> Findings:
+    """Yields the flags of ``[rollout.sglang]`` that the installed SGLang does not take."""
+    if not (given := inspection.config.rollout.sglang):
+        return
+    later = "[rollout.sglang] is checked where the rollout service starts"
+    try:
+        flags = sglang_flags.of_installed()
+    except sglang_flags.NoCatalogue as error:
+        yield Note(f"{error}; {later}")
+        return
+    if flags is None:
+        yield Note(f"SGLang is not installed here; {later}")
+        return
+    yield from flags.problems(given)
+
+
+def check_engine_backend(inspection: Inspection) -> Findings:
+    """Yields an attention backend that needs a GPU, where the engine computes on a CPU: it would not start."""
+    config = inspection.config
+    if not inspection.starts or devices.resolve(config.rollout.rollout_device) != "cpu":
+        return
+    for key, value in config.rollout.sglang.items():
+        if sglang_flags.plain_name(key) == "attention-backend" and value in GPU_ATTENTION:
+            wanted = "torch_native, or leave it out: rollout_device is cpu here, and this backend needs a GPU"
+            yield ConfigError(f"rollout.sglang.{key}", value, wanted)
+
+
+def check_engine_context(inspection: Inspection) -> Findings:
+    """Yields a context that is longer than the model's: SGLang then does not start, unless the environment tells it to."""
+    known = context_length(inspection.model_config) if inspection.model_config is not None else None
+    if known is None or os.environ.get(LONGER_CONTEXT, "").lower() in ("1", "true", "yes", "y"):
+        return
+    for key, value in inspection.config.rollout.sglang.items():
+        given = positive_count(value)
+        if sglang_flags.plain_name(key) == "context-length" and given is not None and given > known:
+            yield ConfigError(f"rollout.sglang.{key}", value, f"at most {known}, the context in config.json, or set {LONGER_CONTEXT}=1")
+
+
+def positive_count(value: object) -> int | None:
+    """Returns the number that a flag of the engine's has; None where it has none, which `check_engine_flags` reports."""
+    try:
+        number = sglang_flags.count(str(value))
+    except ValueError:
+        return None
+    return number if number > 0 else None

@@ -1,13 +1,18 @@
-"""The NATS and Redis servers that the environment names: whether they answer."""
+"""The NATS and Redis servers that the environment names: whether they answer, and what the bus knows of a run's names on the hub."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
+from shared.bus import runs
 from shared.bus.connection import Bus, BusUnreachable, redacted
 from shared.bus.subjects import Subjects
+from shared.config.run_config import RunConfig
+from shared.hub import hub_resolve
+from shared.hub.hub_client import Hub
 from shared.runtime import server_urls
 from shared.runtime.errors import ConfigError
 from shared.store.payload_store import Store, StoreUnreachable
@@ -25,7 +30,7 @@ class GivenServers:
 
 
 def given_servers() -> GivenServers:
-    """What ``NATS_URL`` and ``REDIS_URL`` say, or the files of ``NATS_URL_FILE`` and ``REDIS_URL_FILE``. Raises ConfigError."""
+    """Returns what ``NATS_URL`` and ``REDIS_URL`` say, or the files of ``NATS_URL_FILE`` and ``REDIS_URL_FILE``. Raises ConfigError."""
     return GivenServers(server_urls.nats_url() or None, server_urls.redis_url() or None)
 
 
@@ -38,7 +43,9 @@ async def check_servers(given: GivenServers, run: str) -> None:
         await check_store(given.redis_url)
 
 
-async def connect(url: str, run: str) -> Bus:
+async def connect(
+    url: str, run: str, expected: str = "give nats://[user:password@]host:port of a server with JetStream, or unset it for an embedded one"
+) -> Bus:
     """Connects to the NATS server that a person named, as the run's operator.
 
     Raises ConfigError for field NATS_URL, the value without credentials.
@@ -46,7 +53,6 @@ async def connect(url: str, run: str) -> Bus:
     try:
         return await Bus.connect(url, name="myxo", deadline=ANSWER_SECONDS, inbox=Subjects(run).inbox("operator"))
     except BusUnreachable as error:
-        expected = "give nats://[user:password@]host:port of a server with JetStream, or unset it for an embedded one"
         raise ConfigError("NATS_URL", redacted(url), f"{error}; {expected}") from error
 
 
@@ -63,3 +69,25 @@ async def check_store(url: str) -> None:
         raise ConfigError("REDIS_URL", redacted(url), f"{error}; {expected}") from error
     finally:
         await store.close()
+
+
+def pinned(config: RunConfig, hub: Hub, *, fresh: bool) -> RunConfig:
+    """Returns the config with its names on the hub pinned as they were when the run of that name began, or, with ``fresh``, as they stand
+    now. Raises ConfigError by field."""
+    if not hub_resolve.found(config):
+        return config
+    known = None if fresh else hub_resolve.pins_in(config.run.root)
+    url = given_servers().nats_url
+    if known is None and not fresh and url is not None:
+        known = asyncio.run(_pins_on_bus(url, config.run.name))
+    return hub_resolve.pinned(config, known, hub=hub)
+
+
+async def _pins_on_bus(url: str, run: str) -> dict[str, str]:
+    bus = await connect(url, run)
+    try:
+        return hub_resolve.pins(await runs.load(bus, run))
+    except runs.NoSuchRun:
+        return {}
+    finally:
+        await bus.close()

@@ -30,7 +30,7 @@ from shared.bus import runs
 from shared.bus.subjects import RUN_ID
 from shared.config.run_config import RunConfig
 from shared.data.data_files import paths
-from shared.runtime import user_cache
+from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError, MyxoError, nearest
 
 STATE = (
@@ -146,15 +146,12 @@ class RunDirectory:
 
     def freeze(self, config: RunConfig) -> None:
         """Keeps the run's config, for who asks without its servers."""
-        user_cache.replace(self._config, f"{config.model_dump_json(indent=2)}\n".encode())
+        replace_file(self._config, f"{config.model_dump_json(indent=2)}\n".encode())
 
     def write_servers(self, servers: ServerUrls) -> None:
         """Says where the live run's servers are, to nobody but this user."""
-        partial = self._servers.with_suffix(".partial")
-        partial.unlink(missing_ok=True)
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump({"nats_url": servers.nats_url, "redis_url": servers.redis_url, "pid": servers.pid}, file)
-        partial.replace(self._servers)
+        content = {"nats_url": servers.nats_url, "redis_url": servers.redis_url, "pid": servers.pid}
+        replace_file(self._servers, json.dumps(content).encode(), mode=0o600)
 
     def remove_servers(self) -> None:
         self._servers.unlink(missing_ok=True)

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from myxo.display.durations import duration
-from myxo.launch.supervisor import InstanceStatus, cause
+from myxo.launch.supervisor import InstanceStatus
 from myxo.run import troubles
 from myxo.run.troubles import Troubles
 from shared.bus.registry import ENVIRONMENT, STANDBY
 from shared.config.run_config import RunConfig
+from shared.runtime.child_process import cause
 from shared.schema.messages import ServiceStatus
 
 QUEUES = ("task", "eval", "generated", "scored")

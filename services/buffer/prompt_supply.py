@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shared.config.run_config import RunConfig
 from shared.data.data_source import DrawnPrompts
-from shared.data.prompts import PromptFile, PromptStream, eval_prompts, training_prompts
+from shared.data.prompts import PromptFile, PromptStream, TrainingPrompts, eval_prompts
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.service_base import Service
 from shared.runtime.telemetry import Metrics
@@ -49,5 +49,5 @@ async def opened(service: Service) -> PromptSupply:
 
 def _open(config: RunConfig) -> PromptSupply:
     tokenizer = Tokenizer(config.model.hf_checkpoint)
-    training: PromptStream = training_prompts(config, tokenizer) if config.data.data_source is None else DrawnPrompts(config, tokenizer)
+    training: PromptStream = TrainingPrompts(config, tokenizer) if config.data.data_source is None else DrawnPrompts(config, tokenizer)
     return PromptSupply(training, eval_prompts(config, tokenizer), tokenizer.stop_ids)

@@ -13,7 +13,7 @@ import time
 
 from shared.bus.connection import TRANSIENT
 from shared.bus.registry import ENVIRONMENT, HEARTBEAT
-from shared.environment.environment_client import Environment
+from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.service_base import Service

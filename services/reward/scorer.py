@@ -13,7 +13,7 @@ from services.reward.environment_health import EnvironmentHealthCheck
 from services.reward.hooks_pool import HooksPool
 from services.reward.worker_pool import VerifierPool, WorkerFailed
 from shared.config.sections import CUSTOM, RewardSection
-from shared.environment.environment_client import Environment
+from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.schema.messages import Generated, Score
@@ -122,7 +122,7 @@ class ExternalScorer(Scorer):
                 why = f"it did not answer; before that: {why}" if why else "it did not answer"
                 break
         then = f"the group is given up ({why})"
-        raise DeadlineExceeded(f"{len(samples)} rewards", self._environment.whom, self._timeout, then)
+        raise DeadlineExceeded(f"{len(samples)} rewards", self._environment.label, self._timeout, then)
 
     async def close(self) -> None:
         await self._environment.close()
@@ -132,7 +132,7 @@ class ExternalScorer(Scorer):
         try:
             return [rewards.counted(score, self._key) for score in scores]
         except ValueError as error:
-            raise EnvironmentFailed(self._environment.whom, str(error)) from None
+            raise EnvironmentFailed(self._environment.label, str(error)) from None
 
 
 def _request(run: str, group: Generated, samples: list[Sample]) -> ScoreRequest:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +16,7 @@ import aiohttp
 from services.rollout.engine.launch_command import EngineCommand
 from shared.bus.connection import TRANSIENT
 from shared.runtime.errors import ConfigError, MyxoError
+from shared.runtime.own_address import own_address
 from shared.runtime.service_base import Service
 
 ROUTER_VARIABLE = "MYXO_ROUTER_URL"
@@ -36,8 +36,8 @@ def router_url() -> str | None:
 
 
 def reached_at(command: EngineCommand) -> str:
-    """The engine's address for others: this machine's name (or ``MYXO_HOST``) and the engine's port."""
-    return f"http://{os.environ.get('MYXO_HOST') or socket.gethostname()}:{urlsplit(command.url).port}"
+    """Returns the engine's URL as other machines reach it."""
+    return f"http://{own_address()}:{urlsplit(command.url).port}"
 
 
 class Router:

@@ -86,14 +86,14 @@ def launch(arguments: list[str]) -> None:
     from services.trainer.dumps import DumpedBatches
     from shared.config import flags
     from shared.config import run_config as configs
-    from shared.hub import hub_pins, hub_resolve
+    from shared.hub import hub_resolve
 
     if len(arguments) < 2 or arguments[0].startswith("-"):
         print(USAGE)
         sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
     path, template, *rest = arguments
     config = configs.load(Path(path), flags.parse(rest))
-    config = hub_resolve.local(hub_resolve.pinned(config, hub_pins.read(config.run.root)), hub_resolve.MODELS)
+    config = hub_resolve.local(hub_resolve.pinned(config, hub_resolve.pins_in(config.run.root)), hub_resolve.MODELS)
     directory = config.run.root.with_name(f"{config.run.name}-replay")
     config = replayed(config, directory, DumpedBatches(template).steps)
     shutil.rmtree(directory, ignore_errors=True)
@@ -130,7 +130,7 @@ def rank(template: str) -> None:
 
 
 if __name__ == "__main__":
-    from shared.runtime.embedded_servers import die_with_parent
+    from shared.runtime.child_process import die_with_parent
     from shared.runtime.service_base import exit_code
 
     die_with_parent()

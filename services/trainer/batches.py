@@ -16,7 +16,6 @@ from services.trainer import sample_stats
 from services.trainer.objective import (
     Advantages,
     Moments,
-    ObjectiveConfig,
     denominator,
     passing,
     sample_weights,
@@ -27,6 +26,7 @@ from services.trainer.packing import BadBatch, BadSample, PackedBatch, TrainSamp
 from services.trainer.partition import Partition
 from services.trainer.sample_stats import BatchMetrics, SampleStats, StatColumn
 from services.trainer.shard_reader import Shard
+from shared.config.algorithm import AlgorithmSection
 from shared.schema import sample
 
 PerSample = Mapping[int, NDArray[np.floating]]
@@ -103,7 +103,7 @@ def masks_of(share: Shard) -> Masks:
 
 
 def assemble(
-    share: Shard, masks: Masks, known: SampleStats, objective: ObjectiveConfig, *, rank: int, max_tokens: int, vocab_size: int
+    share: Shard, masks: Masks, known: SampleStats, objective: AlgorithmSection, *, rank: int, max_tokens: int, vocab_size: int
 ) -> TrainBatch:
     """Lays a share out, each token weighted so that sums over micro-batches and ranks are the batch's means.
 
@@ -129,7 +129,7 @@ def assemble(
         trained = [counts[number] for number in passed]
         weights = dict.fromkeys(members, 0.0)
         if passed:
-            found = sample_weights(trained, names, objective.reducer, objective.fixed_length)
+            found = sample_weights(trained, names, objective.reducer, objective.loss_divisor)
             weights |= dict(zip(passed, found.tolist(), strict=True))
         denominators.append(denominator(trained, names, objective.reducer))
         step = []
@@ -158,7 +158,7 @@ def with_numbers(batch: TrainBatch, name: str, numbers: PerSample) -> TrainBatch
 
 def with_advantages(
     batch: TrainBatch,
-    objective: ObjectiveConfig,
+    objective: AlgorithmSection,
     merged: Callable[[Moments], Moments],
     *,
     kl: PerSample | None = None,
@@ -206,11 +206,11 @@ def with_advantages(
 
 
 def micro_batches(
-    samples: list[TrainSample], objective: ObjectiveConfig, *, dp_rank: int, dp_size: int, max_tokens: int, vocab_size: int
+    samples: list[TrainSample], objective: AlgorithmSection, *, dp_rank: int, dp_size: int, max_tokens: int, vocab_size: int
 ) -> list[PackedBatch]:
     """This rank's micro-batches of samples that every rank holds, as those of the warm start."""
     rollouts = [(one.group, one.rollout_id) for one in samples]
-    weights = sample_weights([one.trained_tokens for one in samples], rollouts, objective.reducer, objective.fixed_length)
+    weights = sample_weights([one.trained_tokens for one in samples], rollouts, objective.reducer, objective.loss_divisor)
     return rank_micro_batches(samples, weights, dp_rank=dp_rank, dp_size=dp_size, max_tokens=max_tokens, vocab_size=vocab_size)
 
 

@@ -6,7 +6,6 @@ Source: Schulman et al. 2017 (arXiv:1707.06347), the value function of PPO, as a
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 from services.trainer import batches
 from services.trainer.actor_critic_exchange import ActorCriticExchange
@@ -34,7 +33,9 @@ class Critic(RoleWorker):
     def __init__(self, config: RunConfig, store: BlockingStore, link: ControlClient | None, exchange: ActorCriticExchange | None) -> None:
         super().__init__(config, store, link, "critic", exchange)
         self._shaping = LossInputs(config, self._objective, self._store)
-        self._objective = replace(self._objective, use_opd=False, normalize_advantages=False)  # neither touches the returns
+        self._objective = self._objective.model_copy(
+            update={"use_opd": False, "normalize_advantages": False}
+        )  # neither touches the returns
         self._charged = needs(self._objective).kl
         self._valued: TrainBatch | None = None
         self._told = 0

@@ -17,6 +17,7 @@ from torch import Tensor
 from services.trainer.actor import StepResult
 from services.trainer.batches import TrainBatch
 from services.trainer.packing import PackedBatch
+from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import BadMessage, ConfigError, PayloadMissing
 from shared.schema import codec
 from shared.schema.messages import Batch
@@ -34,9 +35,7 @@ def write_batch(template: str, batch: Batch, store: BlockingStore) -> Path:
     content = {"schema": SCHEMA, "batch": batch.encode(), "blobs": dict(zip(keys, store.stream(keys), strict=True))}
     path = Path(filled(template, batch.step, 0))
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(codec.pack(content))
-    partial.rename(path)
+    replace_file(path, codec.pack(content))
     return path
 
 

@@ -219,7 +219,7 @@ class Trainer(RoleWorker):
 
     def _charged(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the KL that its rewards are charged with; the critic gets it, too."""
-        old = "rollout_log_probs" if self._objective.off_policy == "rollout" else "proximal_log_probs"
+        old = "rollout_log_probs" if self._objective.correction == "rollout" else "proximal_log_probs"
         kind = self._objective.kl_loss_type or "k1"
         batch = batches.with_field(
             batch, "kl", lambda one: kl_estimate(one.packed.fields[old], one.packed.fields["ref_log_probs"], kind) * one.packed.loss_mask

@@ -14,9 +14,10 @@ from torch import Tensor
 from services.trainer.batches import PerSample, TrainBatch
 from services.trainer.megatron import runtime
 from services.trainer.megatron.passes import LossFunction
-from services.trainer.objective import Advantages, CustomFunctions, ObjectiveConfig, Statistics, batch_statistics, loss_of, needs
+from services.trainer.objective import Advantages, CustomFunctions, Statistics, batch_statistics, loss_of, needs
 from services.trainer.partition import Partition
 from services.trainer.sample_stats import Sum
+from shared.config.algorithm import AlgorithmSection
 from shared.config.run_config import RunConfig
 from shared.hooks import HookSample
 from shared.hooks.sample_conversion import from_stored
@@ -41,7 +42,7 @@ class LossInputs:
         ConfigError: a function that cannot be imported.
     """
 
-    def __init__(self, config: RunConfig, objective: ObjectiveConfig, store: BlockingStore) -> None:
+    def __init__(self, config: RunConfig, objective: AlgorithmSection, store: BlockingStore) -> None:
         self._objective, self._store = objective, store
         self._custom = CustomFunctions.of(config)
 
@@ -91,9 +92,9 @@ def scored(deal: Partition, store: BlockingStore) -> list[HookSample]:
     return [from_stored(one, score) for one, score in zip(stored, scores, strict=True)]
 
 
-def teacher_gap(batch: TrainBatch, objective: ObjectiveConfig) -> PerSample:
+def teacher_gap(batch: TrainBatch, objective: AlgorithmSection) -> PerSample:
     """log π_old − log π_teacher of this rank's samples."""
-    old = batch.per_sample("rollout_log_probs" if objective.off_policy == "rollout" else "proximal_log_probs")
+    old = batch.per_sample("rollout_log_probs" if objective.correction == "rollout" else "proximal_log_probs")
     teacher = batch.per_sample("teacher_log_probs")
     return {number: old[number] - teacher[number] for number in batch.numbers}
 

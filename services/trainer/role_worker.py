@@ -47,7 +47,7 @@ class RoleWorker:
     ) -> None:
         self._config, self._link, self._role, self._log = config, link, role, structlog.get_logger()
         self._places = Places(config.run.root)
-        self._objective = trainer_settings.objective_config(config)
+        self._objective = config.algorithm
         self._state("loading the model")
         trainer_settings.check_architecture(config, role)
         self._actor = Actor.create(trainer_settings.actor_config(config, role), trainer_settings.model_directory(config, role))

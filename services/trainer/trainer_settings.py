@@ -1,15 +1,13 @@
-"""The run's config as the actor and the objective take it."""
+"""The run's config as the actor takes it."""
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from services.trainer.actor import ActorConfig
 from services.trainer.actor_critic_exchange import Role
 from services.trainer.megatron.flag_sorting import resolve
-from services.trainer.objective import ObjectiveConfig
 from shared.config.run_config import RunConfig
 from shared.config.sections import TrainerSection
 from shared.model import architecture_flags
@@ -74,19 +72,3 @@ def _trained(trainer: TrainerSection) -> dict[str, Any]:
         "lora_alpha": trainer.lora_alpha,
         "target_modules": tuple(trainer.target_modules),
     }
-
-
-def objective_config(config: RunConfig) -> ObjectiveConfig:
-    """The objective's view of [algorithm]."""
-    algorithm = config.algorithm
-    same = {field.name: getattr(algorithm, field.name) for field in fields(ObjectiveConfig) if field.name in type(algorithm).model_fields}
-    return ObjectiveConfig(
-        **{
-            **same,
-            "normalize_rewards": not (algorithm.disable_rewards_normalization or algorithm.custom_reward_post_process_path),
-            "normalize_std": not algorithm.disable_grpo_std_normalization,
-            "off_policy": algorithm.correction,
-            "reducer": "token_mean" if algorithm.calculate_per_token_loss else "fixed_length" if algorithm.loss_divisor else "rollout_mean",
-            "fixed_length": algorithm.loss_divisor,
-        }
-    )

@@ -10,15 +10,14 @@ In compose every one of these directories is a volume of its own, mounted into n
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from shared.accounts.permissions import HEALTH, ROLES, Rights, rights
 from shared.accounts.render import CERTIFICATE, KEY, NatsPlace, RedisPlace, nats_conf, redis_conf
+from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError, MyxoError
 
 NATS, REDIS = "nats", "redis"
@@ -180,16 +179,5 @@ def write(path: Path, content: bytes, mode: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         if path.stat().st_mode & 0o777 == mode and path.read_bytes() == content:
             return False
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            os.fchmod(handle, mode)
-            file.write(content)
-            file.flush()
-            os.fsync(handle)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
+    replace_file(path, content, mode=mode, durable=True)
     return True

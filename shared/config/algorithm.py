@@ -3,19 +3,107 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from shared.config.sections import HOOK, Section
+from shared.config.section import HOOK, Rule, Section
 
 Estimator = Literal["grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"]
+KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 Level = Literal["token", "sequence", "geometric"]
 OffPolicy = Literal["decoupled", "rollout", "none"]
+Reducer = Literal["rollout_mean", "token_mean", "fixed_length"]
+WeightBounding = Literal["truncate", "clip", "mask"]
+
+GROUP_RELATIVE = ("grpo", "gspo", "cispo")
+"""Estimators that compare the samples of a group, and know no rewards of single tokens."""
+
+_OF_WEIGHT = ("tis_batch_normalize", "use_rs", "rs_veto_threshold")
+"""Fields about the built-in importance weight."""
+
+_RULES = (
+    Rule(
+        "use_rollout_logprobs",
+        lambda a, given: given and (a.correction != "rollout" or a.use_tis),
+        "clips around the rollout's log-probs; off_policy is {0.correction}, use_tis {0.use_tis}",
+    ),
+    Rule(
+        "use_tis",
+        lambda a, given: given is not None and given != (a.correction == "decoupled"),
+        "contradicts off_policy = {0.correction}",
+    ),
+    Rule(
+        (*_OF_WEIGHT, "custom_tis_function_path"),
+        lambda a, given: given and a.correction != "decoupled",
+        "belongs to the importance weight of off_policy = decoupled, not to {0.correction}",
+    ),
+    Rule(_OF_WEIGHT, lambda a, given: given and a.custom_tis_function_path, "custom_tis_function_path takes its place"),
+    Rule(("rs_level", "rs_lower_bound", "rs_upper_bound"), lambda a, given: given is not None and not a.use_rs, "needs use_rs"),
+    Rule("tis_clip", lambda a, given: given <= a.tis_clip_low, "not above tis_clip_low = {0.tis_clip_low}"),
+    Rule("tis_clip_low", lambda a, given: given and a.tis_mode == "truncate", "tis_mode = truncate has no lower bound; use clip or mask"),
+    Rule(
+        "rs_upper_bound",
+        lambda a, _: a.use_rs and a.rejection_bounds[1] <= a.rejection_bounds[0],
+        "{0.rejection_bounds[1]} is not above the lower bound {0.rejection_bounds[0]}",
+    ),
+    Rule(
+        ("use_opsm", "use_m2po"),
+        lambda a, given: given and a.correction == "none",
+        "measures the distance from the rollout: off_policy is none",
+    ),
+    Rule(
+        "kl_coef",
+        lambda a, given: given and a.advantage_estimator in GROUP_RELATIVE,
+        "{0.advantage_estimator} has no rewards of single tokens; use kl_loss_coef",
+    ),
+    Rule("kl_coef", lambda a, given: given and a.kl_loss_coef, "the KL is in the loss already: kl_loss_coef = {0.kl_loss_coef}"),
+    Rule(
+        "use_unbiased_kl",
+        lambda a, given: given and not a.measures_kl,
+        "is about the KL in the loss: needs use_kl_loss or kl_loss_coef",
+    ),
+    Rule(
+        "ref_update_interval",
+        lambda a, given: given and not (a.measures_kl or a.kl_coef),
+        "there is no reference policy: needs use_kl_loss, kl_loss_coef or kl_coef",
+    ),
+    Rule(
+        "use_m2po",
+        lambda a, given: given and a.advantage_estimator in ("gspo", "cispo"),
+        "takes the place of the clip per token; {0.advantage_estimator} has another",
+    ),
+    Rule("eps_clip_c", lambda a, given: given is not None and a.use_m2po, "use_m2po takes the place of every clip"),
+    Rule("num_critic_only_steps", lambda a, given: given and not a.has_critic, "{0.advantage_estimator} has no critic; ppo has"),
+    Rule("opd_type", lambda a, given: given is None and a.use_opd, "needed with use_opd: sglang or megatron"),
+    Rule(
+        "opd_teacher_load",
+        lambda a, given: a.use_opd and (given is not None) != (a.opd_type == "megatron"),
+        "the HF checkpoint of the teacher: needed with opd_type = megatron, and only there",
+    ),
+    Rule(("opd_type", "opd_teacher_load"), lambda a, given: given is not None and not a.use_opd, "needs use_opd"),
+    Rule(
+        "custom_loss_function_path",
+        lambda a, given: (given is not None) != (a.loss_type == "custom_loss"),
+        "belongs to loss_type = custom_loss, which is {0.loss_type}",
+    ),
+    Rule(
+        "custom_advantage_function_path",
+        lambda a, given: given and a.has_critic,
+        "a critic learns the returns of ppo's own; choose another estimator",
+    ),
+    Rule(
+        "loss_divisor",
+        lambda a, given: given is not None and a.calculate_per_token_loss,
+        "calculate_per_token_loss divides by the batch's tokens",
+    ),
+)
 
 
 class AlgorithmSection(Section):
     """The objective."""
+
+    rules: ClassVar[tuple[Rule, ...]] = _RULES
 
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = Field(
         default="policy_loss", description="policy gradient; maximum likelihood of the samples that pass rejection_threshold; or your own"
@@ -39,9 +127,7 @@ class AlgorithmSection(Section):
     use_kl_loss: bool = Field(default=False, description="measure the KL to the reference policy even with kl_loss_coef = 0")
     kl_loss_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the reference policy in the loss")
     kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the reference policy in the reward of each token")
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] | None = Field(
-        default=None, description="KL estimator; default: k3 in the loss, k1 in the reward"
-    )
+    kl_loss_type: KlType | None = Field(default=None, description="KL estimator; default: k3 in the loss, k1 in the reward")
     use_unbiased_kl: bool = Field(default=False, description="weight the KL in the loss by the policy's ratio")
     ref_update_interval: int | None = Field(
         default=None, gt=0, description="steps after which the policy becomes the reference; default: never"
@@ -54,7 +140,7 @@ class AlgorithmSection(Section):
     )
     use_rollout_logprobs: bool = Field(default=False, description="slime's name for off_policy = rollout")
     use_tis: bool | None = Field(default=None, description="slime's name: true is off_policy = decoupled, false is none")
-    tis_mode: Literal["truncate", "clip", "mask"] = Field(
+    tis_mode: WeightBounding = Field(
         default="clip", description="importance weight beyond its bounds: bounded from above, from both sides, or 0 (IcePop)"
     )
     tis_level: Level = Field(default="token", description="importance weight of a token, of its sequence, or the sequence's geometric mean")
@@ -101,7 +187,7 @@ class AlgorithmSection(Section):
 
     @property
     def correction(self) -> OffPolicy:
-        """``off_policy``, as it or slime's names for it say; decoupled unless anything is said."""
+        """How stale samples are corrected: ``off_policy``, as it or slime's names for it say; decoupled unless anything is said."""
         if self.off_policy is not None:
             return self.off_policy
         return "rollout" if self.use_rollout_logprobs else "none" if self.use_tis is False else "decoupled"
@@ -111,72 +197,28 @@ class AlgorithmSection(Section):
         """Whether advantages come from a critic's values."""
         return self.advantage_estimator == "ppo"
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        for field, expected in (*self._off_policy_refusals(), *self._refusals()):
-            raise ValueError(f"algorithm.{field}: {expected}")
-        return self
+    @property
+    def normalizes_rewards(self) -> bool:
+        """Whether rewards are compared within their group; a function of the user's own takes the place of that."""
+        return not (self.disable_rewards_normalization or self.custom_reward_post_process_path)
 
-    def _off_policy_refusals(self) -> list[tuple[str, str]]:
-        correction, found = self.correction, []
-        if self.use_rollout_logprobs and (correction != "rollout" or self.use_tis):
-            others = f"off_policy is {correction}, use_tis {self.use_tis}"
-            found.append(("use_rollout_logprobs", f"clips around the rollout's log-probs; {others}"))
-        if self.use_tis is not None and self.use_tis != (correction == "decoupled"):
-            found.append(("use_tis", f"contradicts off_policy = {correction}"))
-        weighted: dict[str, Any] = {name: getattr(self, name) for name in ("tis_batch_normalize", "use_rs", "rs_veto_threshold")}
-        weighted["custom_tis_function_path"] = self.custom_tis_function_path
-        for field, value in weighted.items():
-            if value and correction != "decoupled":
-                found.append((field, f"belongs to the importance weight of off_policy = decoupled, not to {correction}"))
-        if self.custom_tis_function_path:
-            of_builtin = [name for name in ("tis_batch_normalize", "use_rs", "rs_veto_threshold") if weighted[name]]
-            found += [(name, "custom_tis_function_path takes its place") for name in of_builtin]
-        for field in ("rs_level", "rs_lower_bound", "rs_upper_bound"):
-            if getattr(self, field) is not None and not self.use_rs:
-                found.append((field, "needs use_rs"))
-        if self.tis_clip <= self.tis_clip_low:
-            found.append(("tis_clip", f"not above tis_clip_low = {self.tis_clip_low}"))
-        if self.tis_mode == "truncate" and self.tis_clip_low:
-            found.append(("tis_clip_low", "tis_mode = truncate has no lower bound; use clip or mask"))
-        lower = self.tis_clip_low if self.rs_lower_bound is None else self.rs_lower_bound
-        upper = self.tis_clip if self.rs_upper_bound is None else self.rs_upper_bound
-        if self.use_rs and upper <= lower:
-            found.append(("rs_upper_bound", f"{upper} is not above the lower bound {lower}"))
-        found += [
-            (field, "measures the distance from the rollout: off_policy is none")
-            for field in ("use_opsm", "use_m2po")
-            if getattr(self, field) and correction == "none"
-        ]
-        return found
+    @property
+    def measures_kl(self) -> bool:
+        """Whether the loss has a KL to the reference policy, be it with coefficient 0."""
+        return self.use_kl_loss or self.kl_loss_coef != 0.0
 
-    def _refusals(self) -> list[tuple[str, str]]:
-        estimator, found = self.advantage_estimator, []
-        if self.kl_coef and estimator in ("grpo", "gspo", "cispo"):
-            found.append(("kl_coef", f"{estimator} has no rewards of single tokens; use kl_loss_coef"))
-        if self.kl_coef and self.kl_loss_coef:
-            found.append(("kl_coef", f"the KL is in the loss already: kl_loss_coef = {self.kl_loss_coef}"))
-        if self.use_unbiased_kl and not (self.use_kl_loss or self.kl_loss_coef):
-            found.append(("use_unbiased_kl", "is about the KL in the loss: needs use_kl_loss or kl_loss_coef"))
-        if self.ref_update_interval and not (self.use_kl_loss or self.kl_loss_coef or self.kl_coef):
-            found.append(("ref_update_interval", "there is no reference policy: needs use_kl_loss, kl_loss_coef or kl_coef"))
-        if self.use_m2po and estimator in ("gspo", "cispo"):
-            found.append(("use_m2po", f"takes the place of the clip per token; {estimator} has another"))
-        if self.use_m2po and self.eps_clip_c is not None:
-            found.append(("eps_clip_c", "use_m2po takes the place of every clip"))
-        if self.num_critic_only_steps and estimator != "ppo":
-            found.append(("num_critic_only_steps", f"{estimator} has no critic; ppo has"))
-        if self.use_opd and self.opd_type is None:
-            found.append(("opd_type", "needed with use_opd: sglang or megatron"))
-        if self.use_opd and (self.opd_type == "megatron") != (self.opd_teacher_load is not None):
-            found.append(("opd_teacher_load", "the HF checkpoint of the teacher: needed with opd_type = megatron, and only there"))
-        found += [
-            (field, "needs use_opd") for field in ("opd_type", "opd_teacher_load") if getattr(self, field) is not None and not self.use_opd
-        ]
-        if (self.loss_type == "custom_loss") != (self.custom_loss_function_path is not None):
-            found.append(("custom_loss_function_path", f"belongs to loss_type = custom_loss, which is {self.loss_type}"))
-        if self.custom_advantage_function_path and self.has_critic:
-            found.append(("custom_advantage_function_path", "a critic learns the returns of ppo's own; choose another estimator"))
-        if self.calculate_per_token_loss and self.loss_divisor is not None:
-            found.append(("loss_divisor", "calculate_per_token_loss divides by the batch's tokens"))
-        return found
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Lower and upper bound of the clipped ratio."""
+        return 1.0 - self.eps_clip, 1.0 + (self.eps_clip if self.eps_clip_high is None else self.eps_clip_high)
+
+    @property
+    def rejection_bounds(self) -> tuple[float, float]:
+        """Lower and upper bound of an importance weight under ``use_rs``."""
+        lower, upper = self.rs_lower_bound, self.rs_upper_bound
+        return self.tis_clip_low if lower is None else lower, self.tis_clip if upper is None else upper
+
+    @property
+    def reducer(self) -> Reducer:
+        """How the losses of tokens become one number (``services/trainer/objective/reduce.py``)."""
+        return "token_mean" if self.calculate_per_token_loss else "rollout_mean" if self.loss_divisor is None else "fixed_length"

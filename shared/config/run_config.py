@@ -17,7 +17,8 @@ from typing import Any, Self
 from pydantic import ValidationError, model_validator
 
 from shared.config import config_layers, megatron_flags, slime_flags
-from shared.config.algorithm import AlgorithmSection
+from shared.config.algorithm import GROUP_RELATIVE, AlgorithmSection
+from shared.config.section import Misfits, Section
 from shared.config.sections import (
     BusSection,
     DataSection,
@@ -27,7 +28,6 @@ from shared.config.sections import (
     RewardSection,
     RolloutSection,
     RunSection,
-    Section,
     SftSection,
     StoreSection,
     TrainerSection,
@@ -39,14 +39,6 @@ from shared.runtime.errors import BadInput, ConfigError, nearest, problems_of, r
 
 MODEL_FIELDS = ("hf_checkpoint", "critic_load")
 """Fields that hold the path of a model, or its name on the hub."""
-
-
-class Misfits(ValueError):
-    """Fields that do not go together. ``problems``: each ``section.field: what is wrong``."""
-
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
-        super().__init__("; ".join(problems))
 
 
 class RunConfig(Section):
@@ -95,7 +87,7 @@ class RunConfig(Section):
                 f"trainer.num_steps_per_rollout: rollout_batch_size x n_samples_per_prompt = {samples} samples do not divide "
                 f"into {steps} optimizer steps over {ranks // replica} data-parallel ranks"
             )
-        if self.algorithm.advantage_estimator in ("grpo", "gspo", "cispo") and n < 2:
+        if self.algorithm.advantage_estimator in GROUP_RELATIVE and n < 2:
             yield f"rollout.n_samples_per_prompt: {self.algorithm.advantage_estimator} compares the samples of a group; use at least 2"
 
     def _shared_gpus(self) -> Iterator[str]:

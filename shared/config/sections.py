@@ -6,24 +6,18 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, model_validator
 
 from shared.bus.subjects import RUN_ID
+from shared.config.section import HOOK, MUTABLE, Section
 from shared.data import data_files
 from shared.data.data_files import DataFile
 from shared.environment import environment_url
 from shared.hub import hub_names
 from shared.runtime.errors import nearest
 
-MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}
-"""Marks fields that may change when a run is resumed."""
-
-
 PlainValues = PlainSerializer(data_files.plain_values, return_type=str | list[str] | None)
 """Files as JSON and TOML hold them."""
-
-HOOK = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-"""A function of the user's own: ``package.module:function``."""
 
 LARGEST_SEED = 2**31 - 1
 """Random generators take 32 bits, and replicas and ranks count on from a seed."""
@@ -36,10 +30,6 @@ REMOTE = "remote_rm"
 
 CUSTOM = "custom_rm"
 """The environment of ``custom_rm_path``."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class RunSection(Section):

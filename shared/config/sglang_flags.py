@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError, MyxoError, nearest
 
 CATALOGUE = Path(__file__).with_name("sglang_flags.json")
@@ -199,11 +200,9 @@ def _listed(version: str, cached: Path) -> EngineFlags:
         flags = EngineFlags.of_json(text)
     except (subprocess.TimeoutExpired, ValueError, KeyError, TypeError) as error:
         raise NoCatalogue(f"SGLang {version} could not be asked for its flags: {error}") from error
-    draft = cached.with_name(f"{cached.name}.{os.getpid()}")
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text)
-        draft.replace(cached)
+        replace_file(cached, text.encode())
     except OSError as error:  # it is asked again next time
         print(f"myxo: the flags of SGLang {version} are not kept: {error}", file=sys.stderr)
     return flags

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from shared.config.sections import MUTABLE, Section
+from shared.config.section import MUTABLE, Section
 
 
 class WeightsSection(Section):

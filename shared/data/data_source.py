@@ -19,35 +19,34 @@ from typing import Any
 
 from shared.config.run_config import RunConfig
 from shared.data.prompts import BAD, OVERLONG, Prompt, PromptReader, reason_to_leave_out
-from shared.data.rows import Rows
+from shared.data.rows import RowEntry
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import loading
 from shared.runtime.errors import ConfigError
 
 FIELD = "data.data_source"
 
-AGAIN = 256
+REPLAYED_AT_ONCE = 256
 """Prompts that a source without states is asked for at once, to get behind those that were drawn before."""
 
-TRIES = 10_000
+MOST_LEFT_OUT = 10_000
 """Prompts in a row that may be left out before the source is given up."""
 
 
 def load(config: RunConfig) -> Callable[[RunConfig], Any]:
-    """What makes the source. Raises ConfigError where there is no such function."""
+    """Returns the function that makes the source. Raises ConfigError where there is none."""
     assert config.data.data_source is not None  # only called for runs that have one
     return loading.load(FIELD, config.data.data_source)
 
 
-class Drawn(Rows):
-    """The prompts in a run's file of drawn ones, by number; grows while it is used, by other processes too.
+class DrawnFile:
+    """The prompts in a run's file of drawn ones, by number; it grows while it is used, by other processes too.
 
     A line: ``{"number", "drawn", "left_out", "state", "entry"}``. A line that is cut off (its writer was killed) does not count, and of two
     with the same number only the first does.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.field = FIELD
         self.path = config.run.root / "prompts" / "drawn.jsonl"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,13 +60,10 @@ class Drawn(Rows):
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def where(self, row: int) -> str:
-        return f"{self.path}: prompt {row}"
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        self._file.seek(self._offsets[row])
-        entry: dict[str, Any] = json.loads(self._file.readline())["entry"]
-        return entry
+    def entry(self, index: int) -> RowEntry:
+        """Returns the prompt that was drawn as number ``index``."""
+        self._file.seek(self._offsets[index])
+        return RowEntry(json.loads(self._file.readline())["entry"], FIELD, lambda: f"{self.path}: prompt {index}")
 
     def catch_up(self) -> bool:
         """Takes in what was written since. Returns whether anything was."""
@@ -100,7 +96,7 @@ class DrawnPrompts:
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
         self._config, self._make = config, load(config)
         self._reader = PromptReader(config.data, tokenizer, config.rollout.rollout_max_prompt_len, config.reward)
-        self._drawn = Drawn(config)
+        self._drawn = DrawnFile(config)
         self._drawn.catch_up()
         self._source: Any = None
         self.first_left_out: ConfigError | None = None
@@ -110,39 +106,40 @@ class DrawnPrompts:
 
     @property
     def left_out(self) -> dict[str, int]:
+        """Prompts that were left out so far, by reason."""
         counts: dict[str, int] = self._drawn.last["left_out"]
         return counts
 
-    def at(self, number: int) -> Prompt:
-        """The prompt of group ``number``, drawn now if it never was. Raises ConfigError."""
-        while number >= len(self._drawn):
+    def at(self, index: int) -> Prompt:
+        """Returns the prompt of the group that was admitted as ``index``, drawn now if it never was. Raises ConfigError."""
+        while index >= len(self._drawn):
             if self._drawn.catch_up():
                 self._source = None  # another buffer has drawn: ours is behind
             elif self._source is None:
                 self._source = self._resumed()
             else:
                 self._draw()
-        return self._reader.read(self._drawn, number)
+        return self._reader.read(self._drawn.entry(index))
 
     def _resumed(self) -> Any:
-        """The source behind the last prompt that was drawn."""
+        """Returns the source behind the last prompt that was drawn."""
         source, last = self._make(self._config), self._drawn.last
         if not hasattr(source, "get_samples"):
             raise self._refusal(f"its {type(source).__name__} has no get_samples(n)")
         if last["state"] is not None and hasattr(source, "load_state"):
             source.load_state(last["state"])
         else:
-            for first in range(0, last["drawn"], AGAIN):
-                source.get_samples(min(AGAIN, last["drawn"] - first))
+            for first in range(0, last["drawn"], REPLAYED_AT_ONCE):
+                source.get_samples(min(REPLAYED_AT_ONCE, last["drawn"] - first))
         return source
 
     def _draw(self) -> None:
         number, drawn, left_out = len(self._drawn), self._drawn.last["drawn"], dict(self._drawn.last["left_out"])
-        for _ in range(TRIES):
+        for _ in range(MOST_LEFT_OUT):
             candidate = self._candidate(number)
             drawn += 1
             try:
-                self._reader.read(candidate, 0)
+                self._reader.read(candidate)
             except ConfigError as error:
                 reason = reason_to_leave_out(error, self._config.data)
                 if reason is None:
@@ -150,20 +147,24 @@ class DrawnPrompts:
                 left_out[reason] += 1
                 self.first_left_out = self.first_left_out or error
                 continue
-            state = self._source.state() if hasattr(self._source, "state") else None
-            record = {"number": number, "drawn": drawn, "left_out": left_out, "state": state, "entry": candidate[0]}
-            try:
-                self._drawn.append(record)
-            except TypeError as error:
-                raise self._refusal(f"prompt {number} or the state behind it is not JSON: {error}") from None
-            if not self._drawn.catch_up():
-                raise self._refusal(f"prompt {number} could not be read back from {self._drawn.path}")
-            if len(self._drawn) != number + 1 or self._drawn.last["drawn"] != drawn:
-                self._source = None  # another buffer was faster: its prompt counts
+            self._write({"number": number, "drawn": drawn, "left_out": left_out, "entry": candidate.values})
             return
-        raise self._refusal(f"{TRIES} prompts in a row do not fit; the last: {self.first_left_out}")
+        raise self._refusal(f"{MOST_LEFT_OUT} prompts in a row do not fit; the last: {self.first_left_out}")
 
-    def _candidate(self, number: int) -> Rows:
+    def _write(self, record: dict[str, Any]) -> None:
+        number = record["number"]
+        record["state"] = self._source.state() if hasattr(self._source, "state") else None
+        try:
+            self._drawn.append(record)
+        except TypeError as error:
+            raise self._refusal(f"prompt {number} or the state behind it is not JSON: {error}") from None
+        if not self._drawn.catch_up():
+            raise self._refusal(f"prompt {number} could not be read back from {self._drawn.path}")
+        if len(self._drawn) != number + 1 or self._drawn.last["drawn"] != record["drawn"]:
+            self._source = None  # another buffer was faster: its prompt counts
+
+    def _candidate(self, number: int) -> RowEntry:
+        """Returns the next prompt that the source gives."""
         samples = self._source.get_samples(1)
         sample = samples[0] if isinstance(samples, list) and samples else None
         while isinstance(sample, list) and sample:
@@ -174,25 +175,7 @@ class DrawnPrompts:
             data, given = self._config.data, sample
             keys = {"prompt": data.input_key, "label": data.label_key, "metadata": data.metadata_key, "tools": data.tool_key}
             sample = {key: getattr(given, name) for name, key in keys.items() if key is not None and hasattr(given, name)}
-        return _Candidate(sample, f"{self._config.data.data_source}: prompt {number}")
+        return RowEntry(sample, FIELD, lambda: f"{self._config.data.data_source}: prompt {number}")
 
     def _refusal(self, expected: str) -> ConfigError:
         return ConfigError(FIELD, self._config.data.data_source, expected)
-
-
-class _Candidate(Rows):
-    """One prompt that a source has given."""
-
-    field = FIELD
-
-    def __init__(self, entry: dict[str, Any], where: str) -> None:
-        self._entry, self._where = entry, where
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return self._entry
-
-    def where(self, row: int) -> str:
-        return self._where

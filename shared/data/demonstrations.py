@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from shared.config.run_config import RunConfig
 from shared.data.data_files import files
-from shared.data.prompts import message_hint
-from shared.data.rows import open_rows
+from shared.data.prompts import chat_problem, chat_tools
+from shared.data.rows import RowEntry, open_rows
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 
@@ -36,7 +36,7 @@ class Demonstration:
 
 
 def pieces(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[Piece]:
-    """A chat through the model's template, cut where the assistant's turns begin and end.
+    """Returns a chat rendered by the model's template, cut where the assistant's turns begin and end.
 
     A turn begins behind the generation prompt of the messages before it, where generation begins too; it ends with the chat rendered up to
     it. What the template writes for a part of the chat has to stand at the beginning of what it writes for more of it.
@@ -44,7 +44,7 @@ def pieces(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], variables: 
     Raises:
         ValueError: no assistant's turn, or a template under which they cannot be told apart. ConfigError: it refuses the chat.
     """
-    turns = [number for number, message in enumerate(messages) if message["role"] == TRAINED_ROLE]
+    turns = [index for index, message in enumerate(messages) if message["role"] == TRAINED_ROLE]
     if not turns:
         raise ValueError(f"no message has the role {TRAINED_ROLE}; there is nothing to train")
     if turns[0] == 0:
@@ -65,40 +65,40 @@ def pieces(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], variables: 
 class DemonstrationFile:
     """The demonstrations of a run, read row by row. A row holds a chat where it has ``sft_messages_key``, else text.
 
-    Raises:
-        ConfigError: for ``sft_data`` that cannot be read, or a model without a token to end a response with.
+    Raises ConfigError for ``sft_data`` that cannot be read, or a model without a token to end a response with.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
         assert config.sft.sft_data is not None  # only made for runs with a warm start
         if not tokenizer.stop_ids:
             raise ConfigError("model.hf_checkpoint", str(config.model.hf_checkpoint), "names no eos token for demonstrations to end with")
-        self._lines = open_rows(files(config.sft.sft_data), "sft.sft_data")
+        self._rows = open_rows(files(config.sft.sft_data), "sft.sft_data")
         self._sft, self._data, self._tokenizer = config.sft, config.data, tokenizer
         self._most = config.trainer.max_tokens_per_gpu * config.trainer.context_parallel_size
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._rows)
 
     def check(self, row: int) -> None:
-        """Reads a row and renders its chat. Raises ConfigError: by file, line and key, what is wrong with it, or that it is longer than a
-        micro-batch of the trainer, which cuts none."""
-        stretches, is_chat = self._stretches(row)
+        """Reads a row and renders its chat. Raises ConfigError for what cannot be used, or is longer than a micro-batch of the trainer."""
+        entry = self._rows.entry(row)
+        stretches, is_chat = self._stretches(entry)
         if sum(len(piece.text.encode()) for piece in stretches) < self._most:
             return  # a token has a byte at least
         tokens = sum(len(self._tokenizer.encode(piece.text)) for piece in stretches) + (not is_chat)
         if tokens > self._most:
             key = self._sft.sft_messages_key if is_chat else self._sft.sft_response_key
             budget = f"a micro-batch holds {self._most} (max_tokens_per_gpu, of each context-parallel rank)"
-            raise self._refusal(key, row, f"the demonstration has {tokens} tokens, {budget}")
+            raise entry.refusal(key, f"the demonstration has {tokens} tokens, {budget}")
 
     def __getitem__(self, row: int) -> Demonstration:
-        """A row's tokens. What ends a response is trained: a response that is text gets the model's first stop token, and so does a chat
-        whose template writes none at its end; what a template writes behind a stop token is not trained.
+        """Returns a row's tokens.
 
-        Raises: as `check`.
+        What ends a response is trained: a response that is text gets the model's first stop token, and so does a chat whose template writes
+        none at its end; what a template writes behind a stop token is not trained. Raises ConfigError for what cannot be used.
         """
-        stretches, is_chat = self._stretches(row)
+        entry = self._rows.entry(row)
+        stretches, is_chat = self._stretches(entry)
         stops = self._tokenizer.stop_ids
         tokens = [self._tokenizer.encode(piece.text) for piece in stretches]
         masks = [_mask(ids, piece.trained, stops if is_chat else []) for ids, piece in zip(tokens, stretches, strict=True)]
@@ -109,36 +109,32 @@ class DemonstrationFile:
         trained = np.flatnonzero(mask)
         first, end = int(trained[0]), int(trained[-1]) + 1
         if not first:
-            raise self._refusal(self._sft.sft_prompt_key, row, "has no tokens; the first trained token needs one before it")
+            raise entry.refusal(self._sft.sft_prompt_key, "has no tokens; the first trained token needs one before it")
         return Demonstration(ids[:first], ids[first:end], mask[first:end])
 
-    def _stretches(self, row: int) -> tuple[list[Piece], bool]:
-        """Its pieces, and whether they are a chat's."""
-        entry, key = self._lines[row], self._sft.sft_messages_key
-        if key not in entry:
-            prompt = self._lines.text(row, self._sft.sft_prompt_key, "sft.sft_prompt_key")
-            response = self._lines.text(row, self._sft.sft_response_key, "sft.sft_response_key")
+    def _stretches(self, entry: RowEntry) -> tuple[list[Piece], bool]:
+        """Returns a row's pieces, and whether they are a chat's."""
+        sft, key = self._sft, self._sft.sft_messages_key
+        if key not in entry.values:
+            prompt, response = (
+                entry.text(sft.sft_prompt_key, "sft.sft_prompt_key"),
+                entry.text(sft.sft_response_key, "sft.sft_response_key"),
+            )
             return [Piece(prompt, False), Piece(response, True)], False
-        messages, tools = entry[key], entry.get(self._data.tool_key)
-        if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
-            found = f"found {str(messages)[:100]}{message_hint(messages)}"
-            raise self._refusal(key, row, f"expected a list of chat messages with role and content, {found}")
-        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise self._refusal(self._data.tool_key, row, "expected a list of tools, each an object")
-        variables = {**self._data.apply_chat_template_kwargs, **({"tools": tools} if tools else {})}
+        messages = entry.values[key]
+        if (problem := chat_problem(messages)) is not None:
+            raise entry.refusal(key, f"expected a list of chat messages with role and content, {problem}")
+        variables = {**self._data.apply_chat_template_kwargs, **chat_tools(entry, self._data.tool_key)}
         try:
             return pieces(self._tokenizer, messages, variables), True
         except ConfigError as error:
-            raise self._refusal(key, row, error.expected) from None
+            raise entry.refusal(key, error.expected) from None
         except ValueError as error:
-            raise self._refusal(key, row, str(error)) from None
-
-    def _refusal(self, key: str, row: int, problem: str) -> ConfigError:
-        return ConfigError(f"sft.sft_data:{key}", self._lines.where(row), problem)
+            raise entry.refusal(key, str(error)) from None
 
 
 def _mask(tokens: NDArray[np.int32], trained: bool, stop_ids: Sequence[int]) -> NDArray[np.uint8]:
-    """uint8 [T]: of a trained stretch 1 up to the last stop token, with it; everywhere where there is none."""
+    """Returns uint8 [T]: 1 up to and with the last stop token of a trained stretch, or all over where it has no stop token."""
     mask = np.full(len(tokens), trained, np.uint8)
     stops = np.flatnonzero(np.isin(tokens, stop_ids))
     if stops.size:
@@ -147,14 +143,10 @@ def _mask(tokens: NDArray[np.int32], trained: bool, stop_ids: Sequence[int]) -> 
 
 
 def _not_nested(turn: int, what: str, earlier: str, later: str) -> str:
-    differ = (place for place, (one, other) in enumerate(zip(earlier, later, strict=False)) if one != other)
-    at = next(differ, min(len(earlier), len(later)))
+    differing = (index for index, (before, after) in enumerate(zip(earlier, later, strict=False)) if before != after)
+    at = next(differing, min(len(earlier), len(later)))
     start = max(at - 20, 0)
     return (
         f"the chat template rewrites {what} message {turn}: {earlier[start : at + 20]!r} becomes {later[start : at + 20]!r}, so that the "
         "assistant's tokens cannot be told; give each assistant's turn a line of its own, or the model another chat_template.jinja"
     )
-
-
-def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message

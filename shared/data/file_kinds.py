@@ -1,4 +1,4 @@
-"""What a file is that should be JSONL and is not: told by its first bytes, with how to make JSONL of it."""
+"""What a data file is: Parquet by its name, JSONL, or something else, told by its first bytes with how to make JSONL of it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,19 @@ _TABLE = (
 )
 
 
-def other_than_jsonl(path: Path, beginning: bytes) -> str | None:
-    """Returns what a file of that name and beginning is where that is not JSONL, and how to make JSONL of it; None for what may be JSONL.
+def is_parquet(path: Path) -> bool:
+    """Whether a file is read as Parquet; any other is read as JSONL."""
+    return path.suffix == ".parquet"
 
-    A file of which single lines are wrong may be JSONL: what reads it tells the line.
+
+def other_than_jsonl(path: Path, beginning: bytes) -> str | None:
+    """Returns what a file is that cannot be JSONL, and how to make JSONL of it; None for one that may be.
+
+    A file of which single lines are wrong may be JSONL: its reader names the line.
     """
-    for magic, words in _MAGIC.items():
+    for magic, description in _MAGIC.items():
         if beginning.startswith(magic):
-            return words.format(path=path)
+            return description.format(path=path)
     text = beginning.removeprefix(b"\xef\xbb\xbf").lstrip()
     lines = text.splitlines()
     first = lines[0].strip() if lines else b""

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 
 from shared.config.run_config import RunConfig
 from shared.config.sections import VERIFIERS, DataSection, RewardSection
-from shared.data.data_files import DataFile, files
-from shared.data.filter_cache import FilterCache, FilteredRows
+from shared.data.data_files import files
+from shared.data.filter_cache import FilterCache, FilteredRows, RowBitmap
 from shared.data.read_progress import ReadProgress
-from shared.data.row_bitmap import RowBitmap, RowMarks
 from shared.data.row_order import MixedOrder
-from shared.data.rows import FileRows, Rows, open_rows
+from shared.data.rows import RowEntry, Rows, open_rows
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError, nearest
 from shared.schema import codec
@@ -31,13 +30,15 @@ OVERLONG, BAD = "overlong", "bad"
 BATCH = 256
 """Prompts that are tokenised together where only their lengths are asked for: the work is shared over processor cores."""
 
+_NO_TOKENS: NDArray[np.int32] = np.empty(0, np.int32)
+
 
 class OverlongPrompt(ConfigError):
     """A prompt of more than ``rollout_max_prompt_len`` tokens."""
 
 
 class UnknownEnvironment(ConfigError):
-    """A prompt that names an environment that the run does not have. Never skipped: environments may come on resume."""
+    """A prompt that names an environment that the run does not have. It is never skipped: environments may come on resume."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,6 @@ class Prompt:
 
     content: str | list[dict[str, Any]]
     tokens: NDArray[np.int32]
-    label: str | None
-    metadata: dict[str, Any]
-    environment: str
-
-
-@dataclass(frozen=True)
-class PromptForm:
-    """A prompt without its tokens. ``text``: what is tokenised."""
-
-    content: str | list[dict[str, Any]]
-    text: str
     label: str | None
     metadata: dict[str, Any]
     environment: str
@@ -74,102 +64,124 @@ class PromptReader:
         self._data, self._tokenizer, self._max_tokens, self._reward = data, tokenizer, max_tokens, reward
         self._environments = reward.environment_names()
 
-    def read(self, rows: Rows, row: int) -> Prompt:
-        """Raises ConfigError with file, line, key and what would be right; of the kinds above where it is one of them."""
-        form = self.form(rows, row)
-        tokens = self._tokenizer.encode(form.text)
-        if (problem := self._length_problem(rows, row, form, len(tokens))) is not None:
+    def read(self, entry: RowEntry) -> Prompt:
+        """Returns a row's prompt. Raises ConfigError with file, line and key: one of the kinds above where it applies."""
+        prompt, text = self._rendered(entry)
+        tokens = self._tokenizer.encode(text)
+        if (problem := self._length_problem(entry, prompt, len(tokens))) is not None:
             raise problem
-        return Prompt(form.content, tokens, form.label, form.metadata, form.environment)
+        return replace(prompt, tokens=tokens)
 
-    def measure(self, rows: Rows, numbers: Sequence[int]) -> list[int | ConfigError]:
+    def measure(self, rows: Rows, indices: Sequence[int]) -> list[int | ConfigError]:
         """Returns for each row how many tokens its prompt has, or what `read` would raise; much faster than reading one by one."""
-        forms: list[PromptForm | ConfigError] = []
-        for row in numbers:
+        rendered: list[tuple[RowEntry, Prompt, str] | ConfigError] = []
+        for row in indices:
             try:
-                forms.append(self.form(rows, row))
+                entry = rows.entry(row)
+                rendered.append((entry, *self._rendered(entry)))
             except ConfigError as error:
-                forms.append(error)
-        lengths = iter(self._tokenizer.lengths([form.text for form in forms if isinstance(form, PromptForm)]))
+                rendered.append(error)
+        lengths = iter(self._tokenizer.lengths([item[2] for item in rendered if isinstance(item, tuple)]))
         found: list[int | ConfigError] = []
-        for row, form in zip(numbers, forms, strict=True):
-            if isinstance(form, PromptForm):
+        for item in rendered:
+            if isinstance(item, tuple):
                 length = next(lengths)
-                found.append(self._length_problem(rows, row, form, length) or length)
+                found.append(self._length_problem(item[0], item[1], length) or length)
             else:
-                found.append(form)
+                found.append(item)
         return found
 
-    def form(self, rows: Rows, row: int) -> PromptForm:
-        """Returns all of a prompt but its tokens. Raises as `read` does, for anything but its length."""
-        data, entry = self._data, rows[row]
-
-        def refuse(key: str | None, value: object, expected: str, kind: type[ConfigError] = ConfigError) -> ConfigError:
-            return kind(f"{rows.field}:{key}", rows.where(row), f"expected {expected}, found {value!r}")
-
-        content = rows.value(row, entry, data.input_key, "data.input_key")
-        label: Any = rows.value(row, entry, data.label_key, "data.label_key") if data.label_key is not None else None
-        metadata = entry.get(data.metadata_key) or {}
-        if isinstance(label, int | float) and not isinstance(label, bool):
-            label = str(label)
-        if label is not None and not isinstance(label, str):
-            raise refuse(data.label_key, label, "text or a number")
+    def _rendered(self, entry: RowEntry) -> tuple[Prompt, str]:
+        """Returns a prompt without its tokens, and the text to tokenise. Raises ConfigError for anything but its length."""
+        data = self._data
+        content = entry.value(data.input_key, "data.input_key")
+        metadata = entry.values.get(data.metadata_key) or {}
         if not isinstance(metadata, dict):
-            raise refuse(data.metadata_key, metadata, "an object")
+            raise entry.refusal(data.metadata_key, f"expected an object, found {metadata!r}")
+        label = self._label(entry)
         try:
             codec.pack([content, label, metadata])
         except (TypeError, ValueError, OverflowError) as error:  # an integer over 64 bits, half a surrogate pair, a date
-            raise refuse(data.input_key, str(error), "text and numbers that MessagePack carries") from None
-        environment = self._reward.environment_of(metadata.get("rm_type"))  # the prompt's own, as slime has it, else the run's
-        if environment not in self._environments:
-            expected = f"a verifier or environment of [reward] ({nearest(str(environment), self._environments)})"
-            raise refuse(f"{data.metadata_key}.rm_type", environment, expected, UnknownEnvironment)
-        if label is None and environment in VERIFIERS:
-            raise refuse(data.label_key or "label_key", None, f"the answer that {environment} compares with: text or a number")
-        text = content
-        if not isinstance(content, str) or data.apply_chat_template:
-            messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-            if not isinstance(messages, list) or not messages or not all(_is_chat_message(message) for message in messages):
-                raise refuse(data.input_key, content, "text, or a list of chat messages with role and content" + message_hint(messages))
-            tools = entry.get(data.tool_key)
-            if isinstance(tools, str):  # as Parquet files often hold them
-                try:
-                    tools = json.loads(tools)
-                except ValueError:
-                    raise refuse(data.tool_key, tools, "a list of tools, or JSON text of one") from None
-            if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-                raise refuse(data.tool_key, tools, "a list of tools, each an object")
-            given = {"tools": tools} if tools else {}
-            try:
-                text = self._tokenizer.render(messages, {**data.apply_chat_template_kwargs, **given})
-            except ConfigError as error:
-                raise ConfigError(f"{rows.field}:{data.input_key}", rows.where(row), f"{error.field}: {error.expected}") from None
-        return PromptForm(content, text, label, metadata, environment)
+            expected = f"expected text and numbers that MessagePack carries, found {str(error)!r}"
+            raise entry.refusal(data.input_key, expected) from None
+        environment = self._environment(entry, label, metadata)
+        return Prompt(content, _NO_TOKENS, label, metadata, environment), self._text(entry, content)
 
-    def _length_problem(self, rows: Rows, row: int, form: PromptForm, length: int) -> ConfigError | None:
-        field = f"{rows.field}:{self._data.input_key}"
+    def _label(self, entry: RowEntry) -> str | None:
+        key = self._data.label_key
+        label: Any = None if key is None else entry.value(key, "data.label_key")
+        if isinstance(label, int | float) and not isinstance(label, bool):
+            return str(label)
+        if label is not None and not isinstance(label, str):
+            raise entry.refusal(key, f"expected text or a number, found {label!r}")
+        return label
+
+    def _environment(self, entry: RowEntry, label: str | None, metadata: dict[str, Any]) -> str:
+        """Returns what scores the prompt: what it names itself, as slime has it, else the run's."""
+        environment = self._reward.environment_of(metadata.get("rm_type"))
+        if environment not in self._environments:
+            expected = f"expected a verifier or environment of [reward] ({nearest(str(environment), self._environments)})"
+            raise entry.refusal(f"{self._data.metadata_key}.rm_type", f"{expected}, found {environment!r}", UnknownEnvironment)
+        if label is None and environment in VERIFIERS:
+            expected = f"expected the answer that {environment} compares with: text or a number, found None"
+            raise entry.refusal(self._data.label_key or "label_key", expected)
+        return environment
+
+    def _text(self, entry: RowEntry, content: Any) -> str:
+        """Returns what is tokenised: the prompt itself, or what the chat template makes of it."""
+        data = self._data
+        if isinstance(content, str) and not data.apply_chat_template:
+            return content
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        if (problem := chat_problem(messages)) is not None:
+            raise entry.refusal(data.input_key, f"expected text, or a list of chat messages with role and content, {problem}")
+        tools = chat_tools(entry, data.tool_key)
+        try:
+            return self._tokenizer.render(messages, {**data.apply_chat_template_kwargs, **tools})
+        except ConfigError as error:
+            raise entry.refusal(data.input_key, f"{error.field}: {error.expected}") from None
+
+    def _length_problem(self, entry: RowEntry, prompt: Prompt, length: int) -> ConfigError | None:
         if not length:
-            return ConfigError(field, rows.where(row), f"expected a prompt that is not empty, found {form.content!r}")
+            return entry.refusal(self._data.input_key, f"expected a prompt that is not empty, found {prompt.content!r}")
         if self._max_tokens is not None and length > self._max_tokens:
             expected = f"expected at most rollout_max_prompt_len = {self._max_tokens} tokens, found '{length} tokens'"
-            return OverlongPrompt(field, rows.where(row), expected)
+            return entry.refusal(self._data.input_key, expected, OverlongPrompt)
         return None
 
 
-def message_hint(messages: object) -> str:
-    """Returns what else to say of messages that are none: how ShareGPT's are renamed."""
+def chat_problem(messages: object) -> str | None:
+    """Returns what was found in the place of a list of chat messages; None for such a list."""
+    if isinstance(messages, list) and messages and all(map(_is_chat_message, messages)):
+        return None
     first = messages[0] if isinstance(messages, list) and messages else None
-    if isinstance(first, dict) and {"from", "value"} <= first.keys():
-        return " (these are ShareGPT's from and value: rename them, human to user and gpt to assistant)"
-    return ""
+    sharegpt = isinstance(first, dict) and {"from", "value"} <= first.keys()
+    hint = " (these are ShareGPT's from and value: rename them, human to user and gpt to assistant)" if sharegpt else ""
+    return f"found {repr(messages)[:100]}{hint}"
 
 
 def _is_chat_message(message: object) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
+def chat_tools(entry: RowEntry, key: str) -> dict[str, Any]:
+    """Returns the template's variable for a row's tools, where it has some: a list, or JSON text of one, as Parquet files often hold them.
+
+    Raises ConfigError.
+    """
+    tools = entry.values.get(key)
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise entry.refusal(key, f"expected a list of tools, or JSON text of one, found {tools!r}") from None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise entry.refusal(key, f"expected a list of tools, each an object, found {tools!r}")
+    return {"tools": tools} if tools else {}
+
+
 def reason_to_leave_out(error: ConfigError, data: DataSection) -> str | None:
-    """Why the config has the prompt of this error left out; None where it has it refused."""
+    """Returns why the config leaves out the prompt of this error; None where it refuses the run for it."""
     if isinstance(error, UnknownEnvironment):
         return None
     if isinstance(error, OverlongPrompt):
@@ -178,12 +190,12 @@ def reason_to_leave_out(error: ConfigError, data: DataSection) -> str | None:
 
 
 class PromptFile:
-    """The prompts of rows by number, without those that the config has left out.
+    """The prompts of rows by number, without those that the config leaves out.
 
     Args:
-        rows: of one file or several. data, max_tokens, reward: as for `PromptReader`. remembered: where what is left out is kept.
+        rows: of one file or several. data, max_tokens, reward: as for `PromptReader`. cache: keeps which rows are left out.
 
-    ``left_out``: how many are left out, by reason. ``longest``: tokens of the longest prompt that `check` or leaving some out has read.
+    ``left_out``: how many are left out, by reason. ``longest``: tokens of the longest prompt that was read one after another.
     Raises ConfigError where nothing is left.
     """
 
@@ -194,67 +206,72 @@ class PromptFile:
         tokenizer: Tokenizer,
         max_tokens: int | None,
         reward: RewardSection | None = None,
-        remembered: FilterCache | None = None,
+        cache: FilterCache | None = None,
     ) -> None:
         self.rows, self._data = rows, data
         self._reader = PromptReader(data, tokenizer, max_tokens, reward or RewardSection())
-        self._kept: RowBitmap | None = None
+        self._used: RowBitmap | None = None
         self.left_out: dict[str, int] = {OVERLONG: 0, BAD: 0}
         self.first_left_out: ConfigError | None = None
-        self.longest = 0  # tokens, of the prompts that were read one after another
+        self.longest = 0
         if data.overlong_prompts == "filter" or data.bad_prompts == "skip":
-            known = remembered.read() if remembered is not None else None
-            if known is None:
-                known = self._sift()
-                if remembered is not None:
-                    remembered.write(known)
-            self._kept, self.left_out, self.first_left_out, self.longest = known.kept, known.left_out, known.first, known.longest
+            filtered = cache.read() if cache is not None else None
+            if filtered is None:
+                filtered = self._filter()
+                if cache is not None:
+                    cache.write(filtered)
+            self._used, self.left_out, self.first_left_out, self.longest = (
+                filtered.rows,
+                filtered.left_out,
+                filtered.first,
+                filtered.longest,
+            )
 
     def __len__(self) -> int:
-        return len(self.rows) if self._kept is None else len(self._kept)
+        return len(self.rows) if self._used is None else len(self._used)
 
-    def __getitem__(self, number: int) -> Prompt:
+    def __getitem__(self, index: int) -> Prompt:
         """Raises ConfigError with file, line, key and what would be right."""
-        return self._reader.read(self.rows, number if self._kept is None else self._kept.row(number))
+        return self._reader.read(self.rows.entry(index if self._used is None else self._used.row(index)))
 
     def below(self, row: int) -> int:
-        """How many prompts come from the first ``row`` rows."""
-        return row if self._kept is None else self._kept.below(row)
+        """Returns how many prompts come from the first ``row`` rows."""
+        return row if self._used is None else self._used.below(row)
 
     def check(self, seconds: float = math.inf, most: int | None = None) -> int:
-        """Reads prompts once, those that the config has left out aside. Returns how many were read.
+        """Reads prompts once, unless filtering has read them all. Returns how many were read.
 
         Args:
             seconds: after which no more are read. most: prompts that are read; of a longer file the first ones and a spread of the others.
 
         Raises ConfigError for the first that does not fit.
         """
-        if self._kept is not None:
+        if self._used is not None:
             return len(self.rows)
         read = 0
-        for batch, found in self._read(spread(len(self.rows), most or len(self.rows)), seconds):
-            for length in found:
+        for batch, lengths in self._lengths(spread(len(self.rows), most or len(self.rows)), seconds):
+            for length in lengths:
                 if isinstance(length, ConfigError):
                     raise length
                 self.longest = max(self.longest, length)
             read += len(batch)
         return read
 
-    def _read(self, numbers: Sequence[int], seconds: float = math.inf) -> Iterator[tuple[Sequence[int], list[int | ConfigError]]]:
+    def _lengths(self, indices: Sequence[int], seconds: float = math.inf) -> Iterator[tuple[Sequence[int], list[int | ConfigError]]]:
         """Yields batches of rows, with the tokens of each or what is wrong with it."""
         end = time.monotonic() + seconds
-        with ReadProgress(f"reading {self.rows.field}", len(numbers)) as reading:
-            for first in range(0, len(numbers), BATCH):
-                batch = numbers[first : first + BATCH]
+        with ReadProgress(f"reading {self.rows.field}", len(indices)) as progress:
+            for first in range(0, len(indices), BATCH):
+                batch = indices[first : first + BATCH]
                 yield batch, self._reader.measure(self.rows, batch)
-                reading.at(first + len(batch))
+                progress.at(first + len(batch))
                 if time.monotonic() > end:
                     return
 
-    def _sift(self) -> FilteredRows:
-        marks, left_out, first, longest = RowMarks(len(self.rows)), {OVERLONG: 0, BAD: 0}, None, 0
-        for batch, found in self._read(range(len(self.rows))):
-            for row, length in zip(batch, found, strict=True):
+    def _filter(self) -> FilteredRows:
+        used, left_out, first, longest = np.ones(len(self.rows), np.bool_), {OVERLONG: 0, BAD: 0}, None, 0
+        for batch, lengths in self._lengths(range(len(self.rows))):
+            for row, length in zip(batch, lengths, strict=True):
                 if isinstance(length, int):
                     longest = max(longest, length)
                     continue
@@ -263,11 +280,10 @@ class PromptFile:
                     raise length
                 left_out[reason] += 1
                 first = first or length
-                marks.leave_out(row)
-        kept = marks.kept()
-        if not len(kept):
+                used[row] = False
+        if not used.any():
             raise ConfigError(self.rows.field, f"{len(self.rows)} prompts", f"all are left out; the first: {first}")
-        return FilteredRows(kept, left_out, first, longest)
+        return FilteredRows(RowBitmap.of(used), left_out, first, longest)
 
 
 def spread(size: int, most: int) -> Sequence[int]:
@@ -282,10 +298,10 @@ class PromptStream(Protocol):
     """The prompt of each training group: the same for the same number, after any restart."""
 
     def __len__(self) -> int:
-        """How many prompts there are; of a source without end, how many it has given."""
+        """Returns how many prompts there are; of a source without end, how many it has given."""
 
-    def at(self, number: int) -> Prompt:
-        """The prompt of group ``number``. Raises ConfigError."""
+    def at(self, index: int) -> Prompt:
+        """Returns the prompt of the group that was admitted as ``index``. Raises ConfigError."""
 
     @property
     def left_out(self) -> dict[str, int]:
@@ -296,65 +312,31 @@ class PromptStream(Protocol):
         """What is wrong with the first of them that this process has seen."""
 
 
-class TrainingPrompts:
-    """The prompts of files: what a group gets is a function of its number alone.
+class TrainingPrompts(PromptFile):
+    """The run's training prompts, of its files: what a group gets is a function of its number alone. Raises ConfigError."""
 
-    Args:
-        parts: the files, with their weights. rows: of them.
-    """
-
-    def __init__(self, file: PromptFile, parts: list[DataFile], rows: FileRows, data: DataSection) -> None:
-        self._file = file
-        below = [file.below(row) for row in rows.starts]
-        sizes = [after - before for before, after in pairwise(below)]
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+        data, parts = config.data, files(config.data.prompt_data)
+        rows = open_rows(parts, "data.prompt_data")
+        super().__init__(
+            rows, data, tokenizer, config.rollout.rollout_max_prompt_len, config.reward, FilterCache(config, "training", parts)
+        )
+        sizes = [after - before for before, after in pairwise(map(self.below, rows.starts))]
         try:
             self._order = MixedOrder(sizes, [part.weight for part in parts], data.rollout_shuffle, data.rollout_seed)
         except ValueError as error:
             raise ConfigError(rows.field, ", ".join(map(str, parts)), str(error)) from None
 
-    def __len__(self) -> int:
-        return len(self._file)
-
-    def at(self, number: int) -> Prompt:
-        return self._file[self._order.row(number)]
-
-    def check(self, seconds: float = math.inf, most: int | None = None) -> int:
-        """As of `PromptFile`."""
-        return self._file.check(seconds, most)
-
-    @property
-    def rows(self) -> Rows:
-        """All rows, those that are left out among them."""
-        return self._file.rows
-
-    @property
-    def longest(self) -> int:
-        """As of `PromptFile`."""
-        return self._file.longest
-
-    @property
-    def left_out(self) -> dict[str, int]:
-        return self._file.left_out
-
-    @property
-    def first_left_out(self) -> ConfigError | None:
-        return self._file.first_left_out
-
-
-def training_prompts(config: RunConfig, tokenizer: Tokenizer) -> TrainingPrompts:
-    """The run's training prompts, of its files. Raises ConfigError."""
-    parts = files(config.data.prompt_data)
-    rows = open_rows(parts, "data.prompt_data")
-    remembered = FilterCache(config, "training", parts)
-    file = PromptFile(rows, config.data, tokenizer, config.rollout.rollout_max_prompt_len, config.reward, remembered)
-    return TrainingPrompts(file, parts, rows, config.data)
+    def at(self, index: int) -> Prompt:
+        """Returns the prompt of the group that was admitted as ``index``. Raises ConfigError."""
+        return self[self._order.row(index)]
 
 
 def eval_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptFile | None:
-    """The run's held-out prompts; None where the run evaluates nothing. Raises ConfigError."""
+    """Returns the run's held-out prompts; None where the run evaluates nothing. Raises ConfigError."""
     if config.eval.eval_prompt_data is None:
         return None
     parts = files(config.eval.eval_prompt_data)
+    cache = FilterCache(config, "heldout", parts)
     rows = open_rows(parts, "eval.eval_prompt_data")
-    remembered = FilterCache(config, "heldout", parts)
-    return PromptFile(rows, config.data, tokenizer, config.rollout.rollout_max_prompt_len, config.reward, remembered)
+    return PromptFile(rows, config.data, tokenizer, config.rollout.rollout_max_prompt_len, config.reward, cache)

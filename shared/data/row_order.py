@@ -1,15 +1,16 @@
-"""The order in which rows are used: epoch after epoch, each shuffled by seed + epoch. A running number alone gives its row."""
+"""The order in which rows are used: epoch after epoch, each shuffled by seed + epoch, so that a running number alone gives its row."""
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 LISTED_ROWS = 1 << 20
-"""Up to so many rows an epoch's order is a list in memory; beyond, it is computed row by row (`FeistelPermutation`)."""
+"""An epoch of up to so many rows has its order as a list in memory; a longer one computes it row by row (`FeistelPermutation`)."""
 
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
@@ -28,16 +29,16 @@ class FeistelPermutation:
         self._low = (1 << self._half) - 1
         self._keys = [int(key) for key in np.random.default_rng(seed).integers(0, _MASK, size=_ROUNDS, dtype=np.uint64, endpoint=True)]
 
-    def __getitem__(self, place: int) -> int:
+    def __getitem__(self, index: int) -> int:
         while True:
-            left, right = place >> self._half, place & self._low
+            left, right = index >> self._half, index & self._low
             for key in self._keys:
                 mixed = ((right ^ key) * 0x9E3779B97F4A7C15) & _MASK  # the multiplier of splitmix64; its high bits are the mixed ones
                 mixed = ((mixed ^ mixed >> 32) * 0xBF58476D1CE4E5B9) & _MASK
                 left, right = right, left ^ (mixed >> 40 & self._low)
-            place = left << self._half | right
-            if place < self._size:
-                return place
+            index = left << self._half | right
+            if index < self._size:
+                return index
 
 
 class EpochOrder:
@@ -53,14 +54,14 @@ class EpochOrder:
         self._rows: NDArray[np.int64] | FeistelPermutation | range = range(size)
 
     def row(self, number: int) -> int:
-        """The row (from 0) that is used as number ``number`` (from 0)."""
-        epoch, place = divmod(number, self._size)
+        """Returns the row (from 0) that is used as ``number`` (from 0)."""
+        epoch, index = divmod(number, self._size)
         if self._shuffle and epoch != self._epoch:
             seed = self._seed + epoch
             small = self._size <= self._listed
             self._rows = np.random.default_rng(seed).permutation(self._size) if small else FeistelPermutation(self._size, seed)
             self._epoch = epoch
-        return int(self._rows[place])
+        return int(self._rows[index])
 
 
 class MixedOrder:
@@ -83,37 +84,27 @@ class MixedOrder:
         for size, count, weight in zip(sizes, self.counts, weights, strict=True):
             if size and not count:
                 raise ValueError(f"the weight {weight:g} of {size} prompts rounds to none of them an epoch")
-        self._first = _sums(self._sizes)  # row of each file
-        self._slots = _sums(self.counts)  # of each file in an epoch
-        self.epoch_size = self._slots[-1]
+        self._first_rows = list(accumulate(self._sizes, initial=0))  # of each file
+        self._first_slots = list(accumulate(self.counts, initial=0))  # of each file in an epoch
+        self.epoch_size = self._first_slots[-1]
         self._order = EpochOrder(self.epoch_size, shuffle, seed, listed=listed)
         self._passes: dict[int, tuple[int, NDArray[np.int64] | FeistelPermutation]] = {}
 
     def row(self, number: int) -> int:
-        """The row (from 0, over all files) that is used as number ``number`` (from 0)."""
+        """Returns the row (from 0, over all files) that is used as ``number`` (from 0)."""
         slot = self._order.row(number)
-        file = bisect.bisect_right(self._slots, slot) - 1
+        file = bisect.bisect_right(self._first_slots, slot) - 1
         size, count = self._sizes[file], self.counts[file]
-        turn, place = divmod(number // self.epoch_size * count + slot - self._slots[file], size)
+        file_pass, index = divmod(number // self.epoch_size * count + slot - self._first_slots[file], size)
         if self._shuffle and count % size:
-            place = int(self._pass(file, turn)[place])
-        return self._first[file] + place
+            index = int(self._pass(file, file_pass)[index])
+        return self._first_rows[file] + index
 
-    def _pass(self, file: int, turn: int) -> NDArray[np.int64] | FeistelPermutation:
-        known = self._passes.get(file)
-        if known is None or known[0] != turn:
-            size = self._sizes[file]
-            random = np.random.default_rng([self._seed, file, turn])
+    def _pass(self, file: int, file_pass: int) -> NDArray[np.int64] | FeistelPermutation:
+        """Returns the order of one pass over a file; the latest one is kept."""
+        if self._passes.get(file, (-1,))[0] != file_pass:
+            size, random = self._sizes[file], np.random.default_rng([self._seed, file, file_pass])
             small = size <= self._listed
-            self._passes[file] = known = (
-                turn,
-                random.permutation(size) if small else FeistelPermutation(size, int(random.integers(0, 2**63))),
-            )
-        return known[1]
-
-
-def _sums(counts: Sequence[int]) -> list[int]:
-    sums = [0]
-    for count in counts:
-        sums.append(sums[-1] + count)
-    return sums
+            order = random.permutation(size) if small else FeistelPermutation(size, int(random.integers(0, 2**63)))
+            self._passes[file] = file_pass, order
+        return self._passes[file][1]

@@ -1,16 +1,31 @@
-"""Rows of files by number, each an object with keys: one file (`shared.data.jsonl`, `shared.data.parquet`), or slices of several in a
-row."""
+"""Rows of files by number, each an object with keys: JSONL, Parquet, or slices of several files one after the other."""
 
 from __future__ import annotations
 
 import bisect
 import difflib
+import json
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from shared.data import file_kinds
 from shared.data.data_files import DataFile
+from shared.data.read_progress import ReadProgress
 from shared.runtime.errors import ConfigError
+
+INDEX_ENTRIES = 1 << 20
+"""Bound of a JSONL file's index: a longer file has one entry for every second, fourth, … row (16 bytes each)."""
+
+_REPORT_LINES = 1 << 16
+"""Lines between two reports of progress while the index is built."""
+
+_BATCH_ROWS = 1024
+"""Rows of a Parquet file that are unpacked together."""
 
 _SYNONYMS = (
     ("prompt", "question", "problem", "query", "instruction", "messages", "conversations", "input", "text"),
@@ -20,41 +35,33 @@ _SYNONYMS = (
 """What data sets call prompts, labels and responses."""
 
 
-class Rows(ABC):
-    """Rows by number, from 0. ``field``: the config field that named the file, for errors."""
+@dataclass(frozen=True)
+class RowEntry:
+    """One row that was read. ``field`` is the config field that named its file; ``where`` tells file and line, for errors."""
 
+    values: dict[str, Any]
     field: str
+    where: Callable[[], str]
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def refusal(self, key: str | None, expected: str, kind: type[ConfigError] = ConfigError) -> ConfigError:
+        """Returns the error that says what is wrong under ``key``."""
+        return kind(f"{self.field}:{key}", self.where(), expected)
 
-    @abstractmethod
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        """The object of a row. Raises ConfigError with file and line."""
+    def value(self, key: str, setting: str) -> Any:
+        """Returns what stands under ``key``. Raises ConfigError where it is absent; ``setting`` is the config field that names the key."""
+        if key in self.values:
+            return self.values[key]
+        keys = sorted(self.values)
+        meant = _meant(key, keys)
+        hint = f"; set {setting} to one of them" if meant is None else f"; did you mean {setting} = {meant!r}?"
+        raise self.refusal(key, f"the line has no key {key!r}; its keys are {keys}{hint}")
 
-    @abstractmethod
-    def where(self, row: int) -> str:
-        """``file:line`` of a row; the line counts from 1."""
-
-    def text(self, row: int, key: str, setting: str | None = None) -> str:
-        """The text under ``key``. Raises ConfigError with file, line, key and the keys that are there; ``setting`` as of `value`."""
-        value = self.value(row, self[row], key, setting)
+    def text(self, key: str, setting: str) -> str:
+        """Returns the text under ``key``. Raises ConfigError as `value` does, and where it is not text."""
+        value = self.value(key, setting)
         if not isinstance(value, str):
-            raise ConfigError(f"{self.field}:{key}", self.where(row), f"expected text, found {value!r}")
+            raise self.refusal(key, f"expected text, found {value!r}")
         return value
-
-    def value(self, row: int, entry: dict[str, Any], key: str, setting: str | None = None) -> Any:
-        """Returns what is under ``key`` of a row that was read already.
-
-        Raises ConfigError where the key is absent; it names ``setting``, the config field that says which key it is.
-        """
-        if key not in entry:
-            expected = f"the line has no key {key!r}; its keys are {sorted(entry)}"
-            if setting is not None:
-                meant = _meant(key, sorted(entry))
-                expected += f"; set {setting} to one of them" if meant is None else f"; did you mean {setting} = {meant!r}?"
-            raise ConfigError(f"{self.field}:{key}", self.where(row), expected)
-        return entry[key]
 
 
 def _meant(key: str, keys: list[str]) -> str | None:
@@ -65,6 +72,172 @@ def _meant(key: str, keys: list[str]) -> str | None:
     return next((name for name in usual if name in keys), None)
 
 
+class Rows(ABC):
+    """Rows by number, from 0. ``field`` is the config field that named the file, for errors."""
+
+    field: str
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """Returns the object of a row. Raises ConfigError with file and line."""
+
+    @abstractmethod
+    def where(self, row: int) -> str:
+        """Returns ``file:line`` of a row; the line counts from 1."""
+
+    def entry(self, row: int) -> RowEntry:
+        """Returns a row with what its errors say. Raises ConfigError."""
+        return RowEntry(self[row], self.field, lambda: self.where(row))
+
+
+class JsonlRows(Rows):
+    """A JSONL file; empty lines do not count. The text stays on disk, and the index in memory does not grow with the file.
+
+    Args:
+        entries: bound of the index.
+
+    Raises ConfigError for a file that cannot be read or is not JSONL.
+    """
+
+    def __init__(self, path: Path, field: str, *, entries: int = INDEX_ENTRIES) -> None:
+        self.path, self.field = path, field
+        self._offsets, self._lines = array("q"), array("q")  # of every `_stride`-th row: its byte, its line
+        self._stride, self._size = 1, 0
+        try:
+            self._file = path.open("rb")
+            if (other := file_kinds.other_than_jsonl(path, self._file.read(file_kinds.LOOKED_AT))) is not None:
+                raise ConfigError(field, str(path), f"is {other}")
+            self._file.seek(0)
+            self._index(entries)
+        except OSError as error:
+            raise ConfigError(field, str(path), f"cannot be read: {error.strerror}") from None
+        if not self._size:
+            raise ConfigError(field, str(path), "holds no line; give at least one JSON object")
+        self._next = (self._size, 0, 0)  # row, byte and line behind the row read last: reading on needs no search
+
+    def _index(self, entries: int) -> None:
+        offset = 0
+        with ReadProgress(f"indexing {self.path.name}", self.path.stat().st_size) as progress:
+            for number, line in enumerate(self._file, start=1):
+                if not line.isspace():
+                    if self._size % self._stride == 0:
+                        self._offsets.append(offset)
+                        self._lines.append(number)
+                        if len(self._offsets) > entries:
+                            self._offsets, self._lines = self._offsets[::2], self._lines[::2]
+                            self._stride *= 2
+                    self._size += 1
+                offset += len(line)
+                if number % _REPORT_LINES == 0:
+                    progress.at(offset)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def line(self, row: int) -> int:
+        """Returns a row's line number in the file, from 1."""
+        return self._read(row)[1]
+
+    def where(self, row: int) -> str:
+        return f"{self.path}:{self.line(row)}"
+
+    def _read(self, row: int) -> tuple[bytes, int]:
+        """Returns the text of a row and its line number."""
+        if not 0 <= row < self._size:
+            raise IndexError(row)
+        found, offset, number = self._next
+        if not row - self._stride < found <= row:
+            entry = row // self._stride
+            found, offset, number = entry * self._stride, self._offsets[entry], self._lines[entry]
+        self._file.seek(offset)
+        while text := self._file.readline():
+            offset += len(text)
+            number += 1
+            if text.isspace():
+                continue
+            if found == row:
+                self._next = (row + 1, offset, number)
+                return text, number - 1
+            found += 1
+        raise ConfigError(self.field, str(self.path), f"has become shorter since it was opened: row {row} of {self._size} is gone")
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        text, _ = self._read(row)
+        try:
+            value = json.loads(text)
+        except UnicodeDecodeError as error:
+            expected = f"not UTF-8: {error.reason} {error.object[error.start : error.end]!r} at byte {error.start} of the line"
+            raise ConfigError(self.field, self.where(row), f"{expected}; if it is Latin-1: iconv -f LATIN1 -t UTF-8") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(self.field, self.where(row), f"not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise ConfigError(self.field, self.where(row), f"expected a JSON object, found a {type(value).__name__}")
+        return value
+
+
+class ParquetRows(Rows):
+    """A Parquet file.
+
+    A row group is compressed as a whole, so that rows in shuffled order would each cost the decoding of a group. The file is therefore
+    unpacked once into an unnamed Arrow file in the temporary directory (``TMPDIR``), which is mapped: memory stays flat.
+
+    Raises ConfigError for a file that is not Parquet, and where pyarrow is not installed.
+    """
+
+    def __init__(self, path: Path, field: str) -> None:
+        self.path, self.field = path, field
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ModuleNotFoundError:
+            raise ConfigError(field, str(path), "Parquet files need pyarrow: pip install 'myxo[parquet]'") from None
+        self._starts = [0]
+        try:
+            with pyarrow.parquet.ParquetFile(path) as source, tempfile.NamedTemporaryFile(prefix="myxo-prompts-") as unpacked:
+                self._unpack(pyarrow, source, unpacked.name)
+                self._batches = pyarrow.ipc.open_file(pyarrow.memory_map(unpacked.name))
+        except (OSError, pyarrow.ArrowException, ValueError) as error:
+            raise ConfigError(field, str(path), f"not a readable Parquet file: {' '.join(str(error).split())}") from None
+        if not len(self):
+            raise ConfigError(field, str(path), "holds no row; give at least one")
+        self._batch: tuple[int, Any] = (-1, None)
+
+    def _unpack(self, pyarrow: Any, source: Any, name: str) -> None:
+        # an Arrow file takes one dictionary a column; the groups of a Parquet file have each their own
+        is_dictionary, columns = pyarrow.types.is_dictionary, source.schema_arrow
+        schema = pyarrow.schema([column.with_type(column.type.value_type) if is_dictionary(column.type) else column for column in columns])
+        with (
+            pyarrow.OSFile(name, "wb") as sink,
+            pyarrow.ipc.new_file(sink, schema) as writer,
+            ReadProgress(f"unpacking {self.path.name}", source.metadata.num_rows) as progress,
+        ):
+            for batch in source.iter_batches(batch_size=_BATCH_ROWS):
+                writer.write_batch(batch if batch.schema.equals(schema) else batch.cast(schema))
+                self._starts.append(self._starts[-1] + batch.num_rows)
+                progress.at(self._starts[-1])
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def where(self, row: int) -> str:
+        return f"{self.path}:{row + 1}"
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        index = bisect.bisect_right(self._starts, row) - 1
+        if self._batch[0] != index:
+            self._batch = (index, self._batches.get_batch(index))
+        try:
+            entry: dict[str, Any] = self._batch[1].slice(row - self._starts[index], 1).to_pylist()[0]
+        except ValueError as error:  # text that is not UTF-8
+            raise ConfigError(self.field, self.where(row), f"not readable: {error}") from None
+        return entry
+
+
 class FileRows(Rows):
     """Slices of files, one after the other.
 
@@ -73,10 +246,9 @@ class FileRows(Rows):
     """
 
     def __init__(self, parts: Sequence[tuple[Rows, range]], field: str) -> None:
-        self.field = field
-        self._parts = list(parts)
+        self.field, self._parts = field, parts
         self.starts = [0]
-        for _, rows in self._parts:
+        for _, rows in parts:
             self.starts.append(self.starts[-1] + len(rows))
 
     def __len__(self) -> int:
@@ -88,29 +260,23 @@ class FileRows(Rows):
         return file, rows[row - self.starts[part]]
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        file, own = self._find(row)
-        return file[own]
+        file, file_row = self._find(row)
+        return file[file_row]
 
     def where(self, row: int) -> str:
-        file, own = self._find(row)
-        return file.where(own)
+        file, file_row = self._find(row)
+        return file.where(file_row)
 
 
 def open_rows(files: Sequence[DataFile], field: str) -> FileRows:
-    """Opens files by their ending: ``.parquet``, JSONL otherwise. A file that is named twice is read once.
-
-    Raises ConfigError for one that cannot be read or whose slice is empty.
-    """
-    from shared.data.jsonl import JsonLines  # both build on this module
-    from shared.data.parquet import ParquetRows
-
-    opened: dict[Any, Rows] = {}
+    """Opens files, each path once. Raises ConfigError for one that cannot be read or whose slice is empty."""
+    opened: dict[Path, Rows] = {}
     parts = []
     for file in files:
         if file.path not in opened:
-            opened[file.path] = ParquetRows(file.path, field) if file.path.suffix == ".parquet" else JsonLines(file.path, field)
-        rows = file.rows(len(opened[file.path]))
-        if not rows:
-            raise ConfigError(field, str(file), f"the slice is empty: the file has {len(opened[file.path])} rows")
+            opened[file.path] = ParquetRows(file.path, field) if file_kinds.is_parquet(file.path) else JsonlRows(file.path, field)
+        size = len(opened[file.path])
+        if not (rows := file.rows(size)):
+            raise ConfigError(field, str(file), f"the slice is empty: the file has {size} rows")
         parts.append((opened[file.path], rows))
     return FileRows(parts, field)

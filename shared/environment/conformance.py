@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from shared.environment.environment_client import Environment
+from shared.environment.environment import Environment
 from shared.environment.protocol import (
     PROTOCOL,
     SCORE,
@@ -141,13 +141,13 @@ class Conformance:
         except EnvironmentFailed as error:
             if error.own_words and not _CRASH.search(error.own_words):
                 return f"refused, and why: {error.own_words}"
-            raise EnvironmentFailed(error.whom, f"a prompt may have none: score it, or say why not; {error.reason}") from None
+            raise EnvironmentFailed(error.environment, f"a prompt may have none: score it, or say why not; {error.reason}") from None
 
     async def _twice(self, responses: list[str]) -> str:
         request = self._request(responses)
         first, second = await self._score(request), await self._score(request)
         if first != second:
-            raise EnvironmentFailed(self._environment.whom, f"gave {_rewards(first)}, then {_rewards(second)}")
+            raise EnvironmentFailed(self._environment.label, f"gave {_rewards(first)}, then {_rewards(second)}")
         return "the same rewards"
 
     # --- asking
@@ -169,7 +169,7 @@ class Conformance:
             answer = await self._environment.ask(SCORE, question, self._deadline)
         finally:
             self._slowest = max(self._slowest, time.monotonic() - started)
-        return read_scores(answer, count, self._environment.whom)
+        return read_scores(answer, count, self._environment.label)
 
     async def _check(self, name: str, check: Callable[[], Awaitable[str]]) -> Check:
         started = time.monotonic()

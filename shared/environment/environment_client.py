@@ -1,72 +1,65 @@
-"""One environment, over whichever transport: `open_environment` makes it, the rest of Myxo knows no other."""
+"""Opens an environment by its address, and speaks to those that answer on the run's bus: MessagePack maps, by request and reply."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
 
-from shared.bus.connection import Bus
-from shared.environment.environment_url import parse
-from shared.environment.protocol import DESCRIBE, SCORE, Description, ScoreRequest, read_description, read_scores
-from shared.runtime.errors import ConfigError
-from shared.schema.messages import Score
+from nats.errors import NoRespondersError
 
-
-class Environment(ABC):
-    """An environment outside of Myxo. Must be made, used and closed in one event loop.
-
-    Args:
-        name: its name in the run. shown: its address without credentials.
-    """
-
-    def __init__(self, name: str, shown: str) -> None:
-        self.name, self.shown = name, shown
-        self.whom = f"environment {name} at {shown}"
-
-    @abstractmethod
-    async def ask(self, verb: str, question: dict[str, Any] | None, deadline: float) -> object:
-        """Sends one request and returns the decoded answer, unchecked.
-
-        Args:
-            question: plain values; None for a verb without any. deadline: seconds for everything, connecting included.
-
-        Raises:
-            EnvironmentAway: no connection, or it broke. The request may be sent again.
-            EnvironmentFailed: an error status, a redirect, an answer that is too large or cannot be decoded.
-            DeadlineExceeded: connected, but no complete answer in time.
-        """
-
-    async def describe(self, deadline: float) -> Description:
-        """What the environment says of itself, checked. Raises as `ask` does."""
-        return read_description(await self.ask(DESCRIBE, None, deadline), self.whom)
-
-    async def score(self, request: ScoreRequest, deadline: float) -> list[Score]:
-        """One checked score a sample, in order. Raises as `ask` does."""
-        return read_scores(await self.ask(SCORE, request.model_dump(), deadline), len(request.samples), self.whom)
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Closes its connections; the bus stays open."""
+from shared.bus.connection import Bus, NotPermitted
+from shared.bus.subjects import Subjects
+from shared.environment.environment import Environment
+from shared.environment.environment_url import EnvironmentUrl, parse
+from shared.environment.protocol import MAX_ANSWER, EnvironmentAway, EnvironmentFailed
+from shared.runtime.errors import BadMessage, ConfigError, MessageTooLarge
+from shared.schema import codec
 
 
 def open_environment(name: str, url: str, bus: Bus | None = None, run: str = "") -> Environment:
-    """The client for an address of `shared.environment.environment_url`.
+    """Returns the client for an address of `shared.environment.environment_url`; it connects with its first request.
 
     Args:
         name: of the environment in the run. bus, run: for ``nats:NAME``.
 
-    Raises ConfigError for an address that is none. Nothing is connected yet.
+    Raises ConfigError for an address that is none.
     """
     try:
         address = parse(url)
     except ValueError as error:
         raise ConfigError(f"the URL of environment {name}", url.rpartition("@")[2], str(error)) from None
     if address.responder:
-        from shared.environment.bus_environment import BusEnvironment
-
         if bus is None or not run:
             raise ConfigError(f"the URL of environment {name}", url, "an environment on the bus needs the run that it belongs to")
         return BusEnvironment(name, address, bus, run)
     from shared.environment.http_environment import HttpEnvironment  # aiohttp comes with the extra `reward`
 
     return HttpEnvironment(name, address)
+
+
+class BusEnvironment(Environment):
+    """Instances of one environment share a queue group, so that each request goes to one of them."""
+
+    def __init__(self, name: str, address: EnvironmentUrl, bus: Bus, run: str) -> None:
+        super().__init__(name, address.shown)
+        self._bus, self._run, self._responder = bus, run, address.responder
+
+    async def ask(self, verb: str, question: dict[str, Any] | None, deadline: float) -> object:
+        subject = Subjects(self._run).environment(self._responder, verb)
+        try:
+            payload = codec.pack(question or {})
+        except (TypeError, ValueError, OverflowError) as error:
+            raise EnvironmentFailed(self.label, f"the request does not go into MessagePack: {error}") from error
+        try:
+            answer = await self._bus.ask(subject, payload, deadline=deadline, whom=self.label)
+        except NoRespondersError:
+            raise EnvironmentAway(self.label, f"nobody answers on {subject}") from None
+        except NotPermitted as error:
+            raise EnvironmentFailed(self.label, str(error)) from error
+        except MessageTooLarge as error:
+            raise EnvironmentFailed(self.label, f"the request is too large: {error}") from error
+        if len(answer) > MAX_ANSWER:
+            raise EnvironmentFailed(self.label, f"answered {len(answer)} bytes; expected at most {MAX_ANSWER}")
+        try:
+            return codec.unpack(answer)
+        except BadMessage as error:
+            raise EnvironmentFailed(self.label, f"expected a MessagePack map: {error}") from error

@@ -17,7 +17,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
-from shared.environment.environment_client import Environment
+from shared.environment.environment import Environment
 from shared.environment.environment_url import EnvironmentUrl, blocked
 from shared.environment.protocol import MAX_ANSWER, EnvironmentAway, EnvironmentFailed, words
 from shared.runtime.errors import DeadlineExceeded
@@ -60,26 +60,26 @@ class HttpEnvironment(Environment):
 
     async def ask(self, verb: str, question: dict[str, Any] | None, deadline: float) -> object:
         if why := blocked(self._url.host or ""):
-            raise EnvironmentFailed(self.whom, f"{self._url.host} is {why}, which is never connected to")
+            raise EnvironmentFailed(self.label, f"{self._url.host} is {why}, which is never connected to")
         try:
             data = None if question is None else json.dumps(question, ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise EnvironmentFailed(self.whom, f"the request does not go into JSON: {error}") from error
+            raise EnvironmentFailed(self.label, f"the request does not go into JSON: {error}") from error
         try:
             async with asyncio.timeout(deadline):
                 status, answer = await self._exchange(verb, data)
         except aiohttp.ConnectionTimeoutError:
-            raise EnvironmentAway(self.whom, f"no connection within {CONNECT_SECONDS:g} s") from None
+            raise EnvironmentAway(self.label, f"no connection within {CONNECT_SECONDS:g} s") from None
         except TimeoutError:
-            raise DeadlineExceeded(f"the answer to {verb}", self.whom, deadline, "given up") from None
+            raise DeadlineExceeded(f"the answer to {verb}", self.label, deadline, "given up") from None
         except BlockedAddress as error:
-            raise EnvironmentFailed(self.whom, str(error)) from None
+            raise EnvironmentFailed(self.label, str(error)) from None
         except aiohttp.InvalidURL as error:
-            raise EnvironmentFailed(self.whom, f"no URL to connect to: {error}") from None
+            raise EnvironmentFailed(self.label, f"no URL to connect to: {error}") from None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            raise EnvironmentAway(self.whom, _reason(error)) from error
+            raise EnvironmentAway(self.label, _reason(error)) from error
         except (aiohttp.ClientError, ValueError) as error:  # not HTTP, as the answer's head shows
-            raise EnvironmentFailed(self.whom, f"expected an HTTP answer to {verb}: {words(error)}") from error
+            raise EnvironmentFailed(self.label, f"expected an HTTP answer to {verb}: {words(error)}") from error
         return self._read(verb, status, answer)
 
     async def _exchange(self, verb: str, data: bytes | None) -> tuple[int, bytes]:
@@ -99,19 +99,19 @@ class HttpEnvironment(Environment):
 
     def _read(self, verb: str, status: int, answer: bytes) -> object:
         if 300 <= status < 400:
-            raise EnvironmentFailed(self.whom, f"answered {verb} with HTTP {status}, a redirect, which is not followed")
+            raise EnvironmentFailed(self.label, f"answered {verb} with HTTP {status}, a redirect, which is not followed")
         if len(answer) > MAX_ANSWER:
-            raise EnvironmentFailed(self.whom, f"answered {verb} with more than {MAX_ANSWER} bytes")
+            raise EnvironmentFailed(self.label, f"answered {verb} with more than {MAX_ANSWER} bytes")
         try:
             value: object = json.loads(answer)
         except (ValueError, RecursionError) as error:
             if status < 300:
                 found = f"the answer to {verb} is {words(repr(answer[:60]))}; expected JSON ({words(error)})"
-                raise EnvironmentFailed(self.whom, found) from None
+                raise EnvironmentFailed(self.label, found) from None
             value = None
         if not 200 <= status < 300:
             said = value.get("error") if isinstance(value, dict) else None
-            raise EnvironmentFailed(self.whom, f"answered {verb} with HTTP {status}", words(said) if said else "")
+            raise EnvironmentFailed(self.label, f"answered {verb} with HTTP {status}", words(said) if said else "")
         return value
 
     def _open(self) -> aiohttp.ClientSession:

@@ -34,25 +34,25 @@ class EnvironmentFailed(MyxoError):
     """The environment answered something that cannot be used, or an error of its own.
 
     Args:
-        whom: the environment, by name and address. reason: the field and what was expected. own_words: what it says itself.
+        environment: the environment, by name and address. reason: the field and what was expected. own_words: what it says itself.
     """
 
-    def __init__(self, whom: str, reason: str, own_words: str = "") -> None:
-        self.whom, self.own_words = whom, own_words
+    def __init__(self, environment: str, reason: str, own_words: str = "") -> None:
+        self.environment, self.own_words = environment, own_words
         self.reason = f"{reason}: {own_words}" if own_words else reason
-        super().__init__(f"{whom}: {self.reason}")
+        super().__init__(f"{environment}: {self.reason}")
 
 
 class EnvironmentAway(MyxoError):
     """Nobody can be connected to at the environment's address, or the connection broke: the same request may be sent again.
 
     Args:
-        whom: the environment, by name and address. reason: why.
+        environment: the environment, by name and address. reason: why.
     """
 
-    def __init__(self, whom: str, reason: str) -> None:
-        self.whom, self.reason = whom, reason
-        super().__init__(f"{whom} cannot be reached: {reason}")
+    def __init__(self, environment: str, reason: str) -> None:
+        self.environment, self.reason = environment, reason
+        super().__init__(f"{environment} cannot be reached: {reason}")
 
 
 class ScoreSample(BaseModel):
@@ -88,53 +88,55 @@ class Description(BaseModel):
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
-def read_description(answer: object, whom: str) -> Description:
+def read_description(answer: object, environment: str) -> Description:
     """Checks the answer to ``describe``. Raises EnvironmentFailed."""
-    fields = _map(answer, whom)
+    fields = _map(answer, environment)
     version = fields.get("protocol")
     if version != PROTOCOL or isinstance(version, bool | float):
         said = f"protocol is {shown(version)}" if "protocol" in fields else "protocol is missing"
-        raise EnvironmentFailed(whom, f"{said}; expected {PROTOCOL}, the version that is spoken here")
+        raise EnvironmentFailed(environment, f"{said}; expected {PROTOCOL}, the version that is spoken here")
     try:
         description = Description.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         where = "".join(f"[{part}]" if isinstance(part, int) else str(part) for part in first["loc"])
         found = "is missing" if first["type"] == "missing" else f"is {shown(first['input'])}"
-        raise EnvironmentFailed(whom, f"{where} {found}; {first['msg'][0].lower()}{first['msg'][1:]}") from None
+        raise EnvironmentFailed(environment, f"{where} {found}; {first['msg'][0].lower()}{first['msg'][1:]}") from None
     if SCORE not in description.verbs:
-        raise EnvironmentFailed(whom, f"verbs is {shown(description.verbs)}; expected a list with {SCORE!r} in it")
+        raise EnvironmentFailed(environment, f"verbs is {shown(description.verbs)}; expected a list with {SCORE!r} in it")
     return description
 
 
-def read_scores(answer: object, count: int, whom: str) -> list[Score]:
+def read_scores(answer: object, count: int, environment: str) -> list[Score]:
     """Checks the answer to ``score`` for a group of ``count`` samples. Raises EnvironmentFailed."""
-    fields = _map(answer, whom)
+    fields = _map(answer, environment)
     rewards = fields.get("rewards")
     if not isinstance(rewards, list):
         found = f"rewards is {shown(rewards)}" if "rewards" in fields else "rewards is missing"
-        raise EnvironmentFailed(whom, f"{found}; expected a list with one entry a sample")
+        raise EnvironmentFailed(environment, f"{found}; expected a list with one entry a sample")
     if len(rewards) != count:
-        raise EnvironmentFailed(whom, f"rewards has {len(rewards)} entries; expected {count}, one a sample")
-    return [_score(entry, f"rewards[{index}]", whom) for index, entry in enumerate(rewards)]
+        raise EnvironmentFailed(environment, f"rewards has {len(rewards)} entries; expected {count}, one a sample")
+    return [_score(entry, f"rewards[{index}]", environment) for index, entry in enumerate(rewards)]
 
 
-def _score(entry: object, field: str, whom: str) -> Score:
+def _score(entry: object, field: str, environment: str) -> Score:
     if not isinstance(entry, Mapping):
-        return Score(reward=_number(entry, field, whom, "a finite number, or an object with reward"))
+        return Score(reward=_number(entry, field, environment, "a finite number, or an object with reward"))
     if "reward" not in entry:
-        raise EnvironmentFailed(whom, f"{field}.reward is missing; expected a finite number")
+        raise EnvironmentFailed(environment, f"{field}.reward is missing; expected a finite number")
     if len(entry) > MAX_PARTS + 1:
-        raise EnvironmentFailed(whom, f"{field} has {len(entry)} entries; expected at most {MAX_PARTS} beside reward")
+        raise EnvironmentFailed(environment, f"{field} has {len(entry)} entries; expected at most {MAX_PARTS} beside reward")
     parts = {}
     for name, value in entry.items():
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-            raise EnvironmentFailed(whom, f"{field} has the name {shown(name)}; expected text of 1 to {MAX_NAME} characters")
-        parts[name] = _number(value, f"{field}.{name}" if name.isidentifier() else f"{field}[{shown(name)}]", whom, "a finite number")
+            raise EnvironmentFailed(environment, f"{field} has the name {shown(name)}; expected text of 1 to {MAX_NAME} characters")
+        parts[name] = _number(
+            value, f"{field}.{name}" if name.isidentifier() else f"{field}[{shown(name)}]", environment, "a finite number"
+        )
     return Score(reward=parts.pop("reward"), parts=parts)
 
 
-def _number(value: object, field: str, whom: str, expected: str) -> float:
+def _number(value: object, field: str, environment: str, expected: str) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -142,15 +144,15 @@ def _number(value: object, field: str, whom: str, expected: str) -> float:
             number = math.inf
         if math.isfinite(number):
             return number
-    raise EnvironmentFailed(whom, f"{field} is {shown(value)}; expected {expected}")
+    raise EnvironmentFailed(environment, f"{field} is {shown(value)}; expected {expected}")
 
 
-def _map(answer: object, whom: str) -> Mapping[str, object]:
+def _map(answer: object, environment: str) -> Mapping[str, object]:
     if not isinstance(answer, dict):
-        raise EnvironmentFailed(whom, f"the answer is {shown(answer)}; expected an object")
+        raise EnvironmentFailed(environment, f"the answer is {shown(answer)}; expected an object")
     error = answer.get("error")
     if error is not None:
-        raise EnvironmentFailed(whom, "says", words(error))
+        raise EnvironmentFailed(environment, "says", words(error))
     return answer
 
 

@@ -1,5 +1,1 @@
-"""Models and data sets by their names on the Hugging Face hub.
-
-`names` reads them; `resolve` is what commands and services call: it pins each name to a commit and makes its files lie on this machine,
-with `models` and `datasets` for the two kinds and `client` for the hub itself.
-"""
+"""Models and data sets that a config names on the Hugging Face hub: their names, the commits they are pinned to, and their files."""

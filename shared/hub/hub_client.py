@@ -1,4 +1,4 @@
-"""The hub itself through huggingface_hub: what a repository holds, where its files lie in the cache, and why it could not be reached."""
+"""The hub itself, through huggingface_hub: what a repository holds, where its files lie in the cache, and why it could not be reached."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,15 +24,16 @@ REQUEST_SECONDS = 4.0
 """How long the hub may keep silent in one request about a repository."""
 
 ANSWER_SECONDS = 6.0
-"""How long such a question may take in all, a slow look-up of the hub's address and a second try among it."""
+"""How long such a question may take in all, including a slow look-up of the hub's address and a second try."""
 
 RETRY_SECONDS = 1.0
 
 _BUSY = (429, 500, 502, 503, 504)
+_NO_ROOM = (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT)
 
 
 class HubError(MyxoError):
-    """Why a name cannot be used, in words that go behind its field and value."""
+    """A name cannot be used; the message goes behind its field and value."""
 
 
 class Unreachable(HubError):
@@ -39,13 +41,13 @@ class Unreachable(HubError):
 
 
 class NoSuchRepository(HubError):
-    """The hub has none of that name, or none for this account."""
+    """The hub has no repository of that name, or none that this account may see."""
 
 
 @dataclass(frozen=True)
 class RepositoryListing:
-    """What a repository holds at a commit: file → bytes, None where the hub does not say. ``cached``: why nothing more of it can be had
-    than what this machine holds, None where it can."""
+    """The files of a repository at a commit: file → bytes, None where the hub does not say. ``cached``: why nothing can be downloaded
+    beyond what this machine holds; None where it can."""
 
     commit: str
     files: dict[str, int | None]
@@ -57,9 +59,9 @@ class Hub:
     """One hub and the cache of this machine.
 
     Args:
-        endpoint: the hub's URL. home, cache: where files are kept; ``home`` for what is made of them. offline: whether the network is not
-            to be used. listings: what was seen of repositories so far, by kind, repository and commit. current: the commits that
-            revisions had when the hub was asked for them.
+        endpoint: the hub's URL. home, cache: where files are kept; ``home`` holds what is made of them. offline: whether the network must
+            not be used. listings: the repositories seen so far, by kind, repository and commit. current: the commits that revisions had
+            when the hub was asked for them.
     """
 
     endpoint: str
@@ -71,82 +73,94 @@ class Hub:
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Hub:
-        """As ``HF_ENDPOINT``, ``HF_HOME``, ``HF_HUB_CACHE`` and ``HF_HUB_OFFLINE`` say; huggingface_hub reads them the same way."""
-        caches = environment.get("XDG_CACHE_HOME") or "~/.cache"
-        home = Path(environment.get("HF_HOME") or f"{caches}/huggingface").expanduser().absolute()
-        cache = environment.get("HF_HUB_CACHE")
+        """Reads ``HF_ENDPOINT``, ``HF_HOME``, ``HF_HUB_CACHE`` and ``HF_HUB_OFFLINE`` in the same way as huggingface_hub."""
+        home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+        cache = environment.get("HF_HUB_CACHE") or f"{home}/hub"
         offline = (environment.get("HF_HUB_OFFLINE") or "").upper() in ("1", "ON", "YES", "TRUE")
         endpoint = (environment.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-        return cls(endpoint, home, Path(cache).expanduser().absolute() if cache else home / "hub", offline)
+        return cls(endpoint, Path(home).expanduser().absolute(), Path(cache).expanduser().absolute(), offline)
 
     def storage(self, name: HubName) -> Path:
-        """Where the cache keeps a repository."""
+        """Returns the directory in which the cache keeps a repository."""
         return self.cache / f"{name.kind}s--{name.repo.replace('/', '--')}"
 
     def snapshot(self, name: HubName) -> Path:
-        """Where the files of a pinned name lie, as far as they are there."""
+        """Returns the directory of a pinned name's files, as far as they are there."""
         assert name.commit is not None
         return self.storage(name) / "snapshots" / name.commit
 
     def cached_commit(self, name: HubName) -> str | None:
-        """The commit that the revision had when this cache last got it."""
+        """Returns the commit that the revision had when this cache last got it."""
         ref = self.storage(name) / "refs" / name.revision
         return ref.read_text().strip() if ref.is_file() else None
 
     def remember(self, name: HubName) -> None:
-        """Notes in the cache which commit a revision has, so that the name can be read without a network: where the hub has just said so,
-        or nothing is noted. A cache that cannot be written does without."""
+        """Notes in the cache which commit a revision has, where the hub has just said so or nothing is noted: the name can then be read
+        without a network. A cache that cannot be written does without."""
         assert name.commit is not None
-        noted, said = self.cached_commit(name), self.current.get((name.kind, name.repo, name.revision))
-        if name.commit not in (name.revision, noted) and (noted is None or said == name.commit):
+        noted, current = self.cached_commit(name), self.current.get((name.kind, name.repo, name.revision))
+        if name.commit not in (name.revision, noted) and (noted is None or current == name.commit):
             ref = self.storage(name) / "refs" / name.revision
             with contextlib.suppress(OSError):
                 ref.parent.mkdir(parents=True, exist_ok=True)
                 ref.write_text(name.commit)
 
-    def look(self, name: HubName) -> RepositoryListing:
-        """What the repository holds now, or at the name's commit. Raises Unreachable, HubError."""
+    def commit(self, name: HubName) -> str:
+        """Returns the commit of the name's revision, that of the cache where the hub cannot be reached. Raises HubError."""
+        try:
+            return self.listing(name).commit
+        except Unreachable:
+            if (cached := self.cached_commit(name)) is None:
+                raise
+            return cached
+
+    def listing(self, name: HubName) -> RepositoryListing:
+        """Returns what the repository holds now, or at the name's commit. Raises Unreachable, HubError."""
         known = self.listings.get((name.kind, name.repo, name.commit or ""))
         if known is not None:
             return known
         if self.offline:
             raise Unreachable("HF_HUB_OFFLINE is set")
         require("huggingface_hub")
-        found = self._asked(name)
+        info = self._info(name)
+        if not info.sha:
+            raise HubError(f"{self.endpoint} names no commit of it")
+        files = {file.rfilename: file.size for file in info.siblings or []}
+        if unsafe := [path for path in files if path.startswith("/") or ".." in path.split("/")]:
+            raise HubError(f"the repository has a file called {unsafe[0]!r}")
+        found = RepositoryListing(info.sha, files)
         self.listings[name.kind, name.repo, found.commit] = found
         if name.commit is None:
             self.current[name.kind, name.repo, name.revision] = found.commit
         return found
 
-    def _asked(self, name: HubName) -> RepositoryListing:
+    def _info(self, name: HubName) -> Any:
         from huggingface_hub import HfApi
 
-        api = HfApi(endpoint=self.endpoint)
-        ask = api.model_info if name.kind == "model" else api.dataset_info
-
-        def answer() -> Any:
-            return ask(name.repo, revision=name.commit or name.revision, files_metadata=True, timeout=REQUEST_SECONDS)
+        def ask() -> Any:
+            revision = name.commit or name.revision
+            api = HfApi(endpoint=self.endpoint)
+            return api.repo_info(name.repo, repo_type=name.kind, revision=revision, files_metadata=True, timeout=REQUEST_SECONDS)
 
         end = time.monotonic() + ANSWER_SECONDS
         while True:
+            left = max(end - time.monotonic(), 0.1)
+            asking = in_daemon_thread(ask)  # the look-up of a hub's address has no deadline of its own
             try:
-                info = within(max(end - time.monotonic(), 0.1), answer)
-                break
-            except Exception as error:  # whatever the library and what it builds on raise, told in words
-                if getattr(getattr(error, "response", None), "status_code", None) in _BUSY and time.monotonic() + RETRY_SECONDS < end:
-                    time.sleep(RETRY_SECONDS)
-                    continue
-                raise self.in_words(error, name) from error
-        if not info.sha:
-            raise HubError(f"{self.endpoint} names no commit of it")
-        files = {file.rfilename: file.size for file in info.siblings or []}
-        unsafe = [path for path in files if path.startswith("/") or ".." in path.split("/")]
-        if unsafe:
-            raise HubError(f"the repository has a file called {unsafe[0]!r}")
-        return RepositoryListing(info.sha, files)
+                return asking.result(left)
+            except Exception as error:  # whatever the library and those below it raise is told in words
+                if not asking.done():
+                    raise self.in_words(TimeoutError(f"no answer within {left:.0f} s"), name) from None
+                if getattr(getattr(error, "response", None), "status_code", None) not in _BUSY or time.monotonic() + RETRY_SECONDS > end:
+                    raise self.in_words(error, name) from error
+                time.sleep(RETRY_SECONDS)
 
     def cached_listing(self, name: HubName, reason: Unreachable) -> RepositoryListing | None:
-        """What huggingface_hub has noted of a whole repository that it downloaded; None where it has not. ``reason``: why it is of use."""
+        """Returns what huggingface_hub has noted of a repository that it downloaded as a whole; None where it has not.
+
+        Args:
+            reason: why the hub itself cannot be asked.
+        """
         assert name.commit is not None
         try:
             noted = json.loads((self.storage(name) / "trees" / f"{name.commit}.json").read_text())["files"]
@@ -155,36 +169,36 @@ class Hub:
             return None
 
     def in_words(self, error: Exception, name: HubName) -> HubError:
-        """What went wrong with a repository, and what would help."""
+        """Returns the error that tells a person what went wrong with a repository, and what would help."""
         import httpx
-        from huggingface_hub import errors
+        from huggingface_hub import errors, get_token
 
-        what, where = f"{name.kind} {name.repo}", self.endpoint
-        response = getattr(error, "response", None)
-        status = getattr(response, "status_code", None)
+        what, where, has_token = f"{name.kind} {name.repo}", self.endpoint, get_token() is not None
+        status = getattr(getattr(error, "response", None), "status_code", None)
         match error:
             case HubError():
                 return error
             case errors.GatedRepoError():
-                token = "the account of HF_TOKEN has no access" if _has_token() else "no HF_TOKEN is set"
-                return HubError(f"gated, and {token}: accept its terms at {where}/{_page(name)} and set HF_TOKEN to that account's")
+                token = "the account of HF_TOKEN has no access" if has_token else "no HF_TOKEN is set"
+                page = name.repo if name.kind == "model" else f"datasets/{name.repo}"
+                return HubError(f"gated, and {token}: accept its terms at {where}/{page} and set HF_TOKEN to that account's")
             case errors.RevisionNotFoundError():
                 return HubError(f"the {what} has no revision {name.revision!r} on {where}")
             case errors.RepositoryNotFoundError() | errors.HFValidationError():
-                private = "or the account of HF_TOKEN may not see it" if _has_token() else "or it is private: then set HF_TOKEN"
+                private = "or the account of HF_TOKEN may not see it" if has_token else "or it is private: then set HF_TOKEN"
                 return NoSuchRepository(f"there is no {what} on {where} ({private})")
             case errors.HfHubHTTPError() if status == 401:
                 return HubError(f"{where} refuses the HF_TOKEN given for {what}; set a valid one, or none")
             case errors.HfHubHTTPError() if status is not None and status < 500:
-                return HubError(f"{where} answers {status} for {what}: {_line(error)}")
-            case OSError(errno=errno.ENOSPC | errno.EACCES | errno.EROFS | errno.EDQUOT):
+                return HubError(f"{where} answers {status} for {what}: {one_line(error)}")
+            case OSError() if error.errno in _NO_ROOM:
                 return HubError(f"cannot be written to the cache {self.cache}: {error.strerror}; set HF_HOME to a directory with room")
             case errors.LocalEntryNotFoundError() if isinstance(error.__cause__, Exception):
                 return self.in_words(error.__cause__, name)
             case errors.HfHubHTTPError() | httpx.HTTPError() | TimeoutError() | ConnectionError() | errors.LocalEntryNotFoundError():
-                return Unreachable(f"{where} cannot be reached ({_line(error)})")
+                return Unreachable(f"{where} cannot be reached ({one_line(error)})")
             case _:
-                return HubError(f"cannot be read from {where}: {_line(error)}")
+                return HubError(f"cannot be read from {where}: {one_line(error)}")
 
 
 def require(module: str) -> None:
@@ -193,38 +207,21 @@ def require(module: str) -> None:
         raise HubError(f"names on the hub need {module}: pip install 'myxo[hub]', or give a path")
 
 
-def within(seconds: float, call: Callable[[], Result]) -> Result:
-    """What ``call`` returns or raises. Raises TimeoutError when it takes longer, and leaves its thread to end by itself: looking up the
-    address of a hub has no deadline of its own."""
-    answers: list[Result] = []
-    errors: list[BaseException] = []
+def in_daemon_thread(call: Callable[[], Result]) -> Future[Result]:
+    """Starts ``call`` in a thread that keeps no process from ending; returns its future."""
+    future: Future[Result] = Future()
 
     def work() -> None:
         try:
-            answers.append(call())
+            future.set_result(call())
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not answers:
-        raise TimeoutError(f"no answer within {seconds:.0f} s")
-    return answers[0]
+    threading.Thread(target=work, daemon=True).start()
+    return future
 
 
-def _has_token() -> bool:
-    from huggingface_hub import get_token
-
-    return get_token() is not None
-
-
-def _page(name: HubName) -> str:
-    return name.repo if name.kind == "model" else f"datasets/{name.repo}"
-
-
-def _line(error: BaseException) -> str:
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """Returns an error's text in one line of at most ``limit`` characters and a mark."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else text[:200] + " …"
+    return text if len(text) <= limit else text[:limit] + " …"

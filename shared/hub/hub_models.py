@@ -11,12 +11,14 @@ from shared.hub.hub_names import HubName
 
 INDEX = "model.safetensors.index.json"
 
+_NEEDED = ("config.json", "tokenizer.json")
+
 _SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")
-"""Of the files beside the weights: config, tokenizer, chat template, and code that an engine may be allowed to run."""
+"""Endings of the files beside the weights: config, tokenizer, chat template, and code that an engine may be allowed to run."""
 
 
 def directory(hub: Hub, name: HubName, *, weights: bool = True) -> Path:
-    """The files of a pinned name on this machine, downloaded where they are not in the cache.
+    """Returns the directory of a pinned name's files on this machine; what is not in the cache is downloaded.
 
     Args:
         weights: whether the weights are needed, or config and tokenizer alone.
@@ -24,34 +26,33 @@ def directory(hub: Hub, name: HubName, *, weights: bool = True) -> Path:
     Raises HubError: no such repository or file, no network, no room.
     """
     snapshot = hub.snapshot(name)
-    if not _missing(snapshot, weights):
+    if _complete(snapshot, weights):
         return snapshot
-    listing = hub.look(name)
+    listing = hub.listing(name)
     require("huggingface_hub")
-    _check(listing)
-    beside = [file for file in listing.files if "/" not in file and file.endswith(_SUFFIXES)]
-    download(hub, name, listing, beside)
+    top = [file for file in listing.files if "/" not in file]
+    _check(listing, top)
+    download(hub, name, listing, [file for file in top if file.endswith(_SUFFIXES)])
     if weights:
-        shards = _indexed(snapshot) or _without_index(listing)
-        absent = [file for file in shards if file not in listing.files]
-        if absent:
+        shards = _indexed(snapshot) or (["model.safetensors"] if "model.safetensors" in top else _weights(top))
+        if absent := [file for file in shards if file not in listing.files]:
             raise HubError(f"its {INDEX} names {absent[0]}, which the repository does not hold")
         download(hub, name, listing, shards)
     return snapshot
 
 
-def _missing(snapshot: Path, weights: bool) -> bool:
-    """Whether the cache lacks a file; without a network there is nothing but this to go by."""
-    if not all((snapshot / file).is_file() for file in ("config.json", "tokenizer.json")):
-        return True
-    if not weights:
+def _complete(snapshot: Path, weights: bool) -> bool:
+    """Tells whether the cache holds every file; without a network there is nothing but the cache to go by."""
+    if not all((snapshot / file).is_file() for file in _NEEDED):
         return False
+    if not weights:
+        return True
     shards = _indexed(snapshot)
-    return not (all((snapshot / file).is_file() for file in shards) if shards else any(snapshot.glob("*.safetensors")))
+    return all((snapshot / file).is_file() for file in shards) if shards else any(snapshot.glob("*.safetensors"))
 
 
 def _indexed(snapshot: Path) -> list[str]:
-    """The files that the index names; none where there is no index."""
+    """Returns the files that the index names; none where there is no index."""
     path = snapshot / INDEX
     if not path.is_file():
         return []
@@ -61,18 +62,16 @@ def _indexed(snapshot: Path) -> list[str]:
         raise HubError(f"its {INDEX} is none ({error})") from None
 
 
-def _without_index(listing: RepositoryListing) -> list[str]:
-    found = [file for file in listing.files if "/" not in file and file.endswith(".safetensors")]
-    return ["model.safetensors"] if "model.safetensors" in found else found
+def _weights(top: list[str]) -> list[str]:
+    return [file for file in top if file.endswith(".safetensors")]
 
 
-def _check(listing: RepositoryListing) -> None:
+def _check(listing: RepositoryListing, top: list[str]) -> None:
     """Refuses a repository that holds no model that a run could start from, before anything of it is downloaded."""
-    top = [file for file in listing.files if "/" not in file]
-    for file in ("config.json", "tokenizer.json"):
+    for file in _NEEDED:
         if file not in top:
             raise HubError(f"the repository holds no {file}; give a model in the format of transformers, with a fast tokenizer")
-    if not any(file.endswith(".safetensors") for file in top):
+    if not _weights(top):
         others = sorted({Path(file).suffix for file in listing.files if file.endswith((".bin", ".gguf", ".pth", ".pt", ".h5"))})
         held = f" (but {', '.join(others)})" if others else ""
         raise HubError(f"the repository holds no *.safetensors{held}; give a model whose weights have that format")

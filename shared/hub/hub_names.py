@@ -28,10 +28,8 @@ DATASET_FORM = "hf:ORG/NAME:SPLIT, hf:ORG/NAME/CONFIG:SPLIT or hf:ORG/NAME@REVIS
 
 @dataclass(frozen=True)
 class HubName:
-    """One name. ``revision``: as asked for. ``commit``: what it was pinned to, 40 hexadecimal digits; None before that.
-
-    ``config``, ``split``: of a data set only; config None is the data set's default.
-    """
+    """The name of a model or of a data set's split. ``revision``: as it was asked for. ``commit``: 40 hexadecimal digits, None before the
+    name is pinned. ``config``, ``split``: only for data sets; None is the data set's default config."""
 
     kind: str  # "model" or "dataset", as the hub has it
     repo: str
@@ -41,16 +39,16 @@ class HubName:
     split: str | None = None
 
     def pinned(self, commit: str) -> HubName:
-        """The same name at a commit."""
+        """Returns the same name at a commit."""
         return replace(self, commit=commit)
 
     @property
     def unpinned(self) -> HubName:
-        """The name as it was asked for."""
+        """The name without its commit, as it was asked for."""
         return self if self.revision == self.commit else replace(self, commit=None)
 
     def __str__(self) -> str:
-        """Text that `model` or `dataset` reads back."""
+        """Returns text that `model` or `dataset` reads back."""
         text = PREFIX + self.repo + ("" if self.config is None else f"/{self.config}")
         if self.commit is not None and self.commit != self.revision:
             text += f"@{self.revision}={self.commit}"
@@ -60,7 +58,7 @@ class HubName:
 
 
 def is_name(path: Path | str) -> bool:
-    """Whether a config's path is a name on the hub."""
+    """Tells whether a config's path is a name on the hub."""
     return str(path).startswith(PREFIX)
 
 
@@ -84,15 +82,15 @@ def _read(kind: str, form: re.Pattern[str], text: str, expected: str) -> HubName
 
 
 def checked_model(path: Path | None) -> Path | None:
-    """A config's path to a model, a name among them read once. Raises ValueError."""
+    """Returns a config's path to a model. Raises ValueError where it is a name that cannot be read."""
     if path is not None and is_name(path):
         model(path)
     return path
 
 
 def model_path(path: Path, base: Path) -> Path:
-    """What a config's path to a model means: a directory under ``base`` where there is one, else a name where it looks like one, else the
-    directory that is missing."""
+    """Returns what a config's path to a model means: a directory under ``base`` where there is one, else a name where it looks like one,
+    else the directory that is missing."""
     if is_name(path) or path.is_absolute():
         return path
     if not (base / path).exists() and _BARE_MODEL.fullmatch(str(path)):

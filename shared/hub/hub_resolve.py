@@ -1,7 +1,7 @@
 """A config whose models and data are named on the hub: its names pinned, its files on this machine.
 
-The frozen config of a run holds pinned names, no paths: whoever needs the files, on whichever machine, finds them in its own cache or
-downloads them, and they are the same.
+The frozen config of a run holds pinned names, no paths: each service finds the files in its own machine's cache or downloads them, and
+they are the same everywhere. A resumed run goes on with the commits that it began with.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shared.bus import runs
 from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
 from shared.hub import hub_datasets, hub_models, hub_names
@@ -28,95 +29,96 @@ _NEEDED = {
     "trainer": ("model.hf_checkpoint", "trainer.critic_load", "sft.sft_data"),
     "critic": ("model.hf_checkpoint", "trainer.critic_load"),
 }
-"""The fields whose files each service reads."""
-
-_TOKENIZER_ONLY = ("buffer",)
+"""The fields whose files each service reads; the buffer reads no weights."""
 
 Change = Callable[[str, HubName], Path]
 
 
 def pinned(config: RunConfig, known: Mapping[str, str] | None = None, *, hub: Hub | None = None) -> RunConfig:
-    """The same config with every name pinned to a commit.
+    """Returns the same config with every name pinned to a commit.
 
     Args:
-        known: what names of this run were pinned to before, by the text of the name; see `shared.hub.hub_pins`. hub: default, as the
-            environment says; one for several calls asks the hub once.
+        known: what names of this run were pinned to before, as `pins` returns it. hub: by default, as the environment says; one object
+            for several calls asks the hub once.
 
     Raises ConfigError by field, or Problems of several.
     """
-    asked = hub or Hub.of()
+    source = hub or Hub.of()
 
     def change(field: str, name: HubName) -> Path:
         if name.commit is None:
             earlier = (known or {}).get(str(name))
-            name = _read(field, earlier) if earlier is not None else name.pinned(_commit(asked, name))
+            name = _read(field, earlier) if earlier is not None else name.pinned(source.commit(name))
         return Path(str(name))
 
     return _changed(config, (*MODELS, *DATA), change)
 
 
 def local(config: RunConfig, fields: Collection[str] = (*MODELS, *DATA), *, weights: bool = True, hub: Hub | None = None) -> RunConfig:
-    """The same config with paths in the place of pinned names, what is not in the cache downloaded. Without names, the config itself.
+    """Returns the same config with paths in the place of pinned names; what is not in the cache is downloaded.
 
     Args:
-        fields: those whose files are needed; names in others stay. weights: whether those of models are. hub: as
-            for `pinned`.
+        fields: those whose files are needed; names in others stay. weights: whether the weights of models are needed. hub: as for
+            `pinned`.
 
     Raises ConfigError by field, or Problems of several.
     """
-    asked = hub or Hub.of()
+    source = hub or Hub.of()
 
     def change(field: str, name: HubName) -> Path:
         if name.commit is None:
             raise HubError("has no commit; the config of a run has one with each name")
-        path = hub_models.directory(asked, name, weights=weights) if field in MODELS else hub_datasets.rows_file(asked, name)
-        asked.remember(name)
+        is_model = field in MODELS
+        path = hub_models.directory(source, name, weights=weights) if is_model else hub_datasets.rows_file(source, name)
+        source.remember(name)
         return path
 
     return _changed(config, fields, change)
 
 
 def for_service(config: RunConfig, service: str) -> RunConfig:
-    """`local` for what a service reads. Raises ConfigError."""
-    return local(config, _NEEDED.get(service, ()), weights=service not in _TOKENIZER_ONLY)
+    """Returns `local` for the fields that a service reads. Raises ConfigError."""
+    return local(config, _NEEDED.get(service, ()), weights=service != "buffer")
 
 
 def found(config: RunConfig) -> list[HubName]:
-    """The names in a config."""
-    seen: list[HubName] = []
+    """Returns the names in a config."""
+    names: list[HubName] = []
 
     def change(field: str, name: HubName) -> Path:
-        seen.append(name)
+        names.append(name)
         return Path(str(name))
 
     _changed(config, (*MODELS, *DATA), change)
-    return seen
+    return names
 
 
-def _commit(hub: Hub, name: HubName) -> str:
-    try:
-        return hub.look(name).commit
-    except Unreachable:
-        cached = hub.cached_commit(name)
-        if cached is None:
-            raise
-        return cached
+def pins(config: RunConfig | None) -> dict[str, str]:
+    """Returns each name of a pinned config as it was asked for → the name with its commit."""
+    return {str(name.unpinned): str(name) for name in found(config) if name.commit is not None} if config is not None else {}
+
+
+def pins_in(directory: Path) -> dict[str, str] | None:
+    """Returns the pins that a run's directory keeps; None where it keeps no config."""
+    config = runs.frozen(directory)
+    return None if config is None else pins(config)
 
 
 def _changed(config: RunConfig, fields: Collection[str], change: Change) -> RunConfig:
-    """The config with ``change`` called for each name in ``fields``; the config itself where there is none."""
+    """Returns the config with ``change`` called for each name in ``fields``; the config itself where there is none."""
     sections: dict[str, Any] = {}
     problems: list[BadInput] = []
     for dotted in fields:
         section, _, field = dotted.partition(".")
-        value = getattr(sections.get(section, getattr(config, section)), field)
+        current = sections.get(section, getattr(config, section))
+        value = getattr(current, field)
         try:
             new = _new_value(dotted, value, change)
         except ConfigError as error:
             problems.append(error)
             continue
         if new is not value:
-            sections[section] = sections.get(section, getattr(config, section)).model_copy(update={field: new})
+            sections[section] = current.model_copy(update={field: new})
     raise_problems(problems)
     return config.model_copy(update=sections) if sections else config
 
@@ -136,9 +138,9 @@ def _new_path(field: str, path: Path, change: Change) -> Path:
     try:
         return change(field, name)
     except Unreachable as error:
-        here = "a directory" if is_model else "a file"
-        instead = f"give {here}, or run `myxo up CONFIG --dry-run` where there is a network and bring its HF_HOME"
-        raise ConfigError(field, str(path), f"{error}, and the cache {Hub.of().home} lacks it{nor}; {instead}") from error
+        instead = f"give a {'directory' if is_model else 'file'}, or run `myxo up CONFIG --dry-run` where there is a network"
+        reason = f"{error}, and the cache {Hub.of().home} lacks it{nor}; {instead} and bring its HF_HOME"
+        raise ConfigError(field, str(path), reason) from error
     except NoSuchRepository as error:
         raise ConfigError(field, str(path), f"{error}{nor}") from error
     except HubError as error:

@@ -46,15 +46,15 @@ def weight_files(directory: Path, field: str = "model.hf_checkpoint") -> WeightF
     raise ConfigError(field, str(directory), f"a directory with *.safetensors files; it has none{found}")
 
 
-def read_shapes(directory: Path, field: str = "model.hf_checkpoint") -> tuple[dict[str, Shape], list[ConfigError]]:
-    """Returns every tensor's shape, read from the headers, and what is wrong with the files. Raises as `weight_files`."""
-    files, held, problems = weight_files(directory, field), dict[str, Shape](), list[ConfigError]()
+def read_headers(directory: Path, field: str = "model.hf_checkpoint") -> tuple[dict[str, tuple[str, Shape]], list[ConfigError]]:
+    """Returns every tensor's dtype and shape from the files' headers, and what is wrong with the files. Raises as `weight_files`."""
+    files, held, problems = weight_files(directory, field), dict[str, tuple[str, Shape]](), list[ConfigError]()
     where: dict[str, str] = {}
     for path in files.paths:
         try:
-            with TensorFile(path) as file:
-                held.update({name: shape for name, (_, shape) in file.tensors.items()})
-                where.update(dict.fromkeys(file.tensors, path.name))
+            file = TensorFile(path)
+            held.update(file.tensors)
+            where.update(dict.fromkeys(file.tensors, path.name))
         except TensorFileBroken as error:
             problems.append(ConfigError(field, str(path), _reason(path, error)))
     if not problems and (astray := [name for name, file_name in files.index.items() if where.get(name) != file_name]):

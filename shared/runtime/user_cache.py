@@ -1,6 +1,6 @@
 """Small results kept for the user between commands, in ``$MYXO_CACHE``, else ``$XDG_CACHE_HOME/myxo``, else ``~/.cache/myxo``.
 
-Only ever a shortcut: where nothing can be read or written, the work is done again, to the same end.
+A cache is only a shortcut: where nothing can be read or written, the work is done again and comes to the same end.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import contextlib
 import os
 import time
 from pathlib import Path
+
+from shared.runtime.atomic_files import replace_file
 
 KEEP_SECONDS = 30 * 86400.0
 """Results that were not used for so long are removed."""
@@ -28,29 +30,22 @@ def directory() -> Path | None:
 
 def read(name: str) -> bytes | None:
     """Returns the result of that name, or None where there is none."""
-    if (kept := directory()) is None:
+    if (cache := directory()) is None:
         return None
     with contextlib.suppress(OSError):
-        content = (kept / name).read_bytes()
-        os.utime(kept / name)
+        content = (cache / name).read_bytes()
+        os.utime(cache / name)
         return content
     return None
 
 
 def write(name: str, content: bytes) -> None:
     """Keeps a result, and removes those that were not used for long."""
-    if (kept := directory()) is None:
+    if (cache := directory()) is None:
         return
     with contextlib.suppress(OSError):
-        kept.mkdir(parents=True, exist_ok=True)
-        replace(kept / name, content)
-        for path in kept.iterdir():
+        cache.mkdir(parents=True, exist_ok=True)
+        replace_file(cache / name, content)
+        for path in cache.iterdir():
             if path.is_file() and path.stat().st_mtime < time.time() - KEEP_SECONDS:
                 path.unlink()
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Writes a file so that a reader sees all of it or what was there before. Raises OSError."""
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(content)
-    partial.replace(path)

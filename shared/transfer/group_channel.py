@@ -54,7 +54,7 @@ NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONI
 class BroadcastGroup:
     """A process group in which rank 0 broadcasts bytes, and which can be given up at any moment.
 
-    The constructor blocks until every member is in it. Raises RuntimeError, ValueError.
+    The constructor blocks until every member is in it, and raises RuntimeError.
     """
 
     def __init__(self, address: WeightChannelAddress, store: TCPStore, rank: int, device: torch.device, seconds: float) -> None:
@@ -63,14 +63,12 @@ class BroadcastGroup:
         self._group: Any
         if address.backend == "gloo":
             self._group = dist.ProcessGroupGloo(prefixed, rank, size, datetime.timedelta(seconds=max(1.0, seconds)))
-        elif address.backend == "nccl":
+        else:
             torch.cuda.set_device(device)  # of this thread
             with _environment(NCCL_SETTINGS):
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = datetime.timedelta(seconds=GROUP_SECONDS)
                 self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
-        else:
-            raise ValueError(f"backend {address.backend!r}, not 'gloo' or 'nccl'")
         self._group._set_sequence_number_for_group()
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with on_stream(stream):  # NCCL makes its communicator at the first collective
@@ -97,7 +95,7 @@ class BroadcastGroup:
         except MyxoError as error:
             end.broken = end.broken or str(error)
             raise
-        except (RuntimeError, ValueError) as error:
+        except RuntimeError as error:
             raise ChannelBroken(f"channel {end.name} was not joined: {error}") from error
         finally:
             forming.add_done_callback(give_up_late)
@@ -229,6 +227,8 @@ class GroupReceiver(ChannelReceiver):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def join(self, deadline: TransferDeadline) -> None:
+        if self.address.backend not in ("gloo", "nccl"):
+            raise ChannelBroken(f"channel {self.name} was not joined: backend {self.address.backend!r}, not 'gloo' or 'nccl'")
         super().join(deadline)
         # whoever has begun to form the group cannot be called back: so nobody begins before everybody is there
         others = [f"{self.name}/here/{rank}" for rank in range(1, self.address.world_size) if rank != self.rank]

@@ -20,6 +20,7 @@ from services.rollout.engine.capabilities import Capabilities
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import SequenceLimits
 from services.rollout.engine.receiver.command_session import CommandSession
+from services.rollout.engine.receiver.receiver import Receiver
 from services.rollout.engine.receiver_client import ReceiverClient
 from services.rollout.replica import Replica
 from services.rollout.weight_receiver import WeightsReceiver
@@ -27,6 +28,7 @@ from services.trainer.actor import Actor, ActorConfig
 from services.trainer.control_client import ControlClient
 from services.trainer.weights.pusher import Pusher
 from shared.runtime.service_base import attended, connect
+from tests.support.engine_process import serve
 
 BUCKET_BYTES = 40_000
 """The tiny model travels in about a dozen buckets, so that a death in the middle of one is likely."""
@@ -73,8 +75,9 @@ def replica(instance: str, directory: str, model: str, environment: dict[str, st
     torch.set_num_threads(1)
     place = Path(directory, f"{instance}-{os.getpid()}")
     place.mkdir()
-    weights, session = Weights(Path(model)), CommandSession(place, 0)
-    threading.Thread(target=session.serve, args=(weights,), daemon=True).start()
+    weights = Weights(Path(model))
+    session = CommandSession(place, Receiver(weights, 0, "cpu"))
+    threading.Thread(target=serve, args=(session, threading.Event()), daemon=True).start()
 
     async def live() -> None:
         service = await connect("rollout")
@@ -83,9 +86,7 @@ def replica(instance: str, directory: str, model: str, environment: dict[str, st
         client = EngineClient(Yes(), Capabilities("none", model, limits, 1, False, False, False), -1)  # type: ignore[arg-type]
         client._receivers = ReceiverClient(place, 1)
         await client.receivers.wait_open(60)
-        serving.client, service.state = client, "fenced"
-        serving._reincarnate()
-        serving.engine_up.set()
+        await serving.attach(client)
         await WeightsReceiver(service, serving).listen()
         async with attended(service):
             while True:

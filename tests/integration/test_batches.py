@@ -9,18 +9,19 @@ import pytest
 
 from services.trainer import batches, partition, sample_stats
 from services.trainer.batches import TrainBatch
-from services.trainer.objective import Moments, ObjectiveConfig
+from services.trainer.objective import Moments
 from services.trainer.packing import BadBatch, TrainSample
 from services.trainer.placement import SampleTooLong
 from services.trainer.sample_stats import SampleStats
 from services.trainer.shard_reader import ShardReader
+from shared.config.algorithm import AlgorithmSection
 from shared.runtime.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import BadMessage, PayloadMissing
 from shared.schema import sample
 from shared.schema.messages import Batch, BatchGroup, Payload
 from shared.store.payload_store import BlockingStore, Store
 
-OBJECTIVE = ObjectiveConfig()
+OBJECTIVE = AlgorithmSection()
 
 
 def made(group: str, index: int, length: int, version: int) -> sample.Sample:
@@ -42,7 +43,7 @@ def lengths(samples: list[sample.Sample]) -> list[int]:
     return [len(one.prompt) + len(one.response) for one in samples]
 
 
-def read(batch: Batch, url: str, steps: int = 1, ranks: int = 1, objective: ObjectiveConfig = OBJECTIVE) -> list[TrainBatch]:
+def read(batch: Batch, url: str, steps: int = 1, ranks: int = 1, objective: AlgorithmSection = OBJECTIVE) -> list[TrainBatch]:
     """What each of ``ranks`` data-parallel ranks makes of a batch: they differ in what they read, and add up what they found."""
     dealt = partition.partition_batch(batch, steps, ranks, 100)
     found = [ShardReader(BlockingStore(url), rank).take(dealt) for rank in range(ranks)]
@@ -123,7 +124,7 @@ def test_a_share_that_was_read_ahead_is_the_share(valkey: EmbeddedValkey, run_na
 
 def test_whitening_is_over_the_whole_batch(valkey: EmbeddedValkey, run_name: str) -> None:
     batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0, 0.2], [0.0, 1.0, 0.7]]))
-    objective = ObjectiveConfig(normalize_advantages=True)
+    objective = AlgorithmSection(normalize_advantages=True)
     (read_,) = read(batch, valkey.url, objective=objective)
     masks, advantages = read_.masks(), read_.per_sample("advantages")
     moments = Moments.of([advantages[number] for number in read_.numbers], [masks[number] for number in read_.numbers])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -15,11 +14,11 @@ import torch
 
 from services.trainer import batches, partition, sample_stats
 from services.trainer.loss_inputs import LossInputs, gathered, scored, teacher_gap
-from services.trainer.objective import CustomFunctions, ObjectiveConfig
+from services.trainer.objective import CustomFunctions
 from services.trainer.packing import BadSample
 from services.trainer.sample_stats import SampleStats
 from services.trainer.shard_reader import ShardReader
-from services.trainer.trainer_settings import objective_config
+from shared.config.algorithm import AlgorithmSection
 from shared.runtime.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import ConfigError
 from shared.store.payload_store import BlockingStore
@@ -52,7 +51,7 @@ def test_a_function_of_ones_own_makes_the_advantages(
     module.advantage = advantage  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "hooks_of_this_test", module)
     config = run_config(tmp_path, algorithm={"custom_advantage_function_path": "hooks_of_this_test:advantage"})
-    objective = objective_config(config)
+    objective = config.algorithm
     batch = asyncio.run(stored(valkey.url, run_name, REWARDS))
     for one in read(batch, valkey.url, ranks=2):
         shaping = LossInputs(config, objective, BlockingStore(valkey.url))
@@ -70,19 +69,19 @@ def test_a_function_of_ones_own_makes_the_advantages(
 def test_a_function_that_cannot_be_imported_is_refused(valkey: EmbeddedValkey, tmp_path: Path) -> None:
     config = run_config(tmp_path, algorithm={"custom_tis_function_path": "no_such_module:f"})
     with pytest.raises(ConfigError, match=r"algorithm\.custom_tis_function_path"):
-        LossInputs(config, ObjectiveConfig(), BlockingStore(valkey.url))
+        LossInputs(config, AlgorithmSection(), BlockingStore(valkey.url))
     assert CustomFunctions().tis is None
 
 
 def test_samples_that_do_not_pass_weigh_nothing(valkey: EmbeddedValkey, run_name: str) -> None:
     batch = asyncio.run(stored(valkey.url, run_name, REWARDS))
-    objective = ObjectiveConfig(loss_type="sft_loss", rejection_threshold=2.0)
+    objective = AlgorithmSection(loss_type="sft_loss", rejection_threshold=2.0)
     (alone,) = read(batch, valkey.url, objective=objective)
     weights = alone.per_sample("weights")
     assert [weights[number].tolist() for number in (0, 1, 3)] == [[0.0], [0.0, 0.0], [0.0, 0.0]]
     np.testing.assert_allclose(weights[2], [1 / 2])
     np.testing.assert_allclose(weights[4], [1 / 6] * 3)
-    (none,) = read(batch, valkey.url, objective=ObjectiveConfig(loss_type="sft_loss", rejection_threshold=9.0))
+    (none,) = read(batch, valkey.url, objective=AlgorithmSection(loss_type="sft_loss", rejection_threshold=9.0))
     assert all(not values.any() for values in none.per_sample("weights").values())
 
 
@@ -90,12 +89,12 @@ def test_what_sums_are_divided_by_is_the_optimizer_steps(valkey: EmbeddedValkey,
     batch = asyncio.run(stored(valkey.url, run_name, REWARDS))
     (alone,) = read(batch, valkey.url)
     assert alone.denominators == (5.0,)
-    (by_token,) = read(batch, valkey.url, objective=ObjectiveConfig(reducer="token_mean"))
+    (by_token,) = read(batch, valkey.url, objective=AlgorithmSection(calculate_per_token_loss=True))
     assert by_token.denominators == (9.0,)
 
 
 def test_the_teachers_log_probs_come_with_the_samples(valkey: EmbeddedValkey, run_name: str) -> None:
-    objective = ObjectiveConfig(use_opd=True, opd_type="sglang", opd_kl_coef=0.5, off_policy="rollout")
+    objective = AlgorithmSection(use_opd=True, opd_type="sglang", opd_kl_coef=0.5, off_policy="rollout")
     dealt = partition.partition_batch(asyncio.run(stored(valkey.url, run_name, REWARDS)), 1, 1, 100)
     share = ShardReader(BlockingStore(valkey.url), 0).take(dealt)
     masks = batches.masks_of(share)
@@ -112,7 +111,7 @@ def test_the_teachers_log_probs_come_with_the_samples(valkey: EmbeddedValkey, ru
     gap = teacher_gap(batch, objective)
     assert {number: values.tolist() for number, values in gap.items()} == {0: [0], 1: [0, 1], 2: [0], 3: [0, 1], 4: [0, 1, 2]}
     made = batches.with_advantages(batch, objective, lambda own: own, teacher_gap=gap)
-    plain = batches.with_advantages(batch, replace(objective, use_opd=False), lambda own: own).per_sample("advantages")
+    plain = batches.with_advantages(batch, objective.model_copy(update={"use_opd": False}), lambda own: own).per_sample("advantages")
     for number, values in made.per_sample("advantages").items():
         np.testing.assert_allclose(values, plain[number] - 0.5 * gap[number], rtol=1e-6)
 

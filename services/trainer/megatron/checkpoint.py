@@ -32,7 +32,7 @@ from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.runtime import deadline, timeout_seconds, together
 from shared.config.learning_rate import LearningRateSchedule
-from shared.runtime.atomic_directory import fsync_tree, publish, replaced_by, scratch, settle
+from shared.runtime.atomic_files import fsync_tree, publish, replaced_by, scratch, settle
 from shared.runtime.errors import ConfigError, MyxoError
 
 FORMAT = 2

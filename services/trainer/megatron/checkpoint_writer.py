@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.runtime import deadline, gather_json, together
+from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import log_error
 
@@ -211,9 +212,7 @@ class Save:
         return self._partial / f".written_{rank}.json"
 
     def _leave_word(self) -> None:
-        written = self._word(self._rank).with_suffix(".new")
-        written.write_text(json.dumps({"error": self._cause(), "results": self._results}))
-        written.rename(self._word(self._rank))
+        replace_file(self._word(self._rank), json.dumps({"error": self._cause(), "results": self._results}).encode())
 
     def _wait_for_the_others(self) -> list[list[list[Any]]] | None:
         """What every rank has written; None if one of them could not."""

@@ -21,7 +21,7 @@ from services.trainer.megatron import adapters
 from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.runtime import deadline, together
-from shared.runtime.atomic_directory import fsync_tree, publish, scratch
+from shared.runtime.atomic_files import fsync_tree, publish, scratch
 
 Bucket = list[tuple[str, Tensor | None]]
 

@@ -42,7 +42,7 @@ from shared.model.hf_checkpoint import draft_prefixes
 from shared.model.lora_targets import Lora
 from shared.model.parallel_layout import ParallelLayout
 from shared.model.tensor_table import hf_tensors
-from shared.runtime.atomic_directory import fsync_tree, publish, scratch
+from shared.runtime.atomic_files import fsync_tree, publish, scratch
 from shared.runtime.errors import ConfigError
 
 Progress = Callable[[int, int], None]

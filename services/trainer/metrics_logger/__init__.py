@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from services.trainer import batch_metrics, trainer_settings
+from services.trainer import batch_metrics
 from services.trainer.actor import Actor, StepResult
 from services.trainer.batches import TrainBatch
 from services.trainer.control_client import ControlClient
@@ -36,7 +36,7 @@ class MetricsLogger:
     """
 
     def __init__(self, link: ControlClient, directory: Path, config: RunConfig, actor: Actor | None = None, job: str = "actor") -> None:
-        self._link, self._config, self._objective = link, config, trainer_settings.objective_config(config)
+        self._link, self._config, self._objective = link, config, config.algorithm
         self._writers: list[Writer] = [TensorBoard(directory), Prometheus(link)]
         if config.monitoring.use_wandb:
             self._writers.append(WeightsAndBiases(config, job))

@@ -20,7 +20,6 @@ from services.trainer.objective.custom_objective import CustomFunctions, CustomL
 from services.trainer.objective.kl import reward_kl
 from services.trainer.objective.loss import PolicyLoss
 from services.trainer.objective.losses import loss_of, passing
-from services.trainer.objective.objective_config import ObjectiveConfig
 from services.trainer.objective.reduce import denominator, sample_weights
 from services.trainer.objective.sft_loss import SftLoss
 from services.trainer.objective.statistics import Statistics, batch_statistics
@@ -39,7 +38,6 @@ __all__ = [
     "MissingStatistics",
     "Moments",
     "Needs",
-    "ObjectiveConfig",
     "PolicyLoss",
     "SftLoss",
     "Statistics",

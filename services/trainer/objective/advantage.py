@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from services.trainer.objective.objective_config import ObjectiveConfig
 from services.trainer.objective.returns import discounted_sum, generalized_advantages
+from shared.config.algorithm import AlgorithmSection
 from shared.runtime.errors import MyxoError
 
 FloatArray = npt.NDArray[np.float64]
@@ -71,13 +71,13 @@ class Advantages:
     returns: list[FloatArray] | None = None
 
 
-def needs(config: ObjectiveConfig, optimizer_steps: int = 1) -> Needs:
+def needs(config: AlgorithmSection, optimizer_steps: int = 1) -> Needs:
     """What the configured objective needs. Args: optimizer_steps: that one batch is split into."""
     if config.loss_type == "sft_loss":
         return Needs(False, False, False, False, False, False)
     in_reward = config.kl_coef != 0.0
     statistics = config.loss_type == "policy_loss" and (config.tis_batch_normalize or config.use_m2po)
-    of_old = (in_reward or config.use_opd) and config.off_policy != "rollout"
+    of_old = (in_reward or config.use_opd) and config.correction != "rollout"
     return Needs(
         proximal=optimizer_steps > 1 or of_old or statistics,
         reference=in_reward or config.measures_kl,
@@ -147,22 +147,22 @@ def _vote(rewards: FloatArray) -> float:
 
 
 def reward_advantages(
-    config: ObjectiveConfig, rewards: Rewards, groups: Sequence[Hashable], rollout_ids: Sequence[Hashable] | None = None
+    config: AlgorithmSection, rewards: Rewards, groups: Sequence[Hashable], rollout_ids: Sequence[Hashable] | None = None
 ) -> FloatArray:
     """What each sample's reward is to its estimator, before token-level terms and whitening: float64 [N].
 
     grpo, gspo, cispo: ``group_relative``; reinforce_plus_plus_baseline: the same without the std; ppo, reinforce_plus_plus, and all of
     them without ``normalize_rewards``: the reward as it is.
     """
-    by_std = config.normalize_std and config.advantage_estimator != "reinforce_plus_plus_baseline"
+    by_std = not config.disable_grpo_std_normalization and config.advantage_estimator != "reinforce_plus_plus_baseline"
     relative = group_relative(rewards, groups, rollout_ids, normalize_std=by_std)  # also for what it refuses
-    if not config.normalize_rewards or config.advantage_estimator in ("ppo", "reinforce_plus_plus"):
+    if not config.normalizes_rewards or config.advantage_estimator in ("ppo", "reinforce_plus_plus"):
         return np.asarray(rewards, dtype=np.float64).copy()
     return relative
 
 
 def token_advantages(
-    config: ObjectiveConfig,
+    config: AlgorithmSection,
     rewards: Rewards,
     groups: Sequence[Hashable],
     rollouts: Sequence[Hashable] | None,
@@ -234,7 +234,7 @@ def token_advantages(
     return Advantages(advantages, returns if config.has_critic else None)
 
 
-def _of_one(config: ObjectiveConfig, reward: float, tokens: int, kept: dict[str, FloatArray]) -> tuple[FloatArray, FloatArray]:
+def _of_one(config: AlgorithmSection, reward: float, tokens: int, kept: dict[str, FloatArray]) -> tuple[FloatArray, FloatArray]:
     """(advantages, returns) of one sample's trained tokens."""
     penalty = config.kl_coef * kept["kl"] if "kl" in kept else np.zeros(tokens)
     if config.advantage_estimator not in ("ppo", "reinforce_plus_plus"):

@@ -11,9 +11,9 @@ from services.trainer.objective.importance import (
     vetoed,
     within,
 )
-from services.trainer.objective.objective_config import ObjectiveConfig
 from services.trainer.objective.statistics import Statistics
 from services.trainer.objective.tokens import MaskedTokens, Metrics
+from shared.config.algorithm import AlgorithmSection
 
 
 class MissingStatistics(ValueError):
@@ -24,7 +24,7 @@ class MissingStatistics(ValueError):
 
 
 def weighted(
-    config: ObjectiveConfig, pg: Tensor, start: Tensor, rollout: Tensor, tokens: MaskedTokens, statistics: Statistics
+    config: AlgorithmSection, pg: Tensor, start: Tensor, rollout: Tensor, tokens: MaskedTokens, statistics: Statistics
 ) -> tuple[Tensor, Metrics]:
     """The per-token loss times its importance weight, rejected tokens and sequences at 0: [T]; with the metrics of both.
 
@@ -54,7 +54,7 @@ def weighted(
     return pg, metrics
 
 
-def opsm(config: ObjectiveConfig, pg: Tensor, rollout: Tensor, advantages: Tensor, tokens: MaskedTokens) -> tuple[Tensor, Metrics]:
+def opsm(config: AlgorithmSection, pg: Tensor, rollout: Tensor, advantages: Tensor, tokens: MaskedTokens) -> tuple[Tensor, Metrics]:
     """The per-token loss without the sequences that `off_policy_sequence_mask` drops: [T]; and their share."""
     cu_seqlens = tokens.batch.cu_seqlens
     stays = off_policy_sequence_mask(tokens.log_probs, rollout, advantages, tokens.mask, cu_seqlens, config.opsm_delta)

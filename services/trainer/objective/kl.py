@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.trainer.objective.objective_config import KlType, ObjectiveConfig
 from services.trainer.objective.policy_gradient import LOG_RATIO_LIMIT
+from shared.config.algorithm import AlgorithmSection, KlType
 
 LOW_VARIANCE_LIMIT = 10.0
 
@@ -51,7 +51,7 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, kind: KlType, ratio: Tenso
 
 
 def reward_kl(
-    config: ObjectiveConfig, old: npt.NDArray[np.floating], reference: npt.NDArray[np.floating], mask: npt.NDArray[np.generic]
+    config: AlgorithmSection, old: npt.NDArray[np.floating], reference: npt.NDArray[np.floating], mask: npt.NDArray[np.generic]
 ) -> npt.NDArray[np.float64]:
     """The estimate that ``kl_coef`` takes off the rewards of one sample's tokens: float64 [R], 0 where the mask is 0.
 

@@ -19,11 +19,11 @@ from services.trainer.objective.correction import MissingStatistics
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.objective.importance import second_moment_mask, second_moments
 from services.trainer.objective.kl import LOSS_KL, kl_estimate
-from services.trainer.objective.objective_config import ObjectiveConfig
 from services.trainer.objective.sequence import sequence_sum
 from services.trainer.objective.statistics import Statistics
 from services.trainer.objective.tokens import MaskedTokens, Metrics, MissingField
 from services.trainer.packing import PackedBatch
+from shared.config.algorithm import AlgorithmSection
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PolicyLoss:
     T must hold whole sequences for gspo, OPSM, vetoes and the sequence levels (under context parallelism: gathered ones).
     """
 
-    config: ObjectiveConfig
+    config: AlgorithmSection
     batch_version: int | None = None
     statistics: Statistics = field(default_factory=Statistics)
     custom: CustomFunctions = field(default_factory=CustomFunctions)
@@ -64,14 +64,14 @@ class PolicyLoss:
         config, tokens = self.config, MaskedTokens(log_probs, batch)
         current, advantages = tokens.log_probs, tokens.field("advantages", config.advantage_estimator).detach()
         rollout = None
-        if config.off_policy != "none" or "rollout_log_probs" in batch.fields:
-            rollout = tokens.field("rollout_log_probs", f"off_policy {config.off_policy}").detach()
+        if config.correction != "none" or "rollout_log_probs" in batch.fields:
+            rollout = tokens.field("rollout_log_probs", f"off_policy {config.correction}").detach()
         start = current.detach()
         if "proximal_log_probs" in batch.fields:
             start = tokens.field("proximal_log_probs", "the proximal policy").detach()
 
         old = start
-        if config.off_policy == "rollout":
+        if config.correction == "rollout":
             assert rollout is not None
             old = rollout
         d = old - current
@@ -100,18 +100,18 @@ class PolicyLoss:
             stays = second_moment_mask(second_moments(tokens.log_probs, rollout, advantages, tokens.mask), limit)
             return policy_gradient.masked_surrogate(d, advantages, stays), d
         if config.advantage_estimator == "cispo":
-            terms = policy_gradient.clipped_weight(d, tokens.log_probs, advantages, config.clip_low, config.clip_high)
+            terms = policy_gradient.clipped_weight(d, tokens.log_probs, advantages, *config.clip_range)
             return terms, d
         if config.advantage_estimator == "gspo":
             d = policy_gradient.sequence_log_ratio(d, tokens.mask, tokens.batch.cu_seqlens)
-        terms = policy_gradient.clipped_surrogate(d, advantages, config.clip_low, config.clip_high, config.eps_clip_c)
+        terms = policy_gradient.clipped_surrogate(d, advantages, *config.clip_range, config.eps_clip_c)
         return terms, d
 
     def _off_policy(self, pg: Tensor, start: Tensor, rollout: Tensor, tokens: MaskedTokens, advantages: Tensor, metrics: Metrics) -> Tensor:
         config, found = self.config, Metrics()
-        if config.off_policy == "decoupled" and self.custom.tis is not None:
+        if config.correction == "decoupled" and self.custom.tis is not None:
             pg, found = self.custom.weighted(pg, start, rollout, tokens)
-        elif config.off_policy == "decoupled":
+        elif config.correction == "decoupled":
             pg, found = correction.weighted(config, pg, start, rollout, tokens, self.statistics)
         metrics |= found
         if config.use_opsm:

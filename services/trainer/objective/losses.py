@@ -10,15 +10,15 @@ import numpy.typing as npt
 
 from services.trainer.objective.custom_objective import CustomFunctions, CustomLoss
 from services.trainer.objective.loss import PolicyLoss
-from services.trainer.objective.objective_config import ObjectiveConfig
 from services.trainer.objective.sft_loss import SftLoss
 from services.trainer.objective.statistics import Statistics
+from shared.config.algorithm import AlgorithmSection
 
 ActorLoss = PolicyLoss | SftLoss | CustomLoss
 
 
 def loss_of(
-    config: ObjectiveConfig,
+    config: AlgorithmSection,
     custom: CustomFunctions | None = None,
     *,
     version: int | None = None,
@@ -39,7 +39,7 @@ def loss_of(
     return PolicyLoss(config, version, statistics or Statistics(), replace(custom, denominator=denominator))
 
 
-def passing(config: ObjectiveConfig, rewards: Sequence[float] | npt.NDArray[np.floating]) -> npt.NDArray[np.bool_]:
+def passing(config: AlgorithmSection, rewards: Sequence[float] | npt.NDArray[np.floating]) -> npt.NDArray[np.bool_]:
     """Which samples of a batch are trained at all: bool [N].
 
     All of them, but for ``sft_loss``: those with a reward above ``rejection_threshold``. The others are to be left out before weights are

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from services.trainer.objective.objective_config import Reducer
+from shared.config.algorithm import Reducer
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from services.trainer.objective.importance import importance_weight, second_moment_limit, second_moments, weight_counts
-from services.trainer.objective.objective_config import ObjectiveConfig
 from services.trainer.objective.tokens import MaskedTokens, MissingField
 from services.trainer.packing import PackedBatch
+from shared.config.algorithm import AlgorithmSection
 
 Gather = Callable[[Tensor], Tensor]
 """The one-dimensional float64 tensors (on the CPU, of any length) of all data-parallel ranks, end to end."""
@@ -25,7 +25,7 @@ class Statistics:
     second_moment_limit: float | None = None
 
 
-def batch_statistics(config: ObjectiveConfig, batches: Sequence[PackedBatch], gather: Gather = lambda values: values) -> Statistics:
+def batch_statistics(config: AlgorithmSection, batches: Sequence[PackedBatch], gather: Gather = lambda values: values) -> Statistics:
     """Of one optimizer step; a collective if ``gather`` is one, and then called by every data-parallel rank.
 
     Args:

@@ -1,7 +1,7 @@
 """Pushing weights to rollout replicas, beside the training: offer, prepare, receive, commit; whoever fails is left out, the others go on.
 
-Rank 0 decides (`push_schedule`) and talks to the replicas (`push_protocol`); every rank takes part in the export. The requests travel on the
-control client's thread, the collectives run on a thread of the push, so that a dead peer ends in a named error within the deadline.
+Rank 0 decides (`push_schedule`) and talks to the replicas (`push_protocol`); every rank takes part in the export. Requests travel on the
+control client's thread, collectives run on a thread of the push, so that a dead peer ends in a named error within the deadline.
 Parameters are read in place: the next step's forward and backward passes run meanwhile, and its optimizer waits for `WeightReadLock`.
 """
 

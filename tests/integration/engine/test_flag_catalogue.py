@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from myxo.preflight import engine_checks
-from myxo.preflight.inspection import Inspection
+from myxo.preflight import model_checks
+from myxo.preflight.inspection import Inspection, Note
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.config import sglang_flags
@@ -59,8 +59,8 @@ def test_a_machine_without_sglang_says_that_it_cannot_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sglang_flags, "installed", lambda: None)
-    assert list(engine_checks.check_flags(Inspection(run_config(tmp_path, rollout={"sglang": {"typo": 1}})))) == []
-    assert "SGLang is not installed here; [rollout.sglang] is checked where the rollout service starts" in capsys.readouterr().err
+    [note] = model_checks.check_engine_flags(Inspection(run_config(tmp_path, rollout={"sglang": {"typo": 1}})))
+    assert note == Note("SGLang is not installed here; [rollout.sglang] is checked where the rollout service starts")
 
 
 def test_values_of_flags() -> None:

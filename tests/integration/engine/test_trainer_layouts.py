@@ -20,14 +20,13 @@ from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import Generation, GenerationRequest
 from services.trainer.actor import Actor
 from services.trainer.megatron.export import copy_beside_weights
-from services.trainer.weights.sender import LaneKind, Sender
 from services.trainer.weights.snapshot_writer import on_host
+from services.trainer.weights.stage_sender import ChannelKind, StageSender
 from shared.schema.messages import Sampling, WeightChannelAddress
 from shared.transfer.digest import TensorDigest, version_digest
-from shared.transfer.snapshot import SnapshotLink
-from shared.transfer.snapshot_chain import Snapshots
-from shared.transfer.snapshot_copy import LocalCopy
-from shared.transfer.snapshot_draft import SnapshotDraft
+from shared.transfer.local_checkpoint import LocalCheckpoint
+from shared.transfer.weight_checkpoint import WeightCheckpoint, WeightCheckpoints
+from shared.transfer.weight_checkpoint_writer import WeightCheckpointWriter
 from tests.integration.engine.conftest import running_engine
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.unit.trainer.megatron import rank_steps
@@ -41,7 +40,7 @@ BUCKET_BYTES = 16_384
 PUSHES, WHOLE, DELTA = 2, 3, 4  # as many versions are pushed; those of the snapshots
 
 Then = Literal["disk", "peer"]
-LAYOUTS: list[tuple[str, dict[str, Any], LaneKind, Then]] = [
+LAYOUTS: list[tuple[str, dict[str, Any], ChannelKind, Then]] = [
     ("qwen3", {"tensor_model_parallel_size": 2}, "group", "disk"),
     ("qwen3", {"pipeline_model_parallel_size": 2}, "group", "disk"),
     ("qwen3", {"tensor_model_parallel_size": 2}, "memory", "disk"),
@@ -91,7 +90,7 @@ def ranks() -> Iterator[World]:
 async def test_log_probs_are_the_trainers(
     kind: str,
     layout: dict[str, Any],
-    carried_by: LaneKind,
+    carried_by: ChannelKind,
     then: Then,
     checkpoints: Callable[[str], Path],
     engines: Engines,
@@ -100,24 +99,24 @@ async def test_log_probs_are_the_trainers(
 ) -> None:
     async with connected(await asyncio.to_thread(engines, kind)) as client:
         trainer = asyncio.create_task(asyncio.to_thread(ranks.run, trained, checkpoints(kind), layout, carried_by, tmp_path))
-        lanes = [WeightChannelAddress.model_validate(lane) for lane in await said(tmp_path, "channels", trainer)]
-        assert [lane.kind for lane in lanes] == [carried_by] * layout.get("pipeline_model_parallel_size", 1)
-        await client.join_channels(lanes, 1)
+        channels = [WeightChannelAddress.model_validate(channel) for channel in await said(tmp_path, "channels", trainer)]
+        assert [channel.kind for channel in channels] == [carried_by] * layout.get("pipeline_model_parallel_size", 1)
+        await client.join_channels(channels, 1)
         for push in range(PUSHES):  # by load_weights, and as it learned from that
             await client.begin_weight_update()
-            got = await client.receive(push, push, [lane.name for lane in lanes])
+            got = await client.receive(push, push, [channel.name for channel in channels])
             await client.end_weight_update()
             await client.set_weight_version(push)
         await client.leave_channels()
         pushed = await draw(client, tmp_path, "pushed")
 
         digest = await said(tmp_path, "written", trainer)
-        link = LocalCopy(tmp_path / "copy").follow(Snapshots(tmp_path / "weights"), DELTA)
+        link = LocalCheckpoint(tmp_path / "copy").follow(WeightCheckpoints(tmp_path / "weights"), DELTA)
         await client.update_weights_from_disk(str(link.path), DELTA)
         assert await client.adopt(DELTA, link.tensors) == digest["snapshot"]
         if then == "peer":
             async with connected(await asyncio.to_thread(engines, kind, 1)) as joiner:
-                assert await borrowed(joiner, client) == digest["snapshot"]
+                assert await transferred(joiner, client) == digest["snapshot"]
                 loaded = await draw(joiner, tmp_path, "loaded")
         else:
             loaded = await draw(client, tmp_path, "loaded")
@@ -147,11 +146,11 @@ async def draw(client: EngineClient, place: Path, what: str) -> list[Generation]
     return answers
 
 
-async def borrowed(joiner: EngineClient, lender: EngineClient) -> str:
-    """The digest of what the joiner has taken from the lender."""
-    order = {"verb": "lend", "version": DELTA, "name": "lend-0-1-1", "address": "127.0.0.1", "seconds": SECONDS}
-    lanes = [answer["channel"] for answer in await lender.receivers.ask(order, SECONDS)]
-    (answer,) = await joiner.load_by({"verb": "borrow", "version": DELTA, "channels": lanes}, deadline=SECONDS)
+async def transferred(joiner: EngineClient, source: EngineClient) -> str:
+    """Returns the digest of what the joiner has taken from the source."""
+    order = {"verb": "send_to_peer", "version": DELTA, "name": "transfer-0-1-1", "address": "127.0.0.1", "seconds": SECONDS}
+    channels = [answer["channel"] for answer in await source.receivers.ask(order, SECONDS)]
+    (answer,) = await joiner.load_by({"verb": "receive_from_peer", "version": DELTA, "channels": channels}, deadline=SECONDS)
     await joiner.set_weight_version(DELTA)
     return str(answer["digest"])
 
@@ -163,18 +162,18 @@ def prompts() -> list[torch.Tensor]:
 # --------------------------------------------------------------------------------------------------------- the ranks
 
 
-def trained(hf_dir: Path, layout: dict[str, Any], carried_by: LaneKind, place: Path) -> list[list[np.ndarray]]:
+def trained(hf_dir: Path, layout: dict[str, Any], carried_by: ChannelKind, place: Path) -> list[list[np.ndarray]]:
     """One rank: scores of what was drawn with the weights of one step, which it pushes, and of the next, which it writes to disk."""
     actor = rank_steps.actor(hf_dir, **layout)
     rank_steps.steps(actor, 1)
     push = pushed_digest(actor, carried_by, place)
     scores = [scored(actor, place / "pushed.json")]
-    snapshots = Snapshots(place / "weights")
+    snapshots = WeightCheckpoints(place / "weights")
     whole = write_snapshot(actor, snapshots, WHOLE, None)
     rank_steps.steps(actor, 1, first=1)
-    base = LocalCopy(place / "base")
+    base = LocalCheckpoint(place / "base")
     if whole is not None:
-        base.take(whole)
+        base.copy_from(whole)
     link = write_snapshot(actor, snapshots, DELTA, base)
     if link is not None:
         assert link.kind == "delta"
@@ -182,12 +181,12 @@ def trained(hf_dir: Path, layout: dict[str, Any], carried_by: LaneKind, place: P
     return [*scores, scored(actor, place / "loaded.json")]
 
 
-def pushed_digest(actor: Actor, carried_by: LaneKind, place: Path) -> str:
+def pushed_digest(actor: Actor, carried_by: ChannelKind, place: Path) -> str:
     """Pushes to one engine, and tells of what."""
-    sender = Sender(actor.model, carried_by, SECONDS, bucket_bytes=BUCKET_BYTES)
-    lanes = sender.open(0, engine_ranks=1)
+    sender = StageSender(actor.model, carried_by, SECONDS, bucket_bytes=BUCKET_BYTES)
+    channels = sender.open(0, engine_ranks=1)
     if dist.get_rank() == 0:
-        say(place, "channels", [lane.model_dump() for lane in lanes])
+        say(place, "channels", [channel.model_dump() for channel in channels])
     sender.join(SECONDS)
     known: dict[str, TensorDigest] = {}
     for push in range(PUSHES):
@@ -200,9 +199,9 @@ def pushed_digest(actor: Actor, carried_by: LaneKind, place: Path) -> str:
     return version_digest(known)
 
 
-def write_snapshot(actor: Actor, snapshots: Snapshots, version: int, base: LocalCopy | None) -> SnapshotLink | None:
+def write_snapshot(actor: Actor, snapshots: WeightCheckpoints, version: int, base: LocalCheckpoint | None) -> WeightCheckpoint | None:
     """Rank 0's; None on the others."""
-    draft = SnapshotDraft(snapshots, version, base) if dist.get_rank() == 0 else None
+    draft = WeightCheckpointWriter(snapshots, version, base) if dist.get_rank() == 0 else None
     for bucket in actor.export(BUCKET_BYTES):
         if draft is not None:
             draft.add(on_host(bucket))

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.config.run_config import RunConfig
-from shared.hub import hub_client, hub_download, hub_pins, hub_resolve
+from shared.hub import hub_client, hub_download, hub_resolve
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
 from tests.integration.hub.conftest import MODEL
@@ -77,10 +77,10 @@ def test_a_branch_that_moves_does_not_move_a_run(hub: HubServer, tmp_path: Path)
     hub_resolve.local(config)
     new = hub.commit("models", "org/model", {**MODEL, "model.safetensors": b"trained on"})
     assert str(hub_resolve.pinned(named(tmp_path)).model.hf_checkpoint) == f"hf:org/model@main={new}"
-    again = hub_resolve.pinned(named(tmp_path), hub_pins.read(tmp_path))
+    again = hub_resolve.pinned(named(tmp_path), hub_resolve.pins_in(tmp_path))
     assert str(again.model.hf_checkpoint) == f"hf:org/model@main={old}"
     assert (hub_resolve.local(again).model.hf_checkpoint / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
-    other = hub_resolve.pinned(named(tmp_path, f"org/model@{new}"), hub_pins.read(tmp_path))
+    other = hub_resolve.pinned(named(tmp_path, f"org/model@{new}"), hub_resolve.pins_in(tmp_path))
     assert str(other.model.hf_checkpoint) == f"hf:org/model@{new}"
 
 
@@ -88,9 +88,8 @@ async def test_the_bus_tells_the_commits_of_a_run(hub: HubServer, tmp_path: Path
     commit = hub.commit("models", "org/model", MODEL)
     config = named(tmp_path)
     config = hub_resolve.pinned(config.model_copy(update={"run": config.run.model_copy(update={"name": run_name})}))
-    assert await hub_pins.on_bus(bus, run_name) == {}
     await runs.create(bus, config, None)
-    assert await hub_pins.on_bus(bus, run_name) == {"hf:org/model": f"hf:org/model@main={commit}"}
+    assert hub_resolve.pins(await runs.load(bus, run_name)) == {"hf:org/model": f"hf:org/model@main={commit}"}
 
 
 def test_what_is_in_the_cache_needs_no_network(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -113,9 +112,3 @@ MISTAKES = [
     Mistake("a file where runs should lie", ("run.dir", "taken is a file"), change=named("run", "dir", "taken", file=True)),
     Mistake("a directory that takes nothing", ("run.dir = '/proc/runs/test'", "cannot be written"), ("--dir", "/proc/runs")),
 ]  # fmt: skip
-
-
-def huge(given: Path) -> None:
-    """A model of 4 TiB by its header; none of it is there."""
-    header = json.dumps({"weight": {"dtype": "F32", "shape": [1 << 20, 1 << 20], "data_offsets": [0, 4 << 40]}}).encode()
-    given.write_bytes(len(header).to_bytes(8, "little") + header)

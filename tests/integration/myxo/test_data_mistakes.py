@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from myxo.main import main
-from myxo.preflight import resource_checks
-from myxo.preflight.inspection import Inspection
-from myxo.preflight.parameter_checks import ModelSize, model_size
+from myxo.preflight import inspect, machine_checks
+from myxo.preflight.inspection import Inspection, ModelSize, Note
 from shared.config.run_config import load
 from tests.integration.myxo.command import Myxo
 from tests.integration.myxo.mistakes import Input
-from tests.integration.myxo.mistakes_of_data import GOOD, MATH, RATIONALE, Change, huge, labels
+from tests.integration.myxo.mistakes_of_data import GOOD, MATH, RATIONALE, Change, labels
 from tests.support.run_config import write_jsonl
 
 LIMIT_SECONDS = 10.0
@@ -43,21 +42,25 @@ def dry_run(capsys: pytest.CaptureFixture[str], given: Input, *flags: str) -> tu
 
 
 def test_a_model_that_fits_neither_disk_nor_memory(given: Input) -> None:
-    huge(given.weights)
-    assert model_size(given.model) == ModelSize(1 << 40, 4 << 40)
+    size = Inspection(load(given.write())).model_size
+    assert size is not None and size.bytes == 4 * size.parameters < given.weights.stat().st_size
     given.sections["trainer"] = {"train_device": "cpu"}
     given.sections["rollout"]["rollout_device"] = "cpu"
     inspection = Inspection(load(given.write()), starts=True)
-    [disk], [memory] = list(resource_checks.check_disk(inspection)), list(resource_checks.check_memory(inspection))
+    inspection.model_size = ModelSize(1 << 40, 4 << 40)
+    [disk], [memory] = list(machine_checks.check_disk(inspection)), list(machine_checks.check_memory(inspection))
     assert (disk.field, memory.field) == ("run.dir", "model.hf_checkpoint")
     assert "a checkpoint of this model takes 14336.0 GiB" in disk.expected
     assert "1.1e+03 billion parameters need 22528.0 GiB" in memory.expected
-    elsewhere = Inspection(inspection.config)
-    assert not [
-        *resource_checks.check_disk(elsewhere),
-        *resource_checks.check_memory(elsewhere),
-        *resource_checks.check_directories(elsewhere),
-    ]
+
+
+def test_this_machine_is_not_asked_where_the_services_start_elsewhere(
+    given: Input, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("myxo.preflight.MACHINE_CHECKS", (lambda inspection: iter([Note("this machine")]),))
+    for starts in (True, False):
+        assert inspect(Inspection(load(given.write()), starts=starts)) == []
+        assert ("this machine" in capsys.readouterr().err) == starts
 
 
 NOTES: list[tuple[str, Change, Sequence[str], Sequence[str]]] = [

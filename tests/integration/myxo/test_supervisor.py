@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from myxo.launch.backoff import BackOff
-from myxo.launch.supervised_process import Child, ServiceSpec
+from myxo.launch.service_plan import ServiceSpec
 from myxo.launch.supervisor import StopReason, Supervisor
+from shared.runtime.child_process import ChildProcess
 from shared.schema.messages import ServiceStatus
 from tests.integration.myxo.command import wait_for
 
@@ -224,7 +225,7 @@ def test_who_does_not_stop_is_killed_with_all_it_started(supervise: Callable[...
 def test_last_words_are_of_this_life(tmp_path: Path) -> None:
     log = tmp_path / "trainer-0.log"
     log.write_text("a life before\n")
-    child = Child(spec("print('one\\n\\ntwo\\nthree')"), log)
+    child = ChildProcess("trainer-0", [sys.executable, "-c", "print('one\\n\\ntwo\\nthree')"], log)
     wait_for("its end", lambda: child.exit_code() is not None)
     assert child.exit_code() == 0
     assert child.last_lines(2) == ["two", "three"]
@@ -235,13 +236,13 @@ def test_a_child_dies_with_its_launcher(tmp_path: Path) -> None:
     """The launcher's own end by kill -9 leaves nothing behind."""
     code = (
         "import pathlib, sys, time\n"
-        "from myxo.launch.supervised_process import Child, ServiceSpec\n"
-        f"spec = ServiceSpec('trainer', 'trainer-0', (sys.executable, '-c', {SLEEP!r}))\n"
-        f"child = Child(spec, pathlib.Path({str(tmp_path)!r}) / 'x.log')\n"
+        "from shared.runtime.child_process import ChildProcess\n"
+        f"command = [sys.executable, '-c', {SLEEP!r}]\n"
+        f"child = ChildProcess('trainer-0', command, pathlib.Path({str(tmp_path)!r}) / 'x.log')\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(600)"
     )
-    launcher = Child(spec(code, "launcher-0"), tmp_path / "launcher-0.log")
+    launcher = ChildProcess("launcher-0", [sys.executable, "-c", code], tmp_path / "launcher-0.log")
     wait_for("the child", lambda: (tmp_path / "launcher-0.log").read_text().strip())
     pid = int((tmp_path / "launcher-0.log").read_text())
     assert alive(pid)

@@ -12,7 +12,6 @@ import torch
 from examples.hooks import objective
 from services.trainer.objective import CustomFunctions, CustomLoss, PolicyLoss, denominator, loss_of, sample_weights, token_advantages
 from services.trainer.packing import PackedBatch, TrainSample, pack
-from services.trainer.trainer_settings import objective_config
 from shared.hooks import HookSample
 from tests.support.run_config import run_config
 
@@ -27,7 +26,7 @@ FUNCTIONS = {
 
 def loaded(directory: Path, **algorithm: Any) -> tuple[Any, CustomFunctions]:
     config = run_config(directory, algorithm={"gamma": 0.5, **algorithm})
-    return objective_config(config), CustomFunctions.of(config)
+    return config.algorithm, CustomFunctions.of(config)
 
 
 def train_samples(advantages: list[np.ndarray]) -> list[TrainSample]:

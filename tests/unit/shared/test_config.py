@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from myxo.preflight import file_checks
+from myxo.preflight import data_checks, model_checks
 from myxo.preflight.inspection import Inspection
 from shared.config.run_config import RunConfig, changes, field_sections, load, parse, section_model
-from shared.config.sections import Section
+from shared.config.section import Section
 from shared.runtime.errors import ConfigError, Problems
 from tests.support.run_config import run_config, values
 
@@ -381,7 +381,7 @@ def test_changes_names_old_and_new_and_leaves_out_what_may_change(tmp_path: Path
 def missing_files(config: RunConfig) -> list[ConfigError]:
     """What the checks of a config's files find, in their order."""
     inspection = Inspection(config)
-    return [problem for check in (file_checks.check_model, file_checks.check_data) for problem in check(inspection)]
+    return [problem for check in (model_checks.check_files, data_checks.check_files) for problem in check(inspection)]
 
 
 def test_paths_that_do_not_exist_are_refused_by_field(tmp_path: Path) -> None:

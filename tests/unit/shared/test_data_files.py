@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myxo.preflight.file_checks import check_data
+from myxo.preflight.data_checks import check_files
 from myxo.preflight.inspection import Inspection
 from myxo.run import config_toml
 from myxo.run.run_directory import RunDirectory
@@ -119,7 +119,7 @@ def test_each_file_must_be_there_and_none_may_lie_in_the_runs_state(tmp_path: Pa
     with pytest.raises(ConfigError, match=r"data\.prompt_data = .*b\.jsonl.* --fresh removes"):
         RunDirectory(config.run.root).refuse_input_in_state(config)
     (tmp_path / "a.jsonl").write_text("{}\n")
-    assert [problem.value for problem in check_data(Inspection(config))] == [f"{tmp_path}/runs/test/logs/b.jsonl"]
+    assert [problem.value for problem in check_files(Inspection(config))] == [f"{tmp_path}/runs/test/logs/b.jsonl"]
 
 
 def test_other_slices_and_weights_are_another_run(tmp_path: Path) -> None:

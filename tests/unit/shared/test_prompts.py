@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.config.sections import DataSection, RewardSection
-from shared.data.jsonl import JsonLines
-from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts, training_prompts
+from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts
+from shared.data.rows import JsonlRows
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, write_jsonl
@@ -28,7 +28,7 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 def prompts(tmp_path: Path, tokenizer: Tokenizer, *rows: object, longest: int | None = None, **data: Any) -> PromptFile:
     path = write_jsonl(tmp_path / "prompts.jsonl", rows)
-    return PromptFile(JsonLines(path, "data.prompt_data"), DataSection(prompt_data=path, **data), tokenizer, longest)
+    return PromptFile(JsonlRows(path, "data.prompt_data"), DataSection(prompt_data=path, **data), tokenizer, longest)
 
 
 def test_text_is_taken_as_it_stands(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -54,7 +54,7 @@ def test_other_keys_and_numbers_as_labels(tmp_path: Path, tokenizer: Tokenizer) 
     path = write_jsonl(tmp_path / "prompts.jsonl", [row])
     data = DataSection(prompt_data=path, input_key="question", label_key=None)
     reward = RewardSection(rm_type="remote_rm", rm_url="http://judge:8080")
-    assert PromptFile(JsonLines(path, "data.prompt_data"), data, tokenizer, None, reward)[0].label is None
+    assert PromptFile(JsonlRows(path, "data.prompt_data"), data, tokenizer, None, reward)[0].label is None
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_prompt_that_does_not_fit_is_named(tmp_path: Path, tokenizer: Tokenize
 def test_the_run_says_which_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "a", "label": "1"}])
     write_jsonl(tmp_path / "eval.jsonl", [{"prompt": "b", "label": "1"}, {"prompt": "c", "label": "1"}])
-    assert len(training_prompts(run_config(tmp_path), tokenizer)) == 1
+    assert len(TrainingPrompts(run_config(tmp_path), tokenizer)) == 1
     assert eval_prompts(run_config(tmp_path), tokenizer) is None
     heldout = eval_prompts(run_config(tmp_path, eval={"eval_prompt_data": str(tmp_path / "eval.jsonl")}), tokenizer)
     assert heldout is not None
@@ -101,7 +101,7 @@ def test_a_prompt_may_name_its_environment(tmp_path: Path, tokenizer: Tokenizer)
     rows = [{"prompt": "a", "label": "2", "metadata": metadata} for metadata in ({}, {"rm_type": "exact"}, {"rm_type": "judge"}, None)]
     path = write_jsonl(tmp_path / "prompts.jsonl", rows)
     reward = RewardSection(environments={"judge": "http://judge:8080"})
-    file = PromptFile(JsonLines(path, "data.prompt_data"), DataSection(prompt_data=path), tokenizer, None, reward)
+    file = PromptFile(JsonlRows(path, "data.prompt_data"), DataSection(prompt_data=path), tokenizer, None, reward)
     assert [file[row].environment for row in range(4)] == ["math", "exact", "judge", "math"]
 
 
@@ -109,7 +109,7 @@ def test_a_function_of_the_users_own_scores_every_prompt(tmp_path: Path, tokeniz
     rows = [{"prompt": "a", "label": None, "metadata": metadata} for metadata in ({}, {"rm_type": "exact"}, {"rm_type": "deepscaler"})]
     path = write_jsonl(tmp_path / "prompts.jsonl", rows)
     reward = RewardSection(custom_rm_path="my.rewards:score")
-    file = PromptFile(JsonLines(path, "data.prompt_data"), DataSection(prompt_data=path), tokenizer, None, reward)
+    file = PromptFile(JsonlRows(path, "data.prompt_data"), DataSection(prompt_data=path), tokenizer, None, reward)
     assert [file[row].environment for row in range(3)] == ["custom_rm"] * 3
     assert file[2].metadata == {"rm_type": "deepscaler"}, "for the function to see"
 
@@ -122,7 +122,7 @@ def test_an_environment_that_the_run_does_not_have_is_refused(
     path = write_jsonl(tmp_path / "named.jsonl", [{"prompt": "a", "label": "2", "metadata": {"rm_type": name}}])
     section, field = of.split(".")
     config = run_config(tmp_path, **{"reward": {"environments": {"judge": "nats:judge"}}, section: {field: str(path)}})
-    file = training_prompts(config, tokenizer) if section == "data" else eval_prompts(config, tokenizer)
+    file = TrainingPrompts(config, tokenizer) if section == "data" else eval_prompts(config, tokenizer)
     assert file is not None
     with pytest.raises(ConfigError) as caught:
         file.check()
@@ -213,9 +213,9 @@ def test_the_prompts_left_keep_their_numbers_over_restarts(
         "rollout_shuffle": True,
     }
     config = run_config(directory, data=data, rollout={"rollout_max_prompt_len": 10})
-    whole = training_prompts(config, tokenizer)
+    whole = TrainingPrompts(config, tokenizer)
     ids = [whole.at(number).metadata["id"] for number in range(resumed_at + 30)]
-    assert [training_prompts(config, tokenizer).at(resumed_at).metadata["id"], *ids[resumed_at + 1 :]] == ids[resumed_at:]
+    assert [TrainingPrompts(config, tokenizer).at(resumed_at).metadata["id"], *ids[resumed_at + 1 :]] == ids[resumed_at:]
     kept = {f"{name}{row}" for name, kinds in (("a", first), ("b", [*second, 0])) for row, kind in enumerate(kinds) if kind in (0, 3)}
     assert set(ids) <= kept
     epoch = sum(kind in (0, 3) for kind in first) + round(1.5 * (1 + sum(kind in (0, 3) for kind in second)))
@@ -226,12 +226,12 @@ def test_parquet_prompts_are_as_good(tmp_path: Path, tokenizer: Tokenizer) -> No
     rows = [{"prompt": [{"role": "user", "content": f"{row}+1="}], "label": row + 1, "metadata": {"level": row}} for row in range(5)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "prompts.parquet")
     config = run_config(tmp_path, data={"prompt_data": f"{tmp_path}/prompts.parquet@[1:]"})
-    taken = [training_prompts(config, tokenizer).at(number) for number in range(5)]
+    taken = [TrainingPrompts(config, tokenizer).at(number) for number in range(5)]
     assert [prompt.label for prompt in taken] == ["2", "3", "4", "5", "2"]
     assert (taken[0].content, taken[0].metadata) == (rows[1]["prompt"], {"level": 1})
     pyarrow.parquet.write_table(pyarrow.table({"prompt": [b"\xff", b"a"], "label": ["1", "2"]}), tmp_path / "prompts.parquet")
     with pytest.raises(ConfigError) as caught:
-        training_prompts(config, tokenizer).at(0)
+        TrainingPrompts(config, tokenizer).at(0)
     assert (caught.value.field, caught.value.value) == ("data.prompt_data:prompt", f"{tmp_path}/prompts.parquet:2")
 
 
@@ -241,7 +241,7 @@ def test_what_is_left_out_is_kept_for_the_next_start_and_only_for_the_same_input
     def opened(**rollout: Any) -> TrainingPrompts:
         data = {"overlong_prompts": "filter", "bad_prompts": "skip"}
         model = {"hf_checkpoint": str(tiny_model)}
-        return training_prompts(run_config(tmp_path, model=model, data=data, rollout={"rollout_max_prompt_len": 10, **rollout}), tokenizer)
+        return TrainingPrompts(run_config(tmp_path, model=model, data=data, rollout={"rollout_max_prompt_len": 10, **rollout}), tokenizer)
 
     def facts(prompts: TrainingPrompts) -> tuple[Any, ...]:
         return [prompts.at(number).label for number in range(6)], prompts.left_out, str(prompts.first_left_out)

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine.receiver.peer_transfer import borrow, lend
+from services.rollout.engine.receiver.peer_transfer import receive_from_peer, send_to_peer
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.failures import SupervisedThread
@@ -77,8 +77,8 @@ def adopt(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> di
 Verb = Callable[[Receiver, Fields, TransferDeadline], dict[str, Any]]
 """What a command has done: the receiver, the command, how long it may take → the answer's fields. Raises MyxoError."""
 
-AT_ONCE: dict[str, Verb] = {"join": join, "leave": leave, "state": state, "adopt": adopt, "lend": lend}
-QUEUED: dict[str, Verb] = {"receive": receive, "borrow": borrow}
+AT_ONCE: dict[str, Verb] = {"join": join, "leave": leave, "state": state, "adopt": adopt, "send_to_peer": send_to_peer}
+QUEUED: dict[str, Verb] = {"receive": receive, "receive_from_peer": receive_from_peer}
 """Verbs by who does them: the connection's thread, or the thread that owns the model."""
 
 

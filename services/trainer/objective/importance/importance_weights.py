@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.trainer.objective.objective_config import Bounding, Level
 from services.trainer.objective.policy_gradient import ratio_of
 from services.trainer.objective.sequence import sequence_mean, sequence_sum
+from shared.config.algorithm import Level, WeightBounding
 
 
 class ImportanceWeight(NamedTuple):
@@ -40,7 +40,7 @@ def importance_weight(
     mask: Tensor,
     cu_seqlens: Tensor,
     *,
-    mode: Bounding = "clip",
+    mode: WeightBounding = "clip",
     level: Level = "token",
     low: float = 0.0,
     high: float = 2.0,

@@ -20,11 +20,13 @@ from services.trainer.megatron.checkpoint_writer import StagedShards
 from services.trainer.megatron.frozen_weights import FrozenWeights
 from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
 from services.trainer.megatron.likelihood import VocabularySlice, log_probs_and_entropy
-from services.trainer.objective import ObjectiveConfig, PolicyLoss
+from services.trainer.objective import PolicyLoss
 from services.trainer.objective.value_loss import ValueLoss
 from services.trainer.packing import PackedBatch
-from services.trainer.weights.stage_export import StageExport, view
+from services.trainer.weights.stage_export import StageExport
+from shared.config.algorithm import AlgorithmSection
 from shared.runtime.errors import MyxoError
+from shared.transfer.bucket_ring import slot_view
 from tests.unit.trainer.megatron.tiny import VOCAB, pack, sequences
 
 TIMEOUT_SECONDS = 60.0
@@ -123,8 +125,8 @@ def reinforce(hf_dir: Path, config: dict[str, Any]) -> dict[str, Any]:
     """A step of GRPO, one of PPO on given advantages, and a critic's, all from the same checkpoint."""
     config = {"adam_eps": 1e-3, **config}  # with less, Adam makes whole steps of gradients that are rounding errors
     policy = actor(hf_dir, **config)
-    grpo = policy.train_step(rl_batches(policy, 0, per_token=False), PolicyLoss(ObjectiveConfig()))
-    ppo_loss = PolicyLoss(ObjectiveConfig(advantage_estimator="ppo", entropy_coef=0.01))
+    grpo = policy.train_step(rl_batches(policy, 0, per_token=False), PolicyLoss(AlgorithmSection()))
+    ppo_loss = PolicyLoss(AlgorithmSection(advantage_estimator="ppo", entropy_coef=0.01))
     ppo = policy.train_step(rl_batches(policy, 1, per_token=True), ppo_loss, need_entropy=True)
     whole = pack(sequences(6, seed=9))
     report = {"grpo": grpo, "ppo": ppo, "log_probs": policy.log_probs([whole])[0], "weights": exported(policy)}
@@ -164,7 +166,7 @@ def first_step(hf_dir: Path, config: dict[str, Any]) -> dict[str, float]:
     with FrozenWeights.of(model.model).in_place_of(model.model):
         reference = model.log_probs(batches)
     batches = [b.with_fields(ref_log_probs=r.cpu()) for b, r in zip(batches, reference, strict=True)]
-    return model.train_step(batches, PolicyLoss(ObjectiveConfig(kl_loss_coef=0.1))).metrics
+    return model.train_step(batches, PolicyLoss(AlgorithmSection(kl_loss_coef=0.1))).metrics
 
 
 def save_meanwhile(hf_dir: Path, config: dict[str, Any], root: Path) -> dict[str, Any]:
@@ -259,18 +261,18 @@ def load_and_export(hf_dir: Path, config: dict[str, Any]) -> tuple[dict[str, Ten
 
 
 def pushed(model: Actor, bucket_bytes: int = 4096) -> dict[str, Tensor]:
-    """What the lane of this rank's pipeline stage would carry, if this is its source; the last of two pushes over two buffers."""
-    cargo = GatherPlan(model.model, GatherGroups.own())
-    stage = StageExport(cargo, bucket_bytes)
+    """What the channel of this rank's pipeline stage would carry, if this is its source; the last of two pushes over two buffers."""
+    plan = GatherPlan(model.model, GatherGroups.own())
+    stage = StageExport(plan, bucket_bytes)
     buckets, found = stage.manifest.buckets, {}
     ring = [torch.zeros(max(bucket.nbytes for bucket in buckets), dtype=torch.uint8) for _ in range(2)]
     for _ in range(2):
         for number, bucket in enumerate(buckets):
-            flat = ring[number % 2][: bucket.nbytes].zero_() if cargo.is_source else None
+            flat = ring[number % 2][: bucket.nbytes].zero_() if plan.is_source else None
             stage.fill(number, flat)
             if flat is not None:
-                found |= {slot.name: view(flat, slot).clone() for slot in bucket.slots}
-    cargo.groups.leave()
+                found |= {slot.name: slot_view(flat, slot).clone() for slot in bucket.slots}
+    plan.groups.leave()
     return found
 
 

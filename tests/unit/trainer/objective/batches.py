@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from services.trainer.objective import ObjectiveConfig, PolicyLoss, batch_statistics, needs, sample_weights
+from services.trainer.objective import PolicyLoss, batch_statistics, needs, sample_weights
 from services.trainer.packing import PackedBatch, TrainSample, pack
+from shared.config.algorithm import AlgorithmSection
 
 from .reference import Sequence
 
@@ -71,15 +72,16 @@ def sequence_batches(draw: st.DrawFn) -> list[Sequence]:
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> ObjectiveConfig:
+def configs(draw: st.DrawFn) -> AlgorithmSection:
     off_policy = draw(st.sampled_from(["decoupled", "rollout", "none"]))
     decoupled = off_policy == "decoupled"
     estimator = draw(st.sampled_from(["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "ppo"]))
+    use_rs = decoupled and draw(st.booleans())
     use_m2po = off_policy != "none" and estimator not in ("gspo", "cispo") and draw(st.integers(0, 2)) == 0
     mode = draw(st.sampled_from(["truncate", "clip", "mask"]))
     kl_loss_coef = draw(st.sampled_from([0.0, 0.1]))
     reducer = draw(st.sampled_from(["rollout_mean", "token_mean", "fixed_length"]))
-    return ObjectiveConfig(
+    return AlgorithmSection(
         advantage_estimator=estimator,
         eps_clip=draw(st.sampled_from([0.2, 0.05, 1.0])),
         eps_clip_high=draw(st.sampled_from([None, 0.28, 5.0])),
@@ -94,17 +96,17 @@ def configs(draw: st.DrawFn) -> ObjectiveConfig:
         tis_clip=draw(st.sampled_from([2.0, 1.1])),
         tis_clip_low=0.0 if mode == "truncate" else draw(st.sampled_from([0.0, 0.8])),
         tis_batch_normalize=decoupled and draw(st.booleans()),
-        use_rs=decoupled and draw(st.booleans()),
-        rs_level=draw(st.sampled_from([None, "token", "sequence", "geometric"])),
-        rs_lower_bound=draw(st.sampled_from([None, 0.5])),
-        rs_upper_bound=draw(st.sampled_from([None, 1.5])),
+        use_rs=use_rs,
+        rs_level=draw(st.sampled_from([None, "token", "sequence", "geometric"])) if use_rs else None,
+        rs_lower_bound=draw(st.sampled_from([None, 0.5])) if use_rs else None,
+        rs_upper_bound=draw(st.sampled_from([None, 1.5])) if use_rs else None,
         rs_veto_threshold=draw(st.sampled_from([None, 0.3])) if decoupled else None,
         use_m2po=use_m2po,
         m2_threshold=draw(st.sampled_from([0.04, 1e-3])),
         use_opsm=off_policy != "none" and draw(st.booleans()),
         opsm_delta=draw(st.sampled_from([1e-4, 0.2])),
-        reducer=reducer,
-        fixed_length=16 if reducer == "fixed_length" else None,
+        calculate_per_token_loss=reducer == "token_mean",
+        loss_divisor=16 if reducer == "fixed_length" else None,
     )
 
 
@@ -124,9 +126,9 @@ def train_samples(sequences: list[Sequence]) -> list[TrainSample]:
     ]
 
 
-def weights_of(sequences: list[Sequence], config: ObjectiveConfig) -> np.ndarray:
+def weights_of(sequences: list[Sequence], config: AlgorithmSection) -> np.ndarray:
     tokens, rollouts = [sum(s.mask) for s in sequences], [s.rollout_id for s in sequences]
-    return sample_weights(tokens, rollouts, config.reducer, config.fixed_length)
+    return sample_weights(tokens, rollouts, config.reducer, config.loss_divisor)
 
 
 def spread(sequences: list[Sequence], values: list[list[float]], blank: float = 0.0) -> torch.Tensor:
@@ -148,7 +150,7 @@ def packed(sequences: list[Sequence], weights: np.ndarray, dtype: torch.dtype = 
     return batch.with_fields(**floats)
 
 
-def policy_loss(sequences: list[Sequence], config: ObjectiveConfig, batch: PackedBatch, version: int | None = None) -> PolicyLoss:
+def policy_loss(sequences: list[Sequence], config: AlgorithmSection, batch: PackedBatch, version: int | None = None) -> PolicyLoss:
     """The loss, with the statistics of the batch where it needs them; without proximal log-probs those of the policy itself."""
     if not needs(config).statistics:
         return PolicyLoss(config, version)

@@ -145,7 +145,7 @@ def policy_loss(sequences, config, batch_version=None):
     for number, s in enumerate(sequences):
         count = len(s.mask)
         start = s.current if s.proximal is None else s.proximal
-        old = s.rollout if config.off_policy == "rollout" else start
+        old = s.rollout if config.correction == "rollout" else start
         d = [o - c for o, c in zip(old, s.current, strict=True)]
         clip_d = [mean_over_sequence(s, d)] * count if config.advantage_estimator == "gspo" else d
 
@@ -165,7 +165,7 @@ def policy_loss(sequences, config, batch_version=None):
 
         factor, ratios, changed = [1.0] * count, [0.0] * count, [0.0] * count
         rejected, vetoed = [0.0] * count, 0.0
-        if config.off_policy == "decoupled":
+        if config.correction == "decoupled":
             ratios = ratios_of_level(s, config.tis_level)
             factor = [bounded(ratio, config) for ratio in ratios]
             changed = [float(f != r) for f, r in zip(factor, ratios, strict=True)]
@@ -218,12 +218,12 @@ def policy_loss(sequences, config, batch_version=None):
         tokens["rs_veto_frac"].append([vetoed] * count)
 
     def mean(values):
-        return reduce(sequences, values, config.reducer, config.fixed_length)
+        return reduce(sequences, values, config.reducer, config.loss_divisor)
 
     metrics = {name: mean(values) for name, values in tokens.items()}
     loss = metrics["pg_loss"] - config.entropy_coef * metrics["entropy_loss"] + config.kl_loss_coef * metrics["kl_loss"]
     metrics |= {"loss": loss, "agreement_abs_diff": agreement[0], "agreement_tokens": agreement[1]}
-    if config.off_policy != "decoupled":
+    if config.correction != "decoupled":
         del metrics["tis"], metrics["tis_clipfrac"]
     for name, there in (("opsm_clipfrac", config.use_opsm), ("rs_clipfrac", config.use_rs), ("rs_veto_frac", config.rs_veto_threshold)):
         if not there:

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from services.trainer.objective import (
     BadReward,
-    ObjectiveConfig,
     group_relative,
     reward_advantages,
     whiten,
     whiten_samples,
 )
+from shared.config.algorithm import AlgorithmSection
 
 many = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 rewards_of_groups = st.lists(st.tuples(st.floats(-100, 100, allow_subnormal=False), st.sampled_from("abcd")), min_size=1, max_size=20)
@@ -110,14 +110,14 @@ def test_unlike_lengths_are_refused():
 @pytest.mark.parametrize("normalize_std", [True, False])
 def test_the_estimator_chooses_the_normalisation(estimator, normalize_std):
     rewards, groups = [0.0, 1.0, 3.0], ["g"] * 3
-    config = ObjectiveConfig(advantage_estimator=estimator, normalize_std=normalize_std)
+    config = AlgorithmSection(advantage_estimator=estimator, disable_grpo_std_normalization=not normalize_std)
     by_std = normalize_std and estimator != "reinforce_plus_plus_baseline"
     expected = expected_advantages(rewards, groups, by_std)
     np.testing.assert_allclose(reward_advantages(config, rewards, groups), expected, rtol=1e-12)
 
 
 def test_rewards_may_stay_raw_but_not_bad():
-    config = ObjectiveConfig(normalize_rewards=False)
+    config = AlgorithmSection(disable_rewards_normalization=True)
     assert reward_advantages(config, [0.5, 2.0], ["g", "g"]).tolist() == [0.5, 2.0]
     with pytest.raises(BadReward):
         reward_advantages(config, [0.5, math.nan], ["g", "g"])

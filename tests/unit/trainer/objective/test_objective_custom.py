@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.objective import CustomFunctions, CustomLoss, ObjectiveConfig, PolicyLoss, SftLoss
+from services.trainer.objective import CustomFunctions, CustomLoss, PolicyLoss, SftLoss
 from services.trainer.objective.custom_objective import ADVANTAGE, LOSS, REDUCER, REWARDS, TIS
 from services.trainer.objective.responses import Responses
+from shared.config.algorithm import AlgorithmSection
 from shared.hooks import HookFailed, HookSample
 
 from . import batches
@@ -19,7 +20,7 @@ PATHS = dict.fromkeys((ADVANTAGE, LOSS, REDUCER, REWARDS, TIS), "my.hooks:f")
 
 def drawn(config=None, seed=3):
     sequences = batches.draw_sequences(seed, count=6, scale=0.3, proximal=True)
-    return sequences, batches.packed(sequences, batches.weights_of(sequences, config or ObjectiveConfig()))
+    return sequences, batches.packed(sequences, batches.weights_of(sequences, config or AlgorithmSection()))
 
 
 def functions(**named):
@@ -53,12 +54,12 @@ def own_tis(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total
 
 
 def test_a_weight_of_ones_own_equals_the_one_it_is_written_as():
-    config = ObjectiveConfig(tis_mode="mask", tis_clip_low=0.9, tis_clip=2.0)
+    config = AlgorithmSection(tis_mode="mask", tis_clip_low=0.9, tis_clip=2.0)
     sequences, batch = drawn(config)
     batch.fields["proximal_log_probs"] = batch.fields["proximal_log_probs"].clamp(max=batch.fields["rollout_log_probs"] + math.log(2))
     current, again = batches.currents(sequences), batches.currents(sequences)
     loss, metrics = PolicyLoss(config)(current, None, batch)
-    own, own_metrics = PolicyLoss(ObjectiveConfig(), custom=functions(tis=own_tis))(again, None, batch)
+    own, own_metrics = PolicyLoss(AlgorithmSection(), custom=functions(tis=own_tis))(again, None, batch)
     loss.backward()
     own.backward()
     assert own.item() == pytest.approx(loss.item(), rel=1e-9)
@@ -81,19 +82,19 @@ def by_length(total_lengths, response_lengths, loss_masks, per_token):
 
 
 def test_a_reducer_of_ones_own_equals_the_one_it_is_written_as():
-    config = ObjectiveConfig(reducer="fixed_length", fixed_length=10)
+    config = AlgorithmSection(loss_divisor=10)
     sequences, batch = drawn(config)
     rollouts = len({s.rollout_id for s in sequences})
     current, again = batches.currents(sequences), batches.currents(sequences)
     loss = PolicyLoss(config)(current, None, batch)[0]
     custom = CustomFunctions(ARGS, PATHS, reducer=by_length, denominator=float(rollouts))
-    own = PolicyLoss(ObjectiveConfig(), custom=custom)(again, None, batch)[0]
+    own = PolicyLoss(AlgorithmSection(), custom=custom)(again, None, batch)[0]
     loss.backward()
     own.backward()
     assert own.item() == pytest.approx(loss.item(), rel=1e-9)
     torch.testing.assert_close(again.grad, current.grad)
     with pytest.raises(ValueError, match="needs the denominator"):
-        PolicyLoss(ObjectiveConfig(), custom=functions(reducer=by_length))(again, None, batch)
+        PolicyLoss(AlgorithmSection(), custom=functions(reducer=by_length))(again, None, batch)
 
 
 def likelihood(args, batch, logits, sum_of_sample_mean):
@@ -163,9 +164,9 @@ def call(field, given):
     sequences, batch = drawn()
     current = batches.currents(sequences)
     if field == TIS:
-        PolicyLoss(ObjectiveConfig(), custom=functions(tis=function))(current, None, batch)
+        PolicyLoss(AlgorithmSection(), custom=functions(tis=function))(current, None, batch)
     elif field == REDUCER:
-        PolicyLoss(ObjectiveConfig(), custom=CustomFunctions(ARGS, PATHS, reducer=function, denominator=1.0))(current, None, batch)
+        PolicyLoss(AlgorithmSection(), custom=CustomFunctions(ARGS, PATHS, reducer=function, denominator=1.0))(current, None, batch)
     elif field == LOSS:
         CustomLoss(functions(loss=function))(torch.zeros(batch.tokens.numel(), 8, requires_grad=True), batch)
     elif field == ADVANTAGE:

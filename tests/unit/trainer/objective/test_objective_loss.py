@@ -9,9 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.objective import MissingField, MissingStatistics, ObjectiveConfig, PolicyLoss
+from services.trainer.objective import MissingField, MissingStatistics, PolicyLoss
 from services.trainer.packing import pack
 from services.trainer.placement import balance
+from shared.config.algorithm import AlgorithmSection
 
 from . import batches, reference
 
@@ -41,7 +42,7 @@ def test_loss_metrics_and_gradient_equal_the_formulas(sequences, config):
 @pytest.mark.parametrize("off_policy", ["decoupled", "rollout", "none"])
 @pytest.mark.parametrize("proximal", [True, False])
 def test_every_estimator_off_policy_equals_the_formulas(estimator, off_policy, proximal):
-    config = ObjectiveConfig(advantage_estimator=estimator, off_policy=off_policy, kl_loss_coef=0.01, entropy_coef=1e-3)
+    config = AlgorithmSection(advantage_estimator=estimator, off_policy=off_policy, kl_loss_coef=0.01, entropy_coef=1e-3)
     for seed in range(3):
         check_against_reference(batches.draw_sequences(seed, count=5, scale=0.3, proximal=proximal), config)
 
@@ -59,19 +60,19 @@ CORRECTIONS = {
 
 @pytest.mark.parametrize("changes", CORRECTIONS.values(), ids=CORRECTIONS)
 def test_every_correction_equals_the_formulas(changes):
-    config = ObjectiveConfig(**changes)
+    config = AlgorithmSection(**changes)
     for seed in range(4):
         check_against_reference(batches.draw_sequences(seed, count=6, scale=0.3, proximal=seed % 2 == 0), config)
 
 
 SMOOTH = {
-    "plain": ObjectiveConfig(),
-    "dual clip": ObjectiveConfig(eps_clip_high=0.28, eps_clip_c=1.5),
-    "gspo, icepop": ObjectiveConfig(advantage_estimator="gspo", tis_mode="mask", tis_clip_low=0.5),
-    "opsm": ObjectiveConfig(off_policy="rollout", use_opsm=True, opsm_delta=0.05),
-    **{kind: ObjectiveConfig(kl_loss_coef=0.1, kl_loss_type=kind) for kind in ("k1", "k2", "k3", "low_var_kl")},
+    "plain": AlgorithmSection(),
+    "dual clip": AlgorithmSection(eps_clip_high=0.28, eps_clip_c=1.5),
+    "gspo, icepop": AlgorithmSection(advantage_estimator="gspo", tis_mode="mask", tis_clip_low=0.5),
+    "opsm": AlgorithmSection(off_policy="rollout", use_opsm=True, opsm_delta=0.05),
+    **{kind: AlgorithmSection(kl_loss_coef=0.1, kl_loss_type=kind) for kind in ("k1", "k2", "k3", "low_var_kl")},
     **{
-        f"unbiased {kind}": ObjectiveConfig(kl_loss_coef=0.1, kl_loss_type=kind, use_unbiased_kl=True)
+        f"unbiased {kind}": AlgorithmSection(kl_loss_coef=0.1, kl_loss_type=kind, use_unbiased_kl=True)
         for kind in ("k1", "k2", "k3", "low_var_kl")
     },
 }
@@ -88,7 +89,7 @@ def test_gradient_equals_finite_differences(config, seed):
 
 
 def test_entropy_has_its_gradient():
-    config = ObjectiveConfig(entropy_coef=0.25)
+    config = AlgorithmSection(entropy_coef=0.25)
     sequences = batches.draw_sequences(seed=3, count=4, scale=0.3, proximal=True)
     batch, entropy = batches.packed(sequences, batches.weights_of(sequences, config)), batches.entropies(sequences)
     entropy.requires_grad_()
@@ -103,7 +104,7 @@ def test_entropy_has_its_gradient():
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
 )
 def test_without_proximal_log_probs_the_policy_is_its_own_proximal_policy(seed, estimator, dtype):
-    config = ObjectiveConfig(advantage_estimator=estimator, off_policy="none")
+    config = AlgorithmSection(advantage_estimator=estimator, off_policy="none")
     sequences = batches.draw_sequences(seed, count=4, scale=2.0, proximal=False)
     weights = batches.weights_of(sequences, config)
     current = batches.currents(sequences, dtype)
@@ -183,7 +184,7 @@ def test_extreme_ratios_stay_finite_in_float32(estimator, off_policy, distance, 
         s.proximal = [x - distance for x in s.current]
         s.advantage = advantage
     for kind in ("k1", "k2", "k3", "low_var_kl"):
-        config = ObjectiveConfig(
+        config = AlgorithmSection(
             advantage_estimator=estimator,
             off_policy=off_policy,
             kl_loss_type=kind,
@@ -200,7 +201,7 @@ def test_extreme_ratios_stay_finite_in_float32(estimator, off_policy, distance, 
 
 
 def test_what_is_only_measured_cannot_poison_the_loss():
-    config = ObjectiveConfig(use_kl_loss=True, use_unbiased_kl=True)
+    config = AlgorithmSection(use_kl_loss=True, use_unbiased_kl=True)
     sequences = batches.draw_sequences(seed=1, count=5, scale=0.3, proximal=True)
     batch = batches.packed(sequences, batches.weights_of(sequences, config))
     results = []
@@ -222,17 +223,17 @@ def test_what_is_only_measured_cannot_poison_the_loss():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_log_probs_are_computed_with_in_float32(dtype):
     sequences = batches.draw_sequences(seed=1, count=5, scale=0.3, proximal=True)
-    batch = batches.packed(sequences, batches.weights_of(sequences, ObjectiveConfig()), torch.float32)
+    batch = batches.packed(sequences, batches.weights_of(sequences, AlgorithmSection()), torch.float32)
     half = batches.currents(sequences, dtype)
-    loss, metrics = PolicyLoss(ObjectiveConfig())(half, None, batch)
-    exact, exact_metrics = PolicyLoss(ObjectiveConfig())(half.detach().float(), None, batch)
+    loss, metrics = PolicyLoss(AlgorithmSection())(half, None, batch)
+    exact, exact_metrics = PolicyLoss(AlgorithmSection())(half.detach().float(), None, batch)
     assert loss.dtype == torch.float32
     assert loss.item() == exact.item() != 0.0
     assert metrics == exact_metrics
 
 
 def test_metrics_are_detached_scalars():
-    config = ObjectiveConfig(kl_loss_coef=0.1, entropy_coef=0.1, use_opsm=True)
+    config = AlgorithmSection(kl_loss_coef=0.1, entropy_coef=0.1, use_opsm=True)
     sequences = batches.draw_sequences(seed=1, count=3, scale=0.3, proximal=True)
     batch = batches.packed(sequences, batches.weights_of(sequences, config))
     loss, metrics = PolicyLoss(config, batch_version=4)(batches.currents(sequences), batches.entropies(sequences), batch)
@@ -244,7 +245,7 @@ def test_metrics_are_detached_scalars():
 def test_a_filler_adds_nothing_and_keeps_its_graph():
     batch = pack([], batches.BUDGET, weights=[])
     current = torch.randn(batch.tokens.shape, requires_grad=True)
-    loss, metrics = PolicyLoss(ObjectiveConfig(), batch_version=4)(current, torch.rand(batch.tokens.shape), batch)
+    loss, metrics = PolicyLoss(AlgorithmSection(), batch_version=4)(current, torch.rand(batch.tokens.shape), batch)
     loss.backward()
     assert loss.item() == 0.0
     assert torch.all(current.grad == 0)
@@ -253,10 +254,10 @@ def test_a_filler_adds_nothing_and_keeps_its_graph():
 
 def test_agreement_counts_only_sequences_wholly_of_the_batch_version():
     sequences = batches.draw_sequences(seed=2, count=12, scale=0.3, proximal=True)
-    batch = batches.packed(sequences, batches.weights_of(sequences, ObjectiveConfig()))
+    batch = batches.packed(sequences, batches.weights_of(sequences, AlgorithmSection()))
     counts = []
     for version in (3, 4, 5, 6):
-        metrics = PolicyLoss(ObjectiveConfig()).at_version(version)(batches.currents(sequences), None, batch)[1]
+        metrics = PolicyLoss(AlgorithmSection()).at_version(version)(batches.currents(sequences), None, batch)[1]
         wholly = [s for s in sequences if all(v == version for v, m in zip(s.versions, s.mask, strict=True) if m)]
         differences = [abs(p - r) for s in wholly for p, r, m in zip(s.proximal, s.rollout, s.mask, strict=True) if m]
         counts.append(len(differences))
@@ -264,18 +265,18 @@ def test_agreement_counts_only_sequences_wholly_of_the_batch_version():
         assert metrics["agreement_abs_diff"].item() == pytest.approx(sum(differences), rel=1e-12)
     assert max(counts[:3]) > 0 == counts[3]
     assert sum(counts) < sum(sum(s.mask) for s in sequences)  # some sequences span versions
-    assert "agreement_tokens" not in PolicyLoss(ObjectiveConfig())(batches.currents(sequences), None, batch)[1]
+    assert "agreement_tokens" not in PolicyLoss(AlgorithmSection())(batches.currents(sequences), None, batch)[1]
 
 
 @pytest.mark.parametrize(
     ("field", "config"),
     [
-        ("weights", ObjectiveConfig()),
-        ("advantages", ObjectiveConfig()),
-        ("rollout_log_probs", ObjectiveConfig()),
-        ("rollout_log_probs", ObjectiveConfig(off_policy="rollout")),
-        ("ref_log_probs", ObjectiveConfig(kl_loss_coef=0.1)),
-        ("versions", ObjectiveConfig()),
+        ("weights", AlgorithmSection()),
+        ("advantages", AlgorithmSection()),
+        ("rollout_log_probs", AlgorithmSection()),
+        ("rollout_log_probs", AlgorithmSection(off_policy="rollout")),
+        ("ref_log_probs", AlgorithmSection(kl_loss_coef=0.1)),
+        ("versions", AlgorithmSection()),
     ],
 )
 def test_a_missing_field_is_named(field, config):
@@ -290,24 +291,24 @@ def test_a_missing_field_is_named(field, config):
 
 def test_on_policy_objective_needs_no_rollout_log_probs():
     sequences = batches.draw_sequences(seed=1, count=3, scale=0.3, proximal=False)
-    batch = batches.packed(sequences, batches.weights_of(sequences, ObjectiveConfig()))
+    batch = batches.packed(sequences, batches.weights_of(sequences, AlgorithmSection()))
     kept = {name: batch.fields[name] for name in ("weights", "advantages")}
-    _, metrics = PolicyLoss(ObjectiveConfig(off_policy="none"))(batches.currents(sequences), None, dataclasses.replace(batch, fields=kept))
+    _, metrics = PolicyLoss(AlgorithmSection(off_policy="none"))(batches.currents(sequences), None, dataclasses.replace(batch, fields=kept))
     assert metrics.keys() == {"loss", "pg_loss", "pg_clipfrac", "ppo_kl", "ois"}
 
 
 @pytest.mark.parametrize("field", ["use_m2po", "tis_batch_normalize"])
 def test_statistics_that_were_not_given_are_missed(field):
     sequences = batches.draw_sequences(seed=1, count=3, scale=0.3, proximal=True)
-    batch = batches.packed(sequences, batches.weights_of(sequences, ObjectiveConfig()))
+    batch = batches.packed(sequences, batches.weights_of(sequences, AlgorithmSection()))
     with pytest.raises(MissingStatistics, match=f"{field} needs batch_statistics"):
-        PolicyLoss(ObjectiveConfig(**{field: True}))(batches.currents(sequences), None, batch)
+        PolicyLoss(AlgorithmSection(**{field: True}))(batches.currents(sequences), None, batch)
 
 
 def test_wrong_inputs_are_refused():
     sequences = batches.draw_sequences(seed=1, count=3, scale=0.3, proximal=False)
-    batch = batches.packed(sequences, batches.weights_of(sequences, ObjectiveConfig()))
+    batch = batches.packed(sequences, batches.weights_of(sequences, AlgorithmSection()))
     with pytest.raises(ValueError, match="log_probs has shape"):
-        PolicyLoss(ObjectiveConfig())(batches.currents(sequences)[:-1], None, batch)
+        PolicyLoss(AlgorithmSection())(batches.currents(sequences)[:-1], None, batch)
     with pytest.raises(ValueError, match=r"entropy_coef is 0\.5"):
-        PolicyLoss(ObjectiveConfig(entropy_coef=0.5))(batches.currents(sequences), None, batch)
+        PolicyLoss(AlgorithmSection(entropy_coef=0.5))(batches.currents(sequences), None, batch)

@@ -15,7 +15,6 @@ from services.trainer.objective import (
     BadTokens,
     Moments,
     Needs,
-    ObjectiveConfig,
     needs,
     reward_kl,
     token_advantages,
@@ -23,6 +22,7 @@ from services.trainer.objective import (
     whitened,
 )
 from services.trainer.objective.returns import discounted_sum
+from shared.config.algorithm import AlgorithmSection
 
 many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "ppo")
@@ -54,7 +54,7 @@ def expected_of_one(config, reward, mask, kl, values, gap):
 
 def expected_rewards(config, rewards, groups, rollouts):
     """(r - mean) / std over the rollouts of a group, each with the mean of its samples' rewards."""
-    if config.advantage_estimator in ("ppo", "reinforce_plus_plus") or not config.normalize_rewards:
+    if config.advantage_estimator in ("ppo", "reinforce_plus_plus") or not config.normalizes_rewards:
         return rewards
     found = []
     for reward, group in zip(rewards, groups, strict=True):
@@ -66,7 +66,7 @@ def expected_rewards(config, rewards, groups, rollouts):
         if len(set(votes)) == 1:
             found.append(0.0)
         else:
-            by_std = config.normalize_std and config.advantage_estimator != "reinforce_plus_plus_baseline"
+            by_std = not config.disable_grpo_std_normalization and config.advantage_estimator != "reinforce_plus_plus_baseline"
             found.append((reward - statistics.mean(votes)) / (statistics.stdev(votes) + 1e-6 if by_std else 1.0))
     return found
 
@@ -75,14 +75,14 @@ def expected_rewards(config, rewards, groups, rollouts):
 def token_batches(draw):
     """Config, rewards, groups, rollouts, and lists over the tokens of each sample. Rewards are quarters: means of them are exact."""
     estimator = draw(st.sampled_from(ESTIMATORS))
-    config = ObjectiveConfig(
+    config = AlgorithmSection(
         advantage_estimator=estimator,
-        normalize_rewards=draw(st.booleans()),
-        normalize_std=draw(st.booleans()),
+        disable_rewards_normalization=draw(st.booleans()),
+        disable_grpo_std_normalization=draw(st.booleans()),
         gamma=draw(st.sampled_from([1.0, 0.9, 0.0])),
         lambd=draw(st.sampled_from([1.0, 0.95, 0.0])),
         kl_coef=0.0 if estimator in ("grpo", "gspo", "cispo") else draw(st.sampled_from([0.0, 0.1])),
-        use_opd=draw(st.booleans()),
+        **draw(st.sampled_from([{}, {"use_opd": True, "opd_type": "sglang"}])),
         opd_kl_coef=0.5,
     )
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -132,14 +132,14 @@ def test_a_discounted_sum_over_many_blocks_equals_the_recurrence(size, factor, s
 
 def test_gae_by_hand():
     # the masked token in the middle takes no time; deltas 0.9*2-1 = 0.8 and 3-2 = 1; A = 0.8 + 0.9*0.5*1
-    config = ObjectiveConfig(advantage_estimator="ppo", gamma=0.9, lambd=0.5)
+    config = AlgorithmSection(advantage_estimator="ppo", gamma=0.9, lambd=0.5)
     found = token_advantages(config, [3.0], ["g"], None, [np.array([1, 0, 1, 0])], values=[np.array([1.0, 9.0, 2.0, 9.0])])
     np.testing.assert_allclose(found.advantages[0], [1.25, 0, 1, 0])
     np.testing.assert_allclose(found.returns[0], [2.25, 0, 3, 0])
 
 
 def test_without_discount_the_advantage_is_what_is_still_to_come_less_the_value():
-    config = ObjectiveConfig(advantage_estimator="ppo", kl_coef=0.5)
+    config = AlgorithmSection(advantage_estimator="ppo", kl_coef=0.5)
     kl, values = np.array([1.0, 2.0, 4.0]), np.array([0.5, -1.0, 7.0])
     found = token_advantages(config, [10.0], ["g"], None, [np.ones(3)], kl=[kl], values=[values])
     np.testing.assert_allclose(found.advantages[0], [6.5 - 0.5, 7.0 + 1.0, 8.0 - 7.0])
@@ -157,25 +157,25 @@ ONE = (["g"], ["r"], [np.array([1, 0, 1])])
         ({"advantage_estimator": "ppo"}, {"values": [np.zeros(2)]}, r"of sample 0 \(rollout r, group g\): shape \(2,\) for 3 response"),
         ({"advantage_estimator": "ppo"}, {"values": [np.array([0, 0, np.inf])]}, r"is inf at trained position 2 \(1 such positions\)"),
         ({"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1}, {"kl": [np.array([np.nan, 0, 0])]}, r"kl of sample 0 .* is nan"),
-        ({"use_opd": True}, {}, r"teacher_gap of sample \(any\): use_opd needs 1 arrays, got none"),
+        ({"use_opd": True, "opd_type": "sglang"}, {}, r"teacher_gap of sample \(any\): use_opd needs 1 arrays, got none"),
     ],
 )
 def test_numbers_that_do_not_fit_their_sample_are_refused_by_name(config, lists, words):
     with pytest.raises(BadTokens, match=words):
-        token_advantages(ObjectiveConfig(**config), [1.0], *ONE, **lists)
+        token_advantages(AlgorithmSection(**config), [1.0], *ONE, **lists)
 
 
 def test_rewards_and_masks_that_do_not_fit_are_refused():
     with pytest.raises(BadReward, match="is nan"):
-        token_advantages(ObjectiveConfig(advantage_estimator="ppo"), [math.nan], *ONE, values=[np.zeros(3)])
+        token_advantages(AlgorithmSection(advantage_estimator="ppo"), [math.nan], *ONE, values=[np.zeros(3)])
     with pytest.raises(ValueError, match="1 masks for 2 samples"):
-        token_advantages(ObjectiveConfig(), [0.0, 1.0], ["g", "g"], ["r", "s"], [np.ones(2)])
+        token_advantages(AlgorithmSection(), [0.0, 1.0], ["g", "g"], ["r", "s"], [np.ones(2)])
     with pytest.raises(ValueError, match="0 masks for 1 samples"):
-        token_advantages(ObjectiveConfig(), [0.0, 1.0], ["g", "g"], ["r", "s"], [], own=[1])
+        token_advantages(AlgorithmSection(), [0.0, 1.0], ["g", "g"], ["r", "s"], [], own=[1])
 
 
 def test_functions_of_ones_own_take_the_place_of_the_estimator_and_not_of_distillation():
-    config = ObjectiveConfig(use_opd=True, opd_kl_coef=2.0)
+    config = AlgorithmSection(use_opd=True, opd_type="sglang", opd_kl_coef=2.0)
     seen = []
 
     def double(rewards):
@@ -192,8 +192,8 @@ def test_functions_of_ones_own_take_the_place_of_the_estimator_and_not_of_distil
 
 def test_what_an_objective_needs():
     nothing = Needs(proximal=False, reference=False, kl=False, values=False, teacher_gap=False, statistics=False)
-    assert needs(ObjectiveConfig()) == nothing
-    assert needs(ObjectiveConfig(loss_type="sft_loss"), 4) == nothing
+    assert needs(AlgorithmSection()) == nothing
+    assert needs(AlgorithmSection(loss_type="sft_loss"), 4) == nothing
     for steps, changes, wanted in [
         (2, {}, {"proximal"}),
         (1, {"kl_loss_coef": 0.1}, {"reference"}),
@@ -201,18 +201,18 @@ def test_what_an_objective_needs():
         (1, {"advantage_estimator": "ppo"}, {"values"}),
         (1, {"advantage_estimator": "ppo", "kl_coef": 0.1}, {"values", "kl", "reference", "proximal"}),
         (1, {"advantage_estimator": "ppo", "kl_coef": 0.1, "off_policy": "rollout"}, {"values", "kl", "reference"}),
-        (1, {"use_opd": True}, {"teacher_gap", "proximal"}),
+        (1, {"use_opd": True, "opd_type": "sglang"}, {"teacher_gap", "proximal"}),
         (1, {"use_m2po": True}, {"statistics", "proximal"}),
         (1, {"tis_batch_normalize": True}, {"statistics", "proximal"}),
     ]:
-        assert needs(ObjectiveConfig(**changes), steps) == dataclasses.replace(nothing, **dict.fromkeys(wanted, True))
+        assert needs(AlgorithmSection(**changes), steps) == dataclasses.replace(nothing, **dict.fromkeys(wanted, True))
 
 
 def test_the_kl_in_the_reward():
     old, reference, mask = np.array([-1.0, np.nan, -2.0]), np.array([-1.5, 0.0, -1.0]), np.array([1, 0, 1])
-    config = ObjectiveConfig(advantage_estimator="ppo", kl_coef=0.1)
+    config = AlgorithmSection(advantage_estimator="ppo", kl_coef=0.1)
     np.testing.assert_allclose(reward_kl(config, old, reference, mask), [0.5, 0, -1.0])
-    by_k2 = dataclasses.replace(config, kl_loss_type="k2")
+    by_k2 = config.model_copy(update={"kl_loss_type": "k2"})
     np.testing.assert_allclose(reward_kl(by_k2, old, reference, mask), [0.125, 0, 0.5])
     with pytest.raises(ValueError, match=r"log-probs \(3,\) and \(2,\) for a mask \(3,\)"):
         reward_kl(config, old, reference[:2], mask)

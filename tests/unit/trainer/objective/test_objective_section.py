@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.trainer.objective import ObjectiveConfig
-from services.trainer.trainer_settings import objective_config
 from shared.config import flags
 from shared.config.algorithm import AlgorithmSection
 from shared.config.run_config import parse
-from shared.runtime.errors import ConfigError
+from shared.runtime.errors import ConfigError, Problems
 from tests.support.run_config import run_config, values
 
 
@@ -32,7 +30,7 @@ from tests.support.run_config import run_config, values
 )
 def test_slimes_switches_choose_the_correction(tmp_path: Path, given: dict[str, Any], correction: str) -> None:
     config = run_config(tmp_path, algorithm=given)
-    assert objective_config(config).off_policy == correction
+    assert config.algorithm.correction == correction
 
 
 @pytest.mark.parametrize(
@@ -74,6 +72,22 @@ def test_slimes_switches_choose_the_correction(tmp_path: Path, given: dict[str, 
         ({"gamma": 1.1}, "gamma"),
         ({"lambd": -0.1}, "lambd"),
         ({"m2_threshold": -1}, "m2_threshold"),
+        ({"advantage_estimator": "grop"}, "advantage_estimator"),
+        ({"kl_loss_type": "k4"}, "kl_loss_type"),
+        ({"off_policy": "async"}, "off_policy"),
+        ({"tis_mode": "mis"}, "tis_mode"),
+        ({"tis_level": "group"}, "tis_level"),
+        ({"use_rs": True, "rs_level": "group"}, "rs_level"),
+        ({"eps_clip": -0.1}, "eps_clip"),
+        ({"eps_clip": math.nan}, "eps_clip"),
+        ({"eps_clip_high": -0.1}, "eps_clip_high"),
+        ({"eps_clip_c": 1.0}, "eps_clip_c"),
+        ({"kl_loss_coef": -1.0}, "kl_loss_coef"),
+        ({"entropy_coef": math.inf}, "entropy_coef"),
+        ({"m2_threshold": math.inf}, "m2_threshold"),
+        ({"value_clip": -0.1}, "value_clip"),
+        ({"opsm_delta": -1.0}, "opsm_delta"),
+        ({"loss_divisor": 0}, "loss_divisor"),
     ],
 )
 def test_a_contradiction_is_refused_by_field(tmp_path: Path, given: dict[str, Any], field: str) -> None:
@@ -83,30 +97,25 @@ def test_a_contradiction_is_refused_by_field(tmp_path: Path, given: dict[str, An
     assert error.value.expected
 
 
-def test_every_field_of_the_objective_comes_from_the_section(tmp_path: Path) -> None:
-    given: dict[str, Any] = {
-        "advantage_estimator": "ppo", "disable_rewards_normalization": True, "disable_grpo_std_normalization": True,
-        "normalize_advantages": True, "gamma": 0.9, "lambd": 0.95, "use_opd": True, "opd_type": "sglang", "opd_kl_coef": 0.5,
-        "eps_clip": 0.1, "eps_clip_high": 0.28, "eps_clip_c": 3.0, "value_clip": 0.3, "m2_threshold": 0.1, "use_kl_loss": True,
-        "kl_loss_type": "low_var_kl", "kl_loss_coef": 0.01, "use_unbiased_kl": True, "entropy_coef": 0.001, "tis_mode": "mask",
-        "tis_level": "sequence", "tis_clip": 3.0, "tis_clip_low": 0.5, "tis_batch_normalize": True, "use_rs": True,
-        "rs_level": "geometric", "rs_lower_bound": 0.9, "rs_upper_bound": 1.1, "rs_veto_threshold": 1e-4, "use_opsm": True,
-        "opsm_delta": 0.1, "loss_divisor": 100, "rejection_threshold": 0.5,
-    }  # fmt: skip
-    found = objective_config(run_config(tmp_path, algorithm=given))
-    wanted = {"normalize_rewards": False, "normalize_std": False, "reducer": "fixed_length", "fixed_length": 100}
-    same = {name for name in given if name in {field.name for field in fields(ObjectiveConfig)}}
-    assert {name: getattr(found, name) for name in same} == {name: given[name] for name in same}
-    assert {name: getattr(found, name) for name in wanted} == wanted
-    left = {field.name for field in fields(ObjectiveConfig)} - same - set(wanted)
-    assert left == {"loss_type", "kl_coef", "use_m2po", "off_policy"}  # which would contradict these, and are tried above
-    assert objective_config(run_config(tmp_path, algorithm={"calculate_per_token_loss": True})).reducer == "token_mean"
+def test_what_follows_from_several_fields() -> None:
+    assert AlgorithmSection(calculate_per_token_loss=True).reducer == "token_mean"
+    assert AlgorithmSection(loss_divisor=100).reducer == "fixed_length"
+    assert AlgorithmSection().reducer == "rollout_mean"
+    assert AlgorithmSection(eps_clip=0.25).clip_range == (0.75, 1.25)
+    assert AlgorithmSection(eps_clip=0.25, eps_clip_high=0.5).clip_range == (0.75, 1.5)
+    assert AlgorithmSection(use_rs=True, tis_clip_low=0.5, rs_upper_bound=3.0).rejection_bounds == (0.5, 3.0)
+    assert AlgorithmSection().normalizes_rewards
+    assert not AlgorithmSection(disable_rewards_normalization=True).normalizes_rewards
+    assert not AlgorithmSection(custom_reward_post_process_path="m:f").normalizes_rewards
+    assert AlgorithmSection(use_kl_loss=True).measures_kl and not AlgorithmSection().measures_kl
+    assert AlgorithmSection(advantage_estimator="ppo").has_critic and not AlgorithmSection().has_critic
 
 
-def test_the_sections_defaults_are_the_objectives(tmp_path: Path) -> None:
-    assert objective_config(run_config(tmp_path)) == ObjectiveConfig()
-    assert not AlgorithmSection().has_critic
-    assert AlgorithmSection(advantage_estimator="ppo").has_critic
+def test_every_contradiction_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(Problems) as error:
+        run_config(tmp_path, algorithm={"kl_coef": 0.1, "tis_clip": 0.5, "tis_clip_low": 0.5, "use_opsm": True, "off_policy": "none"})
+    for field in ("kl_coef", "tis_clip", "use_opsm"):
+        assert f"algorithm.{field}" in str(error.value)
 
 
 PAGE = (Path(__file__).parents[4] / "docs" / "algorithms.md").read_text()
@@ -120,7 +129,7 @@ def test_the_flags_of_the_documentation_are_a_valid_objective(tmp_path: Path, ro
         if "custom_loss" in words:
             words += " --custom-loss-function-path my.losses:f"
         given = flags.parse(words.replace("DIR", "teacher").replace(" N", " 1024").split())
-        assert isinstance(objective_config(parse(values(tmp_path, **given))), ObjectiveConfig)
+        parse(values(tmp_path, **given))  # raises ConfigError where it is not
 
 
 def test_the_documentation_has_every_algorithm() -> None:

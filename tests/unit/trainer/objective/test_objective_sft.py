@@ -5,11 +5,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.objective import MissingField, ObjectiveConfig, SftLoss
+from services.trainer.objective import MissingField, SftLoss
+from shared.config.algorithm import AlgorithmSection
 
 from . import batches
 
-TOKEN_MEAN = ObjectiveConfig(reducer="token_mean")
+TOKEN_MEAN = AlgorithmSection(calculate_per_token_loss=True)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

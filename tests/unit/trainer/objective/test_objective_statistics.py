@@ -1,6 +1,5 @@
 """What is known of a whole optimizer step: the same however its tokens are spread over ranks; and which loss a run has."""
 
-import dataclasses
 import math
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from services.trainer.objective import (
     CustomLoss,
     MissingField,
-    ObjectiveConfig,
     PolicyLoss,
     SftLoss,
     Statistics,
@@ -22,6 +20,7 @@ from services.trainer.objective import (
 )
 from services.trainer.objective.importance import second_moment_limit
 from services.trainer.packing import pack
+from shared.config.algorithm import AlgorithmSection
 
 from . import batches, reference
 
@@ -34,7 +33,7 @@ from . import batches, reference
     cut=st.integers(0, 6),
 )
 def test_ranks_that_hold_parts_find_what_one_finds(seed, scale, level, cut):
-    config = ObjectiveConfig(use_m2po=True, tis_batch_normalize=True, tis_level=level, tis_mode="mask", tis_clip_low=0.5)
+    config = AlgorithmSection(use_m2po=True, tis_batch_normalize=True, tis_level=level, tis_mode="mask", tis_clip_low=0.5)
     sequences = batches.draw_sequences(seed, count=6, scale=scale, proximal=True)
     weights = batches.weights_of(sequences, config)
     whole = batch_statistics(config, [batches.packed(sequences, weights)])
@@ -73,11 +72,11 @@ def test_nothing_is_gathered_that_nothing_asks_for():
     def gather(values):
         raise AssertionError
 
-    assert batch_statistics(ObjectiveConfig(), [], gather) == Statistics()
+    assert batch_statistics(AlgorithmSection(), [], gather) == Statistics()
 
 
 def test_a_batch_without_trained_tokens_has_statistics():
-    config = ObjectiveConfig(use_m2po=True, tis_batch_normalize=True)
+    config = AlgorithmSection(use_m2po=True, tis_batch_normalize=True)
     filler = pack([], batches.BUDGET, weights=[])
     with pytest.raises(MissingField, match="proximal_log_probs"):
         batch_statistics(config, [filler])
@@ -86,21 +85,21 @@ def test_a_batch_without_trained_tokens_has_statistics():
 
 
 def test_which_loss_a_run_has():
-    config, statistics = ObjectiveConfig(), Statistics(1.5, None)
+    config, statistics = AlgorithmSection(), Statistics(1.5, None)
     loss = loss_of(config, version=3, statistics=statistics, denominator=4.0)
     assert isinstance(loss, PolicyLoss)
     assert (loss.config, loss.batch_version, loss.statistics, loss.custom.denominator) == (config, 3, statistics, 4.0)
-    assert isinstance(loss_of(dataclasses.replace(config, loss_type="sft_loss")), SftLoss)
-    custom = loss_of(dataclasses.replace(config, loss_type="custom_loss"))
+    assert isinstance(loss_of(AlgorithmSection(loss_type="sft_loss")), SftLoss)
+    custom = loss_of(AlgorithmSection(loss_type="custom_loss", custom_loss_function_path="m:f"))
     assert isinstance(custom, CustomLoss)
     assert custom.takes_logits
 
 
 def test_rejection_sampling_trains_what_passes():
     rewards = [-1.0, 0.0, 0.5, 1.0]
-    assert passing(ObjectiveConfig(loss_type="sft_loss"), rewards).tolist() == [False, False, True, True]
-    assert passing(ObjectiveConfig(loss_type="sft_loss", rejection_threshold=0.5), rewards).tolist() == [False, False, False, True]
-    assert passing(ObjectiveConfig(), rewards).all()
+    assert passing(AlgorithmSection(loss_type="sft_loss"), rewards).tolist() == [False, False, True, True]
+    assert passing(AlgorithmSection(loss_type="sft_loss", rejection_threshold=0.5), rewards).tolist() == [False, False, False, True]
+    assert passing(AlgorithmSection(), rewards).all()
 
 
 def test_what_sums_are_divided_by():

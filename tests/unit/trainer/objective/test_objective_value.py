@@ -7,7 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.objective import MissingField, ObjectiveConfig, ValueLoss
+from services.trainer.objective import MissingField, ValueLoss
+from shared.config.algorithm import AlgorithmSection
 
 from . import batches, reference
 
@@ -39,7 +40,7 @@ def expected(sequences, old, returns, clip):
 def test_equals_the_formula(seed, clip, scale, garbage):
     sequences = batches.draw_sequences(seed, count=5, scale=scale, proximal=True)  # current: values, rollout: old ones, reference: returns
     old, returns = [s.rollout for s in sequences], [s.reference for s in sequences]
-    weights = batches.weights_of(sequences, ObjectiveConfig())
+    weights = batches.weights_of(sequences, AlgorithmSection())
     batch = batches.packed(sequences, weights)
     batch = batch.with_fields(values=batches.spread(sequences, old, garbage), returns=batches.spread(sequences, returns, garbage))
     excluded = batch.loss_mask == 0
@@ -58,7 +59,7 @@ def test_equals_the_formula(seed, clip, scale, garbage):
 @pytest.mark.parametrize("field", ["values", "returns", "weights"])
 def test_a_missing_field_is_named(field):
     sequences = batches.draw_sequences(1, count=3, scale=1.0, proximal=False)
-    batch = batches.packed(sequences, batches.weights_of(sequences, ObjectiveConfig()))
+    batch = batches.packed(sequences, batches.weights_of(sequences, AlgorithmSection()))
     zeros = torch.zeros_like(batch.fields["weights"])
     batch = batch.with_fields(values=zeros, returns=zeros)
     ValueLoss()(zeros, None, batch)

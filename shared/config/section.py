@@ -1,0 +1,60 @@
+"""What the sections of a run's config are made of: fields, and rules about how the fields of a section go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}
+"""Marks fields that may change when a run is resumed."""
+
+HOOK = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+"""A function of the user's own: ``package.module:function``."""
+
+
+class Misfits(ValueError):
+    """Fields that do not go together. ``problems``: each ``section.field: what is wrong``."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("; ".join(problems))
+
+
+class Rule(NamedTuple):
+    """What may not be in a section.
+
+    Args:
+        fields: the fields that it is about; each is refused by itself. broken: takes the section and the field's value.
+        expected: why the value is refused, or what would be right; formatted with the section and the value: ``{0.other_field}``, ``{1}``.
+    """
+
+    fields: str | tuple[str, ...]
+    broken: Callable[[Any, Any], Any]
+    expected: str
+
+
+class Section(BaseModel):
+    """A section ``[name]`` of the config; its class is called after it: ``AlgorithmSection``."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+    rules: ClassVar[tuple[Rule, ...]] = ()
+
+    @model_validator(mode="after")
+    def _keeps_its_rules(self) -> Self:
+        if problems := [*self._broken_rules(), *self._misfits()]:
+            raise Misfits(problems)
+        return self
+
+    def _broken_rules(self) -> Iterator[str]:
+        section = type(self).__name__.removesuffix("Section").lower()
+        for rule in self.rules:
+            for field in (rule.fields,) if isinstance(rule.fields, str) else rule.fields:
+                value = getattr(self, field)
+                if rule.broken(self, value):
+                    yield f"{section}.{field}: {rule.expected.format(self, value)}"
+
+    def _misfits(self) -> Iterator[str]:
+        """Yields what else is wrong, each as ``section.field: what is wrong``."""
+        yield from ()

@@ -1,0 +1,53 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.runtime.atomic_files import publish, replace_file, replaced_by, replacement, scratch, settle
+
+
+def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    replace_file(path, b"1")
+    replace_file(path, b"2", durable=True)
+    assert path.read_bytes() == b"2" and list(tmp_path.iterdir()) == [path]
+
+
+def test_permissions_are_what_was_asked_for_whatever_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"")
+    path.chmod(0o644)
+    replace_file(path, b"x", mode=0o400)
+    assert path.stat().st_mode & 0o777 == 0o400
+
+
+def test_what_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    with pytest.raises(RuntimeError), replacement(path) as out:
+        out.write(b"half")
+        raise RuntimeError
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_directory_takes_the_place_of_another(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    for content in ("one", "two"):
+        (scratch(target) / "file").write_text(content)
+        publish(tmp_path / ".target.partial", target)
+    assert (target / "file").read_text() == "two" and list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_kill_between_the_two_renames_is_mended(tmp_path: Path, finished: bool) -> None:
+    target, replaced = tmp_path / "target", tmp_path / ".target.replaced"
+    replaced.mkdir()
+    (replaced / "old").touch()
+    if finished:
+        target.mkdir()
+    assert replaced_by(replaced) == target
+    settle(target)
+    assert list(tmp_path.iterdir()) == [target] and (target / "old").exists() is not finished
