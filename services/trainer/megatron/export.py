@@ -59,8 +59,8 @@ class Exporter:
                 yield bucket
                 bucket, size = [], 0
             with deadline(f"the export of {unit.name}"), torch.no_grad():
-                tensors = self.plan.deliver(unit, 0, [sent] * len(unit.tensors)) or [None] * len(unit.tensors)
-            bucket += [(name, tensor) for (name, _), tensor in zip(unit.tensors, tensors, strict=True)]
+                tensors = self.plan.deliver(unit, 0, [sent] * len(unit.tensors))
+            bucket += [(name, tensors[index] if tensors else None) for index, (name, _) in enumerate(unit.tensors)]
             size += nbytes
         if bucket:
             yield bucket
