@@ -165,7 +165,7 @@ class PushRequest(Generic[Answer]):
         subject = service.subjects.replica_weights(target.instance, self._verb)
         try:
             self.answers[target.instance] = await service.bus.request(
-                subject, self._message(target), self._reply, deadline=self._seconds, whom=target.instance, patient=False
+                subject, self._message(target), self._reply, deadline=self._seconds, awaited_from=target.instance, patient=False
             )
         except MyxoError as error:
             self.errors[target.instance] = f"{error} ({time.monotonic() - started:.1f} s)"
