@@ -202,7 +202,7 @@ async def attended(service: Service) -> AsyncIterator[None]:
         try:
             async with service.background(heartbeat(), failure()):
                 await service.tell("joined")
-                with failures.failures_heard(on_failure):
+                with failures.failures_reported(on_failure):
                     yield
         except Exception as error:
             await service.tell("failed", failure_summary.short(failures.describe(error)), deadline=FAREWELL_SECONDS)
