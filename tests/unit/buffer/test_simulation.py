@@ -19,7 +19,16 @@ from services.buffer.simulation import modelled_engine
 from services.buffer.simulation.length_tally import LengthTally
 from services.buffer.simulation.modelled_engine import Baseline, ModelledEngine
 from services.buffer.simulation.simulate_command import main
-from services.buffer.simulation.simulation_run import ORDERS, POLICIES, PolicyOutcome, Setting, Simulated, SimulationPlan, buffer_config, settings
+from services.buffer.simulation.simulation_run import (
+    ORDERS,
+    POLICIES,
+    PolicyOutcome,
+    Setting,
+    Simulated,
+    SimulationPlan,
+    buffer_config,
+    settings,
+)
 from services.buffer.simulation.workload_model import WorkloadModel
 from services.buffer.simulation.world import NO_BOUND, World
 from services.buffer.state import BufferState
