@@ -47,7 +47,7 @@ class EnvironmentHealthCheck:
             await self._service.registry.leave(self._status())
 
     def lost(self, reason: str) -> None:
-        """Somebody else found that it cannot be reached: no more groups until it has described itself again."""
+        """Takes no more groups until it has described itself again: somebody else found that it cannot be reached."""
         self._say("away", reason)
 
     async def _describe(self) -> None:

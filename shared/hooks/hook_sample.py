@@ -12,7 +12,7 @@ from typing import Any
 class HookSample:
     """One trajectory.
 
-    group_index: number of the group. index: place in the group. rollout_id: which of the group's n rollouts it comes from.
+    group_index: index of the group. index: of the sample in its group. rollout_id: which of the group's n rollouts it comes from.
     prompt: as it stands in the file. tokens: ids of the rendered prompt, then of the response; response: the text of its last
     ``response_length`` tokens. loss_mask: one entry a response token, 1 where it is trained; None: all of them.
     rollout_log_probs: one a response token, the engine's; 0.0 where the mask is 0.
@@ -47,11 +47,11 @@ class HookSample:
 
     @property
     def effective_response_length(self) -> int:
-        """Trained tokens."""
+        """Returns the number of trained tokens."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Any) -> float:
-        """The reward that counts: of named ones that of ``args.reward_key``, else ``reward``. Raises ValueError where there is none."""
+        """Returns the reward that counts: of named ones that of ``args.reward_key`` or ``reward``. Raises ValueError without one."""
         if isinstance(self.reward, Mapping):
             key = args.reward_key or "reward"
             if key not in self.reward:

@@ -1,4 +1,4 @@
-"""Between samples as they lie in the store and samples as hooks have them.
+"""Converts between samples as they lie in the store and samples as hooks have them.
 
 The weight versions of a sample that a hook made, in ``weight_versions``:
 

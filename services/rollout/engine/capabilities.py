@@ -62,12 +62,10 @@ def _sum_of(page: str, name: str, label: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-async def read_capabilities(transport: EngineTransport, vocab_size: int | None, deadline: float) -> Capabilities:
+async def read_capabilities(transport: EngineTransport, deadline: float) -> Capabilities:
     """Asks the engine what it can do.
 
     Args:
-        vocab_size: None reads it from ``config.json`` where the engine has its model; an engine on another machine, or
-            one that was given a hub name, needs it told.
         deadline: seconds, for each of the four requests.
 
     Raises:
@@ -83,7 +81,7 @@ async def read_capabilities(transport: EngineTransport, vocab_size: int | None, 
             release=info["version"],
             model_path=model["model_path"],
             limits=SequenceLimits(
-                vocab_size=vocab_size or _vocab_size(Path(model["model_path"]), transport.url),
+                vocab_size=_vocab_size(Path(model["model_path"]), transport.url),
                 max_sequence=_longest_sequence(info, served["data"][0]["max_model_len"]),
             ),
             weight_sessions=begin != HTTPStatus.NOT_FOUND,
@@ -102,6 +100,6 @@ def _vocab_size(model_path: Path, url: str) -> int:
     try:
         config = json.loads((model_path / "config.json").read_text())
     except (OSError, json.JSONDecodeError) as error:
-        reason = f"its vocabulary is unknown: no readable config.json in {model_path}; give vocab_size"
+        reason = f"its vocabulary is unknown: no readable config.json in {model_path}"
         raise EngineError(url, reason) from error
     return int(config["vocab_size"] if "vocab_size" in config else config["text_config"]["vocab_size"])

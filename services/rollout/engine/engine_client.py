@@ -74,17 +74,15 @@ class EngineClient:
         self.memory = EngineMemory(transport, lambda: self._generating)
 
     @classmethod
-    async def connect(
-        cls, url: str, *, admin_key: str | None = None, vocab_size: int | None = None, deadline: float = CONTROL_SECONDS
-    ) -> Self:
+    async def connect(cls, url: str, *, admin_key: str | None = None, deadline: float = CONTROL_SECONDS) -> Self:
         """Connects to a ready engine and reads what it can do.
 
         Args:
-            admin_key: the engine's, where it was launched with one. vocab_size: needed if the engine's model directory cannot be read here.
+            admin_key: the engine's, where it was launched with one.
         """
         transport = EngineTransport(url, admin_key)
         try:
-            capabilities = await read_capabilities(transport, vocab_size, deadline)
+            capabilities = await read_capabilities(transport, deadline)
             model = await transport.get("/model_info", deadline, NOT_CHANGED)
             # "default" is what an engine says that was launched without a version: the weights it was given, so 0.
             named = model.get("weight_version")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from importlib.metadata import version
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -27,7 +28,7 @@ async def idle(client: EngineClient) -> bool:
     """Whether no request is in the engine: it flushes its cache only then."""
     try:
         await asked(client, "POST", "/flush_cache")
-    except EngineError as error:
+    except aiohttp.ClientResponseError as error:
         assert error.status == 400
         return False
     return True
