@@ -11,7 +11,7 @@ from tests.unit.trainer.megatron.tiny import pack, sequences
 
 @pytest.fixture
 def critic(make_actor):
-    return make_actor("qwen3_tied", value_head=True, lr=0.01)
+    return make_actor("qwen3_tied", role="critic", lr=0.01)
 
 
 def test_values_are_zero_at_first_and_learn_their_returns(critic):
