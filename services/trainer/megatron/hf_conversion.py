@@ -58,7 +58,7 @@ _HF_FILES = "hf"
 
 
 def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progress) -> Path:
-    """Convert a Hugging Face checkpoint into a checkpoint directory of the trainer, with weights only.
+    """Converts a Hugging Face checkpoint into a checkpoint directory of the trainer, with weights only.
 
     Args:
         source: its weights may be 8-bit ones (see :mod:`.quantized`), which become bfloat16, or float32 where asked for.
@@ -96,7 +96,7 @@ def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progr
 
 
 def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progress: Progress) -> Path:
-    """Convert a checkpoint of the trainer, or one made by :func:`to_torch_dist`, into a Hugging Face checkpoint.
+    """Converts a checkpoint of the trainer, or one made by :func:`to_torch_dist`, into a Hugging Face checkpoint.
 
     Args:
         source: a directory of checkpoints, or one of them. step: which; None for the newest.
@@ -177,7 +177,7 @@ class _Source:
         self._last: tuple[str, Tensor] | None = None
 
     def tensor(self, place: Tensor) -> Tensor:
-        """What belongs into a parameter, or into the view ``place`` of it."""
+        """Returns what belongs into a parameter, or into the view ``place`` of it."""
         local = self._by_place[place.untyped_storage().data_ptr()]
         if self._last is None or self._last[0] != local.name:  # the halves of a gated MLP are asked for one by one
             self._last = None
@@ -220,7 +220,7 @@ class _Streamed(TorchDistSaveShardedStrategy):
 
 @contextmanager
 def _skeleton(architecture: Architecture, dtype: torch.dtype, lora: Lora | None = None) -> Iterator[MegatronModel]:
-    """The model in a world of one, its parameters reserved and not initialised, but for the adapters of ``lora``."""
+    """Yields the model in a world of one, its parameters reserved and not initialised, but for the adapters of ``lora``."""
     layout = ParallelLayout()
     runtime.start(layout, 0, 600.0)
     try:
