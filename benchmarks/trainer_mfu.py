@@ -143,22 +143,27 @@ def recomputation(what: str) -> dict[str, Any]:
 def micro_batch(tokens: int, number: int) -> Any:
     """One sequence whose second half is trained."""
     import numpy as np
+    import torch
 
-    from services.trainer.packing import TrainSample, pack
+    from services.trainer.packing import pack, spread
+    from shared.schema.sample import Sample
 
     generator = np.random.default_rng(number)
     response = tokens // 2
-    sample = TrainSample(
-        prompt_tokens=generator.integers(0, SHAPE["vocab_size"], tokens - response).astype(np.int32),
-        response_tokens=generator.integers(0, SHAPE["vocab_size"], response).astype(np.int32),
-        loss_mask=np.ones(response, np.uint8),
-        rollout_log_probs=np.full(response, -12.0, np.float32),
-        versions=np.zeros(response, np.int32),
-        advantage=float(generator.normal()),
+    sample = Sample(
         group="benchmark",
-        rollout_id=number,
+        index=number,
+        prompt=generator.integers(0, SHAPE["vocab_size"], tokens - response).astype(np.int32),
+        response=generator.integers(0, SHAPE["vocab_size"], response).astype(np.int32),
+        log_probs=np.full(response, -12.0, np.float32),
+        mask=np.ones(response, np.uint8),
+        segments=[(0, response, 0)],
+        finish="length",
+        text="",
     )
-    return pack([sample], tokens, weights=[1.0 / (MICRO_BATCHES * response)])
+    packed = pack([sample], [1.0 / (MICRO_BATCHES * response)], tokens)
+    advantage = torch.full((response,), float(generator.normal()))
+    return packed.with_fields(advantages=spread([sample], [advantage], "advantages"))
 
 
 def matrix_product_tflops(size: int = 8192, times: int = 20) -> float:

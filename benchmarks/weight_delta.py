@@ -172,8 +172,10 @@ def exported(actor: Any) -> list[dict[str, Any]]:
 def micro_batches(case: Case, vocabulary: int, step: int) -> list[Any]:
     """A step's groups, one micro-batch each."""
     import numpy as np
+    import torch
 
-    from services.trainer.packing import TrainSample, pack
+    from services.trainer.packing import pack, spread
+    from shared.schema.sample import Sample
 
     batches = []
     response = case.tokens // 2
@@ -181,19 +183,22 @@ def micro_batches(case: Case, vocabulary: int, step: int) -> list[Any]:
         generator = np.random.default_rng([step, group])
         prompt = generator.integers(0, vocabulary, case.tokens - response).astype(np.int32)
         samples = [
-            TrainSample(
-                prompt_tokens=prompt,
-                response_tokens=generator.integers(0, vocabulary, response).astype(np.int32),
-                loss_mask=np.ones(response, np.uint8),
-                rollout_log_probs=np.full(response, -math.log(vocabulary), np.float32),
-                versions=np.zeros(response, np.int32),
-                advantage=1.0 if number % 2 else -1.0,
+            Sample(
                 group=f"g{group}",
-                rollout_id=SAMPLES * group + number,
+                index=number,
+                prompt=prompt,
+                response=generator.integers(0, vocabulary, response).astype(np.int32),
+                log_probs=np.full(response, -math.log(vocabulary), np.float32),
+                mask=np.ones(response, np.uint8),
+                segments=[(0, response, 0)],
+                finish="length",
+                text="",
             )
             for number in range(SAMPLES)
         ]
-        batches.append(pack(samples, case.tokens * SAMPLES, weights=[1.0 / (GROUPS * SAMPLES * response)] * SAMPLES))
+        advantages = [torch.full((response,), 1.0 if number % 2 else -1.0) for number in range(SAMPLES)]
+        packed = pack(samples, [1.0 / (GROUPS * SAMPLES * response)] * SAMPLES, case.tokens * SAMPLES)
+        batches.append(packed.with_fields(advantages=spread(samples, advantages, "advantages")))
     return batches
 
 

@@ -12,15 +12,12 @@ import contextlib
 import time
 
 from shared.bus.connection import TRANSIENT
-from shared.bus.registry import ENVIRONMENT, HEARTBEAT
+from shared.bus.registry import ENVIRONMENT
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.service_base import Service
 from shared.schema.messages import ServiceStatus
-
-DESCRIBE_SECONDS = 5.0
-"""Deadline of one describe. With `HEARTBEAT` between two it stays below the TTL of the card."""
 
 
 class EnvironmentHealthCheck:
@@ -28,6 +25,7 @@ class EnvironmentHealthCheck:
 
     def __init__(self, service: Service, environment: Environment) -> None:
         self._service, self._environment = service, environment
+        self._describe_seconds = service.config.bus.registry_ttl / 2  # with a heartbeat between two it stays below the TTL
         self._log = service.log.bind(environment=environment.name, url=environment.shown)
         self.state, self.detail = "starting", ""
         self.reachable = asyncio.Event()
@@ -38,7 +36,7 @@ class EnvironmentHealthCheck:
             await self._look()
             with contextlib.suppress(MyxoError, *TRANSIENT):  # the next heartbeat is near
                 await self._service.registry.renew(self._card())
-            await asyncio.sleep(HEARTBEAT)
+            await asyncio.sleep(self._service.heartbeat)
 
     async def leave(self) -> None:
         """Takes the card away; where another reward service watches too, it is back within a heartbeat."""
@@ -51,13 +49,13 @@ class EnvironmentHealthCheck:
 
     async def _look(self) -> None:
         try:
-            description = await self._environment.describe(DESCRIBE_SECONDS)
+            description = await self._environment.describe(self._describe_seconds)
         except EnvironmentAway as error:
             self._say("away", error.reason)
         except EnvironmentFailed as error:
             self._say("refused", error.reason)
         except DeadlineExceeded:
-            self._say("late", f"describe was not answered within {DESCRIBE_SECONDS:g} s")
+            self._say("late", f"describe was not answered within {self._describe_seconds:g} s")
         else:
             needs, given = description.timeout, self._service.config.reward.reward_timeout
             self._say("ready", f"needs up to {needs:g} s, reward_timeout gives {given:g} s" if needs is not None and needs > given else "")

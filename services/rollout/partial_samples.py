@@ -62,8 +62,8 @@ def _restored(sample: Sample, renew_below: int, longest: int) -> Partial:
 
 
 def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) -> list[Sample]:
-    """The task's samples as they are stored; those that have not ended say ``abort``."""
-    return [
+    """Returns the task's samples as they are stored, checked; those that have not ended say ``abort``. Raises BadMessage."""
+    samples = [
         Sample(
             group=task.group,
             index=index,
@@ -80,3 +80,6 @@ def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) ->
         )
         for index, partial in enumerate(partials)
     ]
+    for sample in samples:
+        sample.check()
+    return samples

@@ -209,7 +209,9 @@ class WeightCatchUp:
         service = self._service
         request = PeerTransferRequest(destination=service.instance, version=source.version, ranks=service.ranks, deadline=seconds)
         subject = service.subjects.replica_weights(source.replica, "transfer")
-        offer = await service.bus.request(subject, request, PeerTransferOffer, deadline=ASK_SECONDS, whom=source.replica, patient=False)
+        offer = await service.bus.request(
+            subject, request, PeerTransferOffer, deadline=ASK_SECONDS, awaited_from=source.replica, patient=False
+        )
         if offer.version != source.version or len(offer.channels) != service.ranks:
             channels = len(offer.channels)
             raise MyxoError(f"{source.replica} offers version {offer.version} to {channels} ranks; asked for was {source.version}")

@@ -39,11 +39,11 @@ class ColocationScheduler:
     """See the module's docstring. Without ``colocate`` every call does nothing.
 
     Args:
-        link: rank 0's; None on the other ranks.
+        control: rank 0's; None on the other ranks.
     """
 
-    def __init__(self, config: RunConfig, link: ControlClient | None) -> None:
-        self._config, self._link = config, link
+    def __init__(self, config: RunConfig, control: ControlClient | None) -> None:
+        self._config, self._control = config, control
         self.colocated = config.trainer.colocate
         self._offloads = devices.trainer_offloads(config)
         self._releases = devices.engines_release(config)
@@ -87,7 +87,7 @@ class ColocationScheduler:
             started = time.monotonic()
             with together("the weights' way back to the GPU"):
                 self._offload.to_device()
-            if self._link is not None:
+            if self._control is not None:
                 self._log.info("brought_back", seconds=round(time.monotonic() - started, 3))
 
     def give(self) -> None:
@@ -95,7 +95,7 @@ class ColocationScheduler:
         if not self._held:
             return
         self._make_room("optimizer", "weights")
-        if self._link is not None:
+        if self._control is not None:
             self._wake_engines(self._config.weights.push_timeout)
         self._held = False
 
@@ -133,7 +133,7 @@ class ColocationScheduler:
         started, moved = time.monotonic(), [part for part in parts if part not in self._offload.away]
         with together("the way to host memory"):
             freed = sum([self._offload.to_host(part) for part in moved])
-        if self._link is not None:
+        if self._control is not None:
             self._log.info("offloaded", parts=moved, bytes=freed, seconds=round(time.monotonic() - started, 3))
 
     # --- rank 0 and the replicas
@@ -144,50 +144,50 @@ class ColocationScheduler:
         Args:
             awaited: replicas that have to be there. Raises DeadlineExceeded where they do not come.
         """
-        link = self._link
-        if link is None or self._asleep:
+        control = self._control
+        if control is None or self._asleep:
             return
         started = time.monotonic()
-        stopping = link.stopping
+        stopping = control.stopping
         if self._releases and not stopping:
             self._await_engines(awaited)
         deadline = LEAVE_SECONDS if stopping else self._config.weights.push_timeout
-        link.gauges({"turn": 1.0})
-        link.call(link.service.announce(), deadline)
-        asleep = link.call(self._ask_all("sleep", deadline), deadline + POLL_INTERVAL_S)
+        control.gauges({"turn": 1.0})
+        control.call(control.service.announce(), deadline)
+        asleep = control.call(self._ask_all("sleep", deadline), deadline + POLL_INTERVAL_S)
         self._lost |= {one.replica for one in asleep if isinstance(one, WeightsAsleep) and one.version < 0}
-        self._renewing = link.begin(self._renew())
+        self._renewing = control.begin(self._renew())
         self._asleep, self._since = True, time.monotonic()
         with contextlib.suppress(MyxoError, *TRANSIENT):
-            link.look()
+            control.look()
         self._log.info("turn_taken", replicas=len(asleep), seconds=round(time.monotonic() - started, 3), free_bytes=_free())
 
     def _wake_engines(self, deadline: float) -> None:
-        link = self._link
-        assert link is not None  # of rank 0
+        control = self._control
+        assert control is not None  # of rank 0
         if self._renewing is not None:
             self._renewing.cancel()
             self._renewing = None
         self._asleep, started = False, time.monotonic()
-        link.gauges({"turn": 0.0})
+        control.gauges({"turn": 0.0})
         try:
-            awake = link.call(self._ask_all("wake", deadline), deadline + POLL_INTERVAL_S)
+            awake = control.call(self._ask_all("wake", deadline), deadline + POLL_INTERVAL_S)
         except MyxoError as error:  # they wake by themselves when they hear nothing more
             self._log.warning("replicas_not_woken", error=str(error))
             return
         held = started - self._since
-        link.gauges({"turn_seconds": held})
+        control.gauges({"turn_seconds": held})
         seconds = round(time.monotonic() - started, 3)
         self._log.info("turn_given", replicas=len(awake), held=round(held, 3), seconds=seconds, free_bytes=_free())
 
     def _await_engines(self, count: int) -> None:
         """An engine that is coming up must have done so: it would take memory in the middle of the trainer's turn."""
-        link = self._link
-        assert link is not None  # of rank 0
+        control = self._control
+        assert control is not None  # of rank 0
         limit = self._config.rollout.engine_start_timeout
         end = time.monotonic() + limit
-        while not link.stopping:
-            cards = link.call(self._cards(), limit)
+        while not control.stopping:
+            cards = control.call(self._cards(), limit)
             starting = [card.instance for card in cards if card.state == "starting"]
             if not starting and len(cards) >= count:
                 return
@@ -197,20 +197,20 @@ class ColocationScheduler:
             time.sleep(POLL_INTERVAL_S)
 
     async def _cards(self) -> list[ServiceStatus]:
-        assert self._link is not None  # of rank 0
-        return [card for card in await self._link.service.registry.alive("rollout") if card.state != "stopping"]
+        assert self._control is not None  # of rank 0
+        return [card for card in await self._control.service.registry.alive("rollout") if card.state != "stopping"]
 
     async def _ask_all(self, verb: str, deadline: float) -> list[Message]:
         """Asks every replica at once. One that does not answer is named, and the others go on without it."""
-        assert self._link is not None  # of rank 0
-        bus, subjects = self._link.service.bus, self._link.service.subjects
+        assert self._control is not None  # of rank 0
+        bus, subjects = self._control.service.bus, self._control.service.subjects
         request = WeightsSleep(lasts=LASTS_SECONDS, deadline=deadline) if verb == "sleep" else WeightsWake(deadline=deadline)
         reply = WeightsAsleep if verb == "sleep" else WeightsReady
 
         async def ask(instance: str) -> Message | None:
             subject = subjects.replica_weights(instance, verb)
             try:
-                answer: Message = await bus.request(subject, request, reply, deadline=deadline, whom=instance, patient=False)
+                answer: Message = await bus.request(subject, request, reply, deadline=deadline, awaited_from=instance, patient=False)
             except MyxoError as error:
                 self._log.warning("turn_unanswered", verb=verb, replica=instance, error=str(error))
                 return None

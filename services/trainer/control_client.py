@@ -143,7 +143,7 @@ class ControlClient:
     def metrics(self, values: Mapping[str, float]) -> None:
         """Sets live figures for Prometheus alone: the registry's cards stay small."""
         for name, value in values.items():
-            self.service.metrics.set(name, value, carded=False)
+            self.service.metrics.set(name, value, in_status=False)
 
     @property
     def evaluations(self) -> dict[str, tuple[int, float]]:
@@ -183,7 +183,7 @@ class ControlClient:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _ask(self, subject: str, request: Any, reply: type[Result]) -> Result:
-        asking = self.service.bus.request(subject, request, reply, deadline=REQUEST_SECONDS, whom=BUFFER)  # type: ignore[type-var]
+        asking = self.service.bus.request(subject, request, reply, deadline=REQUEST_SECONDS, awaited_from=BUFFER)  # type: ignore[type-var]
         answer, patience = asyncio.ensure_future(asking), asyncio.ensure_future(self._stop_outlasted())
         try:
             await asyncio.wait({answer, patience}, return_when=asyncio.FIRST_COMPLETED)

@@ -408,6 +408,8 @@ class BusSection(Section):
     max_ack_pending: int = Field(default=8192, gt=0, description="messages in workers' hands at once")
     max_queued: int = Field(default=1_000_000, gt=0, description="messages a queue holds before publishers wait")
     replicas: int = Field(default=1, ge=1, le=5, description="copies of each stream in a NATS cluster")
+    lease_duration: float = Field(default=5.0, ge=0.5, description="seconds after which a silent buffer's place is taken by another")
+    registry_ttl: float = Field(default=10.0, ge=1, description="seconds after which a silent service is taken for gone")
 
 
 class StoreSection(Section):

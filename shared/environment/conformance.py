@@ -181,7 +181,7 @@ class Conformance:
             result, detail = "FAILED", ("cannot be reached: " if self._unanswered else "") + error.reason
         except DeadlineExceeded as error:
             self._unanswered = True
-            result, detail = "FAILED", f"late: {error.what} did not come within {error.seconds:g} s"
+            result, detail = "FAILED", f"late: {error.awaited} did not come within {error.seconds:g} s"
         except MyxoError as error:
             result, detail = "FAILED", str(error)
         return Check(name, result, detail, time.monotonic() - started)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from services.trainer.objective.policy_gradient import LOG_RATIO_LIMIT
-from shared.config.algorithm import AlgorithmSection, KlType
+from shared.config.algorithm import KlType
 
 LOW_VARIANCE_LIMIT = 10.0
 
@@ -47,20 +45,4 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, kind: KlType, ratio: Tenso
         estimate = ratio * estimate
     if kind == "low_var_kl":
         estimate = estimate.clamp(-LOW_VARIANCE_LIMIT, LOW_VARIANCE_LIMIT)
-    return estimate
-
-
-def reward_kl(
-    config: AlgorithmSection, old: npt.NDArray[np.floating], reference: npt.NDArray[np.floating], mask: npt.NDArray[np.generic]
-) -> npt.NDArray[np.float64]:
-    """The estimate that ``kl_coef`` takes off the rewards of one sample's tokens: float64 [R], 0 where the mask is 0.
-
-    Args:
-        old, reference: log-probs [R] of the policy at batch start and of the reference.
-    """
-    trained = np.asarray(mask) != 0
-    if not np.shape(old) == np.shape(reference) == trained.shape:
-        raise ValueError(f"log-probs {np.shape(old)} and {np.shape(reference)} for a mask {trained.shape}: expected one shape")
-    of_old, of_reference = (torch.from_numpy(np.where(trained, values, 0.0).astype(np.float64)) for values in (old, reference))
-    estimate: npt.NDArray[np.float64] = kl_estimate(of_old, of_reference, config.kl_loss_type or REWARD_KL).numpy()
     return estimate

@@ -115,7 +115,7 @@ class Asked:
         started = time.monotonic()
         try:
             answer = await service.bus.request(
-                subject, self._message(target), self._reply, deadline=self._seconds, whom=target.instance, patient=False
+                subject, self._message(target), self._reply, deadline=self._seconds, awaited_from=target.instance, patient=False
             )
             self.answers[target.instance] = answer
         except MyxoError as error:

@@ -51,10 +51,12 @@ async def launched(new_run: NewRun) -> AsyncIterator[Callable[..., Awaitable[tup
         process.__exit__()
 
 
-async def on_mortal_servers(nats: EmbeddedNats, valkey: EmbeddedValkey, directory: Path, model: Path) -> tuple[Player, Bus, Store]:
+async def on_mortal_servers(
+    nats: EmbeddedNats, valkey: EmbeddedValkey, directory: Path, model: Path, **bus_section: float
+) -> tuple[Player, Bus, Store]:
     """A run on servers that the test may kill, and the player's connections to them, to be closed at the end."""
     write_jsonl(directory / "prompts.jsonl")
-    config = run_config(directory, model={"hf_checkpoint": str(model)}, reward={"rm_type": "exact"}, bus={"ack_wait": 2.0})
+    config = run_config(directory, model={"hf_checkpoint": str(model)}, reward={"rm_type": "exact"}, bus={"ack_wait": 2.0, **bus_section})
     bus, store = await Bus.connect(nats.url, "player"), Store(valkey.url)
     await runs.create(bus, config, valkey.url)
     return Player(bus, store, config, nats.url, directory), bus, store

@@ -150,7 +150,7 @@ class Player:
     async def ask(self, step: int) -> BatchAnswer:
         version = step // self.config.weights.update_weights_interval
         return await self.bus.request(
-            self.names.batch, BatchRequest(step=step, version=version), BatchAnswer, deadline=60, whom="the buffer"
+            self.names.batch, BatchRequest(step=step, version=version), BatchAnswer, deadline=60, awaited_from="the buffer"
         )
 
     async def batch(self, step: int, *, working: bool = False) -> Batch:
@@ -172,12 +172,12 @@ class Player:
         interval, total = self.config.weights.update_weights_interval, self.config.rollout.num_rollout
         version = version_after(step + 1, interval, total)
         report = Trained(step=step, version=version, started=time.time(), ended=time.time(), metrics={"loss": 0.1})
-        await self.bus.request(self.names.trained, report, Accepted, deadline=60, whom="the buffer")
+        await self.bus.request(self.names.trained, report, Accepted, deadline=60, awaited_from="the buffer")
         if is_pushed(step + 1, interval, total) and version > self.version:
             await self.live(version)
 
     async def durable(self, steps: int) -> None:
-        await self.bus.request(self.names.durable, Durable(steps=steps), Accepted, deadline=60, whom="the buffer")
+        await self.bus.request(self.names.durable, Durable(steps=steps), Accepted, deadline=60, awaited_from="the buffer")
 
     # --- what became of it
 

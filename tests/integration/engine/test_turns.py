@@ -40,7 +40,7 @@ async def desk(new_bench: NewBench) -> AsyncIterator[Bench]:
 
 async def ask(desk: Bench, verb: str, request: Message, reply: type[Message] = Accepted) -> Any:
     subject = desk.service.subjects.replica_weights(desk.service.instance, verb)
-    return await desk.service.bus.request(subject, request, reply, deadline=MINUTES, whom="the replica")
+    return await desk.service.bus.request(subject, request, reply, deadline=MINUTES, awaited_from="the replica")
 
 
 async def sleep(desk: Bench, lasts: float = MINUTES) -> WeightsAsleep:

@@ -248,7 +248,7 @@ class _Channels:
             watch.until(self._joining.done, "the channels' joining", "the channels' members")
         except DeadlineExceeded as error:
             present = self._present or self.wires[0]
-            raise DeadlineExceeded(f"the joining of channel {present.name}", present.missing(), error.seconds, error.then) from None
+            raise DeadlineExceeded(f"the joining of channel {present.name}", present.missing(), error.seconds, error.next_action) from None
         self._joining.result()
 
     def abort(self) -> None:

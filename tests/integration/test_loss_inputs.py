@@ -12,25 +12,26 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer import batches, partition, sample_stats
-from services.trainer.loss_inputs import LossInputs, gathered, scored, teacher_gap
+from services.trainer import batches
+from services.trainer.batch_metrics import SampleStats
+from services.trainer.loss_inputs import gathered, scored, with_advantages
 from services.trainer.objective import CustomFunctions
 from services.trainer.packing import BadSample
-from services.trainer.sample_stats import SampleStats
+from services.trainer.partition import partition_batch
 from services.trainer.shard_reader import ShardReader
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import ConfigError
 from shared.store.payload_store import BlockingStore
-from tests.integration.test_batches import read, stored
+from tests.integration.test_batches import assemble_all, read, stored
 from tests.support.run_config import run_config
 
 REWARDS = [[1.0, 0.0], [3.0, 2.0, 2.5]]
 
 
 def test_every_sample_comes_with_its_reward(valkey: EmbeddedValkey, run_name: str) -> None:
-    deal = partition.partition_batch(asyncio.run(stored(valkey.url, run_name, REWARDS)), 1, 1, 100)
-    samples = scored(deal, BlockingStore(valkey.url))
+    partition = partition_batch(asyncio.run(stored(valkey.url, run_name, REWARDS)), 1, 1, 100)
+    samples = scored(partition, BlockingStore(valkey.url))
     assert [sample.reward for sample in samples] == [1.0, 0.0, 3.0, 2.0, 2.5]
     assert [(sample.group_index, sample.index, sample.response_length) for sample in samples] == [
         (0, 0, 1), (0, 1, 2), (1, 0, 1), (1, 1, 2), (1, 2, 3),
@@ -53,23 +54,20 @@ def test_a_function_of_ones_own_makes_the_advantages(
     config = run_config(tmp_path, algorithm={"custom_advantage_function_path": "hooks_of_this_test:advantage"})
     objective = config.algorithm
     batch = asyncio.run(stored(valkey.url, run_name, REWARDS))
-    for one in read(batch, valkey.url, ranks=2):
-        shaping = LossInputs(config, objective, BlockingStore(valkey.url))
-        custom = shaping.advantages(one)
-        assert custom is not None
-        made = batches.with_advantages(one, objective, lambda own: own, rewards=shaping.rewards(one.deal), custom=custom)
+    for item in assemble_all(batch, valkey.url, 1, 2, objective):
+        made = with_advantages(item, objective, item.partition.rewards, lambda own: own, CustomFunctions.of(config))
         raw = [reward for group in REWARDS for reward in group]
-        assert {number: set(values.tolist()) for number, values in made.per_sample("advantages").items()} == {
-            number: {2.0 * raw[number]} for number in one.numbers
+        assert {index: set(values.tolist()) for index, values in made.per_sample("advantages").items()} == {
+            index: {2.0 * raw[index]} for index in item.indices
         }
         assert seen.keys() >= {"rewards", "raw_reward", "rollout_log_probs", "loss_masks", "response_lengths"}
-        assert len(seen["rollout_log_probs"]) == len(one.numbers)  # type: ignore[arg-type]
+        assert len(seen["rollout_log_probs"]) == len(item.indices)  # type: ignore[arg-type]
 
 
-def test_a_function_that_cannot_be_imported_is_refused(valkey: EmbeddedValkey, tmp_path: Path) -> None:
+def test_a_function_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
     config = run_config(tmp_path, algorithm={"custom_tis_function_path": "no_such_module:f"})
     with pytest.raises(ConfigError, match=r"algorithm\.custom_tis_function_path"):
-        LossInputs(config, AlgorithmSection(), BlockingStore(valkey.url))
+        CustomFunctions.of(config)
     assert CustomFunctions().tis is None
 
 
@@ -95,25 +93,22 @@ def test_what_sums_are_divided_by_is_the_optimizer_steps(valkey: EmbeddedValkey,
 
 def test_the_teachers_log_probs_come_with_the_samples(valkey: EmbeddedValkey, run_name: str) -> None:
     objective = AlgorithmSection(use_opd=True, opd_type="sglang", opd_kl_coef=0.5, off_policy="rollout")
-    dealt = partition.partition_batch(asyncio.run(stored(valkey.url, run_name, REWARDS)), 1, 1, 100)
-    share = ShardReader(BlockingStore(valkey.url), 0).take(dealt)
-    masks = batches.masks_of(share)
-    known = SampleStats(sample_stats.table(len(dealt.items), share.samples, masks, dealt.removed()))
+    partition = partition_batch(asyncio.run(stored(valkey.url, run_name, REWARDS)), 1, 1, 100)
+    shard = ShardReader(BlockingStore(valkey.url), 0, 100).take(partition)
 
     def assembled() -> batches.TrainBatch:
-        return batches.assemble(share, masks, known, objective, rank=0, max_tokens=100, vocab_size=100)
+        return batches.assemble(shard, SampleStats(shard.stats), objective, rank=0, max_tokens=100)
 
     with pytest.raises(BadSample, match=r"metadata has no teacher_log_probs, one number a response token"):
         assembled()
-    for one in share.samples.values():
-        one.metadata["teacher_log_probs"] = [-0.5 - at for at in range(len(one.response))]
+    for sample in shard.samples.values():
+        sample.metadata["teacher_log_probs"] = [-0.5 - at for at in range(len(sample.response))]
     batch = assembled()
-    gap = teacher_gap(batch, objective)
-    assert {number: values.tolist() for number, values in gap.items()} == {0: [0], 1: [0, 1], 2: [0], 3: [0, 1], 4: [0, 1, 2]}
-    made = batches.with_advantages(batch, objective, lambda own: own, teacher_gap=gap)
-    plain = batches.with_advantages(batch, objective.model_copy(update={"use_opd": False}), lambda own: own).per_sample("advantages")
-    for number, values in made.per_sample("advantages").items():
-        np.testing.assert_allclose(values, plain[number] - 0.5 * gap[number], rtol=1e-6)
+    made = with_advantages(batch, objective, partition.rewards, lambda own: own).per_sample("advantages")
+    plain = with_advantages(batch, objective.model_copy(update={"use_opd": False}), partition.rewards, lambda own: own)
+    for index, values in plain.per_sample("advantages").items():
+        gap = torch.arange(len(shard.samples[index].response))  # log π_old is -0.5 everywhere
+        np.testing.assert_allclose(made[index], values - 0.5 * gap, rtol=1e-6)
 
 
 def test_tensors_of_any_length_are_gathered_in_order() -> None:

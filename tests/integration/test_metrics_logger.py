@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from services.trainer import partition, sample_stats
 from services.trainer.actor import StepResult
+from services.trainer.batch_metrics import BatchMetrics, SampleStats
 from services.trainer.batches import TrainBatch
 from services.trainer.control_client import ControlClient
-from services.trainer.metrics_logger import MetricsLogger
-from services.trainer.metrics_logger.speed import Speed
-from services.trainer.sample_stats import SampleStats
+from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
+from services.trainer.partition import partition_batch
 from services.trainer.weights.push_result import PushResult
 from shared.bus import runs, stream_replay
 from shared.bus.connection import Bus
@@ -30,7 +29,7 @@ from shared.schema.messages import Batch, BatchGroup, Payload, RewardPart, Servi
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 
-SPEED = Speed(Architecture("qwen3", 2, 64, 96, 8, 2, 16, 128, 512, 1e-6, False, Rope(1e4)), ranks=2, peak=1e12)
+SPEED = TrainingSpeed(Architecture("qwen3", 2, 64, 96, 8, 2, 16, 128, 512, 1e-6, False, Rope(1e4)), ranks=2, peak=1e12)
 
 
 def batch(step: int, rewards: list[list[float]]) -> TrainBatch:
@@ -43,7 +42,7 @@ def batch(step: int, rewards: list[list[float]]) -> TrainBatch:
     given = Batch(step=step, version=step, groups=groups, parts=parts)
     rows = [(3 + index, 0, 3 + index, index, step, index == len(values) - 1, 0) for values in rewards for index in range(len(values))]
     known = SampleStats(np.array(rows, dtype=np.float64))
-    return TrainBatch(partition.partition_batch(given, 1, 1, 1000), known, sample_stats.figures(given, known), [])
+    return TrainBatch(partition_batch(given, 1, 1, 1000), known, BatchMetrics.of(given, known), [])
 
 
 def result(loss: float) -> StepResult:
@@ -54,8 +53,7 @@ def recorded(config: RunConfig, directory: Path) -> str:
     """Two steps, a push; returns what Prometheus would read."""
     with ControlClient() as link:
         asyncio.run(until(lambda: link.evaluations, "the evaluation on the buffer's card"))
-        record = MetricsLogger(link, directory, config)
-        record._speed = SPEED
+        record = MetricsLogger(link, directory, config, SPEED)
         record.sft(1, 2, result(4.0))
         assert "sft_seconds_left" not in link.service.metrics.values
         record.sft(2, 2, result(2.0))
@@ -65,8 +63,8 @@ def recorded(config: RunConfig, directory: Path) -> str:
         record.step(first, [result(1.0), result(3.0)], now, now + 2, optimized=1.0, token_means={"log_probs": -0.5})
         pushed = {"seconds": 0.5, "wire_seconds": 0.4, "engine_seconds": 0.3, "stall": 0.1}
         record.push(PushResult(version=1, replicas=["rollout-0"], bytes=100, digest="d", **pushed))
-        record.step(second, [result(1.0)], now + 3, now + 4)
-        with urllib.request.urlopen(f"http://{link.service.card().http}/metrics", timeout=30) as answer:
+        record.step(second, [result(1.0)], now + 3, now + 4, optimized=1.0, token_means={})
+        with urllib.request.urlopen(f"http://{link.service.status().http}/metrics", timeout=30) as answer:
             text: str = answer.read().decode()
         record.close()
         return text

@@ -37,12 +37,12 @@ def test_every_sample_is_dealt_once(lengths: list[list[int]], steps: int, ranks:
     dealt = partition_batch(batch(lengths), steps, ranks, 64, (lambda tokens: tokens + tokens**2 / 40) if square else float)
     total = sum(map(len, lengths))
     assert len(dealt.items) == total
-    assert sorted(number for rank in range(ranks) for number in dealt.own(rank)) == list(range(total))
+    assert sorted(number for rank in range(ranks) for number in dealt.samples_of(rank)) == list(range(total))
     for placement in dealt.steps:
         assert len({len(rank) for rank in placement}) == 1
         assert all(sum(dealt.items[number].tokens for number in micro) <= 64 for rank in placement for micro in rank)
     for rank in range(ranks):
-        assert {dealt.items[number].group for number in dealt.own(rank)} == set(dealt.groups(rank))
+        assert {dealt.items[number].group for number in dealt.samples_of(rank)} == set(dealt.groups_of(rank))
 
 
 @few
