@@ -83,14 +83,16 @@ def measure(case: str, steps: int, profile: bool) -> dict[str, Any]:
     import torch
 
     from services.trainer import flops
-    from services.trainer.actor import Actor, ActorConfig
+    from services.trainer.actor import Actor
     from services.trainer.objective import PolicyLoss
+    from services.trainer.trainer_settings import TrainerSettings
     from shared.config.algorithm import AlgorithmSection
+    from shared.config.trainer_section import TrainerSection
 
     tokens = int(case.partition(":")[0])
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(SHAPE))
-        config = ActorConfig(dtype="bfloat16", lr=1e-6, **recomputation(case.partition(":")[2]))
+        config = TrainerSettings(TrainerSection(lr=1e-6, **recomputation(case.partition(":")[2])))
         actor = Actor.create(config, directory, random=True)
     batches = [micro_batch(tokens, number) for number in range(MICRO_BATCHES)]
     loss = PolicyLoss(AlgorithmSection())
@@ -137,7 +139,7 @@ def recomputation(what: str) -> dict[str, Any]:
     if what.startswith("layers-"):
         layers = int(what.removeprefix("layers-"))
         return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
-    return {"recompute_granularity": "selective", "recompute_modules": tuple(what.split("+"))}
+    return {"recompute_granularity": "selective", "recompute_modules": what.split("+")}
 
 
 def micro_batch(tokens: int, number: int) -> Any:

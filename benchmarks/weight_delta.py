@@ -91,9 +91,11 @@ def main() -> int:
 
 def measure(name: str, steps: int) -> list[dict[str, Any]]:
     """One case, in this process: a row for each step."""
-    from services.trainer.actor import Actor, ActorConfig
+    from services.trainer.actor import Actor
     from services.trainer.objective import PolicyLoss
+    from services.trainer.trainer_settings import TrainerSettings
     from shared.config.algorithm import AlgorithmSection
+    from shared.config.trainer_section import TrainerSection
     from shared.transfer.local_checkpoint import LocalCheckpoint
     from shared.transfer.weight_checkpoint import WeightCheckpoints
 
@@ -101,8 +103,10 @@ def measure(name: str, steps: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
-        config = ActorConfig(dtype=case.dtype, lr=case.lr, adam_beta2=case.beta2, recompute=case.device == "cuda", timeout_seconds=600)
-        actor = Actor.create(config, checkpoint(name, directory / "model"), random=name.startswith(LARGE))
+        trainer = TrainerSection(
+            train_dtype=case.dtype, lr=case.lr, weight_decay=0.01, adam_beta2=case.beta2, recompute=case.device == "cuda"
+        )
+        actor = Actor.create(TrainerSettings(trainer), checkpoint(name, directory / "model"), random=name.startswith(LARGE))
         loss = PolicyLoss(AlgorithmSection())
         chains = {form: WeightCheckpoints(directory / form) for form in FORMS}
         bases = {form: LocalCheckpoint(directory / f"{form}-base") for form in FORMS[1:]}

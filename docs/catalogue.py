@@ -40,7 +40,7 @@ def settle(path: Path, page: str, check: bool) -> int:
     if not check:
         path.write_text(page)
         return 0
-    found, name = path.read_text() if path.is_file() else "", f"docs/{path.name}"
+    found, name = path.read_text() if path.is_file() else "", str(path.relative_to(Path(__file__).parents[1]))
     diff = list(difflib.unified_diff(found.splitlines(), page.splitlines(), name, "what the code says", lineterm=""))
     if diff:
         print("\n".join([*diff, "", f"{name} is out of date; write it anew with `make docs`"]), file=sys.stderr)

@@ -20,12 +20,12 @@ from services.trainer.batches import MicroBatch, TrainBatch
 from services.trainer.colocation import ColocationScheduler
 from services.trainer.commands import Leave, Push, Snapshot, Train, Wait
 from services.trainer.control_client import ControlClient, StopAsked
-from services.trainer.loss_inputs import LossInputs
+from services.trainer.loss_inputs import LossInputs, old_log_probs
 from services.trainer.megatron import runtime
 from services.trainer.megatron.frozen_weights import FrozenWeights
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
 from services.trainer.objective import CustomFunctions, needs
-from services.trainer.objective.kl import REWARD_KL, kl_estimate
+from services.trainer.objective.policy_gradient import REWARD_KL, kl_estimate
 from services.trainer.reference_policy import ReferencePolicy
 from services.trainer.role_worker import RoleWorker
 from services.trainer.step_scheduler import StepScheduler
@@ -165,8 +165,8 @@ class Trainer(RoleWorker):
     def _reward_kl(self, micro_batch: MicroBatch) -> Tensor:
         """The KL that the rewards of a micro-batch's tokens are charged with: [T]."""
         fields = micro_batch.packed.fields
-        old = fields["rollout_log_probs" if self._objective.correction == "rollout" else "proximal_log_probs"]
-        estimate = kl_estimate(old, fields["ref_log_probs"], self._objective.kl_loss_type or REWARD_KL)
+        old, reference = fields[old_log_probs(self._objective)], fields["ref_log_probs"]
+        estimate = kl_estimate(old, reference, self._objective.kl_loss_type or REWARD_KL)
         return estimate * micro_batch.packed.loss_mask
 
     def _share_kl(self, batch: TrainBatch) -> None:

@@ -107,18 +107,22 @@ def with_advantages(
         raw = batch.partition.rewards
         found = custom.advantages(masks, {"rewards": of_sample.tolist(), "raw_reward": [raw[index] for index in own], **shown})
     else:
-        kl, values = (values_of(field) if wants else None for field, wants in (("kl", wanted.kl), ("values", wanted.values)))
-        found = token_advantages(objective, of_sample, masks, kl=kl, values=values)
+        kl = values_of("kl") if wanted.kl else None
+        found = token_advantages(objective, of_sample, masks, kl=kl, values=values_of("values") if wanted.values else None)
     advantages = found.advantages
     if wanted.teacher_gap:
-        old = values_of("rollout_log_probs" if objective.correction == "rollout" else "proximal_log_probs")
-        gap = [of_old - teacher for of_old, teacher in zip(old, values_of(TEACHER), strict=True)]
-        advantages = distilled(objective, advantages, gap, masks)
+        old = values_of(old_log_probs(objective))
+        advantages = distilled(objective, advantages, old, values_of(TEACHER), masks)
     if objective.normalize_advantages:
         moments = merged(Moments.of(advantages, masks))
         advantages = [whitened(values, mask, moments) for values, mask in zip(advantages, masks, strict=True)]
     batch = batch.with_values("advantages", dict(zip(own, advantages, strict=True)))
     return batch if found.returns is None else batch.with_values("returns", dict(zip(own, found.returns, strict=True)))
+
+
+def old_log_probs(objective: AlgorithmSection) -> str:
+    """Returns the field of the policy that the loss clips around, from which KL and the teacher's gap are measured."""
+    return "rollout_log_probs" if objective.correction == "rollout" else "proximal_log_probs"
 
 
 def scored(partition: Partition, store: BlockingStore) -> list[HookSample]:

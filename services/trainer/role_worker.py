@@ -7,7 +7,7 @@ from pathlib import Path
 
 import structlog
 
-from services.trainer import batches, flops, trainer_settings
+from services.trainer import batches, flops
 from services.trainer.actor import Actor, StepResult, latest_step
 from services.trainer.actor_critic_exchange import ActorCriticExchange, Role
 from services.trainer.batch_metrics import SampleStats
@@ -18,6 +18,7 @@ from services.trainer.megatron import runtime
 from services.trainer.partition import Partition, partition_batch
 from services.trainer.shard_reader import ShardReader
 from services.trainer.step_scheduler import CriticStepScheduler, StepScheduler
+from services.trainer.trainer_settings import TrainerSettings, check_architecture, model_directory
 from services.trainer.training_progress import Places, Progress
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import MyxoError
@@ -48,8 +49,8 @@ class RoleWorker:
         self._checkpoints: Path = self._places.checkpoints_of(role)
         self._objective = config.algorithm
         self._set_state("loading the model")
-        trainer_settings.check_architecture(config, role)
-        self._actor = Actor.create(trainer_settings.actor_config(config, role), trainer_settings.model_directory(config, role))
+        check_architecture(config, role)
+        self._actor = Actor.create(TrainerSettings.from_run(config, role), model_directory(config, role))
         self._broadcast = CommandBroadcast(config.trainer.collective_timeout)
         self._store, self._exchange = store, exchange
         self._reader = ShardReader(store, self._actor.data_parallel_rank, self._actor.architecture.vocab_size)

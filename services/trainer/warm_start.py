@@ -11,6 +11,7 @@ from services.trainer.batches import demonstration_micro_batches
 from services.trainer.objective import SftLoss
 from services.trainer.packing import check_vocabulary
 from shared.config.algorithm import AlgorithmSection
+from shared.config.learning_rate import LearningRateSchedule
 from shared.config.run_config import RunConfig
 from shared.data.demonstrations import DemonstrationFile
 from shared.data.row_order import EpochOrder
@@ -28,8 +29,7 @@ def train_demonstrations(actor: Actor, config: RunConfig, objective: AlgorithmSe
     """
     sft, file = config.sft, DemonstrationFile(config, Tokenizer(config.model.hf_checkpoint))
     order = EpochOrder(len(file), shuffle=True, seed=config.trainer.seed)
-    decay = sft.sft_steps if sft.sft_lr_decay_style != "constant" else 0
-    actor.reset_optimizer(lr=sft.sft_lr, lr_warmup_steps=sft.sft_warmup_iters, lr_decay_steps=decay, lr_decay_style=sft.sft_lr_decay_style)
+    actor.reset_optimizer(LearningRateSchedule(sft.sft_lr, 0.0, sft.sft_warmup_iters, sft.sft_steps, sft.sft_lr_decay_style))
     rank, ranks = actor.data_parallel_rank, actor.data_parallel_size
     for first in range(0, sft.sft_steps * sft.sft_batch_size, sft.sft_batch_size):
         samples = [_sample(file, order.row(index)) for index in range(first, first + sft.sft_batch_size)]

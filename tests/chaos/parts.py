@@ -23,9 +23,11 @@ from services.rollout.engine.receiver.command_session import CommandSession
 from services.rollout.engine.receiver_client import ReceiverClient
 from services.rollout.replica import Replica
 from services.rollout.weight_receiver import WeightsReceiver
-from services.trainer.actor import Actor, ActorConfig
+from services.trainer.actor import Actor
 from services.trainer.control_client import ControlClient
+from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights.pusher import Pusher
+from shared.config.trainer_section import TrainerSection
 from shared.runtime.service_base import attended, connect
 
 BUCKET_BYTES = 40_000
@@ -101,7 +103,7 @@ def trainer(directory: str, model: str, environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
     begun = Path(directory, "version")
     with ControlClient() as link:
-        actor = Actor.create(ActorConfig(), model)
+        actor = Actor.create(TrainerSettings(TrainerSection(train_dtype="float32")), model)
         weights = link.config.weights.model_copy(update={"update_weight_buffer_size": BUCKET_BYTES, "push_timeout": PUSH_SECONDS})
         pusher = Pusher(link, actor.model, weights)
         while True:

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.actor import Actor, ActorConfig
+from services.trainer.actor import Actor
 from services.trainer.control_client import ControlClient
 from services.trainer.megatron import runtime
+from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights.group_channel import GroupWeightChannel
 from services.trainer.weights.push_requests import Asked, PushRequests
 from services.trainer.weights.pusher import Pusher
 from shared.bus import runs
 from shared.bus.connection import Bus
+from shared.config.trainer_section import TrainerSection
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.messages import ServiceStatus
 from tests.chaos.parts import BUCKET_BYTES, PUSH_SECONDS
@@ -49,7 +51,7 @@ class Trainer:
     def __init__(self, link: ControlClient, model: Path) -> None:
         self.link = link
         weights = link.config.weights.model_copy(update={"update_weight_buffer_size": BUCKET_BYTES, "push_timeout": PUSH_SECONDS})
-        self.actor = Actor.create(ActorConfig(), model)
+        self.actor = Actor.create(TrainerSettings(TrainerSection(train_dtype="float32")), model)
         self.pusher = Pusher(link, self.actor.model, weights)
         self.stages = self.pusher._calls = Stages(link)
         self.version = -1

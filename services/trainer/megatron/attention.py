@@ -73,7 +73,7 @@ class PackedCausalAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Takes ``query``: [T, heads, head_dim]; ``key``: [T, key/value heads, head_dim]; ``value``: [T, key/value heads, width],
+        """Takes Takes ``query``: [T, heads, head_dim]; ``key``: [T, key/value heads, head_dim]; ``value``: [T, key/value heads, width],
         where the width is another under latent attention. Returns [T, heads * width].
 
         Raises:
@@ -144,7 +144,8 @@ class PackedCausalAttention(MegatronModule):
         return self._kernel(query, key, value, lengths)
 
     def _kernel(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, Any, int, int]) -> Tensor:
-        """Calls PyTorch's variable-length kernel. ``lengths``: where sequences begin, for queries and keys, and the longest of both."""
+        """Calls Calls PyTorch's variable-length kernel. ``lengths``: where sequences begin, for queries and keys, and the longest of
+        both."""
         varlen_attn, shares_heads = _varlen_kernel()
         more: dict[str, Any] = {}
         if query.size(1) != key.size(1):

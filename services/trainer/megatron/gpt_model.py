@@ -115,7 +115,7 @@ def transformer_config(
 
 
 def laid_over(kind: type[T], fields: Mapping[str, Any], overrides: Mapping[str, Any], part: str) -> T:
-    """Makes one of Megatron's configurations. Raises ConfigError with Megatron's reason if it refuses the overrides."""
+    """Returns makes one of Megatron's configurations. Raises ConfigError with Megatron's reason if it refuses the overrides."""
     unknown = sorted(overrides.keys() - {field.name for field in dataclasses.fields(kind)})  # type: ignore[arg-type]
     if unknown:
         raise ConfigError(f"trainer.megatron.{unknown[0]}", overrides[unknown[0]], f"a field of Megatron's {kind.__name__}")

@@ -98,7 +98,7 @@ class Adapter(torch.nn.Module):
 
     @property
     def pairs(self) -> dict[str, AdapterPair]:
-        """The pairs by PEFT's names, in the layer's order."""
+        """Returns the pairs by PEFT's names, in the layer's order."""
         return {name: module for name, module in self.named_children() if isinstance(module, AdapterPair)}
 
     def split_axis(self, part: Part) -> int | None:

@@ -139,7 +139,7 @@ def _sequences(starts: list[int], longest: int, device: torch.device, **more: An
 
 
 def length_groups(starts: list[int], device: torch.device) -> tuple[list[LengthGroup], Tensor | None]:
-    """Makes dense batches of similar lengths for sequences that begin at ``starts``, whose last entry is T.
+    """Returns makes dense batches of similar lengths for sequences that begin at ``starts``, whose last entry is T.
 
     Returns:
         The batches, longest first, and the order that brings their outputs back (see :class:`PackedSequences`).

@@ -51,8 +51,9 @@ class TrainingSpeed:
     def of(cls, actor: Actor) -> TrainingSpeed:
         device = torch.cuda.get_device_name() if next(actor.model.modules[0].parameters()).is_cuda else "cpu"
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        config = actor.config
-        return cls(actor.architecture, ranks, flops.peak(device, config.dtype), config.value_head, config.lora is not None)
+        settings = actor.settings
+        peak = flops.peak(device, settings.trainer.train_dtype)
+        return cls(actor.architecture, ranks, peak, settings.value_head, settings.lora is not None)
 
     def of_step(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
         """Returns TFLOP/s of each device, and MFU where the peak is known. Args: lengths: tokens of each sample of the whole batch."""

@@ -15,15 +15,11 @@ from services.trainer.objective.advantage import (
     reward_advantages,
     token_advantages,
 )
-from services.trainer.objective.correction import MissingStatistics
+from services.trainer.objective.correction import MissingStatistics, Statistics, batch_statistics
 from services.trainer.objective.custom_objective import CustomFunctions, CustomLoss
-from services.trainer.objective.loss import PolicyLoss
-from services.trainer.objective.losses import loss_of, passing
+from services.trainer.objective.loss import PolicyLoss, SftLoss, ValueLoss, loss_of, passing
 from services.trainer.objective.reduce import denominator, sample_weights
-from services.trainer.objective.sft_loss import SftLoss
-from services.trainer.objective.statistics import Statistics, batch_statistics
 from services.trainer.objective.tokens import Loss, MissingField
-from services.trainer.objective.value_loss import ValueLoss
 from services.trainer.objective.whitening import Moments, whitened
 
 __all__ = [

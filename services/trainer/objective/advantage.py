@@ -13,9 +13,45 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.trainer.objective.returns import discounted_sum, generalized_advantages
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.errors import MyxoError
+
+_BLOCK = 64
+
+
+def discounted_sum(values: Tensor, factor: float) -> Tensor:
+    """Returns ``y_t = x_t + factor y_{t+1}``, 0 beyond the end.
+
+    Block by block, since a response may have 100,000 tokens: within a block by a matrix of powers, which cannot overflow for a factor of
+    at most 1, between blocks by what is carried over.
+    """
+    if not values.numel():
+        return values
+    blocks = -(-values.numel() // _BLOCK)
+    padded = torch.zeros(blocks * _BLOCK, dtype=torch.float64)
+    padded[: values.numel()] = values
+    positions = torch.arange(_BLOCK, dtype=torch.float64)
+    distance = positions[:, None] - positions[None, :]
+    powers = torch.where(distance >= 0, float(factor) ** distance.abs(), 0.0)  # [later, earlier]
+    sums = padded.reshape(blocks, _BLOCK) @ powers
+    to_the_next = float(factor) ** torch.arange(_BLOCK, 0, -1, dtype=torch.float64)
+    for block in range(blocks - 2, -1, -1):
+        sums[block] += to_the_next * sums[block + 1, 0]
+    return sums.reshape(-1)[: values.numel()]
+
+
+def generalized_advantages(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
+    """Returns GAE: ``delta_t = r_t + gamma V_{t+1} - V_t``, ``A_t = delta_t + gamma lambd A_{t+1}``; and returns ``A_t + V_t``.
+
+    Args:
+        rewards, values: [K]; ``values[t]`` is that of the state in which token t is chosen. Beyond the last token there is none: 0.
+
+    Source: Schulman et al. 2015 (arXiv:1506.02438), eq. 16; for language models, Ouyang et al. 2022 (arXiv:2203.02155).
+    """
+    next_values = torch.cat([values[1:], values.new_zeros(1)])[: values.numel()]
+    advantages = discounted_sum(rewards + gamma * next_values - values, gamma * lambd)
+    return advantages, advantages + values
+
 
 FloatArray = npt.NDArray[np.float64]
 Rewards = Sequence[float] | FloatArray
@@ -156,11 +192,11 @@ def token_advantages(
 
     * grpo, gspo, cispo: ``A_t = r``; reinforce_plus_plus_baseline: ``A_t = r - kl_coef KL_t``;
     * reinforce_plus_plus: ``r_t = -kl_coef KL_t``, r more on the last, ``A_t = r_t + gamma A_{t+1}``;
-    * ppo: GAE of the same ``r_t`` (``returns.py``).
+    * ppo: GAE of the same ``r_t`` (``generalized_advantages``).
 
     Args:
         rewards: of each sample, as ``reward_advantages`` gives them. masks: bool [R] of each; what stands elsewhere is ignored.
-        kl: estimates of log pi_old - log pi_ref (``kl.py``), [R] of each, with ``kl_coef``. values: the critic's, likewise, for ppo.
+        kl: estimates of log pi_old - log pi_ref (``kl_estimate``), [R] of each, with ``kl_coef``. values: the critic's, likewise, for ppo.
 
     Sources: REINFORCE++, Hu et al. 2025 (arXiv:2501.03262); PPO with a KL in the reward, Ouyang et al. 2022 (arXiv:2203.02155).
     """
@@ -184,15 +220,18 @@ def token_advantages(
 
 
 def distilled(
-    config: AlgorithmSection, advantages: Sequence[Tensor], teacher_gap: Sequence[Tensor], masks: Sequence[Tensor]
+    config: AlgorithmSection, advantages: Sequence[Tensor], old: Sequence[Tensor], teacher: Sequence[Tensor], masks: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Returns the advantages less ``opd_kl_coef`` times log pi_old - log pi_teacher, on the trained tokens: float64 [R] each.
+    """Returns the advantages less ``opd_kl_coef (log pi_old - log pi_teacher)`` on the trained tokens: float64 [R] each.
+
+    Args:
+        old, teacher: log-probs, [R] of each sample.
 
     Sources: on-policy distillation, Agarwal et al. 2024 (arXiv:2306.13649), as a reward of each token, Thinking Machines Lab 2025.
     """
     return [
-        advantage - config.opd_kl_coef * _spread(gap[mask].double(), mask)
-        for advantage, gap, mask in zip(advantages, teacher_gap, masks, strict=True)
+        advantage - config.opd_kl_coef * torch.where(mask, (of_old - of_teacher).double(), 0.0)
+        for advantage, of_old, of_teacher, mask in zip(advantages, old, teacher, masks, strict=True)
     ]
 
 

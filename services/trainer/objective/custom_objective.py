@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,50 @@ import torch
 from torch import Tensor
 
 from services.trainer.objective.advantage import Advantages
-from services.trainer.objective.responses import Responses
 from services.trainer.objective.tokens import MaskedTokens, Metrics
 from services.trainer.packing import PackedBatch
 from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, HookFailed, HookSample, load, paths
+
+
+class Responses:
+    """Sum of R over the S samples: F.
+
+    total_lengths, response_lengths: ints [S]. loss_masks: [R] of each, floats.
+    """
+
+    def __init__(self, batch: PackedBatch) -> None:
+        starts = batch.cu_seqlens.tolist()
+        first = [_first_trained(batch.loss_mask, start, end) for start, end in pairwise(starts)]
+        self.total_lengths = [end - start for start, end in pairwise(starts)]
+        self.response_lengths = [end - 1 - at for at, end in zip(first, starts[1:], strict=True)]
+        spans = [torch.arange(at, end - 1) for at, end in zip(first, starts[1:], strict=True)]
+        self._places = torch.cat(spans).to(batch.loss_mask.device)
+        self._size = int(starts[-1])
+        self.loss_masks = self.lists(batch.loss_mask)
+
+    def flat(self, values: Tensor) -> Tensor:
+        """Of [T] the responses', end to end: [F]. Differentiable."""
+        return values[self._places]
+
+    def lists(self, values: Tensor) -> list[Tensor]:
+        """Of [T] the response of each sample: [R] each. Differentiable."""
+        return list(self.flat(values).split(self.response_lengths))
+
+    def packed(self, values: Tensor) -> Tensor:
+        """[F] back in its places, 0 elsewhere: [T]. Differentiable."""
+        return values.new_zeros(self._size).index_copy(0, self._places, values)
+
+    @property
+    def size(self) -> int:
+        """F."""
+        return int(self._places.numel())
+
+
+def _first_trained(mask: Tensor, start: int, end: int) -> int:
+    trained = torch.nonzero(mask[start : end - 1]).flatten()
+    return start + int(trained[0]) if trained.numel() else end - 1
+
 
 LOSS = "algorithm.custom_loss_function_path"
 ADVANTAGE = "algorithm.custom_advantage_function_path"

@@ -93,7 +93,7 @@ def test_two_ranks_equal_one_process(case, hf, one_process, two_ranks):
     assert moved and moved < set(loaded)
 
 
-@pytest.mark.parametrize("config", [{"recompute": True}, {**WHOLE, "dtype": "bfloat16"}])
+@pytest.mark.parametrize("config", [{"recompute": True}, {**WHOLE, "train_dtype": "bfloat16"}])
 def test_one_process_resumes_exactly(config, alone, hf, tmp_path):
     assert_exact(alone.resume(hf("qwen3_tied"), {**NO_EMBEDDING, **config}, tmp_path))
 
@@ -142,7 +142,6 @@ def test_names_count_layers_over_the_whole_model(hf, two_ranks):
         ("qwen3", {"only_train_params_name_list": ("q_proj",)}, ["only_train_params", "q_proj", "Megatron"]),
         ("qwen3_tied", {"freeze_params_name_list": ("output_layer",)}, ["freeze_params", "output_layer"]),
         ("qwen3", {"freeze_params_name_list": (".",)}, ["freeze_params", "all is frozen"]),
-        ("qwen3", {"freeze_params_name_list": ("(",)}, ["freeze_params", "regular expression"]),
         ("qwen2", {"freeze_params_name_list": (r"linear_qkv\.weight",)}, ["freeze_params", "together", "linear_qkv.bias"]),
     ],
 )

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from services.trainer.objective import CustomFunctions, CustomLoss, PolicyLoss, SftLoss
-from services.trainer.objective.custom_objective import ADVANTAGE, LOSS, REDUCER, REWARDS, TIS
-from services.trainer.objective.responses import Responses
+from services.trainer.objective.custom_objective import ADVANTAGE, LOSS, REDUCER, REWARDS, TIS, Responses
 from shared.config.algorithm import AlgorithmSection
 from shared.hooks import HookFailed, HookSample
 

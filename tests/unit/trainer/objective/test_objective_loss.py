@@ -256,7 +256,7 @@ def test_agreement_counts_only_sequences_wholly_of_the_batch_version():
     batch = batches.packed(sequences, batches.weights_of(sequences, AlgorithmSection()))
     counts = []
     for version in (3, 4, 5, 6):
-        metrics = PolicyLoss(AlgorithmSection()).at_version(version)(batches.currents(sequences), None, batch)[1]
+        metrics = PolicyLoss(AlgorithmSection(), version)(batches.currents(sequences), None, batch)[1]
         wholly = [s for s in sequences if all(v == version for v, m in zip(s.versions, s.mask, strict=True) if m)]
         differences = [abs(p - r) for s in wholly for p, r, m in zip(s.proximal, s.rollout, s.mask, strict=True) if m]
         counts.append(len(differences))

@@ -21,7 +21,7 @@ from services.trainer.objective import (
     token_advantages,
     whitened,
 )
-from services.trainer.objective.returns import discounted_sum
+from services.trainer.objective.advantage import discounted_sum
 from shared.config.algorithm import AlgorithmSection
 
 many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -42,7 +42,7 @@ def advantages_of(config, rewards, groups, rollouts, masks, *, kl=None, values=N
     )
     advantages = found.advantages
     if wanted.teacher_gap:
-        advantages = distilled(config, advantages, tensors(teacher_gap), trained)
+        advantages = distilled(config, advantages, tensors(teacher_gap), [torch.zeros(mask.shape) for mask in trained], trained)
     returns = None if found.returns is None else [item.numpy() for item in found.returns]
     return Advantages([item.numpy() for item in advantages], returns)
 
@@ -175,7 +175,7 @@ def test_rewards_that_do_not_fit_are_refused():
 def test_distillation_is_taken_off_whatever_made_the_advantages():
     config = AlgorithmSection(use_opd=True, opd_type="megatron", opd_teacher_load="teacher", opd_kl_coef=2.0)
     mask, gap = torch.tensor([True, False, True]), torch.tensor([0.5, math.nan, 1.0])
-    (found,) = distilled(config, [torch.tensor([3.0, 0.0, 3.0], dtype=torch.float64)], [gap], [mask])
+    (found,) = distilled(config, [torch.tensor([3.0, 0.0, 3.0], dtype=torch.float64)], [gap + 1], [torch.ones(3)], [mask])
     assert found.tolist() == [2.0, 0.0, 1.0]
 
 

@@ -1,5 +1,7 @@
-"""The catalogue of Megatron's flags, from its dataclasses and the tables of `flag_tables`: what ``shared/config/megatron_flags.json``
-holds."""
+"""The catalogue of Megatron's flags, ``shared/config/megatron_flags.json``, made from its dataclasses and `docs.flag_tables`.
+
+``python -m docs.flags`` writes it; at run time nothing but the JSON is read.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,9 @@ from importlib.metadata import version
 from typing import Any, Literal, Union, get_args, get_origin
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from services.trainer.megatron import flag_tables as tables
-
-GROUPS: dict[str, tuple[type, ...]] = {
-    "transformer": (TransformerConfig, MLATransformerConfig),
-    "optimizer": (OptimizerConfig,),
-    "ddp": (DistributedDataParallelConfig,),
-}
-"""Where a flag may go → the dataclasses whose fields those are."""
+from docs import flag_tables as tables
+from services.trainer.megatron.flag_sorting import GROUPS
 
 _SCALARS = {bool: "switch", int: "int", float: "float", str: "text", torch.dtype: "dtype"}
 
@@ -36,25 +29,12 @@ def text() -> str:
 
 
 def rows() -> list[dict[str, Any]]:
-    """The fields of `shared.config.megatron_flags.Flag`, those that differ from its defaults; by name."""
+    """Returns the fields of `shared.config.megatron_flags.Flag` that differ from its defaults, for each flag, by name."""
     found = {name: _architecture(name) for name in tables.ARCHITECTURE}
     spellings = dict(tables.SPELLINGS)
     for group, classes in GROUPS.items():
         for model in classes:
-            for field in dataclasses.fields(model):
-                name = field.name
-                seen = name in found and group in found[name].get("groups", ())
-                if name.startswith("_") or seen or _is_architecture(name, spellings):
-                    continue
-                if (kind := kind_of(typing.get_type_hints(model)[name])) is None:
-                    continue  # a function or an object: nothing that a flag can say
-                if name in found:
-                    found[name]["groups"].append(group)
-                else:
-                    found[name] = _field(name, kind, field, group)
-                    for spelled in field.metadata.get("argparse_meta", {}).get("arg_names", []):
-                        bare = not field.default if kind[0] == "switch" else None
-                        spellings.setdefault(spelled.removeprefix("--").replace("-", "_"), (name, bare))
+            _add_fields(model, group, found, spellings)
     for name, (flag_kind, value, reason) in tables.NOT_A_FIELD_FIXED.items():
         found[name] = {"name": name, "kind": flag_kind, "default": value, "fixed": value, "reason": reason}
     for name, reason in tables.REFUSED.items():
@@ -66,28 +46,48 @@ def rows() -> list[dict[str, Any]]:
     return [found[name] for name in sorted(found)]
 
 
+def _add_fields(model: type, group: str, found: dict[str, dict[str, Any]], spellings: dict[str, tuple[str, Any]]) -> None:
+    """Adds the fields of one of Megatron's dataclasses to the rows, and their other spellings."""
+    hints = typing.get_type_hints(model)
+    for field in dataclasses.fields(model):
+        name = field.name
+        known = name.startswith("_") or _is_architecture(name, spellings) or group in found.get(name, {}).get("groups", ())
+        if known or (kind := kind_of(hints[name])) is None:
+            continue  # no kind: a function or an object, which no flag can say
+        if name in found:
+            found[name]["groups"].append(group)
+            continue
+        found[name] = _field(name, kind, field, group)
+        for spelled in field.metadata.get("argparse_meta", {}).get("arg_names", []):
+            bare = not field.default if kind[0] == "switch" else None
+            spellings.setdefault(spelled.removeprefix("--").replace("-", "_"), (name, bare))
+
+
 def kind_of(hint: Any) -> tuple[str, bool, list[str]] | None:
-    """(kind, whether none is a value, choices) of a dataclass field's type; None where no text can say it."""
-    if get_origin(hint) in (Union, types.UnionType):
-        parts = [part for part in get_args(hint) if part is not type(None)]
-        known = [kind for part in parts if (kind := kind_of(part)) is not None]
-        if not known or any(get_origin(part) is Callable or part is Callable for part in parts):
-            return None
-        kinds = dict.fromkeys(kind for kind, _, _ in known)
-        if len(kinds) > 1:  # one value or several: those of the plain type
-            scalar = next((kind for kind in kinds if not kind.endswith("s")), "")
-            kinds = {f"{scalar} or {scalar}s": None} if f"{scalar}s" in kinds else {scalar: None}
-        return next(iter(kinds)), type(None) in get_args(hint), known[0][2] if len(known) == 1 else []
-    if get_origin(hint) is Literal:
+    """Returns (kind, whether none is a value, choices) of a dataclass field's type; None where no text can say it."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return _kind_of_union(get_args(hint))
+    if origin is Literal:
         return "text", False, list(get_args(hint))
-    if get_origin(hint) in (list, tuple):
+    if origin in (list, tuple):
         inner = kind_of(get_args(hint)[0])
-        return None if inner is None or inner[0] not in ("int", "float", "text") else (f"{inner[0]}s", False, [])
+        return (f"{inner[0]}s", False, []) if inner is not None and inner[0] in ("int", "float", "text") else None
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return "text", False, [member.name for member in hint]
-    if hint is list:
-        return None
     return (_SCALARS[hint], False, []) if hint in _SCALARS else None
+
+
+def _kind_of_union(arguments: tuple[Any, ...]) -> tuple[str, bool, list[str]] | None:
+    parts = [part for part in arguments if part is not type(None)]
+    known = [kind for part in parts if (kind := kind_of(part)) is not None]
+    if not known or any(Callable in (part, get_origin(part)) for part in parts):
+        return None
+    kinds = list(dict.fromkeys(kind for kind, _, _ in known))
+    if len(kinds) > 1:  # one value or several: those of the plain type
+        scalar = next((kind for kind in kinds if not kind.endswith("s")), "")
+        kinds = [f"{scalar} or {scalar}s" if f"{scalar}s" in kinds else scalar]
+    return kinds[0], type(None) in arguments, known[0][2] if len(known) == 1 else []
 
 
 def _field(name: str, kind: tuple[str, bool, list[str]], field: dataclasses.Field[Any], group: str) -> dict[str, Any]:
