@@ -81,7 +81,7 @@ quickstart: $(READY)
 
 # two at a time, file by file: most tests wait for processes to start
 test: $(READY)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not docker and not extra"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not docker and not extra"
 
 test-extra: $(READY)
 	@$(BIN)/python -m pytest -m extra

@@ -31,6 +31,7 @@ from rich.table import Table
 from services.buffer import policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState
+from shared.config.sections import RolloutSection
 from shared.schema.ledger import GroupsAdmitted, LedgerRecord, group_id
 from shared.schema.messages import Failed, Message, Payload, SampleMeta, Score, Scored
 
@@ -138,7 +139,9 @@ def measure(groups: int, samples: int, lot: int) -> dict[str, Any]:
 def run(groups: int, samples: int, lot: int) -> tuple[Core, list[dict[str, Any]]]:
     """Trains ``groups`` groups; returns the core and what `WINDOWS` windows of the run took."""
     steps = max(WINDOWS, groups // GROUPS_PER_BATCH)
-    limits = BufferConfig(steps=steps, groups=GROUPS_PER_BATCH, samples=samples, max_staleness=MAX_STALENESS, interval=1)
+    limits = BufferConfig(
+        RolloutSection(num_rollout=steps, rollout_batch_size=GROUPS_PER_BATCH, n_samples_per_prompt=samples, max_staleness=MAX_STALENESS)
+    )
     core, dice, windows = Core(limits), random.Random(0), []
     every = steps // WINDOWS
     events, spent = 0, 0.0
@@ -167,7 +170,7 @@ def _step(core: Core, limits: BufferConfig, step: int, lot: int, dice: random.Ra
         core.take("scored", events, decisions)
         core.take("batch", 1, [lambda: _asked(core, limits, step)])
     core.take("trained", 1, [lambda: policy.trained(state, step, step + 1, 0.0, 1.0, 0.0)])
-    if (step + 1) % SAVE_EVERY == 0 and step + 1 < limits.steps:
+    if (step + 1) % SAVE_EVERY == 0 and step + 1 < limits.rollout.num_rollout:
         core.take("durable", 1, [lambda: policy.durable(state, step + 1, 0.0)])
 
 
@@ -188,7 +191,7 @@ def _deliveries(core: Core, limits: BufferConfig, step: int, lot: int, dice: ran
             failures.append(Failed(group=group_id(number), attempt=0, reason="verifier hung", by="reward-0"))
             continue
         oldest = 0 if dice.random() < STALE else max(0, step - dice.randint(0, MAX_STALENESS))
-        rewards.append(scored(number, limits.samples, oldest, dice))
+        rewards.append(scored(number, limits.rollout.n_samples_per_prompt, oldest, dice))
         if dice.random() < REPEATED:
             rewards.append(rewards[-1])
     return [rewards[at : at + lot] for at in range(0, len(rewards), lot)], failures, len(rewards) + len(failures)
@@ -215,7 +218,7 @@ def group_bytes(samples: int, groups: int = 20_000) -> dict[str, Any]:
 
     Messages come from their bytes, as off the bus: nothing in them is shared, and nothing but the state keeps them.
     """
-    limits = BufferConfig(steps=groups, groups=1, samples=samples, max_staleness=groups, interval=1)
+    limits = BufferConfig(RolloutSection(num_rollout=groups, rollout_batch_size=1, n_samples_per_prompt=samples, max_staleness=groups))
     dice, core = random.Random(0), Core(limits)
     core.outstanding = deque(maxlen=0)
     wire = [scored(number, samples, 0, dice).encode() for number in range(groups)]

@@ -94,8 +94,8 @@ def measure(name: str, steps: int) -> list[dict[str, Any]]:
     from services.trainer.actor import Actor, ActorConfig
     from services.trainer.objective import PolicyLoss
     from shared.config.algorithm import AlgorithmSection
-    from shared.transfer.snapshot_chain import Snapshots
-    from shared.transfer.snapshot_copy import LocalCopy
+    from shared.transfer.local_checkpoint import LocalCheckpoint
+    from shared.transfer.weight_checkpoint import WeightCheckpoints
 
     case = CASES[name]
     rows: list[dict[str, Any]] = []
@@ -104,13 +104,13 @@ def measure(name: str, steps: int) -> list[dict[str, Any]]:
         config = ActorConfig(dtype=case.dtype, lr=case.lr, adam_beta2=case.beta2, recompute=case.device == "cuda", timeout_seconds=600)
         actor = Actor.create(config, checkpoint(name, directory / "model"), random=name.startswith(LARGE))
         loss = PolicyLoss(AlgorithmSection())
-        chains = {form: Snapshots(directory / form) for form in FORMS}
-        bases = {form: LocalCopy(directory / f"{form}-base") for form in FORMS[1:]}
+        chains = {form: WeightCheckpoints(directory / form) for form in FORMS}
+        bases = {form: LocalCheckpoint(directory / f"{form}-base") for form in FORMS[1:]}
         before = exported(actor)
         for form, snapshots in chains.items():
             link, _ = written(snapshots, 0, before)
             if form in bases:
-                bases[form].take(link)
+                bases[form].copy_from(link)
         for step in range(1, steps + 1):
             result = actor.train_step(micro_batches(case, actor.architecture.vocab_size, step), loss)
             assert result.skipped is None, result.skipped
@@ -123,7 +123,7 @@ def measure(name: str, steps: int) -> list[dict[str, Any]]:
             rows.append(row)
             before = tensors
         for form in bases:
-            check_equal(LocalCopy(directory / "rebuilt").follow(chains[form], steps).path, before)
+            check_equal(LocalCheckpoint(directory / "rebuilt").follow(chains[form], steps).path, before)
             rows[-1][f"{form}_rebuilt"] = "bit-equal"
         actor.close()
     return rows
@@ -131,10 +131,10 @@ def measure(name: str, steps: int) -> list[dict[str, Any]]:
 
 def written(snapshots: Any, version: int, tensors: list[dict[str, Any]], base: Any = None, form: Any = "xor") -> tuple[Any, float]:
     """A link, and the seconds that it took."""
-    from shared.transfer.snapshot_draft import SnapshotDraft
+    from shared.transfer.weight_checkpoint_writer import WeightCheckpointWriter
 
     began = time.perf_counter()
-    draft = SnapshotDraft(snapshots, version, base, form)
+    draft = WeightCheckpointWriter(snapshots, version, base, form)
     for bucket in tensors:
         draft.add(bucket)
     return draft.publish(), time.perf_counter() - began
@@ -214,14 +214,13 @@ def check_equal(path: Path, tensors: list[dict[str, Any]]) -> None:
     """Raises AssertionError."""
     import numpy as np
 
-    from shared.transfer.snapshot_copy import OpenTensors
+    from shared.transfer.tensor_file import TensorFiles
 
-    with OpenTensors(sorted(path.glob("*.safetensors"))) as held:
-        names = [name for bucket in tensors for name in bucket]
-        assert sorted(held.tensors) == sorted(names)
-        for bucket in tensors:
-            for name, (dtype, shape, data) in bucket.items():
-                assert held.tensors[name] == (dtype, shape) and np.array_equal(held[name], data), name
+    held = TensorFiles(sorted(path.glob("*.safetensors")))
+    assert sorted(held.tensors) == sorted(name for bucket in tensors for name in bucket)
+    for bucket in tensors:
+        for name, (dtype, shape, data) in bucket.items():
+            assert held.tensors[name] == (dtype, shape) and np.array_equal(held[name], data), name
 
 
 def write(rows: list[dict[str, Any]]) -> None:

@@ -63,9 +63,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     chosen = next(iter(words), None)
     for name, (where, short) in COMMANDS.items():
-        # no word is an option of a service's tool, --help neither: all of them are for the tool
-        only_words = {"add_help": False, "prefix_chars": "\0"} if where.startswith("service_tools") else {}
-        command = commands.add_parser(name, help=short, description=f"{short[0].upper()}{short[1:]}.", allow_abbrev=False, **only_words)
+        if where.startswith("service_tools"):  # no word is an option here, --help neither: all of them are for the tool
+            command = commands.add_parser(name, help=short, add_help=False, prefix_chars="\0")
+        else:
+            command = commands.add_parser(name, help=short, description=f"{short[0].upper()}{short[1:]}.", allow_abbrev=False)
         if name == chosen:
             module, _, function = where.partition(":")
             getattr(importlib.import_module(f"myxo.commands.{module}"), function)(command)

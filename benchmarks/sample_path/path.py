@@ -26,7 +26,8 @@ from shared.bus import runs, stream_replay
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig, parse
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, die_with_parent
+from shared.runtime.child_process import die_with_parent
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.ledger import LedgerRecord
 from shared.schema.ledger_audit import Audit
 

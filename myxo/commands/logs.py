@@ -130,7 +130,7 @@ class Tail:
             end = self._at = content.rfind(b"\n") + 1
             while end:
                 start = content.rfind(b"\n", 0, end - 1) + 1
-                if line := content[start:end].strip(b"\r\n"):
+                if (line := content[start : end - 1]).strip():
                     yield line.decode(errors="replace")
                 end = start
 

@@ -117,8 +117,8 @@ async def _browse(parsed: argparse.Namespace, console: Console, listing: SampleL
     only_files = _only_rollouts(parsed.run, parsed.dir)
     if only_files is not None:
         name, found = only_files.root.name, _GroupSamples(only_files)
-        for position, record in enumerate(found.reader.records()):
-            listing.add(kept_group(position, record))
+        for position, kept in enumerate(found.reader.records()):
+            listing.add(kept_group(position, kept))
         found.tell_torn()
         rows, of = listing.rows()
         if with_texts:

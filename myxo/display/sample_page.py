@@ -14,8 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from myxo.display.text import printable
 from myxo.display.sample_list import span
+from myxo.display.text import printable
 from myxo.run.group_history import GroupProvenance, GroupRecord
 from shared.schema.sample import Sample
 
@@ -35,7 +35,13 @@ Pieces = Callable[[Sequence[int]], list[str]]
 
 
 def page(
-    run: str, life: GroupProvenance, samples: Sequence[Sample], index: int | None, absent: str | None, width: int, pieces: Pieces | None = None
+    run: str,
+    life: GroupProvenance,
+    samples: Sequence[Sample],
+    index: int | None,
+    absent: str | None,
+    width: int,
+    pieces: Pieces | None = None,
 ) -> RenderableType:
     """Returns a group: all its samples in a line each, or the one of ``index`` in full.
 

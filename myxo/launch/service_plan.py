@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from myxo.launch.supervised_process import ServiceSpec
 from shared.config.run_config import RunConfig
 from shared.runtime import devices
 from shared.runtime.errors import ConfigError
@@ -19,6 +20,16 @@ LAST_PORT = 65535
 
 CRITIC = ("services.trainer", "critic")
 """What it runs for the critic, the trainer's second role."""
+
+
+@dataclass(frozen=True)
+class ServiceSpec:
+    """What to start: ``service`` is the kind, ``instance`` the id, ``environment`` goes on top of this process's own."""
+
+    service: str
+    instance: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:

@@ -6,13 +6,14 @@ gaps; every figure may be absent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from myxo.display.text import duration, shortened_line
 from shared.bus.registry import ENVIRONMENT, STANDBY
 from shared.config.run_config import RunConfig
+from shared.runtime.child_process import cause
 from shared.schema.messages import ServiceStatus
 
 QUEUES = ("task", "eval", "generated", "scored")
@@ -39,13 +40,6 @@ class InstanceStatus:
     due_in: float | None
     last_code: int | None
     last_error: str = ""
-
-
-def cause(code: int | None) -> str:
-    """Returns an exit code in words."""
-    if code is None:
-        return "unknown"
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 @dataclass(frozen=True)
@@ -153,16 +147,18 @@ def look(
     config: RunConfig,
     services: Sequence[ServiceStatus],
     instances: Sequence[InstanceStatus] = (),
-    server_restarts: Iterable[int] = (),
+    servers: Sequence[ServiceError] = (),
     before: RunView | None = None,
     began: int = 0,
+    disk: str = "",
 ) -> RunView:
     """Puts a view together.
 
     Args:
-        services: what the registry holds. instances: the launcher's own processes; empty where this process is not the launcher.
-        server_restarts: of the launcher's embedded servers. before: the view that this one follows; its figures stand in for those that no
-            service tells. began: steps trained when the launch began: until there is one more the view says what it waits for.
+        services: what the registry holds. instances, servers: the launcher's own processes and the restarts of its embedded servers; empty
+            where this process is not the launcher. before: the view that this one follows; its figures stand in for those that no service
+            tells. began: steps trained when the launch began: until there is one more the view says what it waits for. disk: what to say
+            of a disk that is full.
     """
     before = before or RunView.at_start(config, 0)
     buffer, trainer = _newest(services, "buffer"), _newest(services, "trainer")
@@ -185,12 +181,18 @@ def look(
         live_version=max(int(buffer.get("live_version", -1)), *served, before.live_version),
         in_flight=_whole(buffer.get("in_flight")),
         ready_groups=_whole(buffer.get("ready")),
-        queues={name: (int(buffer[f"queue_{name}"]), int(buffer.get(f"queue_{name}_held", 0))) for name in QUEUES if f"queue_{name}" in buffer},
+        queues={
+            name: (int(buffer[f"queue_{name}"]), int(buffer.get(f"queue_{name}_held", 0))) for name in QUEUES if f"queue_{name}" in buffer
+        },
         services=_lines(services, instances),
-        restarts=sum(instance.restarts for instance in instances) + sum(server_restarts),
+        restarts=sum(instance.restarts for instance in instances) + sum(server.restarts for server in servers),
         waiting_for=waiting_for(config, services, instances) if steps <= began else None,
-        troubles=troubles(services, instances, before.troubles),
+        troubles=troubles(services, instances, servers, before.troubles, disk),
     )
+
+
+def _depth(buffer: dict[str, float], queue: str) -> tuple[int, int]:
+    return int(buffer[f"queue_{queue}"]), int(buffer.get(f"queue_{queue}_held", 0))
 
 
 def _evaluations(buffer: dict[str, float]) -> dict[str, EvaluationLine]:
@@ -369,9 +371,14 @@ def _whole(value: float | None) -> int | None:
 # --- troubles
 
 
-def troubles(services: Sequence[ServiceStatus], instances: Sequence[InstanceStatus], before: Troubles | None = None) -> Troubles:
+def troubles(
+    services: Sequence[ServiceStatus],
+    instances: Sequence[InstanceStatus],
+    servers: Sequence[ServiceError],
+    before: Troubles,
+    disk: str,
+) -> Troubles:
     """Returns what goes wrong, as services and launcher tell it. ``before`` stands in for a buffer that is away."""
-    before = before or Troubles()
     buffer = _newest_status(services, "buffer")
     if buffer is not None and buffer.state == "starting":
         buffer = None
@@ -381,7 +388,8 @@ def troubles(services: Sequence[ServiceStatus], instances: Sequence[InstanceStat
         dead_per_minute=gauges.get("dead_per_minute", before.dead_per_minute),
         dead_reason=(buffer.detail if buffer is not None else "") or before.dead_reason,
         eval_failed=int(gauges.get("eval_failed", before.eval_failed)),
-        errors=_errors(services, instances),
+        errors=(*_errors(services, instances), *(server for server in servers if server.restarts)),
+        disk=disk,
     )
 
 

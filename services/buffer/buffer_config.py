@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from services.buffer.batch_order import Order
-from services.buffer.staleness import Policy
 from shared.config.run_config import RunConfig
-from shared.schema.versions import version_after
+from shared.config.sections import EvalSection, RolloutSection
+from shared.config.weights_section import WeightsSection
+from shared.schema.versions import admissible_steps, version_after
 
 DEAD_BATCHES, FEWEST_DEAD = 4, 32
 """Default of `max_dead_in_a_row`: batches, and groups at least."""
@@ -15,56 +15,45 @@ DEAD_BATCHES, FEWEST_DEAD = 4, 32
 
 @dataclass(frozen=True)
 class BufferConfig:
-    """See the module's docstring.
+    """The sections that the buffer decides by, and what follows from them. eval_prompts: held-out prompts (0: nothing is evaluated)."""
 
-    groups: per batch. samples: rollouts of a group. window: groups that order ``windowed_fifo`` looks ahead (0: two batches).
-    surplus: groups that are under way beyond what the batches need. max_dead_in_a_row: of groups (0: any number).
-    eval_prompts: held-out prompts (0: the run evaluates nothing).
-    """
-
-    steps: int
-    groups: int
-    samples: int
-    max_staleness: int
-    interval: int
-    staleness: Policy = "drop"
-    order: Order = "completion"
-    window: int = 0
-    surplus: int = 0
-    max_dead_in_a_row: int = 0
-    eval_name: str = "heldout"
+    rollout: RolloutSection
+    weights: WeightsSection = field(default_factory=WeightsSection)
+    evaluation: EvalSection = field(default_factory=EvalSection)
     eval_prompts: int = 0
-    eval_interval: int | None = None
-    eval_first: bool = True
 
     @classmethod
-    def of(cls, config: RunConfig, eval_prompts: int) -> BufferConfig:
-        return cls(
-            steps=config.rollout.num_rollout,
-            groups=config.rollout.rollout_batch_size,
-            samples=config.rollout.n_samples_per_prompt,
-            max_staleness=config.rollout.max_staleness,
-            interval=config.weights.update_weights_interval,
-            staleness=config.rollout.staleness_policy,
-            order=config.rollout.rollout_order,
-            window=config.rollout.rollout_window or 0,
-            surplus=(config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size) - config.rollout.rollout_batch_size,
-            max_dead_in_a_row=_max_dead(config),
-            eval_name=config.eval.eval_name,
-            eval_prompts=eval_prompts,
-            eval_interval=config.eval.eval_interval,
-            eval_first=not config.eval.skip_eval_before_train,
-        )
+    def from_run(cls, config: RunConfig, eval_prompts: int) -> BufferConfig:
+        return cls(config.rollout, config.weights, config.eval, eval_prompts)
+
+    @property
+    def surplus(self) -> int:
+        """Groups that are under way beyond what the batches need."""
+        return (self.rollout.over_sampling_batch_size or self.rollout.rollout_batch_size) - self.rollout.rollout_batch_size
+
+    @property
+    def window(self) -> int:
+        """Groups that ``windowed_fifo`` looks ahead: two batches unless given."""
+        return self.rollout.rollout_window or 2 * self.rollout.rollout_batch_size
+
+    @property
+    def max_dead_in_a_row(self) -> int:
+        """Dead groups in a row that end the run; 0: none do."""
+        given = self.rollout.max_dead_in_a_row
+        return max(DEAD_BATCHES * self.rollout.rollout_batch_size, FEWEST_DEAD) if given is None else given
 
     @property
     def last_version(self) -> int:
-        return version_after(self.steps, self.interval, self.steps)
+        """The weight version that the last step makes."""
+        steps = self.rollout.num_rollout
+        return version_after(steps, self.weights.update_weights_interval, steps)
+
+    def admissible_groups(self, live_version: int) -> int:
+        """Groups that may be admitted while a version is live, from the run's beginning on, those dropped and dead left out."""
+        rollout, interval = self.rollout, self.weights.update_weights_interval
+        steps = admissible_steps(live_version, rollout.max_staleness, interval, rollout.num_rollout)
+        return steps * rollout.rollout_batch_size + self.surplus
 
     def version_of_step(self, step: int) -> int:
         """The weight version that ``step`` trains on."""
-        return step // self.interval
-
-
-def _max_dead(config: RunConfig) -> int:
-    given = config.rollout.max_dead_in_a_row
-    return max(DEAD_BATCHES * config.rollout.rollout_batch_size, FEWEST_DEAD) if given is None else given
+        return step // self.weights.update_weights_interval

@@ -88,7 +88,7 @@ class Buffer:
     def __init__(self, service: Service, prompts: PromptSupply) -> None:
         config, heldout = service.config, prompts.heldout
         self._service, self._config, self._bus, self._log = service, config, service.bus, service.log
-        self._limits = BufferConfig.of(config, len(heldout) if heldout else 0)
+        self._limits = BufferConfig.from_run(config, len(heldout) if heldout else 0)
         self._dispatch = TaskPublisher(service.bus, config, prompts.training, heldout, prompts.stop_ids)
         self._prompts = prompts
         path = config.rollout.buffer_filter_path
@@ -183,7 +183,7 @@ class Buffer:
             self._dispatch.group(group, self._state, self._limits)
         for evaluation in self._state.evaluations.values():
             self._dispatch.evaluation(evaluation)
-        if self._state.finished_steps >= self._limits.steps:
+        if self._state.finished_steps >= self._limits.rollout.num_rollout:
             await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
 
     # --- deciding, recording, acting
@@ -315,24 +315,25 @@ class Buffer:
             return known
         if self._failure.reason:
             return RunDone(reason=self._failure.reason)
-        if step >= limits.steps:
-            if state.finished_steps >= limits.steps:
+        if step >= limits.rollout.num_rollout:
+            if state.finished_steps >= limits.rollout.num_rollout:
                 last = state.last_evaluation
                 return RunDone() if last is None else RunDone(version=last.version, rewards={last.dataset: last.mean_reward})
             return BatchPending(step=step, have=0, need=0, waiting_for=self._whom())
-        if len(state.ready) >= limits.groups:
+        if len(state.ready) >= limits.rollout.rollout_batch_size:
             await self._lose_missing()
         chosen = None
         if self._filter is not None:
             candidates = policy.candidates(state, limits, step, request.version)
-            chosen = await self._filter.choose(step, candidates, limits.groups) if len(candidates) >= limits.groups else []
+            size = limits.rollout.rollout_batch_size
+            chosen = await self._filter.choose(step, candidates, size) if len(candidates) >= size else []
         await self._decide(
             lambda: [] if step in state.batches else policy.form_batch(state, limits, step, request.version, time.time(), chosen)
         )
         formed = policy.batch(state, step)
         if formed is not None:
             return formed
-        return BatchPending(step=step, have=len(state.ready), need=limits.groups, waiting_for=self._whom())
+        return BatchPending(step=step, have=len(state.ready), need=limits.rollout.rollout_batch_size, waiting_for=self._whom())
 
     async def _lose_missing(self) -> None:
         """Has groups generated anew whose payload the store has lost since they were scored."""

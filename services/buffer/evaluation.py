@@ -20,8 +20,9 @@ def is_due(limits: BufferConfig, version: int) -> bool:
     if version == limits.last_version:
         return True
     if version == 0:
-        return limits.eval_first
-    return limits.eval_interval is not None and (version * limits.interval) % limits.eval_interval == 0
+        return not limits.evaluation.skip_eval_before_train
+    interval = limits.evaluation.eval_interval
+    return interval is not None and (version * limits.weights.update_weights_interval) % interval == 0
 
 
 def scored(state: BufferState, message: Scored, now: float) -> list[LedgerRecord]:

@@ -33,7 +33,6 @@ from shared.schema.ledger import (
     group_number,
 )
 from shared.schema.messages import Batch, BatchGroup, Failed, Interrupted, Payload, Scored
-from shared.schema.versions import admissible_steps
 
 STALE = "stale"
 """Reason of groups dropped for their age."""
@@ -64,10 +63,9 @@ class WrongStep(MyxoError):
 
 def admit(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRecord]:
     """Groups to let in now, at most one record."""
-    if state.live_version < 0 or state.formed_steps >= limits.steps or _waits_for_first_evaluation(state, limits):
+    if state.live_version < 0 or state.formed_steps >= limits.rollout.num_rollout or _waits_for_first_evaluation(state, limits):
         return []
-    allowed = admissible_steps(state.live_version, limits.max_staleness, limits.interval, limits.steps) * limits.groups + limits.surplus
-    room = allowed - (state.admitted - state.dropped - state.dead)
+    room = limits.admissible_groups(state.live_version) - (state.admitted - state.dropped - state.dead)
     return [GroupsAdmitted(first=state.admitted, count=room, version=state.live_version, at=now)] if room > 0 else []
 
 
@@ -77,12 +75,12 @@ def min_version(group: GroupState, state: BufferState, limits: BufferConfig) -> 
     That step is the one whose turn it is by the group's place among those not dropped or dead, and none that has its batch already.
     """
     slot = max(0, group.number - state.dropped - state.dead)
-    step = min(max(slot // limits.groups, state.formed_steps), limits.steps - 1)
-    return max(0, min(limits.version_of_step(step) - limits.max_staleness, state.live_version))
+    step = min(max(slot // limits.rollout.rollout_batch_size, state.formed_steps), limits.rollout.num_rollout - 1)
+    return max(0, min(limits.version_of_step(step) - limits.rollout.max_staleness, state.live_version))
 
 
 def _waits_for_first_evaluation(state: BufferState, limits: BufferConfig) -> bool:
-    return bool(limits.eval_prompts) and limits.eval_first and 0 not in state.evaluated
+    return bool(limits.eval_prompts) and not limits.evaluation.skip_eval_before_train and 0 not in state.evaluated
 
 
 # --- what comes back
@@ -108,7 +106,7 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
         if group is None or group.scored is not None or group.attempt != message.attempt:
             continue
         seen.add(message.group)
-        found = _misshapen(message, limits.samples)
+        found = _misshapen(message, limits.rollout.n_samples_per_prompt)
         if found is not None:
             records.append(GroupDead(group=message.group, reason=found, payload=message.payload, at=now))
             continue
@@ -182,7 +180,7 @@ def interrupted(state: BufferState, limits: BufferConfig, message: Interrupted, 
     if group is None or group.scored is not None or group.attempt != message.attempt:
         return []
     if message.stale:
-        return [_drop([name], now)] if limits.staleness == "drop" else [_requeue(group, STALE, now)]
+        return [_drop([name], now)] if limits.rollout.staleness_policy == "drop" else [_requeue(group, STALE, now)]
     has = message.payload or group.partial
     return [_requeue(group, f"{message.replica} did not end it", now, partial=has, renew_below=group.renew_below)]
 
@@ -231,16 +229,17 @@ def form_batch(
     ready = _sorted_out(state, limits, bound)
     records: list[LedgerRecord] = [_drop([group.id for group in ready["drop"]], now)] if ready["drop"] else []
     for group in ready["requeue"]:
-        kept = _result(group).payload if limits.staleness == "continue" else None
+        kept = _result(group).payload if limits.rollout.staleness_policy == "continue" else None
         # kept are samples that nothing newer can be made than: others would be over the bound before the new ones are back
         records.append(_requeue(group, STALE, now, partial=kept, renew_below=version if kept else 0))
+    size = limits.rollout.rollout_batch_size
     if chosen is None:
-        taken = batch_order.choose(limits.order, limits.window or 2 * limits.groups, limits.groups, state.groups.values(), ready["fits"])
+        taken = batch_order.choose(limits.rollout.rollout_order, limits.window, size, state.groups.values(), ready["fits"])
         chosen = [group.id for group in taken]
     else:
-        _check_choice(chosen, {group.id for group in ready["fits"]}, limits.groups)
-    if len(chosen) == limits.groups:
-        mask_below = staleness.mask_below(limits.staleness, bound)
+        _check_choice(chosen, {group.id for group in ready["fits"]}, size)
+    if len(chosen) == size:
+        mask_below = staleness.mask_below(limits.rollout.staleness_policy, bound)
         records.append(BatchFormed(step=step, version=version, groups=sorted(chosen, key=group_number), mask_below=mask_below, at=now))
     return records
 
@@ -298,7 +297,7 @@ def live(state: BufferState, limits: BufferConfig, version: int, now: float) -> 
     records: list[LedgerRecord] = [VersionLive(version=version, at=now)] if version > state.live_version else []
     started = version in state.evaluations or version in state.evaluated
     if limits.eval_prompts and not started and evaluation.is_due(limits, version):
-        records.append(EvalStarted(dataset=limits.eval_name, version=version, prompts=limits.eval_prompts, at=now))
+        records.append(EvalStarted(dataset=limits.evaluation.eval_name, version=version, prompts=limits.eval_prompts, at=now))
     return records
 
 
@@ -310,7 +309,7 @@ def close(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRe
     evaluating = bool(state.evaluations) or (
         bool(limits.eval_prompts) and limits.last_version not in state.evaluated and evaluation.is_due(limits, limits.last_version)
     )
-    if state.durable_steps >= limits.steps > state.finished_steps and not evaluating:
+    if state.durable_steps >= limits.rollout.num_rollout > state.finished_steps and not evaluating:
         # over-sampled, or of a run that was resumed with fewer steps than it had admitted groups for
         surplus = [name for name, group in state.groups.items() if group.step is None]
         if surplus:
@@ -325,16 +324,17 @@ def _bound(state: BufferState, limits: BufferConfig, step: int, version: int) ->
         raise WrongStep(f"step {step} was asked for; the next batch is of step {state.formed_steps}")
     if version != limits.version_of_step(step):
         raise WrongStep(f"step {step} trains on version {limits.version_of_step(step)}, not {version}")
-    return version - limits.max_staleness
+    return version - limits.rollout.max_staleness
 
 
 def _sorted_out(state: BufferState, limits: BufferConfig, bound: int) -> dict[Verdict, list[GroupState]]:
     """The ready groups, in the order they came back, by what becomes of them."""
     ready: dict[Verdict, list[GroupState]] = {"fits": [], "drop": [], "requeue": []}
+    rule = limits.rollout.staleness_policy
     for group in state.ready.values():
         result = group.scored
         assert result is not None  # of a ready group
-        ready["fits" if result.oldest >= bound else staleness.staleness_decision(limits.staleness, result, bound)].append(group)
+        ready[staleness.staleness_decision(rule, result, bound)].append(group)
     return ready
 
 

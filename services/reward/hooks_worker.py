@@ -18,7 +18,6 @@ from services.reward.custom_functions import Functions
 from services.reward.frames import FrameStream
 from shared.config.run_config import RunConfig
 from shared.hooks import HookFailed
-from shared.runtime.embedded_servers import die_with_parent
 from shared.runtime.errors import ConfigError
 from shared.schema import sample
 from shared.schema.messages import Score
@@ -30,7 +29,6 @@ the next one's deadline begins, although its function is async."""
 
 def main() -> None:
     """Answers requests until the service is gone."""
-    die_with_parent()
     channel = FrameStream()
     number, setup = channel.receive()
     try:

@@ -12,12 +12,10 @@ import sys
 
 from services.reward.frames import FrameStream
 from services.reward.verifiers import VERIFIERS
-from shared.runtime.embedded_servers import die_with_parent
 
 
 def main() -> None:
     """Answers requests until the service is gone."""
-    die_with_parent()
     channel, name = FrameStream(), sys.argv[1]
     verifier = VERIFIERS[name]
     verifier("", "x")  # loads what it imports on first use: sympy takes seconds, and no call's deadline should pay them

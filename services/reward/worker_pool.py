@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from asyncio.subprocess import Process
 from typing import Any
 
 from services.reward.worker_process import START_SECONDS, Worker, WorkerBlocked, WorkerFailed, WorkerGone
+from shared.runtime.child_process import ChildProcess
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 
 __all__ = ["START_SECONDS", "VerifierPool", "WorkerFailed", "WorkerPool"]
@@ -49,10 +49,10 @@ class WorkerPool:
         return self._workers[0].ready
 
     @property
-    def processes(self) -> list[Process]:
-        """Those that run."""
+    def processes(self) -> list[ChildProcess]:
+        """Returns those that run."""
         found = [worker.process for worker in (*self._workers, *self._leaving) if worker.process is not None]
-        return [process for process in found if process.returncode is None]
+        return [process for process in found if process.running()]
 
     async def ask(self, request: object, what: str, whom: str, deadline: float, *, waits: bool = False) -> dict[str, object]:
         """The answer of a worker, without an error in it.

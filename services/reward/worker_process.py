@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.streams import FlowControlMixin
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from services.reward import frames
 from shared.runtime.cancellation import cancelled
+from shared.runtime.child_process import ChildProcess
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError
 
 START_SECONDS = 120.0
@@ -63,7 +62,8 @@ class Worker:
     def __init__(self, whom: str, command: list[str], setup: object) -> None:
         self._whom, self._command, self._setup = whom, command, setup
         self.calls, self.blocking, self.exclusive, self.retired = 0, False, False, False
-        self.process: Process | None = None
+        self.process: ChildProcess | None = None
+        self._requests: asyncio.StreamWriter | None = None
         self.ready: dict[str, Any] = {}
         self._starting: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -108,18 +108,17 @@ class Worker:
         """Kills the process and what it started, and waits for its end."""
         self.retired = True
         await cancelled([self._starting] if self._starting is not None else [])
-        if self.process is not None and self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            await self.process.wait()
+        if self.process is not None:
+            await asyncio.to_thread(self.process.stop, 0)
+        if self._requests is not None:
+            self._requests.close()
 
     async def _start(self) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_CREDENTIALS)}
-        # in a process group of its own: what a function starts is killed with it
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable, *self._command, stdin=PIPE, stdout=PIPE, env=environment, process_group=0
-        )
-        self._reading = asyncio.create_task(self._read(self.process))
+        # under the watchdog: what a function starts is killed with it
+        self.process = ChildProcess(self._whom, [sys.executable, *self._command], None, environment, watchdog=True)
+        answers, self._requests = await _streams(self.process)
+        self._reading = asyncio.create_task(self._read(answers))
         try:
             self.ready = await self.ask(self._setup, START_SECONDS)
         except WorkerBlocked:
@@ -131,10 +130,10 @@ class Worker:
             raise ConfigError(*refused)
 
     async def _write(self, data: bytes) -> None:
-        assert self.process is not None and self.process.stdin is not None  # a pipe
+        assert self._requests is not None  # it was started
         try:
-            self.process.stdin.write(data)
-            await self.process.stdin.drain()
+            self._requests.write(data)
+            await self._requests.drain()
         except ConnectionError as error:
             raise self._gone(f"process broke off: {error}") from error
 
@@ -161,12 +160,11 @@ class Worker:
         if isinstance(error := call.answer.exception(), WorkerGone):
             raise error
 
-    async def _read(self, process: Process) -> None:
-        assert process.stdout is not None  # a pipe
+    async def _read(self, answers: asyncio.StreamReader) -> None:
         reason = "process ended in the middle of a call"
         try:
             while True:
-                number, answer = _parsed(await frames.read(process.stdout))
+                number, answer = _parsed(await frames.read(answers))
                 if (call := self._open.get(number)) is None:
                     continue
                 if not call.begun.done():
@@ -188,6 +186,14 @@ class Worker:
 
     def _gone(self, reason: str) -> WorkerGone:
         return WorkerGone(f"{self._whom}'s {reason}", alone=self.calls <= 1 and not self.retired)
+
+
+async def _streams(process: ChildProcess) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Returns the two ends of a process's pipes: what it answers, and where it is asked."""
+    loop, answers = asyncio.get_running_loop(), asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), process.stdout)
+    transport, protocol = await loop.connect_write_pipe(FlowControlMixin, process.stdin)
+    return answers, asyncio.StreamWriter(transport, protocol, None, loop)
 
 
 def _parsed(frame: object) -> tuple[int, dict[str, Any] | None]:

@@ -1,7 +1,7 @@
-"""The replica's side of taking turns with a trainer on the same GPUs (`colocate`).
+"""Lets a replica sleep while a trainer computes on the same GPUs (`colocate`).
 
-The trainer's turn: nothing is generated, partial samples wait at the gate, the engine has given its memory back. Weights that went with
-the memory are gone: the replica then holds no version until a push. The trainer says when its turn begins and ends, and again and again
+While the trainer computes nothing is generated, partial samples wait at the gate, and the engine has given its memory back. Weights that
+went with the memory are gone: the replica then holds no version until a push. The trainer says when it begins and ends, and again and again
 that it goes on; one that falls silent is taken for gone, and the replica wakes by itself.
 """
 
@@ -11,7 +11,8 @@ import asyncio
 import time
 
 from services.rollout.engine.engine_memory import EVERYTHING, WEIGHTS
-from services.rollout.replica import NO_WEIGHTS, Replica
+from services.rollout.replica import OPEN_SECONDS, Replica
+from services.rollout.served_version import NO_WEIGHTS
 from shared.bus.connection import TRANSIENT
 from shared.runtime import devices
 from shared.runtime.errors import MyxoError
@@ -19,85 +20,78 @@ from shared.runtime.service_base import Service
 from shared.schema.messages import Message, WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
 
 POLL_INTERVAL_S = 0.2
-WAKE_SECONDS = 60.0
-"""For an engine to take its memory back when the trainer has fallen silent."""
 
 
 class ColocatedEngine:
-    """See the module's docstring.
+    """Answers the trainer's requests to sleep and to wake, for one replica."""
 
-    Args:
-        step: held by whoever changes the engine's weights or memory.
-    """
-
-    def __init__(self, service: Service, replica: Replica, step: asyncio.Lock) -> None:
-        self._service, self._replica, self._step = service, replica, step
+    def __init__(self, service: Service, replica: Replica) -> None:
+        self._service, self._replica = service, replica
         self._releases = devices.engines_release(service.config)
         self._loses = self._releases and not devices.engines_back_up(service.config)
-        self._asleep_until = 0.0
+        self._asleep_until = self._asleep_since = 0.0
         self._watch: asyncio.Task[None] | None = None
-        self._since = 0.0
+        replica.before_start, replica.after_start = self._wait_for_memory, self._sleep_if_late
 
     async def listen(self) -> None:
-        """Subscribes to this replica's subjects, where it shares GPUs at all."""
+        """Subscribes to this replica's subjects, if it shares GPUs at all."""
         if not self._service.config.trainer.colocate:
             return
         bus, subjects, instance = self._service.bus, self._service.subjects, self._service.instance
         await bus.serve(subjects.replica_weights(instance, "sleep"), WeightsSleep, self._sleep)
         await bus.serve(subjects.replica_weights(instance, "wake"), WeightsWake, self._wake)
 
-    async def may_start(self) -> None:
-        """Returns when an engine may take memory: outside of the trainer's turn. A trainer that dies leaves the registry."""
-        told = False
-        while self._releases and (self._replica.asleep or await self._is_trainers_turn()):
-            if not told:
-                self._service.log.info("engine_start_waits", reason="it is the trainer's turn on the GPU")
-                told = True
-            await asyncio.sleep(POLL_INTERVAL_S)
-
-    async def started(self) -> None:
-        """An engine has come up. In the trainer's turn it goes to sleep at once."""
-        async with self._step:
-            if self._replica.asleep:
-                await self._put_to_sleep(WAKE_SECONDS)
-                await self._service.announce()
-
     async def make_room(self, deadline: float) -> None:
-        """Has memory for weights that are about to be received. Called with the step held."""
+        """Takes memory for weights that are about to be received. The caller holds the update lock."""
         client = self._replica.client
         if client is not None:
             await client.occupation.take_back(WEIGHTS, deadline=deadline)
 
+    async def _wait_for_memory(self) -> None:
+        """Returns when an engine may take memory: while the trainer does not compute. A trainer that dies leaves the registry."""
+        logged = False
+        while self._releases and (self._replica.served.asleep or await self._trainer_computes()):
+            if not logged:
+                self._service.log.info("engine_start_waits", reason="the trainer computes on the GPU")
+                logged = True
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def _sleep_if_late(self) -> None:
+        """Puts an engine to sleep at once that has come up while the trainer computes."""
+        async with self._replica.update_lock:
+            if self._replica.served.asleep:
+                await self._put_to_sleep(OPEN_SECONDS)
+                await self._replica.publish()
+
     # --- requests
 
     async def _sleep(self, request: WeightsSleep) -> Message:
-        self._asleep_until = time.monotonic() + request.lasts  # before the step is free: a push of the trainer's may have it
+        self._asleep_until = time.monotonic() + request.lasts  # before the lock is free: a push of the trainer's may hold it
         if self._watch is None or self._watch.done():
             self._watch = self._service.spawn(self._watch_trainer())
-        async with self._step:
-            replica = self._replica
-            if not replica.asleep:
-                replica.asleep, self._since = True, time.monotonic()
-                replica.close_gate()
+        replica = self._replica
+        async with replica.update_lock:
+            if not replica.served.asleep:
+                replica.served.asleep, self._asleep_since = True, time.monotonic()
+                replica.show()
                 await self._put_to_sleep(request.deadline)
                 self._service.metrics.set("asleep", 1)
-                await self._service.announce()
-                self._service.log.info("asleep", version=replica.version, seconds=round(time.monotonic() - self._since, 3))
+                await replica.publish()
+                self._service.log.info("asleep", version=replica.version, seconds=round(time.monotonic() - self._asleep_since, 3))
             return WeightsAsleep(replica=self._service.instance, version=replica.version)
 
     async def _wake(self, request: WeightsWake) -> Message:
-        async with self._step:
+        async with self._replica.update_lock:
             await self._awake(request.deadline)
             return WeightsReady(replica=self._service.instance, version=self._replica.version)
 
-    # --- what they come down to, with the step held
+    # --- what they come down to; the caller holds the update lock
 
     async def _put_to_sleep(self, deadline: float) -> None:
-        """An engine that does not obey is ended: then its memory is free, too."""
+        """Lets the engine sleep. One that does not obey is ended, which frees its memory, too."""
         replica = self._replica
         if replica.client is None:  # a starting one is put to sleep when it is up
             return
-        self._service.state = "asleep"
         try:
             await replica.client.occupation.sleep(EVERYTHING if self._releases else (), deadline=deadline)
             if self._loses:
@@ -105,46 +99,45 @@ class ColocatedEngine:
         except MyxoError as error:
             await replica.kill_engine(f"it did not go to sleep: {error}")
         if self._loses:
-            replica.version = self._service.version = NO_WEIGHTS
+            replica.served.lose_weights()
 
     async def _awake(self, deadline: float) -> None:
-        """Serves what the replica holds. Without weights it stays fenced, its memory released, until a push."""
+        """Serves what the replica holds. Without weights, or in a push, that is left to the push."""
         replica, service = self._replica, self._service
-        if not replica.asleep:
+        if not replica.served.asleep:
             return
-        replica.asleep = False
+        replica.served.asleep = False
         if self._watch is not None and self._watch is not asyncio.current_task():
             self._watch.cancel()
         self._watch = None
         service.metrics.set("asleep", 0)
-        service.metrics.set("asleep_seconds", time.monotonic() - self._since)
-        if replica.client is not None and replica.version != NO_WEIGHTS:
+        service.metrics.set("asleep_seconds", time.monotonic() - self._asleep_since)
+        if replica.client is not None and replica.served.has_weights and replica.served.target is None:
             try:
-                await replica.open_gate(replica.version, deadline=deadline)
+                await replica.serve(replica.version, replica.served.digest, deadline=deadline)
             except MyxoError as error:
                 await replica.fence(f"the engine did not wake: {error}")
                 await replica.kill_engine(str(error))
         else:
-            service.state = "fenced" if replica.client is not None else service.state
-            await service.announce()
-        service.log.info("awake", version=replica.version, seconds=round(time.monotonic() - self._since, 3))
+            await replica.publish()
+        service.log.info("awake", version=replica.version, seconds=round(time.monotonic() - self._asleep_since, 3))
 
     async def _watch_trainer(self) -> None:
-        """Ends a turn whose trainer has fallen silent: without this the replica would sleep for ever."""
+        """Wakes the replica when the trainer has fallen silent: without this it would sleep for ever."""
         while (left := self._asleep_until - time.monotonic()) > 0:
             await asyncio.sleep(min(left, POLL_INTERVAL_S))
-        async with self._step:
-            if self._asleep_until > time.monotonic():  # it has spoken while the step was not free
+        async with self._replica.update_lock:
+            if self._asleep_until > time.monotonic():  # it has spoken while the lock was not free
                 self._watch = self._service.spawn(self._watch_trainer())
                 return
-            reason = "the trainer fell silent in its turn"
+            reason = "the trainer fell silent while the replica slept for it"
             self._service.log.warning("turn_expired", reason=reason)
-            await self._awake(WAKE_SECONDS)
+            await self._awake(OPEN_SECONDS)
         await self._service.tell("turn_expired", reason)
 
-    async def _is_trainers_turn(self) -> bool:
+    async def _trainer_computes(self) -> bool:
         try:
-            return any(card.gauges.get("turn") for card in await self._service.registry.alive("trainer"))
+            return any(status.gauges.get("turn") for status in await self._service.registry.alive("trainer"))
         except (MyxoError, *TRANSIENT) as error:
             self._service.log.warning("registry_unread", error=str(error))
             return True

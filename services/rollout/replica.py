@@ -1,7 +1,7 @@
-"""One replica: its engine, the weight version it serves, and the gate that generation waits at.
+"""One replica: its engine, the weight version that it serves, and the gate that generation waits at.
 
-Invariant: the gate is open only while the engine runs and holds every byte of `version`. A push closes it; a push that failed, and an
-engine that died, leave it closed (fenced) until a push has gone through.
+The gate is open while `ServedVersion` says that the replica serves. An update closes it; one that failed, and an engine that died, leave it
+closed (fenced) until a version has been loaded.
 """
 
 from __future__ import annotations
@@ -9,75 +9,82 @@ from __future__ import annotations
 import asyncio
 import os
 import zlib
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.launch_command import EngineCommand, engine_command
 from services.rollout.router import reached_at, router_url
-from shared.runtime import devices
+from services.rollout.served_version import ServedVersion
+from shared.runtime import devices, failure_summary
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.service_base import Service
 
-NO_WEIGHTS = -1
-"""Version of a replica that no push has reached yet."""
-
 WATCH_SECONDS = 1.0
 OPEN_SECONDS = 60.0
-"""For an engine that gave its memory back to take it again."""
+"""The deadline for an engine that gave its memory back to take it again."""
 
 STOP_SECONDS = 3.0
 RESTART_SECONDS = 2.0
-"""Pause before a dead engine is started again."""
+"""The pause before a dead engine is started again."""
 
 
-class EngineStartGate(Protocol):
-    """Says when an engine may take its GPU's memory; `services.rollout.colocated_engine.ColocatedEngine` is one."""
-
-    async def may_start(self) -> None:
-        """Returns when an engine may be started."""
-
-    async def started(self) -> None:
-        """Takes note of an engine that has come up."""
+async def _nothing() -> None:
+    pass
 
 
 class Replica:
-    """See the module's docstring. ``client`` is usable while ``engine_up`` is set."""
+    """An engine and what it serves.
+
+    Attributes:
+        client: usable while ``engine_up`` is set. served: the one owner of the replica's version.
+        update_lock: held by whoever changes the engine's weights or memory.
+        before_start, after_start: awaited around each start of an engine.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service, self._rollout = service, service.config.rollout
         if devices.resolve(self._rollout.rollout_device) == "cuda":
             service.ranks = self._rollout.rollout_num_gpus_per_engine
         self.client: EngineClient | None = None
-        self.version = NO_WEIGHTS
+        self.served = ServedVersion()
+        self.update_lock = asyncio.Lock()
         self.engine_up = asyncio.Event()
-        self.incarnation = 0
-        self.asleep = False  # it is the trainer's turn on the GPU that both compute on
-        self.start_gate: EngineStartGate | None = None
+        self.before_start: Callable[[], Awaitable[None]] = _nothing
+        self.after_start: Callable[[], Awaitable[None]] = _nothing
         self._exposed = bool(router_url())
         self._life = service.incarnation
         self._gate = asyncio.Event()
         self._process: EngineProcess | None = None
 
-    # --- the gate
+    # --- what it serves
+
+    @property
+    def version(self) -> int:
+        return self.served.version
+
+    @property
+    def incarnation(self) -> int:
+        return self.served.incarnation
 
     @property
     def serving(self) -> bool:
-        return self._gate.is_set()
+        return self.served.serving
 
     async def wait_serving(self, min_version: int, deadline: float) -> EngineClient:
         """Waits until the replica serves ``min_version`` or newer. Raises DeadlineExceeded."""
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline
         while True:
-            if self.asleep:  # nobody is late: the trainer has its turn
+            if self.served.asleep:  # nobody is late while the trainer computes on the same GPUs
                 end = loop.time() + deadline
             remaining = end - loop.time()
             if remaining <= 0:
-                then = f"it serves version {self.version} ({self._service.state}); the work goes back to the queue"
-                raise DeadlineExceeded(f"weights of version {min_version} or newer", "the trainer", deadline, then)
+                next_action = f"it serves version {self.version} ({self._service.state}); the work goes back to the queue"
+                raise DeadlineExceeded(f"weights of version {min_version} or newer", "the trainer", deadline, next_action)
             try:
                 await asyncio.wait_for(self._gate.wait(), timeout=min(remaining, WATCH_SECONDS))
             except TimeoutError:
@@ -86,46 +93,43 @@ class Replica:
                 return self.client
             await asyncio.sleep(min(remaining, 0.05))
 
-    def close_gate(self) -> None:
-        """Nothing new is sent to the engine."""
-        self._gate.clear()
-
-    async def open_gate(self, version: int, *, deadline: float = OPEN_SECONDS) -> None:
-        """The engine serves ``version`` from here on; in the trainer's turn: as soon as that is over. Raises as `EngineMemory.wake`."""
-        if not self.asleep and self.client is not None and self.client.occupation.asleep:
-            await self.client.occupation.wake(deadline=deadline)
-        self.version = self._service.version = version
-        self._service.state = "asleep" if self.asleep else "ready"
-        self._service.metrics.set("version", version)
-        if not self.asleep:
+    def show(self) -> None:
+        """Lets the gate and the service's status follow `served`."""
+        served, service = self.served, self._service
+        service.state, service.version = served.state, served.version
+        service.incarnation = f"{self._life}.{served.incarnation}"
+        if served.serving:
             self._gate.set()
+        else:
+            self._gate.clear()
+
+    async def publish(self) -> None:
+        """Lets everybody see what is served."""
+        self.show()
         await self._service.announce()
+
+    async def serve(self, version: int, digest: str = "", *, deadline: float = OPEN_SECONDS) -> None:
+        """Serves ``version``, which the engine holds; while the trainer computes on the same GPUs: as soon as that is over.
+
+        Raises as `EngineMemory.wake`.
+        """
+        if not self.served.asleep and self.client is not None and self.client.occupation.asleep:
+            await self.client.occupation.wake(deadline=deadline)
+        self.served.serve(version, digest)
+        self._service.metrics.set("version", version)
+        await self.publish()
 
     async def fence(self, reason: str) -> None:
-        """The engine's weights are not to be trusted: no work until a push has gone through."""
-        self._gate.clear()
-        self._reincarnate()
-        self.version = self._service.version = NO_WEIGHTS
-        self._service.state = "fenced"
+        """Takes no work until a version has been loaded: the engine's weights are not to be trusted."""
+        self.served.fence()
         self._service.log.warning("fenced", reason=reason)
-        await self._service.announce()
+        await self.publish()
         await self._service.tell("fenced", reason)
-
-    async def kill_engine(self, reason: str) -> None:
-        """For an engine that will not answer any more; `keep_engine` starts it anew."""
-        if self._process is not None:
-            self._service.log.warning("engine_killed", reason=reason)
-            await self._process.stop(0)
-
-    def _reincarnate(self) -> None:
-        """What the trainer was told of this replica's weights does not hold any longer."""
-        self.incarnation += 1
-        self._service.incarnation = f"{self._life}.{self.incarnation}"
 
     # --- the engine
 
     async def keep_engine(self) -> None:
-        """Starts the engine, watches it, and starts it again when it dies. Runs until cancelled; then stops it."""
+        """Starts the engine, watches it, and starts it again when it dies. Runs until cancelled, and stops the engine then."""
         try:
             while True:
                 await self._start()
@@ -133,33 +137,40 @@ class Replica:
                 while self._process.alive():
                     await asyncio.sleep(WATCH_SECONDS)
                 self.engine_up.clear()
-                await self.fence(f"the engine died: {self._process.log_tail(1)}")
+                self.served.engine_died()
+                await self.fence(f"the engine died: {failure_summary.of_log(self._process.process.last_lines())}")
                 await self._close()
                 await asyncio.sleep(RESTART_SECONDS)
         finally:
             await self._close()
 
+    async def kill_engine(self, reason: str) -> None:
+        """Ends an engine that will not answer any more; `keep_engine` starts it anew."""
+        if self._process is not None:
+            self._service.log.warning("engine_killed", reason=reason)
+            await self._process.stop(0)
+
+    async def attach(self, client: EngineClient) -> None:
+        """Takes an engine that has come up, with weights that nobody vouches for."""
+        self.client = client
+        self.served.engine_started()
+        self.engine_up.set()
+        await self.publish()
+
     async def _start(self) -> None:
         service, rollout = self._service, self._rollout
-        service.state = "starting"
-        if self.start_gate is not None:
-            await self.start_gate.may_start()
+        self.show()
+        await self.before_start()
         command = self._command()
         self._process = EngineProcess(command, self._log_file())
-        self._process.start()
         seconds = await self._process.wait_ready(rollout.engine_start_timeout)
-        self.client = await EngineClient.connect(command.url, admin_key=command.admin_key, deadline=60)
-        assert self._process.receiver is not None  # made when the process was started
-        await self.client.open_receiver(self._process.receiver, deadline=60)
-        self._reincarnate()
+        self.client = client = await EngineClient.connect(command.url, admin_key=command.admin_key, deadline=60)
+        await client.open_receiver(self._process.receiver, deadline=60)
         service.engine = reached_at(command) if self._exposed else ""
-        service.state = "fenced"
-        service.log.info("engine_ready", seconds=round(seconds, 1), url=command.url, release=self.client.capabilities.release)
+        service.log.info("engine_ready", seconds=round(seconds, 1), url=command.url, release=client.capabilities.release)
         service.metrics.set("engine_start_seconds", seconds)
-        self.engine_up.set()
-        await service.announce()
-        if self.start_gate is not None:
-            await self.start_gate.started()
+        await self.attach(client)
+        await self.after_start()
 
     def _command(self) -> EngineCommand:
         rollout = self._rollout
@@ -201,5 +212,5 @@ class Replica:
 
 
 def _seed(instance: str) -> int:
-    """A number that instances do not share, so that replicas sample apart from each other."""
+    """Returns a number that instances do not share, so that replicas sample apart from each other."""
     return zlib.crc32(instance.encode()) % 2**20

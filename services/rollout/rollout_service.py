@@ -55,7 +55,7 @@ class Rollout:
         self._replica = Replica(service)
         self._in_flight = InFlight(service.config)
         self._weights = WeightsReceiver(service, self._replica)
-        self._catch_up = WeightCatchUp(service, self._replica, self._weights.step, self._weights.expects_push)
+        self._catch_up = WeightCatchUp(service, self._replica, self._weights.expects_push)
         custom = self._config.rollout.custom_generate_function_path
         self._custom = None if custom is None else CustomGenerate(service, self._replica)
         self._running: set[asyncio.Task[None]] = set()

@@ -7,7 +7,7 @@ import sys
 
 from services.trainer.rank import SERVICES, read_run
 from shared.config.run_config import RunConfig
-from shared.runtime.embedded_servers import die_with_parent
+from shared.runtime.child_process import die_with_parent
 from shared.runtime.service_base import exit_code
 
 

@@ -130,7 +130,7 @@ def rank(template: str) -> None:
 
 
 if __name__ == "__main__":
-    from shared.runtime.embedded_servers import die_with_parent
+    from shared.runtime.child_process import die_with_parent
     from shared.runtime.service_base import exit_code
 
     die_with_parent()

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from shared.runtime import failures
-from shared.runtime.embedded_servers import die_with_parent
+from shared.runtime.child_process import die_with_parent
 
 SERVICES = {"actor": "trainer", "critic": "critic"}
 """What each role is called in the registry and the logs."""

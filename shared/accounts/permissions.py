@@ -170,7 +170,7 @@ def _rollout(names: Subjects) -> BusRights:
         names.scored,  # failures only; the subject cannot tell
         f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # which engines a router should know, and which replicas have weights
         *_read(names.weights_bucket),  # what is live, and which snapshot is the newest
-        names.replica_weights(ANY, "lend"),
+        names.replica_weights(ANY, "transfer"),
     )
     return BusRights(publish, (_inbox(names, ROLLOUT), names.replica_weights(ANY, ANY)), _LONG_ANSWER)
 

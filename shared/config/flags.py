@@ -100,14 +100,11 @@ def _megatron(flag: str, name: str, equals: str, inline: str, rest: list[str]) -
     known = megatron_flags.find(name)
     if known is None and (advice := slime_flags.advice(name)):
         raise ConfigError(flag, inline, advice)
-    if known is None and not megatron_flags.own_parser():
+    if known is None:
         meant = near(flag, flags()) or near(flag, [f"--{other.replace('_', '-')}" for other in megatron_flags.names()])
         hint = f"did you mean {meant}?" if meant else "`myxo up --help` lists all, `myxo flags` Megatron's"
         raise ConfigError(flag, inline, f"unknown flag; {hint}")
     words = [inline] if equals else []
-    if known is None:  # Megatron's own parser looks at it when the trainer starts
-        words += [] if equals else _following(rest)
-        return name, True if not words else words[0] if len(words) == 1 else words
     found, bare = known
     if not equals and (bare is None or (rest and rest[0].lower() in ("true", "false"))):
         words = _following(rest) if found.takes_several else _following(rest, 1)

@@ -131,14 +131,6 @@ def names() -> list[str]:
     return [name for name, (flag, _) in _spelled().items() if not flag.refused]
 
 
-def own_parser() -> bool:
-    """Whether a Megatron-LM checkout is on the path: its parser then knows flags that the catalogue lacks."""
-    try:
-        return importlib.util.find_spec("megatron.training") is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def canonical(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
     """A config's ``[trainer.megatron]``, keys with dashes or underscores in any spelling, as name → plain value.
 
@@ -154,12 +146,9 @@ def canonical(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, 
             raise ConfigError(place, value, f"a field of its own: {name}, outside of [trainer.megatron]")
         known = find(name)
         if known is None:
-            if not own_parser():
-                raise ConfigError(place, value, f"unknown flag of Megatron's; {near(name)}")
-            typed = value  # Megatron's own parser looks at it when the trainer starts
-        else:
-            flag, bare = known
-            name, typed = flag.name, _typed(place, flag, bare, value)
+            raise ConfigError(place, value, f"unknown flag of Megatron's; {near(name)}")
+        flag, bare = known
+        name, typed = flag.name, _typed(place, flag, bare, value)
         if name in result and result[name] != typed:
             raise ConfigError(place, value, f"another spelling says {name} = {_shown(result[name])}")
         result[name] = typed

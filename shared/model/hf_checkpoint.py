@@ -52,9 +52,9 @@ def read_headers(directory: Path, field: str = "model.hf_checkpoint") -> tuple[d
     where: dict[str, str] = {}
     for path in files.paths:
         try:
-            with TensorFile(path) as file:
-                held.update(file.tensors)
-                where.update(dict.fromkeys(file.tensors, path.name))
+            file = TensorFile(path)
+            held.update(file.tensors)
+            where.update(dict.fromkeys(file.tensors, path.name))
         except TensorFileBroken as error:
             problems.append(ConfigError(field, str(path), _reason(path, error)))
     if not problems and (astray := [name for name, file_name in files.index.items() if where.get(name) != file_name]):

@@ -7,21 +7,17 @@ keep the same address over a restart, and what they stored.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.metadata
 import os
 import platform
 import secrets
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 
+from shared.runtime.child_process import ChildProcess
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 
 START_SECONDS = 30.0
@@ -29,17 +25,9 @@ STOP_SECONDS = 5.0
 PORTS = 12_000
 """Ports that `free_port` draws from."""
 
-_PR_SET_PDEATHSIG = 1
-
 
 class ServerMissing(MyxoError):
     """The server's binary is not installed."""
-
-
-def die_with_parent() -> None:
-    """Ties the calling process to its parent: killed when the parent's thread that forked it ends (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def free_port() -> int:
@@ -81,7 +69,7 @@ class EmbeddedServer(ABC):
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.log_path = directory / f"{self.name}.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: ChildProcess | None = None
 
     @property
     @abstractmethod
@@ -99,39 +87,26 @@ class EmbeddedServer(ABC):
     def start(self, deadline: float = START_SECONDS) -> None:
         """Starts (or, after a death, restarts) the server on the same address and waits until it answers.
 
-        Raises DeadlineExceeded or MyxoError with the server's last words.
+        Raises DeadlineExceeded or ProcessEnded with the end of the server's log.
         """
-        command = self._command()
-        with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=die_with_parent
-            )
-        end = time.monotonic() + deadline
-        while not self._answers():
-            if self.process.poll() is not None:
-                raise MyxoError(f"{self.name} ended with code {self.process.returncode} at start: {self.last_words()}")
-            if time.monotonic() > end:
-                self.stop()
-                raise DeadlineExceeded(f"{self.name}'s first answer", " ".join(command[:1]), deadline, f"stopped it; see {self.log_path}")
-            time.sleep(0.01)
+        self.process = ChildProcess(self.name, self._command(), self.log_path)
+        try:
+            self.process.wait_ready(self._answers, "a first answer", deadline, pause_s=0.01)
+        except DeadlineExceeded:
+            self.stop()
+            raise
 
     def alive(self) -> bool:
-        return self.process is not None and self.process.poll() is None
+        return self.process is not None and self.process.running()
 
     def stop(self, deadline: float = STOP_SECONDS) -> None:
-        """SIGTERM, then SIGKILL after ``deadline`` seconds."""
-        if self.process is None or self.process.poll() is not None:
-            return
-        self.process.terminate()
-        try:
-            self.process.wait(deadline)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        """Sends SIGTERM, then SIGKILL after ``deadline`` seconds."""
+        if self.process is not None:
+            self.process.stop(deadline)
 
     def last_words(self) -> str:
-        lines = self.log_path.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "no log"
+        lines = self.process.last_lines(1) if self.process is not None else []
+        return lines[0] if lines else "no log"
 
 
 class EmbeddedNats(EmbeddedServer):

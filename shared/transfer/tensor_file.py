@@ -7,20 +7,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.runtime.errors import MyxoError
+from shared.transfer import digest
+from shared.transfer.digest import TensorDigest
 from shared.transfer.manifest import ITEM_BYTES
 
-Bytes = NDArray[np.uint8]
+ByteArray = NDArray[np.uint8]
+
+TensorBytes = tuple[str, tuple[int, ...], ByteArray]
+"""A tensor as its dtype by torch's name, its shape, and its bytes: uint8 [nbytes]."""
 
 HEADER_LIMIT = 100_000_000
-"""Bytes that a header may have, as in the safetensors library."""
+"""The most bytes that a header may have, as in the safetensors library."""
+
+HASH_THREADS = min(8, os.cpu_count() or 1)
+"""Hashing, packing and unpacking release the interpreter's lock."""
 
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
@@ -30,27 +40,28 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 class TensorFileBroken(MyxoError):
-    """A file that is no safetensors file, or not the whole of one."""
+    """A file is no safetensors file, or not the whole of one."""
 
 
 class TensorFile:
-    """A file's tensors, mapped into memory. A context manager; what was taken out of it keeps the map alive.
+    """A file's tensors, mapped into memory until nothing refers to them.
 
     Args:
-        writable: changes of the bytes go to the file.
+        writable: whether changes of the bytes go to the file.
 
     Attributes:
         tensors: name → (dtype by torch's name, shape), in the file's order.
 
-    Raises TensorFileBroken.
+    Raises:
+        TensorFileBroken: the file is no safetensors file.
     """
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
         self.path = path
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._places: dict[str, tuple[int, int]] = {}
+        self._ranges: dict[str, tuple[int, int]] = {}
         try:
-            self._map: Bytes = np.memmap(path, np.uint8, mode="r+" if writable else "r")
+            self._map: ByteArray = np.memmap(path, np.uint8, mode="r+" if writable else "r")
             self._read()
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise TensorFileBroken(f"{path} is no safetensors file: {type(error).__name__}: {error}") from error
@@ -67,33 +78,45 @@ class TensorFile:
             start, stop = (first + int(offset) for offset in entry["data_offsets"])
             if start != end or stop - start != math.prod(shape) * ITEM_BYTES[dtype] or min(shape, default=0) < 0:
                 raise ValueError(f"{name}: bytes {start} to {stop} of a {dtype} of shape {list(shape)}")
-            self.tensors[name], self._places[name], end = (dtype, shape), (start, stop), stop
+            self.tensors[name], self._ranges[name], end = (dtype, shape), (start, stop), stop
         if end != len(self._map):
             raise ValueError(f"{len(self._map)} bytes, {end} by its header")
 
-    def __getitem__(self, name: str) -> Bytes:
-        """A tensor's bytes, uint8 [nbytes], where they lie."""
-        start, stop = self._places[name]
+    def __getitem__(self, name: str) -> ByteArray:
+        """Returns a tensor's bytes where they lie: uint8 [nbytes]."""
+        start, stop = self._ranges[name]
         return self._map[start:stop]
 
-    def flush(self) -> None:
-        """Has what was changed written to the disk."""
-        assert isinstance(self._map, np.memmap)
-        self._map.flush()
 
-    def __enter__(self) -> Self:
-        return self
+class TensorFiles:
+    """The tensors of several files by name.
 
-    def __exit__(self, *_: object) -> None:
-        del self._map
-
-
-def write(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...], Bytes]]) -> int:
-    """Writes a file; returns its size in bytes.
-
-    Args:
-        tensors: name → dtype by torch's name, shape, bytes. Those with the widest elements come first, so that all lie aligned.
+    Raises:
+        TensorFileBroken: a file cannot be read, or a tensor is in two of them.
     """
+
+    def __init__(self, paths: Iterable[Path], *, writable: bool = False) -> None:
+        self._files: dict[str, TensorFile] = {}
+        self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for path in paths:
+            file = TensorFile(path, writable=writable)
+            if both := self._files.keys() & file.tensors.keys():
+                raise TensorFileBroken(f"{path} holds {min(both)}, and so does {self._files[min(both)].path}")
+            self._files.update(dict.fromkeys(file.tensors, file))
+            self.tensors.update(file.tensors)
+
+    def __getitem__(self, name: str) -> ByteArray:
+        return self._files[name][name]
+
+    def digests(self) -> dict[str, TensorDigest]:
+        """Reads all tensors and returns their digests."""
+        with ThreadPoolExecutor(HASH_THREADS) as threads:
+            found = threads.map(lambda name: digest.of_bytes(self[name]), self.tensors)
+            return {name: TensorDigest(*self.tensors[name], value) for name, value in zip(self.tensors, found, strict=True)}
+
+
+def write(path: Path, tensors: Mapping[str, TensorBytes]) -> int:
+    """Writes a file and returns its size in bytes. Tensors with the widest elements come first, so that all lie aligned."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # readers that build tensors ask for it
     names = sorted(tensors, key=lambda name: -ITEM_BYTES[tensors[name][0]])
     offset = 0

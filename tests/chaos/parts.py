@@ -83,9 +83,7 @@ def replica(instance: str, directory: str, model: str, environment: dict[str, st
         client = EngineClient(Yes(), Capabilities("none", model, limits, 1, False, False, False), -1)  # type: ignore[arg-type]
         client._receivers = ReceiverClient(place, 1)
         await client.receivers.wait_open(60)
-        serving.client, service.state = client, "fenced"
-        serving._reincarnate()
-        serving.engine_up.set()
+        await serving.attach(client)
         await WeightsReceiver(service, serving).listen()
         async with attended(service):
             while True:

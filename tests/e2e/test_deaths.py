@@ -14,21 +14,30 @@ STEP_SECONDS = 420
 """For a part to be back at work and the next step made, on a slow and busy machine."""
 
 
+PAIRS = (("services.buffer", "services.reward"), ("valkey-server", "nats-server"), ("services.trainer", "services.rollout"))
+ONE_BY_ONE = tuple((victim,) for pair in PAIRS for victim in pair)
+
+
 @pytest.mark.timeout(2400)
-def test_a_run_survives_the_death_of_every_part(small_run: Callable[..., Path], tmp_path: Path) -> None:
-    """kill -9 of buffer, rollout, reward, trainer, NATS and Valkey, one after the other, each in the middle of the run."""
-    steps = 120
+@pytest.mark.parametrize(
+    ("rounds", "steps"),
+    [pytest.param(PAIRS, 40, id="in pairs"), pytest.param(ONE_BY_ONE, 120, id="one by one", marks=pytest.mark.extra)],
+)
+def test_a_run_survives_the_death_of_every_part(
+    rounds: tuple[tuple[str, ...], ...], steps: int, small_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Buffer, reward, Valkey, NATS, trainer and rollout are killed with SIGKILL, each in the middle of the run."""
     config = small_run("deaths", steps=steps, staleness=2)
     with LaunchedRun(config, tmp_path / "runs" / "deaths", "deaths") as run:
-        run.until("a first step", lambda cards: gauge(cards, "buffer", "trained_steps") >= 1, STEP_SECONDS)
-        for victim in ("services.buffer", "services.reward", "valkey-server", "nats-server", "services.trainer", "services.rollout"):
-            pid = run.child(victim)
-            before = gauge(run.until("a live buffer", has_buffer, STEP_SECONDS), "buffer", "trained_steps")
-            assert before < steps, f"the run ended before {victim} was killed: make it longer"
-            run.kill(pid)
+        run.until("a first step", lambda cards: trained(cards) >= 1, STEP_SECONDS)
+        for victims in rounds:
+            pids = [run.child(victim) for victim in victims]
+            before = trained(run.until("a live buffer", has_buffer, STEP_SECONDS))
+            assert before < steps, f"the run ended before {victims} were killed: make it longer"
+            for pid in pids:
+                run.kill(pid)
             goal = min(before + 1, steps)
-            cards = run.until(f"a step after the death of {victim}", lambda cards, goal=goal: trained(cards) >= goal, STEP_SECONDS)
-            assert trained(cards) >= goal
+            run.until(f"a step after the death of {victims}", lambda cards, goal=goal: trained(cards) >= goal, STEP_SECONDS)
         assert run.wait(STEP_SECONDS * 2) == 0, run.said()
     summary = run.summary()
     assert summary["audit"] == "ok"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared.schema.messages import ServiceStatus
-from shared.transfer.snapshot_chain import Snapshots
+from shared.transfer.weight_checkpoint import WeightCheckpoints
 from tests.e2e.launched import LaunchedRun, gauge
 
 RUN_SECONDS = 1200
@@ -33,11 +33,11 @@ def test_versions_over_a_disk(small_run: Callable[..., Path], tmp_path: Path) ->
     assert (summary["audit"], summary["steps"]) == ("ok", steps)
     difference = summary["mean_abs_logprob_diff"]
     assert isinstance(difference, float) and difference < 1e-4
-    snapshots = Snapshots(run.root / "weights")
+    snapshots = WeightCheckpoints(run.root / "weights")
     newest = snapshots.newest()
     assert newest is not None and newest.version == steps
     assert snapshots.chain(newest.version)[0].kind == "full"
-    assert any(snapshots.link(version).kind == "delta" for version in snapshots.versions())
+    assert any(snapshots.load(version).kind == "delta" for version in snapshots.versions())
 
 
 def serves(cards: list[ServiceStatus]) -> bool:

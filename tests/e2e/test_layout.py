@@ -1,4 +1,4 @@
-"""A run with two trainer ranks that share the model, two replicas, a KL term and several optimizer steps a batch."""
+"""A run with two trainer ranks that share the model, two replicas, several optimizer steps a batch, a KL term and the user's functions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,23 @@ from shared.schema.messages import ServiceStatus
 from tests.e2e.launched import LaunchedRun, gauge
 
 RUN_SECONDS = 1200
+FUNCTIONS = "examples.hooks.arithmetic"
+GROUP = 4
 
 
 @pytest.mark.timeout(RUN_SECONDS + 300)
-def test_two_ranks_and_two_replicas(small_run: Callable[..., Path], tmp_path: Path) -> None:
-    """Both replicas are pushed to; when one's process group breaks by its death, the other goes on and the run ends well."""
-    steps = 24
+def test_two_ranks_two_replicas_and_the_users_functions(small_run: Callable[..., Path], tmp_path: Path) -> None:
+    """Both replicas are pushed to; when one's process group breaks by its death, the other goes on and the run ends well.
+
+    The functions are the example's, but for its dynamic filter: a random model is right too seldom for mixed groups.
+    """
+    steps = 12
     flags = [
         *("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2", "--num-steps-per-rollout", "2"),
         *("--rollout-replicas", "2", "--in-flight-on-push", "abort", "--kl-loss-coef", "0.01"),
+        *("--custom-generate-function-path", f"{FUNCTIONS}:second_try", "--custom-rm-path", f"{FUNCTIONS}:score"),
+        *("--rollout-sample-filter-path", f"{FUNCTIONS}:without_truncated"),
+        *("--rollout-all-samples-process-path", f"{FUNCTIONS}:write_down"),
     ]
     config = small_run("layout", steps=steps, staleness=1)
     with LaunchedRun(config, tmp_path / "runs" / "layout", "layout", flags) as run:
@@ -39,7 +47,12 @@ def test_two_ranks_and_two_replicas(small_run: Callable[..., Path], tmp_path: Pa
     difference = summary["mean_abs_logprob_diff"]
     assert isinstance(difference, float)
     assert difference < 1e-3
-    assert (tmp_path / "runs" / "layout" / "hf" / "model.safetensors").is_file()
+    root = tmp_path / "runs" / "layout"
+    assert (root / "hf" / "model.safetensors").is_file()
+    lines = [json.loads(line) for line in (root / "groups.jsonl").read_text().splitlines()]
+    assert len(lines) >= steps * GROUP
+    assert all(len(line["rewards"]) == GROUP and set(line["rewards"]) <= {1.0, 0.9, 0.0, -0.1} for line in lines)
+    assert any(-0.1 in line["rewards"] for line in lines), "nobody tried twice"
 
 
 def assert_watchable(card: ServiceStatus) -> None:

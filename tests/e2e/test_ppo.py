@@ -13,7 +13,7 @@ from shared.runtime.embedded_servers import EmbeddedValkey
 from tests.e2e.launched import LaunchedRun, gauge
 
 RUN_SECONDS = 1500
-STEPS = 12
+STEPS = 8
 
 
 @pytest.mark.timeout(RUN_SECONDS + 300)
@@ -25,7 +25,7 @@ def test_a_run_with_a_critic_survives_the_death_of_either_role(small_run: Callab
     ]
     config = small_run("ppo", steps=STEPS, staleness=1)
     with LaunchedRun(config, tmp_path / "runs" / "ppo", "ppo", flags) as run:
-        for service, steps in (("critic", 2), ("trainer", 6)):
+        for service, steps in (("critic", 2), ("trainer", 5)):
             cards = run.until(f"{steps} steps", lambda found, steps=steps: gauge(found, "critic", "step") >= steps, RUN_SECONDS)
             assert gauge(cards, "critic", "step") < STEPS, f"the run ended before the {service} was killed: make it longer"
             run.kill(next(card.pid for card in cards if card.service == service))

@@ -61,7 +61,7 @@ def test_nobody_else_can_read_passwords_or_reach_the_store(nats: EmbeddedNats, v
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "jetstream").write_text("not a directory")
     server = EmbeddedNats(tmp_path)
-    with pytest.raises(MyxoError, match=r"nats-server ended with code 1 at start: .*JetStream"):
+    with pytest.raises(MyxoError, match=r"nats-server ended before it was ready, with exit code 1: .*JetStream"):
         server.start()
     assert not server.alive()
 

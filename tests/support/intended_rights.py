@@ -38,7 +38,7 @@ def subjects(run: str) -> Table:
     }
     for verb in ("offer", "prepare", "pause", "receive", "commit", "abort", "sleep", "wake"):
         table[names.replica_weights("rollout-0", verb)] = ({TRAINER} | PEOPLE, {ROLLOUT})
-    table[names.replica_weights("rollout-0", "lend")] = ({TRAINER, ROLLOUT} | PEOPLE, {ROLLOUT})
+    table[names.replica_weights("rollout-0", "transfer")] = ({TRAINER, ROLLOUT} | PEOPLE, {ROLLOUT})
     for role in ROLES:
         table[f"{names.inbox(role)}.x.y"] = (NOBODY, {role} - {ENVIRONMENT})
     return table

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from shared.runtime.embedded_servers import die_with_parent
+from shared.runtime.child_process import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,6 +16,7 @@ from services.buffer.simulation.length_tally import LengthTally
 from services.buffer.simulation.workload_model import WorkloadModel
 from services.buffer.simulation.world import World
 from services.buffer.staleness import Policy
+from shared.config.sections import RolloutSection
 from shared.schema.ledger import BatchFormed, LedgerRecord
 
 Simulated = Literal["unbounded", "drop", "requeue", "continue", "mask"]
@@ -136,16 +137,15 @@ class SimulationPlan:
 def limits(model: WorkloadModel, setting: Setting, bound: int) -> BufferConfig:
     """The buffer's limits for a setting at a bound."""
     policy: Policy = "drop" if setting.policy == "unbounded" else setting.policy
-    return BufferConfig(
-        steps=0,
-        groups=model.groups,
-        samples=model.samples,
+    rollout = RolloutSection(
+        num_rollout=1,
+        rollout_batch_size=model.groups,
+        n_samples_per_prompt=model.samples,
         max_staleness=bound,
-        interval=1,
-        staleness=policy,
-        order=setting.order,
-        window=setting.window,
+        staleness_policy=policy,
+        rollout_order=setting.order,
     )
+    return BufferConfig(rollout.model_copy(update={"rollout_window": setting.window or None}))  # also of windows that no run may have
 
 
 def settings(policies: Sequence[Simulated], orders: Sequence[Order] | None, windows: Sequence[int]) -> list[Setting]:

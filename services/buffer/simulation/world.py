@@ -60,7 +60,7 @@ class World:
     """See the module's docstring.
 
     Args:
-        limits: of the batches and of admission; ``steps`` is not looked at. tally: is told what becomes of the samples.
+        limits: of the batches and of admission; ``num_rollout`` is not looked at. tally: is told what becomes of the samples.
         enforced: whether batches keep to the bound; otherwise only admission does. interrupting: whether the engine stops what has fallen
         behind it. record: called with every ledger record.
     """
@@ -76,14 +76,14 @@ class World:
         interrupting: bool = True,
         record: Callable[[LedgerRecord], None] = lambda _: None,
     ) -> None:
-        limits = replace(limits, steps=ENDLESS, window=limits.window or 2 * limits.groups)
+        limits = replace(limits, rollout=limits.rollout.model_copy(update={"num_rollout": ENDLESS}))
         self._model, self._rng, self._tally, self._see = model, rng, tally, record
         self._admission = limits
-        self._limits = limits if enforced else replace(limits, max_staleness=NO_BOUND)
+        self._limits = limits if enforced else replace(limits, rollout=limits.rollout.model_copy(update={"max_staleness": NO_BOUND}))
         self._interrupting = interrupting and enforced
         self._state = BufferState()
-        self._scores = [Score(reward=0.0) for _ in range(limits.samples)]
-        self._audit = Audit(self._limits.max_staleness, limits.groups)
+        self._scores = [Score(reward=0.0) for _ in range(limits.rollout.n_samples_per_prompt)]
+        self._audit = Audit(self._limits.rollout.max_staleness, limits.rollout.rollout_batch_size)
         self._engine = ModelledEngine(model, model.split, self._began)
         self._jobs: dict[str, SimulatedTask] = {}
         self._begun: dict[int, list[SimulatedTask]] = {}  # unfinished ones by the version of their first token
@@ -126,7 +126,7 @@ class World:
         match record:
             case GroupsAdmitted(first=first, count=count):
                 prompts = self._model.prompts(self._rng, count)
-                lengths = self._model.lengths(self._rng, prompts, self._limits.samples).tolist()
+                lengths = self._model.lengths(self._rng, prompts, self._limits.rollout.n_samples_per_prompt).tolist()
                 for place in range(count):
                     self._send(SimulatedTask(group_id(first + place), 0, float(prompts[place])), [], lengths[place])
             case GroupRequeued(group=name, attempt=attempt, partial=partial, renew_below=renew_below):
@@ -161,13 +161,16 @@ class World:
         state, limits, formed = self._state, self._limits, self._state.formed_steps
         self._decide(policy.form_batch(state, limits, formed, state.live_version, self._now))
         if state.formed_steps == formed:
-            self._missing = limits.groups - len(self._chosen(policy.candidates(state, limits, formed, state.live_version)))
+            candidates = policy.candidates(state, limits, formed, state.live_version)
+            self._missing = limits.rollout.rollout_batch_size - len(self._chosen(candidates))
             # of all that wait, the newest that a batch could take
             self._horizon = self._chosen([group for group in reversed(state.groups.values()) if group.step is None])[0].number
 
     def _chosen(self, groups: list[GroupState]) -> list[GroupState]:
-        limits = self._limits
-        return batch_order.choose(limits.order, limits.window, limits.groups, self._state.groups.values(), groups)
+        rollout = self._limits.rollout
+        return batch_order.choose(
+            rollout.rollout_order, self._limits.window, rollout.rollout_batch_size, self._state.groups.values(), groups
+        )
 
     # --- rollout
 
@@ -236,8 +239,8 @@ class World:
         self._work_at.append(self._engine.work)
         self._decide(policy.live(self._state, self._limits, version, self._now))
         self._missing = 0
-        for job in self._begun.pop(version - self._limits.max_staleness - 1, []):
-            if job.left and is_lost(job.oldest, version, self._limits.max_staleness, self._limits.staleness):
+        for job in self._begun.pop(version - self._limits.rollout.max_staleness - 1, []):
+            if job.left and is_lost(job.oldest, version, self._limits.rollout.max_staleness, self._limits.rollout.staleness_policy):
                 stale = Interrupted(group=job.group, attempt=job.attempt, stale=True, replica="rollout-0")
                 self._decide(policy.interrupted(self._state, self._limits, stale, self._now))
         self._ask()

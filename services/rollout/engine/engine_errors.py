@@ -24,9 +24,5 @@ class EngineUnreachable(EngineError):
     """No connection, or it broke before the answer: the engine is dead, or was never there."""
 
 
-class EngineStartError(MyxoError):
-    """The engine's process ended, or never became ready; the message ends with the last lines of its log."""
-
-
 class InvalidRequest(MyxoError):
     """A request that was not sent, because the engine would have refused it or died of it."""

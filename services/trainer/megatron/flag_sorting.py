@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from services.trainer.megatron import checkout, megatron_catalogue
+from services.trainer.megatron import megatron_catalogue
 from shared.config import megatron_flags
 from shared.config.megatron_flags import Flag
 from shared.runtime.errors import ConfigError
@@ -48,21 +48,12 @@ class MegatronFlags:
 def resolve(given: Mapping[str, Any]) -> MegatronFlags:
     """Sorts and types the flags of ``[trainer.megatron]``.
 
-    Where a Megatron-LM checkout is on the path its own parser checks them too, and those that it alone knows go to the dataclass that has
-    a field of that name.
-
     Raises ConfigError: an unknown or refused flag, a wrong value, one that this machine lacks Transformer Engine for, or one that steers
     Megatron's own training loop.
     """
     flags = MegatronFlags()
-    plain = megatron_flags.canonical(given)
-    parsed = checkout.parsed(plain) if megatron_flags.own_parser() else {}
-    for name, value in plain.items():
-        flag = megatron_flags.catalogue().get(name)
-        if flag is None:
-            _place_unlisted(flags, name, value, *parsed[name])
-        else:
-            _place(flags, flag, value)
+    for name, value in megatron_flags.canonical(given).items():
+        _place(flags, megatron_flags.catalogue()[name], value)
     return flags
 
 
@@ -72,22 +63,6 @@ def _place(flags: MegatronFlags, flag: Flag, value: Any) -> None:
     for group in flag.groups:
         part: dict[str, Any] = getattr(flags, group)
         part[flag.name] = value if group == "architecture" else _converted(group, flag.name, value)
-
-
-def _place_unlisted(flags: MegatronFlags, name: str, value: Any, field_name: str, typed: Any) -> None:
-    """A flag that only the checkout's parser knows: what it sets must be a flag of the catalogue, or a field of a dataclass, or nobody
-    would look at it."""
-    if (known := megatron_flags.find(field_name)) is not None:
-        try:
-            return _place(flags, known[0], known[0].typed(megatron_catalogue.plain(typed)))
-        except ValueError as error:
-            raise ConfigError(f"trainer.megatron.{name}", value, str(error)) from None
-    groups = [group for group in megatron_catalogue.GROUPS if field_name in _hints(group)]
-    if not groups:
-        expected = "leave it out: it steers Megatron's own training loop, which does not run here"
-        raise ConfigError(f"trainer.megatron.{name}", value, expected)
-    for group in groups:
-        getattr(flags, group)[field_name] = typed
 
 
 def _hints(group: str) -> dict[str, Any]:

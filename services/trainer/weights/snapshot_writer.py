@@ -1,15 +1,16 @@
-"""Snapshots of the weights on disk: for engines that read every version there, and for replicas that join late.
+"""Writes snapshots of the weights to disk: for engines that read every version there, and for replicas that join late.
 
-Rank 0 writes what all ranks gather, bucket by bucket; reading, packing and writing of one bucket run while the next is gathered. What
-goes wrong on the disk never stops the training: the snapshot is given up, and the next one is whole.
+Rank 0 writes what all ranks gather, bucket by bucket; packing and writing of one bucket run while the next is gathered. What goes wrong on
+the disk never stops the training: the snapshot is given up, and the next one is whole.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import structlog
@@ -22,162 +23,159 @@ from services.trainer.megatron.export import Bucket, copy_beside_weights, write_
 from shared.bus.registry import BROKEN_SNAPSHOT
 from shared.config.run_config import RunConfig
 from shared.schema.messages import ServiceStatus, WeightsLive, WeightsSnapshot
-from shared.transfer.snapshot import BrokenLink, SnapshotLink
-from shared.transfer.snapshot_chain import Snapshots
-from shared.transfer.snapshot_copy import LocalCopy
-from shared.transfer.snapshot_draft import SnapshotDraft, Tensors
-from shared.transfer.tensor_file import TensorFileBroken
+from shared.transfer.local_checkpoint import LocalCheckpoint
+from shared.transfer.tensor_file import TensorBytes, TensorFileBroken
+from shared.transfer.weight_checkpoint import BrokenCheckpoint, WeightCheckpoint, WeightCheckpoints
+from shared.transfer.weight_checkpoint_writer import WeightCheckpointWriter
 
 CURRENT = ".current"
-"""Where the version that was written last lies beside its links: what the next delta is made against."""
-
-AHEAD = 2
-"""Buckets in host memory at once: one is being written, one is being gathered."""
+"""The directory beside the versions that holds a copy of the one written last; the next delta is made against it."""
 
 RETRY_SECONDS = 30.0
-"""Pause after a snapshot that could not be written, and between two whole ones that a replica asked for in vain."""
+"""The pause after a snapshot that could not be written, and between two whole ones that a replica asked for in vain."""
 
-_DISK = (OSError, BrokenLink, TensorFileBroken)
+_DISK_ERRORS = (OSError, BrokenCheckpoint, TensorFileBroken)
+
+HostBucket = dict[str, TensorBytes]
 
 
 class SnapshotWriter:
-    """All ranks construct it, and call `write` together.
+    """Writes the versions that are due. All ranks construct it and call `write` together.
 
     Args:
-        link: of rank 0, None on the others.
+        link: rank 0's client; None on the other ranks.
 
     Attributes:
-        instead_of_pushes: engines read every version from disk.
+        instead_of_pushes: whether engines read every version from disk.
     """
 
     def __init__(self, config: RunConfig, link: ControlClient | None, actor: Actor) -> None:
-        self._config, self._weights, self._link, self._actor = config, config.weights, link, actor
+        self._config, self._weights, self._client, self._actor = config, config.weights, link, actor
         self.instead_of_pushes = self._weights.update_weight_transport == "disk"
         self._log: Any = structlog.get_logger()
         if link is None:
             return
-        self._snapshots = Snapshots.of(config)
-        self._current = LocalCopy(self._snapshots.directory / CURRENT)
-        self._written: int | None = None  # by this life
+        self._checkpoints = WeightCheckpoints.of_run(config)
+        self._current = LocalCheckpoint(self._checkpoints.directory / CURRENT)
+        self._writer: WeightCheckpointWriter | None = None
+        self._written: int | None = None  # by this process
+        self._counted_from: int | None = None  # the version that the interval counts from
         self._not_before = 0.0
-        self._asked: dict[str, tuple[float, float]] = {}  # instance → (version that it asked to be mended, when that was done)
-        self._before: int | None = None  # by an earlier one, where this one has looked
+        self._helped: dict[str, tuple[float, float]] = {}  # instance → (broken version that it reported, when a whole one was written)
         self._snapshot_of: dict[int, WeightsSnapshot] = {}  # of versions that may still go live
-        self._told: tuple[int, frozenset[str]] = (-1, frozenset())
+        self._announced: tuple[int, frozenset[str]] = (-1, frozenset())
 
     # --- rank 0's part
 
     def due(self, version: int) -> bool:
-        """Whether all ranks are to `write` this version, which the trainer holds."""
-        if self._link is None or self._config.trainer.colocate or time.monotonic() < self._not_before:
+        """Returns whether all ranks are to `write` this version, which the trainer holds."""
+        if self._client is None or self._config.trainer.colocate or time.monotonic() < self._not_before:
             return False  # colocated engines lose their weights together, and get them together
-        if self._wishes():
+        if self._replicas_to_help():
             return True
         if self.instead_of_pushes:
             return self._written != version
-        interval = self._weights.snapshot_interval
-        if not interval or self._written == version:
+        if not self._weights.snapshot_interval:
             return False
-        if self._before is None:
-            newest = self._snapshots.newest()
-            self._before = newest.version if newest is not None and newest.version <= version else 0
-        return version - (self._before if self._written is None else self._written) >= interval
+        if self._counted_from is None:
+            newest = self._checkpoints.newest()
+            self._counted_from = newest.version if newest is not None and newest.version <= version else 0
+        return version - self._counted_from >= self._weights.snapshot_interval
 
     def tell_live(self) -> None:
-        """Without pushes, replicas' cards alone say what is live: announces the newest of this life's versions that one of them serves."""
-        link = self._link
-        if not self.instead_of_pushes or link is None:
+        """Announces the newest of this process's versions that a replica serves. Without pushes, only their status says what is live."""
+        client = self._client
+        if not self.instead_of_pushes or client is None:
             return
-        served = [card.version for card in link.replicas if card.version in self._snapshot_of]
+        served = [status.version for status in client.replicas if status.version in self._snapshot_of]
         if not served:
             return
         newest = self._snapshot_of[max(served)]
-        serving = frozenset(card.instance for card in link.replicas if card.version == newest.version)
-        if (newest.version, serving) == self._told:
+        serving = frozenset(status.instance for status in client.replicas if status.version == newest.version)
+        if (newest.version, serving) == self._announced:
             return
         live = WeightsLive(
             version=newest.version, replicas=sorted(serving), seconds=newest.seconds, bytes=newest.bytes, digest=newest.digest, at=now()
         )
-        link.weights_live(live)
-        self._told = newest.version, serving
+        client.weights_live(live)
+        self._announced = newest.version, serving
         self._snapshot_of = {version: written for version, written in self._snapshot_of.items() if version >= newest.version}
 
-    def _wishes(self) -> list[ServiceStatus]:
-        """Replicas that cannot have what is on disk, and have not been helped a while ago."""
-        assert self._link is not None
-        return [card for card in self._link.replicas if self._wishes_one(card)]
+    def _replicas_to_help(self) -> list[ServiceStatus]:
+        """Returns the replicas that cannot have what is on disk, and have not been helped a while ago."""
+        assert self._client is not None
+        return [status for status in self._client.replicas if self._needs_help(status)]
 
-    def _wishes_one(self, card: ServiceStatus) -> bool:
-        broken = card.gauges.get(BROKEN_SNAPSHOT, -1.0)
-        asked, helped = self._asked.get(card.instance, (-1.0, 0.0))
-        return broken >= 0 and (asked != broken or time.monotonic() > helped + RETRY_SECONDS)
+    def _needs_help(self, status: ServiceStatus) -> bool:
+        broken = status.gauges.get(BROKEN_SNAPSHOT, -1.0)
+        reported, helped_at = self._helped.get(status.instance, (-1.0, 0.0))
+        return broken >= 0 and (reported != broken or time.monotonic() > helped_at + RETRY_SECONDS)
 
     # --- all ranks' part
 
     @torch.no_grad()
     def write(self, version: int) -> WeightsSnapshot | None:
-        """Writes the present weights as ``version`` and announces it. None on other ranks than 0, and where it could not be written."""
-        buckets = self._actor.export(self._weights.update_weight_buffer_size, self._weights.update_weight_dtype)
-        if self._link is None:
-            for _ in buckets:
+        """Writes the present weights as ``version`` and announces it. Returns None on ranks but 0, and if it could not be written."""
+        exported = self._actor.export(self._weights.update_weight_buffer_size, self._weights.update_weight_dtype)
+        if self._client is None:
+            for _ in exported:
                 pass
             return None
-        started = time.monotonic()
-        draft: SnapshotDraft | None = None
-        try:
-            draft = self._draft(version)
-        except _DISK as error:
-            failure: Exception | None = error
-        else:
-            failure = None
-        with ThreadPoolExecutor(1, thread_name_prefix="snapshot") as writer:
-            pending: deque[Future[None]] = deque()
-            for bucket in buckets:  # to the end whatever happens: the other ranks take part in it
-                if draft is not None and failure is None:
-                    pending.append(writer.submit(draft.add, on_host(bucket)))
-                while len(pending) >= AHEAD:
-                    failure = failure or _failure(pending.popleft())
-            for future in pending:
-                failure = failure or _failure(future)
-        if draft is not None and failure is None:
+        started, buckets = time.monotonic(), Queue[HostBucket | None](1)  # host memory holds one more that is written, and one gathered
+        with ThreadPoolExecutor(1, thread_name_prefix="snapshot") as thread:
+            adding = thread.submit(self._add_all, version, iter(buckets.get, None))
             try:
-                return self._finish(draft.publish(self._beside), time.monotonic() - started)
-            except _DISK as error:
-                failure = error
-        assert failure is not None
-        self._fail(version, draft, failure)
-        return None
-
-    def _draft(self, version: int) -> SnapshotDraft:
-        if self._written is None:
-            self._snapshots.sweep()
-        self._snapshots.forget_after(version)
-        base = self._base(version)
-        return SnapshotDraft(self._snapshots, version, base, self._weights.update_weight_delta_encoding)
-
-    def _base(self, version: int) -> LocalCopy | None:
-        """What a delta can lie on; None: a whole link is due."""
-        if self._weights.update_weight_mode != "delta" or self._wishes():
+                for bucket in exported:
+                    buckets.put(on_host(bucket))
+            finally:
+                buckets.put(None)
+        try:
+            written = adding.result().publish(self._write_beside)
+        except _DISK_ERRORS as error:
+            self._fail(version, error)
             return None
-        newest = self._snapshots.newest()
-        held = self._current.held()
-        if newest is None or held is None or newest.version >= version or (held.version, held.digest) != (newest.version, newest.digest):
+        return self._finish(written, time.monotonic() - started)
+
+    def _add_all(self, version: int, buckets: Iterator[HostBucket]) -> WeightCheckpointWriter:
+        """Writes buckets as they come. It takes them to the end whatever happens, because the other ranks take part in gathering them."""
+        try:
+            self._writer = None
+            if self._written is None:
+                self._checkpoints.sweep()
+            self._checkpoints.remove_after(version)
+            base = self._base(version)
+            self._writer = WeightCheckpointWriter(self._checkpoints, version, base, self._weights.update_weight_delta_encoding)
+            for bucket in buckets:
+                self._writer.add(bucket)
+            return self._writer
+        finally:
+            for _ in buckets:
+                pass
+
+    def _base(self, version: int) -> LocalCheckpoint | None:
+        """Returns what a delta can lie on, or None if a whole checkpoint is due."""
+        if self._weights.update_weight_mode != "delta" or self._replicas_to_help():
+            return None
+        newest, held = self._checkpoints.newest(), self._current.held()
+        if newest is None or held is None or newest.version >= version or held.id != newest.id:
             return None
         try:
-            chain = self._snapshots.chain(newest.version)
-            for link in chain:
-                link.check_sizes()
-        except BrokenLink as error:
+            chain = self._checkpoints.chain(newest.version)
+            for checkpoint in chain:
+                checkpoint.check_files(contents=False)
+        except BrokenCheckpoint as error:
             self._log.warning("snapshot_chain_broken", error=str(error))
             return None
         return self._current if len(chain) < self._weights.update_weight_full_interval else None
 
-    def _beside(self, directory: Path) -> None:
+    def _write_beside(self, directory: Path) -> None:
         copy_beside_weights(self._actor.hf_dir, directory)
         write_config(directory, self._weights.update_weight_dtype or self._actor.config.dtype)
 
-    def _finish(self, written: SnapshotLink, seconds: float) -> WeightsSnapshot:
-        assert self._link is not None
+    def _finish(self, written: WeightCheckpoint, seconds: float) -> WeightsSnapshot:
+        """Announces the snapshot, and removes those that are not needed any more."""
+        client = self._client
+        assert client is not None
         snapshot = WeightsSnapshot(
             version=written.version,
             digest=written.digest,
@@ -187,49 +185,35 @@ class SnapshotWriter:
             seconds=seconds,
             at=now(),
         )
-        for card in self._wishes():
-            self._asked[card.instance] = card.gauges[BROKEN_SNAPSHOT], time.monotonic()
-        self._written, link = written.version, self._link
+        for status in self._replicas_to_help():
+            self._helped[status.instance] = status.gauges[BROKEN_SNAPSHOT], time.monotonic()
+        self._writer, self._written, self._counted_from = None, written.version, written.version
         self._snapshot_of[written.version] = snapshot
-        bus, bucket = link.service.bus, link.service.subjects.weights_bucket
-        link.call(bus.put(bucket, "snapshot", snapshot.encode(), deadline=REQUEST_SECONDS), REQUEST_SECONDS)
+        bus, bucket = client.service.bus, client.service.subjects.weights_bucket
+        client.call(bus.put(bucket, "snapshot", snapshot.encode(), deadline=REQUEST_SECONDS), REQUEST_SECONDS)
+        removed: list[int] = []
         try:
             if self._weights.update_weight_mode == "delta" and written.kind == "full":
-                self._current.take(written)
-            removed = self._snapshots.retain(self._weights.keep_snapshots)
+                self._current.copy_from(written)
+            removed = self._checkpoints.retain(self._weights.keep_snapshots)
         except OSError as error:  # the snapshot itself is there
             self._log.warning("snapshots_not_tidied", error=str(error))
-            removed = []
-        self._log.info(
-            "snapshot_written",
-            version=written.version,
-            kind=written.kind,
-            bytes=written.bytes,
-            seconds=round(seconds, 3),
-            removed=removed,
-        )
-        link.metrics({"snapshot_version": written.version, "snapshot_bytes": written.bytes, "snapshot_seconds": seconds})
+        figures = {"version": written.version, "kind": written.kind, "bytes": written.bytes, "seconds": round(seconds, 3)}
+        self._log.info("snapshot_written", **figures, removed=removed)
+        client.metrics({"snapshot_version": written.version, "snapshot_bytes": written.bytes, "snapshot_seconds": seconds})
         return snapshot
 
-    def _fail(self, version: int, draft: SnapshotDraft | None, error: Exception) -> None:
-        assert self._link is not None
-        if draft is not None:
-            draft.discard()
+    def _fail(self, version: int, error: Exception) -> None:
+        assert self._client is not None
+        if self._writer is not None:
+            self._writer.discard()
         self._not_before = time.monotonic() + RETRY_SECONDS
         self._log.error("snapshot_failed", version=version, error=f"{type(error).__name__}: {error}")
-        self._link.tell("snapshot_failed", f"version {version} was not written to {self._snapshots.directory}: {error}")
+        self._client.tell("snapshot_failed", f"version {version} was not written to {self._checkpoints.directory}: {error}")
 
 
-def _failure(done: Future[None]) -> Exception | None:
-    try:
-        done.result()
-    except _DISK as error:
-        return error
-    return None
-
-
-def on_host(bucket: Bucket) -> Tensors:
-    """The bucket's bytes in host memory; on a CPU where they lie."""
+def on_host(bucket: Bucket) -> HostBucket:
+    """Returns the bucket's bytes in host memory; on a CPU they stay where they lie."""
     tensors = {}
     for name, tensor in bucket:
         assert isinstance(tensor, Tensor)  # on rank 0

@@ -34,12 +34,12 @@ from shared.schema.messages.group_messages import (
 from shared.schema.messages.message import SCHEMA, Message, Part, Tokens
 from shared.schema.messages.registry_messages import LeaseStatus, ServiceEvent, ServiceStatus, TrainerStep, WarmStartEnded
 from shared.schema.messages.weight_messages import (
+    PeerTransferOffer,
+    PeerTransferRequest,
     WeightChannelAddress,
     WeightsAbort,
     WeightsAsleep,
     WeightsCommit,
-    WeightsLend,
-    WeightsLent,
     WeightsLive,
     WeightsOffer,
     WeightsPrepare,
@@ -68,6 +68,8 @@ __all__ = [
     "Outcome",
     "Part",
     "Payload",
+    "PeerTransferOffer",
+    "PeerTransferRequest",
     "Refused",
     "RewardPart",
     "RunDone",
@@ -86,8 +88,6 @@ __all__ = [
     "WeightsAbort",
     "WeightsAsleep",
     "WeightsCommit",
-    "WeightsLend",
-    "WeightsLent",
     "WeightsLive",
     "WeightsOffer",
     "WeightsPrepare",

@@ -115,7 +115,7 @@ class WeightsLive(Message):
 
 
 class WeightsSnapshot(Message):
-    """KV value ``weights/snapshot``: the newest version on disk (`shared.transfer.snapshot`).
+    """KV value ``weights/snapshot``: the newest version on disk (`shared.transfer.weight_checkpoint`).
 
     ``form``: a whole checkpoint, or what changed. ``path``: of its directory, where the trainer sees it; the others of its chain lie
     beside it. ``bytes``: written for it. ``seconds``: that writing took.
@@ -130,23 +130,23 @@ class WeightsSnapshot(Message):
     at: float
 
 
-class WeightsLend(Message):
-    """A replica asks another, which serves ``version``, for its engine's parameters.
+class PeerTransferRequest(Message):
+    """A replica, the destination, asks another, which serves ``version``, for its engine's parameters.
 
     ``ranks``: of the asking engine; rank r takes from rank r. ``deadline``: seconds for all of it. Subject
-    ``<run>.rollout.<replica>.weights.lend``.
+    ``<run>.rollout.<replica>.weights.transfer``.
     """
 
-    borrower: str
+    destination: str
     version: int
     ranks: int = Field(ge=1)
     deadline: float = Field(gt=0)
 
 
-class WeightsLent(Message):
-    """Replica's answer to a `WeightsLend`: where each of its engine's ranks waits for the asking engine's, and what it will send."""
+class PeerTransferOffer(Message):
+    """The source's answer to a `PeerTransferRequest`: where its engine's ranks wait for the asking engine's, and what they will send."""
 
-    replica: str
+    source: str
     version: int
     digest: str
     channels: list[WeightChannelAddress] = Field(min_length=1)

@@ -79,7 +79,7 @@ class Bench:
     async def serve(self, version: int) -> None:
         """As after a push."""
         await self.client.set_weight_version(version)
-        await self.replica.open_gate(version)
+        await self.replica.serve(version)
 
 
 NewBench = Callable[..., Awaitable[Bench]]

@@ -67,7 +67,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 def running_engine(model: Path, directory: Path, flags: dict[str, FlagValue]) -> Iterator[EngineProcess]:
     command = engine_command(model, free_port(), device="cpu", random_seed=1, threads=1, flags=flags)
     process = EngineProcess(command, directory / "engine.log")
-    process.start()
     try:
         asyncio.run(process.wait_ready(START_SECONDS))
         yield process
@@ -81,7 +80,6 @@ async def fresh_client(engine: EngineProcess, checkpoint: Checkpoint) -> AsyncIt
     async with await EngineClient.connect(engine.url) as client:
         await client.abort_all()
         await client.resume()
-        assert engine.receiver is not None  # it was started
         await client.open_receiver(engine.receiver)
         await client.update_weights_from_disk(str(checkpoint.path), 0)
         await client.flush_cache()
@@ -131,8 +129,8 @@ async def new_bench(
         await runs.create(bus, config, valkey.url)
         service = Service("rollout", "rollout-1", run_name, bus, config, valkey.url)
         rollout = Rollout(service)
-        rollout._replica.client = client
-        await rollout._replica.open_gate(0)
+        await rollout._replica.attach(client)
+        await rollout._replica.serve(0)
         made.append(Bench(service, rollout, client))
         return made[-1]
 

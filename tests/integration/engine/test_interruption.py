@@ -47,7 +47,7 @@ async def push(desk: Bench, version: int) -> None:
     """What generations of a paused engine see of a push."""
     await desk.client.set_weight_version(version)
     await desk.client.resume()
-    await desk.replica.open_gate(version)
+    await desk.replica.serve(version)
 
 
 def stored(payload: Payload | None) -> Payload:

@@ -8,26 +8,27 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest, Span
-from services.rollout.replica import NO_WEIGHTS
-from services.rollout.rollout_service import Rollout
+from services.rollout.replica import Replica
+from services.rollout.served_version import NO_WEIGHTS
+from services.rollout.weight_catch_up import WeightCatchUp
+from services.rollout.weight_receiver import WeightsReceiver
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.runtime.cancellation import cancelled
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.service_base import Service
 from shared.schema.messages import WeightsLive, WeightsSnapshot
-from shared.transfer.digest import TensorDigest
-from shared.transfer.snapshot import SnapshotLink
-from shared.transfer.snapshot_chain import Snapshots
-from shared.transfer.snapshot_copy import LocalCopy, OpenTensors
-from shared.transfer.snapshot_draft import SnapshotDraft
+from shared.transfer.local_checkpoint import LocalCheckpoint
+from shared.transfer.tensor_file import TensorFiles
+from shared.transfer.weight_checkpoint import WeightCheckpoint, WeightCheckpoints
+from shared.transfer.weight_checkpoint_writer import WeightCheckpointWriter
 from tests.integration.engine.conftest import Checkpoint, Checkpoints
 from tests.integration.engine.load import LONG, SAMPLING, generating, prompts
 from tests.integration.engine.reference import log_probs
@@ -37,7 +38,15 @@ from tests.support.waiting import until
 EXACT = 1e-5
 SECONDS = 120
 
-NewReplica = Callable[[str, EngineClient], Awaitable[Rollout]]
+
+class Joiner(NamedTuple):
+    """A replica with its service."""
+
+    service: Service
+    replica: Replica
+
+
+NewReplica = Callable[[str, EngineClient], Awaitable[Joiner]]
 
 
 @asynccontextmanager
@@ -51,43 +60,44 @@ async def a_run(
     await runs.create(creator, config, valkey.url)
     await creator.close()
 
-    async def replica(instance: str, client: EngineClient) -> Rollout:
+    async def join(instance: str, client: EngineClient) -> Joiner:
         service = Service("rollout", instance, name, await Bus.connect(nats.url, instance), config, valkey.url)
-        rollout = Rollout(service)
-        rollout._replica.client, service.state = client, "fenced"
-        await rollout._weights.listen()
-        await rollout._catch_up.listen()
-        rollout._replica.engine_up.set()
-        made.append((service, [asyncio.create_task(rollout._catch_up.keep())]))
-        return rollout
+        replica = Replica(service)
+        pushes = WeightsReceiver(service, replica)
+        catch_up = WeightCatchUp(service, replica, pushes.expects_push)
+        await pushes.listen()
+        await catch_up.listen()
+        await replica.attach(client)
+        made.append((service, [asyncio.create_task(catch_up.keep())]))
+        return Joiner(service, replica)
 
-    yield replica
+    yield join
     for service, tasks in made:
         await cancelled(tasks)
         await service.store.close()
         await service.bus.close()
 
 
-def write(snapshots: Snapshots, version: int, checkpoint: Checkpoint, base: LocalCopy | None = None) -> SnapshotLink:
+def write(snapshots: WeightCheckpoints, version: int, checkpoint: Checkpoint, base: LocalCheckpoint | None = None) -> WeightCheckpoint:
     """A snapshot as a trainer writes it."""
-    draft = SnapshotDraft(snapshots, version, base)
-    with OpenTensors([checkpoint.path / "model.safetensors"]) as held:
-        draft.add({name: (dtype, shape, held[name]) for name, (dtype, shape) in held.tensors.items()})
-        return draft.publish(lambda path: [shutil.copy(file, path) for file in checkpoint.path.glob("*.json")] and None)
+    draft = WeightCheckpointWriter(snapshots, version, base)
+    held = TensorFiles([checkpoint.path / "model.safetensors"])
+    draft.add({name: (dtype, shape, held[name]) for name, (dtype, shape) in held.tensors.items()})
+    return draft.publish(lambda path: [shutil.copy(file, path) for file in checkpoint.path.glob("*.json")] and None)
 
 
-async def announce(service: Service, link: SnapshotLink) -> None:
+async def announce(service: Service, link: WeightCheckpoint) -> None:
     message = WeightsSnapshot(
         version=link.version, digest=link.digest, form=link.kind, path=str(link.path), bytes=link.bytes, seconds=0.1, at=time.time()
     )
     await service.bus.put(service.subjects.weights_bucket, "snapshot", message.encode())
 
 
-async def serving(rollout: Rollout, version: int) -> None:
+async def serving(rollout: Joiner, version: int) -> None:
     async def looked() -> bool:
-        return rollout._replica.serving and rollout._replica.version == version
+        return rollout.replica.serving and rollout.replica.version == version
 
-    await until(looked, f"{rollout._service.instance} serves version {version}", SECONDS)
+    await until(looked, f"{rollout.service.instance} serves version {version}", SECONDS)
 
 
 async def draws(client: EngineClient, checkpoint: Checkpoint, version: int) -> None:
@@ -103,13 +113,13 @@ async def test_versions_from_disk(
     client: EngineClient, checkpoint: Checkpoints, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path
 ) -> None:
     """A whole one, then a delta while requests run, then one that is damaged: found, told, and mended by a whole one."""
-    snapshots, current = Snapshots(tmp_path / "weights" / run_name), LocalCopy(tmp_path / "current")
+    snapshots, current = WeightCheckpoints(tmp_path / "weights" / run_name), LocalCheckpoint(tmp_path / "current")
     weights = {"update_weight_transport": "disk", "update_weight_mode": "delta", "update_weight_disk_dir": str(tmp_path / "weights")}
     async with a_run(nats, valkey, run_name, tmp_path, checkpoint(0).path, **weights) as replica:
         rollout = await replica("rollout-1", client)
-        service = rollout._service
+        service = rollout.service
         first = write(snapshots, 1, checkpoint(1))
-        current.take(first)
+        current.copy_from(first)
         await announce(service, first)
         await serving(rollout, 1)
         await draws(client, checkpoint(1), 1)
@@ -126,7 +136,7 @@ async def test_versions_from_disk(
         assert (await client.weights_state()).digest == second.digest
 
         third = write(snapshots, 3, checkpoint(1), current)
-        file = third.weights()[0]
+        file = third.tensor_files()[0]
         file.write_bytes(file.read_bytes()[:-1] + b"?")
         await announce(service, third)
 
@@ -135,7 +145,7 @@ async def test_versions_from_disk(
             return [card.gauges.get("broken_snapshot") for card in cards] == [3.0]
 
         await until(told, "that the snapshot is broken", SECONDS)
-        assert rollout._replica.version == 2 and rollout._replica.serving
+        assert rollout.replica.version == 2 and rollout.replica.serving
         await draws(client, checkpoint(2), 2)
         mended = write(snapshots, 3, checkpoint(1))
         assert mended.digest == third.digest
@@ -155,23 +165,22 @@ async def test_weights_from_another_engine(
     run_name: str,
     tmp_path: Path,
 ) -> None:
-    """The lender's requests run on as if nothing were; the joiner serves what it serves, and knows its digest."""
-    with OpenTensors([checkpoint(1).path / "model.safetensors"]) as held:
-        known: dict[str, TensorDigest] = held.known()
+    """The source's requests run on as if nothing were; the joiner serves what it serves, and knows its digest."""
+    known = TensorFiles([checkpoint(1).path / "model.safetensors"]).digests()
     async with a_run(nats, valkey, run_name, tmp_path, checkpoint(0).path) as replica:
-        lender = await replica("rollout-1", client)
+        source = await replica("rollout-1", client)
         await client.update_weights_from_disk(str(checkpoint(1).path), 5)
         digest = await client.adopt(5, known)
-        await lender._replica.open_gate(5)
+        await source.replica.serve(5)
         async with generating(client, 4) as running:
             joiner = await replica("rollout-2", overlapping_client)
-            assert joiner._replica.version == NO_WEIGHTS
+            assert joiner.replica.version == NO_WEIGHTS
             live = WeightsLive(version=5, replicas=["rollout-1"], seconds=1.0, bytes=1, digest=digest, at=time.time())
-            await joiner._service.bus.put(joiner._service.subjects.weights_bucket, "live", live.encode())
+            await joiner.service.bus.put(joiner.service.subjects.weights_bucket, "live", live.encode())
             await serving(joiner, 5)
             for _, generation in await running.result():
                 assert generation.spans == (Span(0, LONG, 5),)
         await draws(overlapping_client, checkpoint(1), 5)
         assert (await overlapping_client.weights_state()).digest == digest
-        cards = {card.instance: card.state for card in await joiner._service.registry.alive("rollout")}
+        cards = {card.instance: card.state for card in await joiner.service.registry.alive("rollout")}
         assert cards == {"rollout-1": "ready", "rollout-2": "ready"}

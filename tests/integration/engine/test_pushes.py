@@ -9,7 +9,7 @@ import pytest
 
 from services.rollout import weight_receiver as protocol
 from services.rollout.engine.receiver_client import ReceiverError
-from services.rollout.replica import NO_WEIGHTS
+from services.rollout.served_version import NO_WEIGHTS
 from services.rollout.weight_receiver import PushRefused
 from shared.schema.messages import WeightsOffer, WeightsReady, WeightsReceive
 from tests.integration.engine.bench import Bench, NewBench

@@ -17,7 +17,8 @@ from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.router import Router
 from shared.bus import runs
 from shared.bus.connection import Bus
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, die_with_parent, free_port
+from shared.runtime.child_process import die_with_parent
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, free_port
 from shared.runtime.service_base import Service
 from tests.support.run_config import run_config
 from tests.support.waiting import until

@@ -24,10 +24,9 @@ from services.trainer.weights.sender import LaneKind, Sender
 from services.trainer.weights.snapshot_writer import on_host
 from shared.schema.messages import Sampling, WeightChannelAddress
 from shared.transfer.digest import TensorDigest, version_digest
-from shared.transfer.snapshot import SnapshotLink
-from shared.transfer.snapshot_chain import Snapshots
-from shared.transfer.snapshot_copy import LocalCopy
-from shared.transfer.snapshot_draft import SnapshotDraft
+from shared.transfer.local_checkpoint import LocalCheckpoint
+from shared.transfer.weight_checkpoint import WeightCheckpoint, WeightCheckpoints
+from shared.transfer.weight_checkpoint_writer import WeightCheckpointWriter
 from tests.integration.engine.conftest import running_engine
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.unit.trainer.megatron import rank_steps
@@ -112,12 +111,12 @@ async def test_log_probs_are_the_trainers(
         pushed = await draw(client, tmp_path, "pushed")
 
         digest = await said(tmp_path, "written", trainer)
-        link = LocalCopy(tmp_path / "copy").follow(Snapshots(tmp_path / "weights"), DELTA)
+        link = LocalCheckpoint(tmp_path / "copy").follow(WeightCheckpoints(tmp_path / "weights"), DELTA)
         await client.update_weights_from_disk(str(link.path), DELTA)
         assert await client.adopt(DELTA, link.tensors) == digest["snapshot"]
         if then == "peer":
             async with connected(await asyncio.to_thread(engines, kind, 1)) as joiner:
-                assert await borrowed(joiner, client) == digest["snapshot"]
+                assert await transferred(joiner, client) == digest["snapshot"]
                 loaded = await draw(joiner, tmp_path, "loaded")
         else:
             loaded = await draw(client, tmp_path, "loaded")
@@ -147,11 +146,11 @@ async def draw(client: EngineClient, place: Path, what: str) -> list[Generation]
     return answers
 
 
-async def borrowed(joiner: EngineClient, lender: EngineClient) -> str:
-    """The digest of what the joiner has taken from the lender."""
-    order = {"verb": "lend", "version": DELTA, "name": "lend-0-1-1", "address": "127.0.0.1", "seconds": SECONDS}
-    lanes = [answer["channel"] for answer in await lender.receivers.ask(order, SECONDS)]
-    (answer,) = await joiner.load_by({"verb": "borrow", "version": DELTA, "channels": lanes}, deadline=SECONDS)
+async def transferred(joiner: EngineClient, source: EngineClient) -> str:
+    """Returns the digest of what the joiner has taken from the source."""
+    order = {"verb": "send_to_peer", "version": DELTA, "name": "transfer-0-1-1", "address": "127.0.0.1", "seconds": SECONDS}
+    channels = [answer["channel"] for answer in await source.receivers.ask(order, SECONDS)]
+    (answer,) = await joiner.load_by({"verb": "receive_from_peer", "version": DELTA, "channels": channels}, deadline=SECONDS)
     await joiner.set_weight_version(DELTA)
     return str(answer["digest"])
 
@@ -169,12 +168,12 @@ def trained(hf_dir: Path, layout: dict[str, Any], carried_by: LaneKind, place: P
     rank_steps.steps(actor, 1)
     push = pushed_digest(actor, carried_by, place)
     scores = [scored(actor, place / "pushed.json")]
-    snapshots = Snapshots(place / "weights")
+    snapshots = WeightCheckpoints(place / "weights")
     whole = write_snapshot(actor, snapshots, WHOLE, None)
     rank_steps.steps(actor, 1, first=1)
-    base = LocalCopy(place / "base")
+    base = LocalCheckpoint(place / "base")
     if whole is not None:
-        base.take(whole)
+        base.copy_from(whole)
     link = write_snapshot(actor, snapshots, DELTA, base)
     if link is not None:
         assert link.kind == "delta"
@@ -200,9 +199,9 @@ def pushed_digest(actor: Actor, carried_by: LaneKind, place: Path) -> str:
     return version_digest(known)
 
 
-def write_snapshot(actor: Actor, snapshots: Snapshots, version: int, base: LocalCopy | None) -> SnapshotLink | None:
+def write_snapshot(actor: Actor, snapshots: WeightCheckpoints, version: int, base: LocalCheckpoint | None) -> WeightCheckpoint | None:
     """Rank 0's; None on the others."""
-    draft = SnapshotDraft(snapshots, version, base) if dist.get_rank() == 0 else None
+    draft = WeightCheckpointWriter(snapshots, version, base) if dist.get_rank() == 0 else None
     for bucket in actor.export(BUCKET_BYTES):
         if draft is not None:
             draft.add(on_host(bucket))

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.colocated_engine import ColocatedEngine
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_memory import EVERYTHING, WEIGHTS
 from services.rollout.engine.generation import GenerationRequest
@@ -35,7 +34,7 @@ async def desk(new_bench: NewBench) -> AsyncIterator[Bench]:
     desk = await new_bench(**COLOCATED)
     await desk.rollout._weights.listen()
     yield desk
-    if desk.replica.asleep:
+    if desk.replica.served.asleep:
         await ask(desk, "wake", WeightsWake(deadline=MINUTES), WeightsReady)
 
 
@@ -73,7 +72,7 @@ async def test_what_was_running_waits_for_the_turns_end_and_goes_on_from_its_tok
     assert await sleep(desk) == asleep, "asked again, it stays as it is"
     assert not late.done()
     await desk.client.set_weight_version(1)  # as a push in the trainer's turn does
-    await desk.replica.open_gate(1)
+    await desk.replica.serve(1)
     assert not desk.replica.serving
     awake = await ask(desk, "wake", WeightsWake(deadline=MINUTES), WeightsReady)
     assert awake.version == 1
@@ -91,7 +90,7 @@ async def test_what_was_running_waits_for_the_turns_end_and_goes_on_from_its_tok
 async def test_a_replica_whose_trainer_falls_silent_wakes_and_goes_on_with_what_it_has(desk: Bench) -> None:
     assert (await sleep(desk, lasts=0.2)).version == 0
     await until(lambda: desk.replica.serving, "a replica that has woken", MINUTES)
-    assert not desk.replica.asleep
+    assert not desk.replica.served.asleep
     await desk.task()
     _, samples = await desk.generated()
     assert samples[0].segments[0][2] == 0
@@ -101,15 +100,14 @@ async def test_each_word_of_the_trainer_counts_from_when_it_was_said(desk: Bench
     await sleep(desk, lasts=0.3)
     await sleep(desk, lasts=MINUTES)
     await asyncio.sleep(0.5)  # the first one's time is over
-    assert desk.replica.asleep
+    assert desk.replica.served.asleep
     await sleep(desk, lasts=0.1)
     await until(lambda: desk.replica.serving, "a replica that has woken", MINUTES)
 
 
 async def test_weights_that_went_with_the_memory_come_back_by_a_push_only(desk: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is told to release its memory as on a GPU; on a CPU it keeps it, so that only the protocol is seen here."""
-    turns = desk.replica.start_gate
-    assert isinstance(turns, ColocatedEngine)
+    turns = desk.rollout._weights.colocation
     monkeypatch.setattr(turns, "_releases", True)
     monkeypatch.setattr(turns, "_loses", True)
     adopted: list[int] = []
@@ -130,7 +128,7 @@ async def test_weights_that_went_with_the_memory_come_back_by_a_push_only(desk: 
     await turns.make_room(MINUTES)
     assert occupation.released == set(EVERYTHING) - {WEIGHTS}
     await desk.client.set_weight_version(3)
-    await desk.replica.open_gate(3)
+    await desk.replica.serve(3)
     assert desk.replica.serving
     assert not occupation.released
     await desk.task()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shared.runtime.embedded_servers import die_with_parent
+from shared.runtime.child_process import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -24,8 +24,8 @@ def truncated(given: Input) -> None:
 def sharded(given: Input, *, lost: str = "", swapped: bool = False) -> None:
     """Two shards with their index. ``lost``: a shard that is taken away. ``swapped``: the index names the wrong ones."""
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    with TensorFile(given.weights) as file:
-        tensors = {name: (*entry, file[name].copy()) for name, entry in file.tensors.items()}
+    file = TensorFile(given.weights)
+    tensors = {name: (*entry, file[name].copy()) for name, entry in file.tensors.items()}
     where = {name: names[name.startswith(("lm_head", "model.norm"))] for name in tensors}
     for shard in names:
         tensor_file.write(given.model / shard, {name: tensors[name] for name in tensors if where[name] == shard})

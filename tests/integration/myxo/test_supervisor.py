@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from myxo.launch.backoff import BackOff
-from myxo.launch.supervised_process import Child, ServiceSpec
+from myxo.launch.restart_policy import BackOff
+from myxo.launch.service_plan import ServiceSpec
 from myxo.launch.supervisor import StopReason, Supervisor
+from shared.runtime.child_process import ChildProcess
 from shared.schema.messages import ServiceStatus
 from tests.integration.myxo.command import wait_for
 
@@ -133,7 +134,7 @@ def test_a_service_that_dies_three_times_of_the_same_is_given_up(supervise: Call
 
     def look() -> bool:
         nonlocal verdict
-        supervisor.see([card("trainer-0")])
+        supervisor.note_ready([card("trainer-0")])
         verdict = supervisor.tick(time.monotonic(), steps=7)
         return verdict is not None
 
@@ -152,7 +153,7 @@ def test_the_same_death_is_forgiven_where_steps_are_trained_in_between_or_the_bu
         steps += 1
         for supervisor in (progressing, excused):
             for instance in supervisor.restarts():
-                supervisor.see([card(instance)])
+                supervisor.note_ready([card(instance)])
         assert progressing.tick(time.monotonic(), steps) is None
         assert excused.tick(time.monotonic()) is None
         return min(*progressing.restarts().values(), *excused.restarts().values()) >= 4
@@ -164,7 +165,7 @@ def test_a_service_that_was_ready_is_not_given_up(supervise: Callable[..., Super
     """Four deaths are the limit here, but each life said that it was ready."""
     supervisor = supervise(spec(SLEEP))
     for life in range(1, 7):
-        supervisor.see([card("trainer-0")])
+        supervisor.note_ready([card("trainer-0")])
         os.kill(supervisor.statuses(time.monotonic())[0].pid, signal.SIGKILL)
         assert ticks_until(supervisor, lambda life=life: supervisor.restarts()["trainer-0"] == life) is None
 
@@ -172,9 +173,9 @@ def test_a_service_that_was_ready_is_not_given_up(supervise: Callable[..., Super
 def test_a_card_of_the_life_before_does_not_count(supervise: Callable[..., Supervisor]) -> None:
     supervisor = supervise(spec(SLEEP))
     for state, at in (("ready", time.time() - 60), ("starting", time.time()), ("warm start", time.time())):
-        supervisor.see([card("trainer-0", state, at)])
+        supervisor.note_ready([card("trainer-0", state, at)])
         assert not supervisor.statuses(time.monotonic())[0].ready
-    supervisor.see([card("trainer-0", "fenced")])
+    supervisor.note_ready([card("trainer-0", "fenced")])
     assert supervisor.statuses(time.monotonic())[0].ready
 
 
@@ -224,7 +225,7 @@ def test_who_does_not_stop_is_killed_with_all_it_started(supervise: Callable[...
 def test_last_words_are_of_this_life(tmp_path: Path) -> None:
     log = tmp_path / "trainer-0.log"
     log.write_text("a life before\n")
-    child = Child(spec("print('one\\n\\ntwo\\nthree')"), log)
+    child = ChildProcess("trainer-0", [sys.executable, "-c", "print('one\\n\\ntwo\\nthree')"], log)
     wait_for("its end", lambda: child.exit_code() is not None)
     assert child.exit_code() == 0
     assert child.last_lines(2) == ["two", "three"]
@@ -235,13 +236,13 @@ def test_a_child_dies_with_its_launcher(tmp_path: Path) -> None:
     """The launcher's own end by kill -9 leaves nothing behind."""
     code = (
         "import pathlib, sys, time\n"
-        "from myxo.launch.supervised_process import Child, ServiceSpec\n"
-        f"spec = ServiceSpec('trainer', 'trainer-0', (sys.executable, '-c', {SLEEP!r}))\n"
-        f"child = Child(spec, pathlib.Path({str(tmp_path)!r}) / 'x.log')\n"
+        "from shared.runtime.child_process import ChildProcess\n"
+        f"command = [sys.executable, '-c', {SLEEP!r}]\n"
+        f"child = ChildProcess('trainer-0', command, pathlib.Path({str(tmp_path)!r}) / 'x.log')\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(600)"
     )
-    launcher = Child(spec(code, "launcher-0"), tmp_path / "launcher-0.log")
+    launcher = ChildProcess("launcher-0", [sys.executable, "-c", code], tmp_path / "launcher-0.log")
     wait_for("the child", lambda: (tmp_path / "launcher-0.log").read_text().strip())
     pid = int((tmp_path / "launcher-0.log").read_text())
     assert alive(pid)

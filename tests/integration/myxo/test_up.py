@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from myxo.run.run_directory import RunDirectory
+from tests.contract.stored_run import assert_like_any_run
 from tests.integration.myxo.command import COMMAND_SECONDS, ROOT, Myxo, children, ended, kill_child, wait_for
 
 ConfigFile = Callable[..., Path]
@@ -61,6 +63,7 @@ def test_a_run_goes_to_its_end_and_says_so_again(myxo: Myxo, config_file: Config
     assert (root / "reward.png").is_file()
     assert not (root / "servers.json").exists()
     assert not RunDirectory(root).is_held()
+    asyncio.run(assert_like_any_run(root, "test", steps=6))
 
     code, out, _ = myxo.run("up", config, standins=True)
     assert code == 0

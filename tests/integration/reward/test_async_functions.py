@@ -84,7 +84,7 @@ async def test_a_late_group_is_cancelled_and_the_others_are_not(started: Started
     assert await scored(pool, "wait 0.1") == [0.1], "in a fresh process"
     assert await others == [2.5, 2.5]
     assert await scored(pool, "wait 0.1") == [0.1]
-    assert first[0].returncode == -9, "what was late may have left something behind"
+    assert first[0].exit_code() == -9, "what was late may have left something behind"
     assert len(pool.processes) == 1
 
 

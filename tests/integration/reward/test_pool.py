@@ -47,7 +47,7 @@ async def test_a_verifier_that_hangs_is_killed_at_its_deadline_and_replaced(star
         with pytest.raises(DeadlineExceeded, match=r"2 rewards did not come from verifier odd within 1 s; its process was killed"):
             await pool.score(["a", hang], "a", 1.0)
     assert time.monotonic() - start < START_SECONDS / 2
-    assert worker.returncode == -9
+    assert worker.exit_code() == -9
     assert await pool.score(["a"], "a", SOON) == [1.0]
 
 
@@ -104,7 +104,7 @@ async def test_a_pool_that_is_closed_leaves_no_process(started: Started) -> None
     workers = pool.processes
     assert len(workers) == 2
     await pool.close()
-    assert [worker.returncode for worker in workers] == [-9, -9]
+    assert [worker.exit_code() for worker in workers] == [-9, -9]
 
 
 async def test_a_verifier_that_does_not_exist_is_told_at_the_start() -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,8 +23,8 @@ from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.messages import ServiceStatus, WeightsLive, WeightsSnapshot
-from shared.transfer.snapshot_chain import Snapshots
-from shared.transfer.snapshot_copy import LocalCopy
+from shared.transfer.local_checkpoint import LocalCheckpoint
+from shared.transfer.weight_checkpoint import WeightCheckpoints
 from tests.support.run_config import run_config
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import make_checkpoint
@@ -39,7 +38,7 @@ class Bench:
     def __init__(self, link: ControlClient, actor: Actor, nats: EmbeddedNats) -> None:
         self.link, self.actor, self._nats = link, actor, nats
         self.writer = SnapshotWriter(link.config, link, actor)
-        self.snapshots = Snapshots.of(link.config)
+        self.snapshots = WeightCheckpoints.of_run(link.config)
         self.steps = 0
 
     def again(self) -> None:
@@ -75,7 +74,7 @@ class Bench:
         return {name: tensor.clone() for bucket in self.actor.export(10**9) for name, tensor in bucket if tensor is not None}
 
     def rebuilt(self, version: int, place: Path) -> dict[str, torch.Tensor]:
-        path = LocalCopy(place).follow(self.snapshots, version).path
+        path = LocalCheckpoint(place).follow(self.snapshots, version).path
         return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
@@ -132,7 +131,7 @@ def test_every_version_of_a_training_comes_back_to_the_bit(dtype: str, encoding:
         bench.step()
     assert kinds == ["full", "delta", "delta", "full", "delta"]
     assert bench.snapshots.versions() == [0, 1, 2, 3, 4]  # the newest three, and what version 2 is made of
-    assert {"config.json"} < {path.name for path in bench.snapshots.place(3).iterdir()}
+    assert {"config.json"} < {path.name for path in bench.snapshots.path_of(3).iterdir()}
     bench.actor.close()
 
 
@@ -155,7 +154,7 @@ def test_a_trainer_that_comes_back(new_bench: NewBench, tmp_path: Path) -> None:
     shutil.rmtree(bench.snapshots.directory / CURRENT)
     write(3)
     write(4)
-    shutil.rmtree(bench.snapshots.place(3))
+    shutil.rmtree(bench.snapshots.path_of(3))
     write(5)
     write(6)
     write(5)  # a trainer that went back to an older checkpoint
@@ -170,11 +169,11 @@ def test_a_replica_that_cannot_have_a_version_gets_a_whole_one(new_bench: NewBen
     for version in (0, 1):
         bench.step()
         bench.writer.write(version)
-    assert bench.snapshots.link(1).kind == "delta" and not bench.writer.due(1)
+    assert bench.snapshots.load(1).kind == "delta" and not bench.writer.due(1)
     bench.card(0, broken_snapshot=1.0)
     assert bench.writer.due(1)
     written = bench.writer.write(1)
-    assert written is not None and written.form == "full" and bench.snapshots.link(1).kind == "full"
+    assert written is not None and written.form == "full" and bench.snapshots.load(1).kind == "full"
     assert not bench.writer.due(1)  # its card will say so for a while
 
 
@@ -198,7 +197,7 @@ def test_snapshots_beside_pushes_are_rare(new_bench: NewBench) -> None:
     bench = new_bench(snapshot_interval=2, update_weight_dtype="bfloat16")
     assert [bench.writer.due(version) for version in (0, 1, 2)] == [False, False, True]
     written = bench.writer.write(2)
-    assert written is not None and {known.dtype for known in bench.snapshots.link(2).tensors.values()} == {"bfloat16"}
+    assert written is not None and {known.dtype for known in bench.snapshots.load(2).tensors.values()} == {"bfloat16"}
     assert '"bfloat16"' in (Path(written.path) / "config.json").read_text()
     bench.again()
     assert [bench.writer.due(version) for version in (2, 3, 4)] == [False, False, True]
@@ -217,6 +216,6 @@ def test_a_full_disk_ends_no_training(new_bench: NewBench, monkeypatch: pytest.M
         full.setattr("shared.transfer.tensor_file.write", no_space)
         assert bench.writer.write(1) is None
     assert bench.snapshots.versions() == [0] and not bench.writer.due(1)  # not at once again
-    assert np.isfinite(bench.writer._not_before) and os.listdir(bench.snapshots.directory) == ["v000000"]
+    assert os.listdir(bench.snapshots.directory) == ["v000000"]
     written = bench.writer.write(1)
     assert written is not None and written.form == "full"

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from services.buffer.buffer_config import BufferConfig
 from shared.schema.ledger import GroupRequeued, GroupsDropped
+from tests.support.buffer_config import buffer_config
 from tests.unit.buffer.world import World
 
 LIMITS = st.builds(
-    BufferConfig,
+    buffer_config,
     steps=st.integers(1, 6),
     groups=st.integers(1, 3),
     samples=st.integers(1, 2),
@@ -64,7 +65,7 @@ CALM = [World.begin, World.begin, World.finish, World.ask, World.train, World.pu
 @settings(max_examples=300)
 @given(st.integers(0, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32))
 def test_in_order_of_admission_nothing_is_ever_over_the_bound(max_staleness: int, interval: int, groups: int, seed: int) -> None:
-    limits = BufferConfig(steps=6, groups=groups, samples=1, max_staleness=max_staleness, interval=interval, order="fifo")
+    limits = buffer_config(steps=6, groups=groups, samples=1, max_staleness=max_staleness, interval=interval, order="fifo")
     world = World(limits, random.Random(seed))
     for _ in range(150):
         world.dice.choice(CALM)(world)
@@ -77,14 +78,14 @@ def test_in_order_of_admission_nothing_is_ever_over_the_bound(max_staleness: int
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 @pytest.mark.parametrize("eval_prompts", [0, 2])
 def test_a_calm_run_finishes_and_drops_nothing(max_staleness: int, interval: int, eval_prompts: int) -> None:
-    limits = BufferConfig(
+    limits = buffer_config(
         steps=5, groups=2, samples=2, max_staleness=max_staleness, interval=interval, eval_prompts=eval_prompts, eval_interval=interval
     )
     world = World(limits, random.Random(0))
     world.settle()
     world.check_end()
     assert world.state.dropped == world.state.dead == 0
-    assert world.state.admitted == limits.steps * limits.groups
+    assert world.state.admitted == limits.rollout.num_rollout * limits.rollout.rollout_batch_size
     assert world.audit.report().max_staleness <= max_staleness
 
 
@@ -92,7 +93,7 @@ def test_the_play_reaches_what_it_is_meant_to_reach() -> None:
     """The property above would be empty if groups never went stale, were never requeued, or never came twice."""
     seen: set[str] = set()
     for seed, policy in enumerate(["drop", "requeue", "continue", "mask"] * 40):
-        limits = BufferConfig(
+        limits = buffer_config(
             steps=5,
             groups=2,
             samples=2,

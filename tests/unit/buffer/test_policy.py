@@ -28,8 +28,9 @@ from shared.schema.ledger import (
     group_id,
 )
 from shared.schema.messages import Failed, Payload, SampleMeta, Score, Scored
+from tests.support.buffer_config import buffer_config
 
-LIMITS = BufferConfig(steps=4, groups=2, samples=2, max_staleness=1, interval=1)
+LIMITS = buffer_config(steps=4, groups=2, samples=2, max_staleness=1, interval=1)
 
 
 def came_back(group: str, attempt: int = 0, samples: int = 2, scores: int | None = None, oldest: int = 0, reward: float = 1.0) -> Scored:
@@ -68,7 +69,7 @@ def score(state: BufferState, *numbers: int, limits: BufferConfig = LIMITS, olde
 
 @pytest.mark.parametrize(("max_staleness", "interval", "admitted"), [(0, 1, 2), (1, 1, 4), (3, 1, 8), (9, 1, 8), (0, 2, 4), (1, 2, 8)])
 def test_admission_follows_the_live_version_and_never_exceeds_the_run(max_staleness: int, interval: int, admitted: int) -> None:
-    limits = BufferConfig(steps=4, groups=2, samples=2, max_staleness=max_staleness, interval=interval)
+    limits = buffer_config(steps=4, groups=2, samples=2, max_staleness=max_staleness, interval=interval)
     assert policy.admit(BufferState(), limits, 0.0) == []
     assert started(limits).admitted == admitted
 
@@ -119,7 +120,7 @@ def test_what_a_late_attempt_wrote_is_let_go_and_nothing_that_is_in_use() -> Non
 
 
 def test_nothing_is_admitted_before_the_first_evaluation_is_in() -> None:
-    limits = BufferConfig(steps=4, groups=2, samples=2, max_staleness=1, interval=1, eval_prompts=1)
+    limits = buffer_config(steps=4, groups=2, samples=2, max_staleness=1, interval=1, eval_prompts=1)
     state = started(limits)
     assert state.admitted == 0
     fold(state, policy.scored(state, limits, [came_back("eval.heldout.0.0", samples=1)], 0.0))
@@ -146,7 +147,7 @@ def test_too_few_groups_make_no_batch() -> None:
 
 
 def test_what_is_over_the_bound_is_dropped_and_its_payload_let_go() -> None:
-    limits = BufferConfig(steps=4, groups=2, samples=2, max_staleness=0, interval=1)
+    limits = buffer_config(steps=4, groups=2, samples=2, max_staleness=0, interval=1)
     state = started(limits)
     score(state, 0, 1, limits=limits)
     fold(state, policy.form_batch(state, limits, 0, 0, 0.0))
@@ -228,7 +229,7 @@ def test_a_lost_payload_has_its_group_generated_anew_once() -> None:
 
 
 def test_a_group_may_not_begin_on_weights_too_old_for_its_step() -> None:
-    limits = BufferConfig(steps=8, groups=2, samples=2, max_staleness=1, interval=2)
+    limits = buffer_config(steps=8, groups=2, samples=2, max_staleness=1, interval=2)
     state = started(limits)
     assert state.admitted == 8
     assert [policy.min_version(state.groups[group_id(number)], state, limits) for number in range(8)] == [0] * 8
@@ -251,7 +252,7 @@ def test_older_news_of_versions_gives_no_record() -> None:
 # --- evaluation
 
 
-EVALUATED = BufferConfig(steps=4, groups=2, samples=2, max_staleness=1, interval=1, eval_prompts=2, eval_interval=3)
+EVALUATED = buffer_config(steps=4, groups=2, samples=2, max_staleness=1, interval=1, eval_prompts=2, eval_interval=3)
 
 
 def test_evaluations_are_due_first_last_and_every_interval() -> None:
@@ -308,7 +309,7 @@ def test_ids_of_held_out_prompts_are_read_back_and_no_other() -> None:
 
 
 def test_the_run_ends_once_all_is_durable_and_evaluated() -> None:
-    limits = BufferConfig(steps=1, groups=1, samples=1, max_staleness=0, interval=1, eval_prompts=1, eval_first=False)
+    limits = buffer_config(steps=1, groups=1, samples=1, max_staleness=0, interval=1, eval_prompts=1, eval_first=False)
     state = started(limits)
     fold(state, policy.scored(state, limits, [came_back(group_id(0), samples=1)], 0.0))
     fold(state, policy.form_batch(state, limits, 0, 0, 0.0))
@@ -325,10 +326,10 @@ def test_the_run_ends_once_all_is_durable_and_evaluated() -> None:
 
 
 def test_what_a_shortened_run_had_admitted_too_many_is_dropped_as_surplus() -> None:
-    longer = BufferConfig(steps=4, groups=1, samples=1, max_staleness=2, interval=1)
+    longer = buffer_config(steps=4, groups=1, samples=1, max_staleness=2, interval=1)
     state = started(longer)
     fold(state, policy.scored(state, longer, [came_back(group_id(0), samples=1), came_back(group_id(1), samples=1)], 0.0))
-    limits = BufferConfig(steps=1, groups=1, samples=1, max_staleness=2, interval=1)
+    limits = buffer_config(steps=1, groups=1, samples=1, max_staleness=2, interval=1)
     fold(state, policy.form_batch(state, limits, 0, 0, 0.0))
     fold(state, policy.trained(state, 0, 1, 0.0, 1.0, 0.0))
     fold(state, policy.durable(state, 1, 0.0))

@@ -24,13 +24,14 @@ from shared.schema.ledger import (
     group_id,
 )
 from shared.schema.messages import Batch, Interrupted, Payload, SampleMeta, Score, Scored
+from tests.support.buffer_config import buffer_config
 
 Ages = Sequence[tuple[int, int]]
 """(oldest, newest) version of each sample."""
 
 
 def limits(**changes: Any) -> BufferConfig:
-    return BufferConfig(**{"steps": 8, "groups": 2, "samples": 2, "max_staleness": 1, "interval": 1, **changes})
+    return buffer_config(**{"steps": 8, "groups": 2, "samples": 2, "max_staleness": 1, "interval": 1, **changes})
 
 
 def scored(number: int, ages: Ages = ((0, 0), (0, 0)), attempt: int = 0, **changes: Any) -> Scored:
@@ -185,7 +186,7 @@ def test_over_sampling_keeps_a_surplus_under_way() -> None:
     fold(state, policy.live(state, run, 0, 0.0))
     [admitted] = fold(state, policy.admit(state, run, 0.0))
     assert isinstance(admitted, GroupsAdmitted) and admitted.count == 2 * 2 + 3
-    state.formed_steps = run.steps
+    state.formed_steps = run.rollout.num_rollout
     assert policy.admit(state, run, 0.0) == []  # every batch is there
 
 

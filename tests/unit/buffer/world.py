@@ -74,7 +74,7 @@ class World:
     freed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.audit = Audit(self.limits.max_staleness, self.limits.groups)
+        self.audit = Audit(self.limits.rollout.max_staleness, self.limits.rollout.rollout_batch_size)
 
     # --- what the service does
 
@@ -107,7 +107,9 @@ class World:
         minimum = policy.min_version(group, self.state, self.limits)
         keys = () if group.partial is None else tuple(group.partial.keys)
         assert not self.freed & set(keys)  # what a task goes on from is there
-        self.jobs.append(Job(group.id, group.attempt, self.limits.samples, minimum, partial=keys, renew_below=group.renew_below))
+        self.jobs.append(
+            Job(group.id, group.attempt, self.limits.rollout.n_samples_per_prompt, minimum, partial=keys, renew_below=group.renew_below)
+        )
 
     def _free(self, keys: Sequence[str]) -> None:
         assert len(set(keys)) == len(keys) and not self.freed & set(keys)  # each payload is freed once
@@ -124,7 +126,9 @@ class World:
         assert report.in_flight == state.in_flight == state.admitted - state.trained - state.dropped - state.dead
         assert (report.steps, report.durable_steps, report.live_version) == (state.trained_steps, state.durable_steps, state.live_version)
         if state.live_version >= 0:
-            allowed = admissible_steps(state.live_version, limits.max_staleness, limits.interval, limits.steps) * limits.groups
+            rollout, interval = limits.rollout, limits.weights.update_weights_interval
+            steps = admissible_steps(state.live_version, rollout.max_staleness, interval, rollout.num_rollout)
+            allowed = steps * rollout.rollout_batch_size
             assert state.admitted - state.dropped - state.dead <= allowed + limits.surplus
         # memory follows what is in flight and what could be handed out again
         kept = sum(len(batch.groups) for step, batch in state.batches.items() if step < state.trained_steps)
@@ -136,7 +140,7 @@ class World:
             assert group.scored.attempt == group.attempt  # the payload of an older attempt is gone
             assert group.partial is None
         assert not self._needed() & self.freed  # nothing is freed that a batch, or a task, still needs
-        if limits.eval_prompts and limits.eval_first and 0 not in state.evaluated:
+        if limits.eval_prompts and not limits.evaluation.skip_eval_before_train and 0 not in state.evaluated:
             assert not state.admitted  # the first evaluation has the engines to itself
 
     def _needed(self) -> set[str]:
@@ -189,7 +193,7 @@ class World:
         job = self.dice.choice(begun)
         self.jobs.remove(job)
         assert job.oldest is not None
-        stale = is_lost(job.oldest, self.state.live_version, self.limits.max_staleness, self.limits.staleness)
+        stale = is_lost(job.oldest, self.state.live_version, self.limits.rollout.max_staleness, self.limits.rollout.staleness_policy)
         payload = None
         if not stale and self.dice.random() < 0.7:
             key = f"{job.group}:{job.attempt}"
@@ -221,7 +225,7 @@ class World:
 
     def ask(self) -> None:
         """The trainer asks for its next batch: a new one, or one that it had before it died."""
-        if self.step >= self.limits.steps:
+        if self.step >= self.limits.rollout.num_rollout:
             return
         version = self.limits.version_of_step(self.step)
         if self.step not in self.state.batches:
@@ -234,7 +238,7 @@ class World:
 
     def _check_bound(self, batch: Batch) -> None:
         """The strict bound, token by token: on what the trainer would train of this batch."""
-        bound = batch.version - self.limits.max_staleness
+        bound = batch.version - self.limits.rollout.max_staleness
         for group in batch.groups:
             scored = self.state.groups[group.group].scored
             assert scored is not None
@@ -242,19 +246,19 @@ class World:
             oldest = [max(sample.oldest, batch.mask_below) for sample in trained if sample.newest >= batch.mask_below]
             assert oldest, "a group of which nothing is trained"
             assert min(oldest) >= bound
-            if self.limits.staleness == "continue":
+            if self.limits.rollout.staleness_policy == "continue":
                 assert len(oldest) == len(trained)  # no sample has lost all its tokens
-            if self.limits.staleness in ("drop", "requeue"):
+            if self.limits.rollout.staleness_policy in ("drop", "requeue"):
                 assert batch.mask_below == 0
 
     def train(self) -> None:
         """The trainer trains the batch it has and reports it, perhaps twice."""
-        if self.step in self.batches and self.step < self.limits.steps and self.step in self.state.batches:
+        if self.step in self.batches and self.step < self.limits.rollout.num_rollout and self.step in self.state.batches:
             step, self.step = self.step, self.step + 1
             for _ in range(self.dice.randint(1, 2)):
                 self.decide(policy.trained(self.state, step, step + 1, 0.0, 1.0, 0.0))
-            if is_pushed(self.step, self.limits.interval, self.limits.steps):
-                self.offered = version_after(self.step, self.limits.interval, self.limits.steps)
+            if is_pushed(self.step, self.limits.weights.update_weights_interval, self.limits.rollout.num_rollout):
+                self.offered = version_after(self.step, self.limits.weights.update_weights_interval, self.limits.rollout.num_rollout)
 
     def push(self) -> None:
         """The newest version goes live, and old news arrives again."""
@@ -321,7 +325,7 @@ class World:
         for record in records:
             if isinstance(record, GroupsScored):
                 for scored in record.groups:
-                    assert len(scored.samples) == len(scored.rewards) == self.limits.samples
+                    assert len(scored.samples) == len(scored.rewards) == self.limits.rollout.n_samples_per_prompt
         self.decide(records)
         for message in lot:
             self._tidy(message)
@@ -331,9 +335,9 @@ class World:
     def settle(self) -> None:
         """From here on nothing fails; the run must finish in as many rounds as it has steps and evaluations, and some."""
         self.filters = False
-        if self.offered < (made := version_after(self.step, self.limits.interval, self.limits.steps)):
+        if self.offered < (made := version_after(self.step, self.limits.weights.update_weights_interval, self.limits.rollout.num_rollout)):
             self.offered = made
-        for _ in range(4 * self.limits.steps + 8):
+        for _ in range(4 * self.limits.rollout.num_rollout + 8):
             self.decide(policy.live(self.state, self.limits, self.offered, 0.0))
             for job in self.jobs:
                 job.oldest = self.state.live_version if job.oldest is None else job.oldest
@@ -348,12 +352,12 @@ class World:
     def check_end(self) -> None:
         """All that a finished run must be."""
         state, limits, report = self.state, self.limits, self.audit.report()
-        assert state.finished_steps == limits.steps, "the run does not finish although everything comes back"
+        assert state.finished_steps == limits.rollout.num_rollout, "the run does not finish although everything comes back"
         assert report.finished and report.in_flight == 0
-        assert report.trained == limits.steps * limits.groups == state.trained
+        assert report.trained == limits.rollout.num_rollout * limits.rollout.rollout_batch_size == state.trained
         assert not state.groups and not state.batches and not state.evaluations
         assert sum(isinstance(record, RunFinished) for record in self.records) == 1
-        assert [record.step for record in self.records if isinstance(record, BatchFormed)] == list(range(limits.steps))
+        assert [record.step for record in self.records if isinstance(record, BatchFormed)] == list(range(limits.rollout.num_rollout))
         went_live = [record.version for record in self.records if isinstance(record, VersionLive)]
         assert sorted(record.version for record in self.records if isinstance(record, EvalEnded)) == sorted(state.evaluated)
         came_back = [record.group for record in self.records if isinstance(record, EvalScored)]
@@ -366,5 +370,6 @@ class World:
         if not limits.eval_prompts:
             return False
         if version == limits.last_version or version == 0:
-            return version == limits.last_version or limits.eval_first
-        return limits.eval_interval is not None and version * limits.interval % limits.eval_interval == 0
+            return version == limits.last_version or not limits.evaluation.skip_eval_before_train
+        interval = limits.evaluation.eval_interval
+        return interval is not None and version * limits.weights.update_weights_interval % interval == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +131,6 @@ def test_the_command_line_stands_over_the_file_in_any_spelling(tmp_path: Path) -
     again = load(path, flags.parse(["--apply-rope-fusion"]))
     assert again.trainer.megatron == {"apply_rope_fusion": True, "swiglu": True}
     assert [line.split(":")[0] for line in changes(config, again)] == ["trainer.megatron"]
-
-
-def test_a_checkout_lets_through_what_its_own_parser_will_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "megatron" / "training").mkdir(parents=True)
-    (tmp_path / "megatron" / "training" / "__init__.py").write_text("raise AssertionError('imported by the command line')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert megatron_flags.own_parser()
-    words = "--brand-new-switch --brand-new-list 1 2 --brand-new-number 3 --moe-router-dtype fp64"
-    assert given(words) == {"brand_new_switch": True, "brand_new_list": ["1", "2"], "brand_new_number": "3", "moe_router_dtype": "fp64"}
-    assert "megatron.training" not in sys.modules
 
 
 def test_no_flag_hides_behind_a_field_and_every_refusal_has_a_reason() -> None:

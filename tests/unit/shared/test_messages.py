@@ -89,9 +89,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "seconds": 0.1,
         "at": 1.0,
     },
-    "WeightsLend": {"borrower": "r", "version": 1, "ranks": 1, "deadline": 60.0},
-    "WeightsLent": {
-        "replica": "r",
+    "PeerTransferRequest": {"destination": "r", "version": 1, "ranks": 1, "deadline": 60.0},
+    "PeerTransferOffer": {
+        "source": "r",
         "version": 1,
         "digest": "0f",
         "channels": [LANE],

@@ -8,7 +8,6 @@ is ``{"ok": true, …}`` or ``{"ok": false, "error": text, "touched": bool}``.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import queue
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from services.rollout.engine.receiver.channel_receiver import ReceiveDeadline
+from services.rollout.engine.receiver.peer_transfer import receive_from_peer, send_to_peer
 from services.rollout.engine.receiver.receiver import Received, ReceiveError, Receiver, Verb
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.failures import SupervisedThread
@@ -78,18 +78,13 @@ def adopt(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) 
     return {"digest": receiver.digest}
 
 
-AT_ONCE: dict[str, Verb] = {"join": join, "leave": leave, "state": state, "adopt": adopt}
-QUEUED: dict[str, Verb] = {"receive": receive}
+AT_ONCE: dict[str, Verb] = {"join": join, "leave": leave, "state": state, "adopt": adopt, "send_to_peer": send_to_peer}
+QUEUED: dict[str, Verb] = {"receive": receive, "receive_from_peer": receive_from_peer}
 """Verbs by who does them: the connection's thread, or the thread that owns the model."""
-
-MODULES = {"lend": "services.rollout.engine.receiver.peer_transfer", "borrow": "services.rollout.engine.receiver.peer_transfer"}
-"""Verbs that a module of their own adds to the two tables, when it is imported: they are rare."""
 
 
 def _verb(name: str) -> tuple[Verb, bool]:
     """What does the order, and whether it needs the model. Raises BadMessage."""
-    if name in MODULES:
-        importlib.import_module(MODULES[name])
     if name in QUEUED:
         return QUEUED[name], True
     if name in AT_ONCE:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -19,34 +17,6 @@ from shared.config import megatron_flags
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 from tests.unit.trainer.megatron.tiny import make_checkpoint
-
-# Megatron's own module of arguments as it looks from outside: a function that adds options, in a package that cannot be imported here
-OWN_PARSER = textwrap.dedent(
-    """
-    from megatron.training import get_args
-    from megatron.core.transformer.enums import AttnBackend
-
-    def add_megatron_arguments(parser):
-        group = parser.add_argument_group("moe")
-        group.add_argument("--moe-router-dtype", choices=["fp32", "fp64"], default=None)
-        group.add_argument("--moe-layer-freq", type=lambda text: eval(text), default=1)
-        group.add_argument("--attention-backend", type=lambda text: AttnBackend[text], default=AttnBackend.auto)
-        group.add_argument("--window-of-old", dest="bucket_size", type=int)
-        group.add_argument("--loop-only", type=int, required=True)
-        group.add_argument("--old-dropout", dest="hidden_dropout", type=float)
-        group.add_argument("--old-layers", dest="num_layers", type=int)
-        return parser
-    """
-)
-
-
-@pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "megatron" / "training"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("import a_package_that_is_not_there")
-    (package / "arguments.py").write_text(OWN_PARSER)
-    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def test_the_catalogue_is_current() -> None:
@@ -124,26 +94,3 @@ def test_what_needs_transformer_engine_is_refused_without_it() -> None:
     assert flag_sorting.resolve({"attention_backend": "auto", "no_rope_fusion": True, "moe_grouped_gemm": False}).transformer
     with pytest.raises(ConfigError, match=r"trainer.megatron.fp8 = 'hybrid': Transformer Engine has it, which is not installed"):
         flag_sorting.resolve({"fp8_format": "hybrid"})
-
-
-@pytest.mark.usefixtures("checkout")
-def test_a_checkouts_own_parser_reads_the_flags_too() -> None:
-    found = flag_sorting.resolve({"moe_layer_freq": [0, 1], "moe_router_dtype": "fp64", "window_of_old": "7", "old_layers": "3"})
-    assert (found.architecture, found.transformer) == ({"moe_layer_freq": [0, 1], "num_layers": 3}, {"moe_router_dtype": "fp64"})
-    assert found.ddp == {"bucket_size": 7}
-    assert "megatron.training" not in sys.modules
-
-
-@pytest.mark.usefixtures("checkout")
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"loop_only": "3"}, "trainer.megatron.loop_only = '3': leave it out: it steers Megatron's own training loop"),
-        ({"old_dropout": "0.1"}, "trainer.megatron.old_dropout = '0.1': leave it out, or give 0.0"),
-        ({"window_of_old": "wide"}, "Megatron's own parser says: .*invalid int value: 'wide'"),
-        ({"moe_router_dtyp": "fp32"}, r"unknown to Megatron's own parser, too; did you mean moe_router_dtype\?"),
-    ],
-)
-def test_what_a_checkouts_parser_refuses_is_refused(given: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        flag_sorting.resolve(given)

@@ -1,0 +1,206 @@
+"""A process that this one starts, watches and ends. All processes of Myxo are started here.
+
+A child has a session and a process group of its own. It never outlives its parent, however the parent ends: by a watchdog
+(`shared.runtime.parent_watchdog`), where the child starts processes of its own that have to go too, else by the kernel's parent-death
+signal alone, which costs nothing, and has to be asked for in a thread that lives as long as the child should: the main thread.
+
+Everything here blocks; a coroutine calls `wait_ready` and `stop` by ``asyncio.to_thread``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from shared.runtime import failure_summary
+from shared.runtime.errors import DeadlineExceeded, MyxoError
+
+WATCHDOG = Path(__file__).with_name("parent_watchdog.py")
+
+KILL_SECONDS = 10.0
+"""How long a group may take to vanish after SIGKILL; only processes in uninterruptible sleep take longer."""
+
+QUOTED_LINES, QUOTED_CHARACTERS = 20, 400
+"""How much of a log an error quotes: the end of a Python traceback and a few lines before it. SGLang prints its settings in one line of
+16 KB."""
+
+_TAIL_BYTES = 64 * 1024
+_PR_SET_PDEATHSIG = 1
+
+
+class ProcessEnded(MyxoError):
+    """A process ended before it was ready; the message ends with the last lines of its log."""
+
+
+def die_with_parent() -> None:
+    """Has the calling process killed when the thread of its parent that forked it ends. It works on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def cause(code: int | None) -> str:
+    """Returns an exit code in words."""
+    if code is None:
+        return "unknown"
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+class ChildProcess:
+    """One started process.
+
+    Args:
+        name: what it is, for errors. command: its command line. environment: all of it; None: this process's own.
+        log_path: standard output and error are appended to it, its directory is made. None: standard input and output are the pipes
+            ``stdin`` and ``stdout``, and standard error is this process's.
+        watchdog: see the module. scratch: a directory that the watchdog removes when this process dies, and `stop` does otherwise.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log_path: Path | None,
+        environment: Mapping[str, str] | None = None,
+        *,
+        watchdog: bool = False,
+        scratch: Path | None = None,
+    ) -> None:
+        self.name, self.log_path = name, log_path
+        self._scratch, self._lifeline = scratch, -1
+        self._log_begin = 0
+        self._ended = self._group_gone = False
+        self.started_s, self.started_at = time.monotonic(), time.time()
+        with contextlib.ExitStack() as files:
+            output, far_end = subprocess.PIPE, -1
+            if log_path is not None:
+                log_path.parent.mkdir(parents=True, exist_ok=True)
+                log = files.enter_context(log_path.open("ab"))
+                output, self._log_begin = log.fileno(), log.tell()
+            if watchdog:
+                far_end, self._lifeline = os.pipe()
+                files.callback(os.close, far_end)
+                command = [sys.executable, "-I", "-S", str(WATCHDOG), str(far_end), str(scratch or ""), *command]
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.PIPE if log_path is None else subprocess.DEVNULL,
+                stdout=output,
+                stderr=None if log_path is None else output,
+                start_new_session=True,
+                pass_fds=(far_end,) if watchdog else (),
+                preexec_fn=None if watchdog else die_with_parent,  # whoever starts these holds no lock in its main thread
+            )
+        self.pid, self.stdin, self.stdout = self._process.pid, self._process.stdin, self._process.stdout
+
+    def exit_code(self) -> int | None:
+        """Returns how it ended (negative: by that signal), None while it runs. What it left running is killed with it."""
+        code = self._process.poll()
+        if code is not None and not self._ended:
+            self._ended = True
+            self.kill()
+        return code
+
+    def running(self) -> bool:
+        return self.exit_code() is None
+
+    def members(self) -> list[int]:
+        """Returns the living processes of its group, sorted, the watchdog among them."""
+        if not self._group_gone:
+            self._process.poll()  # reaps it: a zombie would keep the group's number
+            found = group_members(self.pid)
+            self._group_gone = not found  # from now on the number may belong to others
+            return found
+        return []
+
+    def terminate(self) -> None:
+        """Asks the process itself to stop; what it started is for it to stop."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Kills the whole group, and does not wait."""
+        if self.members():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def wait(self, deadline_s: float) -> int:
+        """Returns the exit code. Raises DeadlineExceeded."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(deadline_s)
+        raise DeadlineExceeded("its end", self.name, deadline_s, "it still runs")
+
+    def stop(self, grace_s: float) -> None:
+        """Asks the process to stop, kills the group after ``grace_s``, and returns when nothing of it is left.
+
+        Raises MyxoError where a process outlived SIGKILL by `KILL_SECONDS`.
+        """
+        if grace_s > 0:
+            self.terminate()
+            with contextlib.suppress(DeadlineExceeded):
+                self.wait(grace_s)
+        self.kill()
+        end = time.monotonic() + KILL_SECONDS
+        while left := self.members():
+            if time.monotonic() > end:
+                raise MyxoError(f"processes {left} of {self.name} outlived SIGKILL by {KILL_SECONDS:g} s")
+            time.sleep(0.01)
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def wait_ready(self, answers: Callable[[], bool], awaited: str, deadline_s: float, pause_s: float = 0.05) -> float:
+        """Returns after how many seconds the process was ready.
+
+        Args:
+            answers: whether it is; asked every ``pause_s``. awaited: what proves it, for the error.
+
+        Raises ProcessEnded, or DeadlineExceeded while it still runs; both quote the end of its log.
+        """
+        begin = time.monotonic()
+        while self.running():
+            if answers():
+                return time.monotonic() - begin
+            if time.monotonic() - begin >= deadline_s:
+                raise DeadlineExceeded(awaited, f"the starting {self.name}", deadline_s, f"it should be stopped; {self.quoted_log()}")
+            time.sleep(pause_s)
+        words = failure_summary.of_log(self.last_lines())
+        raise ProcessEnded(f"{self.name} ended before it was ready, with {cause(self.exit_code())}: {words}; {self.quoted_log()}")
+
+    def last_lines(self, count: int | None = None) -> list[str]:
+        """Returns the last lines that it has logged in this life, empty ones left out."""
+        if self.log_path is None or not self.log_path.is_file():
+            return []
+        with self.log_path.open("rb") as log:
+            log.seek(max(self._log_begin, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        return lines if count is None else lines[-count:]
+
+    def quoted_log(self) -> str:
+        """Returns the end of its log for an error."""
+        lines = [line[:QUOTED_CHARACTERS] for line in self.last_lines(QUOTED_LINES)]
+        return f"the end of its log {self.log_path}:\n" + ("\n".join(lines) or "(empty)")
+
+
+def group_members(group: int) -> list[int]:
+    """Returns the living processes of a process group, sorted. It reads ``/proc/*/stat``, fields 3 and 5 (proc(5))."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            state, _parent, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):  # it ended while being looked at
+            continue
+        if int(its_group) == group and state != "Z":
+            members.append(int(entry.name))
+    return sorted(members)

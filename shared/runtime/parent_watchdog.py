@@ -1,0 +1,64 @@
+"""Runs a command that ends with the process that asked for it, however that process ends. `shared.runtime.child_process` starts it.
+
+    python -I -S parent_watchdog.py LIFELINE SCRATCH COMMAND ARGUMENT...
+
+LIFELINE is the read end of a pipe whose write end the parent holds. The kernel closes that one when the parent ends, also by ``kill -9``;
+the watchdog then removes the directory SCRATCH ("" for none) and kills its whole process group, the command's children included. A pipe is
+used because ``PR_SET_PDEATHSIG`` follows the parent's *thread* and does not reach children of the command. The other way round the command
+gets ``PR_SET_PDEATHSIG``, so that it dies should the watchdog be killed.
+
+The watchdog ends as its command does: with its exit code or by its signal. It passes SIGTERM and SIGINT on. It uses the standard library
+only and is started with ``-I -S``: it is there in 15 ms and takes about 8 MB.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def _die_with_watchdog() -> None:
+    """Runs in the child before exec. It works on Linux only; elsewhere the pipe alone holds."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _kill_group_when_parent_ends(lifeline: int, scratch: str) -> None:
+    try:
+        while os.read(lifeline, 4096):
+            pass
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
+    finally:  # whatever happens to this thread: without it nothing would end the command
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def main(lifeline: int, scratch: str, command: list[str]) -> int:
+    """Runs ``command`` to its end and returns its exit code."""
+    # no thread is running yet, so preexec_fn is safe here
+    child = subprocess.Popen(command, preexec_fn=_die_with_watchdog)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):  # whoever holds the other ends is to see when the command has closed its own
+        os.dup2(nothing, descriptor)
+    for passed_on in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(passed_on, lambda number, _frame: child.send_signal(number))
+    threading.Thread(target=_kill_group_when_parent_ends, args=(lifeline, scratch), daemon=True).start()
+    status = child.wait()
+    if status < 0:
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+if __name__ == "__main__":
+    if os.getpid() != os.getsid(0):
+        sys.exit("parent_watchdog.py must be started in a session of its own: it kills its process group")
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -1,0 +1,1 @@
+"""What a stand-in and the real thing have in common, asserted of both."""

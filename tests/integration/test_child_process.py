@@ -1,0 +1,139 @@
+"""Child processes: how they are found ready, how they end, and that none stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.runtime.child_process import WATCHDOG, ChildProcess, ProcessEnded, group_members
+from shared.runtime.errors import DeadlineExceeded
+from tests.support.waiting import until
+
+FAMILY = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); time.sleep(600)"
+"""A command with a child that does not care when its parent ends."""
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from shared.runtime.child_process import ChildProcess
+
+scratch = Path(sys.argv[1])
+scratch.mkdir()
+child = ChildProcess("family", [sys.executable, "-c", sys.argv[2]], scratch.with_suffix(".log"), watchdog=True, scratch=scratch)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    return tmp_path / "scratch"
+
+
+@pytest.fixture
+def holder(scratch: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds a child under a watchdog."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", HOLDER, str(scratch), FAMILY]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    yield process
+    process.kill()
+    process.wait(60)
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Iterator[ChildProcess]:
+    process = ChildProcess("family", [sys.executable, "-c", FAMILY], tmp_path / "log", watchdog=True)
+    yield process
+    process.stop(0)
+
+
+def group_of(holder: subprocess.Popen[str]) -> int:
+    assert holder.stdout is not None
+    return int(holder.stdout.readline())
+
+
+async def test_nothing_outlives_a_parent_that_is_killed(holder: subprocess.Popen[str], scratch: Path) -> None:
+    group = group_of(holder)
+    await until(lambda: len(group_members(group)) == 3, "the watchdog, the command and its child")
+    assert scratch.exists()
+    holder.kill()
+    holder.wait(60)
+    await until(lambda: not group_members(group), "the end of the group")
+    assert not scratch.exists()
+
+
+async def test_the_command_dies_with_its_watchdog(holder: subprocess.Popen[str]) -> None:
+    group = group_of(holder)
+    await until(lambda: len(group_members(group)) == 3, "the watchdog, the command and its child")
+    os.kill(group, signal.SIGKILL)
+    await until(lambda: len(group_members(group)) == 1, "the end of the command")  # its child is left to the holder
+    os.killpg(group, signal.SIGKILL)
+
+
+async def test_a_dead_commands_children_are_killed(family: ChildProcess) -> None:
+    await until(lambda: len(family.members()) == 3, "the watchdog, the command and its child")
+    command = next(pid for pid in family.members() if psutil.Process(pid).ppid() == family.pid)
+    os.kill(command, signal.SIGKILL)
+    await until(lambda: not family.running(), "the end of the watchdog")
+    assert family.exit_code() == -signal.SIGKILL
+    await until(lambda: not family.members(), "the end of the child")
+
+
+async def test_stop_ends_everything_and_can_be_repeated(family: ChildProcess) -> None:
+    await until(lambda: len(family.members()) == 3, "the watchdog, the command and its child")
+    family.stop(30)
+    assert family.members() == [] and family.exit_code() == -signal.SIGTERM
+    family.stop(30)
+
+
+@pytest.mark.parametrize("watchdog", [True, False])
+@pytest.mark.parametrize(("code", "status"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", -9)])
+def test_an_end_is_quoted_with_its_reason(code: str, status: int, watchdog: bool, tmp_path: Path) -> None:
+    script = f"print('x' * 1000); print('ValueError: no such abacus', flush=True); {code}"
+    process = ChildProcess("reckoner", [sys.executable, "-c", script], tmp_path / "log", watchdog=watchdog)
+    words = f"exit code {status}" if status > 0 else f"signal {-status}"
+    with pytest.raises(
+        ProcessEnded, match=f"(?s)reckoner ended before it was ready, with {words}: ValueError: no such abacus; .*x{{400}}\n"
+    ):
+        process.wait_ready(lambda: False, "its first answer", 60)
+    assert process.exit_code() == status
+    process.stop(0)
+
+
+async def test_one_that_does_not_answer_is_named_with_its_log(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("a life before\n")
+    script = "import time; print('loading', flush=True); time.sleep(600)"
+    process = ChildProcess("reckoner", [sys.executable, "-c", script], tmp_path / "log")
+    try:
+        await until(lambda: process.last_lines() == ["loading"], "its first line")
+        with pytest.raises(DeadlineExceeded, match=r"(?s)a word did not come from the starting reckoner within 0.2 s.*:\nloading$"):
+            process.wait_ready(lambda: False, "a word", 0.2)
+    finally:
+        process.stop(0)
+    assert process.members() == []
+
+
+def test_pipes_end_with_the_command(tmp_path: Path) -> None:
+    process = ChildProcess("echo", [sys.executable, "-c", "print(input())"], None, watchdog=True)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(b"word\n")
+    process.stdin.close()
+    assert process.stdout.read() == b"word\n"
+    assert process.wait(60) == 0
+    process.stop(0)
+    process.stdout.close()
+
+
+def test_the_watchdog_wants_a_session_of_its_own() -> None:
+    done = subprocess.run([sys.executable, "-I", "-S", str(WATCHDOG), "0", "", "true"], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "session of its own" in done.stderr

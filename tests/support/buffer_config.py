@@ -1,0 +1,44 @@
+"""A buffer's config of a few numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from services.buffer.buffer_config import BufferConfig
+from shared.config.sections import EvalSection, RolloutSection
+from shared.config.weights_section import WeightsSection
+
+
+def buffer_config(
+    *,
+    steps: int,
+    groups: int,
+    samples: int,
+    max_staleness: int,
+    interval: int,
+    staleness: Any = "drop",
+    order: Any = "completion",
+    window: int = 0,
+    surplus: int = 0,
+    eval_prompts: int = 0,
+    eval_interval: int | None = None,
+    eval_first: bool = True,
+) -> BufferConfig:
+    """The config of a run. window: 0 for the default; of no meaning but to ``windowed_fifo``, and never fewer groups than a batch has."""
+    rollout = RolloutSection(
+        num_rollout=steps,
+        rollout_batch_size=groups,
+        n_samples_per_prompt=samples,
+        max_staleness=max_staleness,
+        staleness_policy=staleness,
+        rollout_order=order,
+        rollout_window=max(window, groups) if window and order == "windowed_fifo" else None,
+        over_sampling_batch_size=groups + surplus,
+    )
+    evaluation = EvalSection(
+        eval_prompt_data=Path("heldout.jsonl") if eval_interval else None,
+        eval_interval=eval_interval,
+        skip_eval_before_train=not eval_first,
+    )
+    return BufferConfig(rollout, WeightsSection(update_weights_interval=interval), evaluation, eval_prompts)

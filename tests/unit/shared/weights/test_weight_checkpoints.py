@@ -1,0 +1,261 @@
+"""Versions on disk: chains, what breaks them, what is kept, and that nobody ever sees half of one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from shared.transfer.digest import TensorDigest, of_bytes, version_digest
+from shared.transfer.local_checkpoint import LocalCheckpoint
+from shared.transfer.weight_checkpoint import CHECKPOINT_FILE, BrokenCheckpoint, WeightCheckpoint, WeightCheckpoints
+from shared.transfer.weight_checkpoint_writer import WeightCheckpointWriter
+from shared.transfer.weight_delta import DeltaEncoding
+
+Weights = dict[str, np.ndarray]
+
+
+def weights(version: int, names: int = 5) -> Weights:
+    """Each version differs from the one before in some elements of some tensors."""
+    random = np.random.default_rng(0)
+    made = {f"layer.{number}.weight": random.standard_normal((6, 8)).astype(np.float32) for number in range(names)}
+    for step in range(1, version + 1):
+        for name in list(made)[step % names :]:
+            made[name].reshape(-1)[step : step + 9] += np.float32(1e-6 * step)
+    return made
+
+
+def write(
+    snapshots: WeightCheckpoints,
+    version: int,
+    base: LocalCheckpoint | None = None,
+    encoding: DeltaEncoding = "xor",
+    found: Weights | None = None,
+) -> WeightCheckpoint:
+    """A checkpoint as a trainer writes it, in two buckets."""
+    draft = WeightCheckpointWriter(snapshots, version, base, encoding)
+    tensors = {name: ("float32", array.shape, array.reshape(-1).view(np.uint8)) for name, array in (found or weights(version)).items()}
+    for part in (list(tensors)[:3], list(tensors)[3:]):
+        draft.add({name: tensors[name] for name in part})
+    return draft.publish(lambda path: (path / "config.json").write_text("{}\n") and None)
+
+
+def history(root: Path, kinds: str, encoding: DeltaEncoding = "xor") -> WeightCheckpoints:
+    """Versions 0, 1, …, each full (``f``) or a delta (``d``)."""
+    snapshots, current = WeightCheckpoints(root), LocalCheckpoint(root / ".current")
+    for version, kind in enumerate(kinds):
+        if kind == "f":
+            current.copy_from(write(snapshots, version))
+        else:
+            write(snapshots, version, current, encoding)
+    return snapshots
+
+
+def loaded(path: Path) -> Weights:
+    return {name: array for file in path.glob("*.safetensors") for name, array in load_file(file).items()}
+
+
+def same(found: Weights, expected: Weights) -> bool:
+    return found.keys() == expected.keys() and all(found[name].tobytes() == array.tobytes() for name, array in expected.items())
+
+
+def test_a_full_checkpoint_is_a_checkpoint(tmp_path: Path) -> None:
+    checkpoint = write(WeightCheckpoints(tmp_path), 12)
+    assert checkpoint.path == tmp_path / "v000012" and same(loaded(checkpoint.path), weights(12))
+    assert {path.name for path in checkpoint.path.iterdir()} == {
+        "config.json", CHECKPOINT_FILE, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    }  # fmt: skip
+    known = {name: TensorDigest("float32", array.shape, of_bytes(array.tobytes())) for name, array in weights(12).items()}
+    assert checkpoint.digest == version_digest(known) and checkpoint.kind == "full"
+    assert LocalCheckpoint(tmp_path / "cache").follow(WeightCheckpoints(tmp_path), 12) == checkpoint  # nothing to copy
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_a_chain_gives_every_version_bit_for_bit(encoding: DeltaEncoding, tmp_path: Path) -> None:
+    snapshots = history(tmp_path / "w", "fdddfd", encoding)
+    assert [[checkpoint.version for checkpoint in snapshots.chain(version)] for version in (3, 4, 5)] == [[0, 1, 2, 3], [4], [4, 5]]
+    assert [checkpoint.kind for checkpoint in snapshots.chain(3)] == ["full", "delta", "delta", "delta"]
+    cache = LocalCheckpoint(tmp_path / "cache")
+    for version in (1, 3, 5, 2):  # a first one, over a gap, onto another full one, back
+        checkpoint = cache.follow(snapshots, version)
+        assert same(loaded(checkpoint.path), weights(version)) and checkpoint.digest == snapshots.load(version).digest
+        assert (checkpoint.path / "config.json").exists()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["v000002"]
+
+
+def test_a_delta_holds_what_changed_alone(tmp_path: Path) -> None:
+    snapshots = history(tmp_path, "fd")
+    changed = {name.partition("/")[2] for file in snapshots.load(1).tensor_files() for name in load_file(file)}
+    before, after = weights(0), weights(1)
+    assert changed == {name for name in after if not np.array_equal(before[name], after[name])} != set(after)
+    write(snapshots, 2, LocalCheckpoint(tmp_path / ".current"), found=weights(1))  # nothing changed
+    assert snapshots.load(2).tensor_files() == [] and snapshots.load(2).digest == snapshots.load(1).digest
+    assert same(loaded(LocalCheckpoint(tmp_path / "cache").follow(snapshots, 2).path), weights(1))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def delta(path: Path) -> Path:
+    return min(path.glob("delta*"))
+
+
+DAMAGE = {
+    "a delta's bytes": (1, lambda path: flip(delta(path)), r"v000001: delta.* is altered"),
+    "a torn delta": (1, lambda path: cut(delta(path)), r"v000001: delta.* bytes, not"),
+    "a delta's file": (1, lambda path: delta(path).unlink(), r"v000001: delta.*No such file"),
+    "a delta's checkpoint.json": (
+        1,
+        lambda path: cut(path / CHECKPOINT_FILE) or (path / CHECKPOINT_FILE).write_text("{"),
+        r"v000001: its checkpoint.json",
+    ),
+    "a missing delta": (1, shutil.rmtree, r"version 1 .*it is missing"),
+    "a full checkpoint's bytes": (0, lambda path: flip(min(path.glob("model*.safetensors"))), r"v000000: model.* is altered"),
+    "a full checkpoint's config": (0, lambda path: flip(path / "config.json"), r"v000000: config.json is altered"),
+    "another base": (
+        0,
+        lambda path: write(WeightCheckpoints(path.parent), 0, found=weights(3)),
+        r"v000000: version 1 lies on another version 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_is_found_and_named_and_a_full_checkpoint_mends_it(what: str, tmp_path: Path) -> None:
+    version, damage, message = DAMAGE[what]
+    snapshots = history(tmp_path / "w", "fdd")
+    damage(snapshots.path_of(version))
+    cache = LocalCheckpoint(tmp_path / "cache")
+    with pytest.raises(BrokenCheckpoint, match=message) as raised:
+        cache.follow(snapshots, 2)
+    assert raised.value.version == version
+    write(snapshots, 2)
+    assert same(loaded(cache.follow(snapshots, 2).path), weights(2))
+
+
+def test_a_delta_that_lies_about_what_it_makes(tmp_path: Path) -> None:
+    """Sums that fit the files prove nothing: what was made is what counts."""
+    snapshots = history(tmp_path / "w", "fd")
+    honest = snapshots.load(1)
+    for tensors in (honest.tensors | {"layer.4.weight": TensorDigest("float32", (6, 8), 1)}, dict(list(honest.tensors.items())[1:])):
+        honest.model_copy(update={"tensors": tensors, "digest": version_digest(tensors)}).save()
+        cache = LocalCheckpoint(tmp_path / "cache")
+        with pytest.raises(BrokenCheckpoint, match=r"v000001: (layer.4.weight laid over its base|it has no change of layer.0)"):
+            cache.follow(snapshots, 1)
+        assert cache.held() is None and not list((tmp_path).glob("cache/*"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '{"version": 3, "format": 1}',
+        "[]",
+        '{"version": 7}',
+        "\xff",
+        "{}",
+        '{"version": 3, "digest": "99aa06d3014798d86001c324468d497f", "tensors": {}, "files": {"../x": [0, ""]}}',
+        '{"version": 3, "digest": "99aa06d3014798d86001c324468d497e", "tensors": {}, "files": {}}',
+    ],
+)
+def test_a_foreign_description_is_named(fields: str, tmp_path: Path) -> None:
+    (tmp_path / "v000003").mkdir()
+    (tmp_path / "v000003" / CHECKPOINT_FILE).write_bytes(fields.encode("latin-1"))
+    (tmp_path / "notes").mkdir()
+    snapshots = WeightCheckpoints(tmp_path)
+    assert snapshots.versions() == [3] and snapshots.newest() is None
+    with pytest.raises(BrokenCheckpoint, match=r"version 3 cannot be had from .*v000003: its checkpoint.json cannot be read"):
+        snapshots.chain(3)
+    assert snapshots.retain(1) == [] and snapshots.path_of(3).is_dir()
+
+
+def test_a_damaged_cache_is_made_anew(tmp_path: Path) -> None:
+    snapshots = history(tmp_path / "w", "fd")
+    flip(min(LocalCheckpoint(tmp_path / "cache").follow(snapshots, 1).path.glob("model*.safetensors")))
+    again = LocalCheckpoint(tmp_path / "cache")
+    assert again.held() is None
+    assert same(loaded(again.follow(snapshots, 1).path), weights(1))
+
+
+def test_what_newer_versions_are_made_of_is_kept(tmp_path: Path) -> None:
+    snapshots = history(tmp_path, "fddfdd")
+    assert snapshots.retain(2) == [2, 1, 0] and snapshots.versions() == [3, 4, 5]
+    assert snapshots.retain(1) == [] and [checkpoint.version for checkpoint in snapshots.chain(5)] == [3, 4, 5]
+    write(snapshots, 6)
+    shutil.rmtree(snapshots.path_of(4))
+    assert snapshots.retain(2) == []  # version 5 cannot be made: nobody can tell of what
+    assert snapshots.retain(1) == [5, 3] and snapshots.versions() == [6]
+
+
+def test_versions_of_a_life_that_is_over_go(tmp_path: Path) -> None:
+    snapshots = history(tmp_path, "fdfd")
+    assert snapshots.remove_after(1) == [2, 3] and snapshots.versions() == [0, 1]
+
+
+def test_a_base_without_a_tensor_is_refused(tmp_path: Path) -> None:
+    snapshots, current = history(tmp_path, "f"), LocalCheckpoint(tmp_path / ".current")
+    draft = WeightCheckpointWriter(snapshots, 1, current)
+    extra = np.zeros(4, np.uint8)
+    with pytest.raises(BrokenCheckpoint, match=r"another is not in version 0"):
+        draft.add({"another": ("float32", (1,), extra)})
+    draft.discard()
+    assert snapshots.versions() == [0] and LocalCheckpoint(tmp_path / ".current").held() is None
+    current.copy_from(snapshots.load(0))
+    with pytest.raises(BrokenCheckpoint, match=r"layer.0.weight has not come"):
+        WeightCheckpointWriter(snapshots, 1, current).publish()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from shared.transfer.weight_checkpoint import WeightCheckpoints
+from shared.transfer.local_checkpoint import LocalCheckpoint
+from tests.unit.shared.weights import test_weight_checkpoints as t
+import shared.runtime.atomic_files, shared.transfer.weight_checkpoint_writer as d
+place, step = Path(sys.argv[1]), int(sys.argv[2])
+count = 0
+def counted(original):
+    def call(*arguments, **named):
+        global count
+        count += 1
+        if count == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **named)
+    return call
+d.tensor_file.write, d.fsync_tree = counted(d.tensor_file.write), counted(d.fsync_tree)
+d.FileSum.read = counted(d.FileSum.read)
+Path.rename = counted(Path.rename)
+t.write(WeightCheckpoints(place), 2, LocalCheckpoint(place / ".current"))
+"""
+
+
+@pytest.mark.parametrize("step", [1, 2, 4, 6, 8])
+def test_a_writer_that_is_killed_leaves_no_half_checkpoint(step: int, tmp_path: Path) -> None:
+    snapshots = history(tmp_path, "fd")
+    source = Path(__file__).parents[4]
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(step)], cwd=source, env=environment)
+    assert done.returncode == -signal.SIGKILL
+    assert snapshots.versions() in ([0, 1], [0, 1, 2])
+    newest = snapshots.newest()
+    assert newest is not None
+    cache = LocalCheckpoint(tmp_path / "cache")
+    assert same(loaded(cache.follow(snapshots, newest.version).path), weights(newest.version))
+    snapshots.sweep()
+    current = LocalCheckpoint(tmp_path / ".current").held()
+    assert current is None or current.digest in (snapshots.load(1).digest, newest.digest)
+    assert {path.name for path in tmp_path.iterdir()} <= {"v000000", "v000001", "v000002", ".current", "cache"}
