@@ -29,7 +29,7 @@ COMMANDS = {
     "simulate": ("service_tools:declare", "throughput and staleness of every policy, simulated"),
     "convert": ("service_tools:declare", "a model from Hugging Face's format to torch_dist, or back"),
     "replay": ("service_tools:declare", "train the batches again that a run has dumped, without the run"),
-    "flags": ("flags:declare", "the flags of Megatron's that a run takes, and what became of the others"),
+    "flags": ("flag_list:declare", "the flags of Megatron's that a run takes, and what became of the others"),
     "summary": ("status:declare_summary", "what a run came to: summary.json, a picture, a table"),
 }
 """Command → the function in `myxo.commands` that declares its arguments and what runs it, and its short help.

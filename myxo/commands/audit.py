@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from myxo.commands.arguments import add_json, add_run
+from myxo.commands.command_arguments import add_json, add_run
 from myxo.run.run_access import reach
 from shared.bus import stream_replay
 from shared.bus.subjects import Subjects

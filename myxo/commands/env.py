@@ -12,7 +12,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
-from myxo.commands.arguments import add_json, seconds
+from myxo.commands.command_arguments import add_json, seconds
 from myxo.preflight.server_checks import connect
 from shared.bus.connection import Bus
 from shared.bus.subjects import RUN_ID

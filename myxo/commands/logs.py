@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from myxo.commands.arguments import add_run, count
+from myxo.commands.command_arguments import add_run, count
 from myxo.run.run_directory import find, no_such_run
 from shared.runtime.errors import ConfigError, nearest
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from myxo.commands.arguments import add_json, add_run, count, number
+from myxo.commands.command_arguments import add_json, add_run, count, number
 from myxo.display.sample_list import ORDERS, SampleList, WantedGroups, table
 from myxo.display.sample_page import Pieces, as_plain, page, responses, texts
 from myxo.preflight.server_checks import given_servers
@@ -80,11 +80,7 @@ def take_group(parsed: argparse.Namespace, rest: list[str]) -> list[str]:
 def samples(parsed: argparse.Namespace, console: Console) -> int:
     """Prints a group or the list. Raises ConfigError where there is no such run, group or sample."""
     if parsed.group is not None:
-        values = {**vars(parsed), "group": parsed.only}
-        given = [option for option in _LIST_OPTIONS if values[option.removeprefix("--").replace("-", "_")] is not None]
-        given += [f"--{name}" for name in ("eval", "responses") if values[name]]
-        if given:
-            raise ConfigError("GROUP", parsed.group, f"{', '.join(given)} is for the list; leave it out, or leave GROUP out")
+        _refuse_list_options(parsed)
         return asyncio.run(_show(parsed, console, *target(parsed.group)))
     only = None if parsed.only is None else group_named(parsed.only)
     evaluation = parsed.eval or parsed.dataset is not None or parsed.status in (EVALUATED, FAILED) or (only or "").startswith("eval.")
@@ -92,6 +88,14 @@ def samples(parsed: argparse.Namespace, console: Console) -> int:
     wanted = WantedGroups(parsed.status, parsed.step, *bounds, only, parsed.version, evaluation, parsed.dataset)
     listing = SampleList(wanted, parsed.sort or "age", 20 if parsed.limit is None else parsed.limit)
     return asyncio.run(_browse(parsed, console, listing, with_texts=parsed.responses or parsed.step is not None or evaluation))
+
+
+def _refuse_list_options(parsed: argparse.Namespace) -> None:
+    values = {**vars(parsed), "group": parsed.only}
+    given = [option for option in _LIST_OPTIONS if values[option.removeprefix("--").replace("-", "_")] is not None]
+    given += [f"--{name}" for name in ("eval", "responses") if values[name]]
+    if given:
+        raise ConfigError("GROUP", parsed.group, f"{', '.join(given)} is for the list; leave it out, or leave GROUP out")
 
 
 def target(text: str) -> tuple[str, int | None]:

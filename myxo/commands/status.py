@@ -14,7 +14,7 @@ from typing import Any
 import nats.errors
 from rich.console import Console
 
-from myxo.commands.arguments import add_json, add_run
+from myxo.commands.command_arguments import add_json, add_run
 from myxo.display.progress_display import display, panel
 from myxo.launch import exit_report
 from myxo.run.run_access import Access, reach

@@ -89,8 +89,7 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
     if fresh:
         directory.refuse_input_in_state(config)
     asyncio.run(server_checks.check_servers(given, config.run.name))
-    directory.hold()
-    try:
+    with directory.held():
         if fresh:
             directory.clear()
         directory.logs.mkdir(parents=True, exist_ok=True)
@@ -100,8 +99,6 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
                 return asyncio.run(Launch(config, directory, given, console, fresh=fresh).run())
             finally:
                 telemetry.silence_logs()
-    finally:
-        directory.release()
 
 
 def submit(path: Path, arguments: list[str], console: Console) -> int:
@@ -113,8 +110,9 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
     if given.redis_url is None:
         raise ConfigError("REDIS_URL", None, "required in the environment: redis://[user:password@]host:port, or REDIS_URL_FILE")
     asyncio.run(_submit(config, given.nats_url, given.redis_url))
-    own = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"
-    what = own if server_urls.has_credentials(given.redis_url) else "NATS_URL"
+    what = "NATS_URL"
+    if server_urls.has_credentials(given.redis_url):
+        what = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"
     console.print(
         f"Run {config.run.name} is on {redacted(given.nats_url)}. Start its services, each with {what} and MYXO_RUN={config.run.name}: "
         + ", ".join(f"python -m {module}" for module in SERVICE_MODULES.values()),
