@@ -83,14 +83,16 @@ def measure(case: str, steps: int, profile: bool) -> dict[str, Any]:
     import torch
 
     from services.trainer import flops
-    from services.trainer.actor import Actor, ActorConfig
+    from services.trainer.actor import Actor
     from services.trainer.objective import PolicyLoss
+    from services.trainer.trainer_settings import TrainerSettings
     from shared.config.algorithm import AlgorithmSection
+    from shared.config.trainer_section import TrainerSection
 
     tokens = int(case.partition(":")[0])
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(SHAPE))
-        config = ActorConfig(dtype="bfloat16", lr=1e-6, **recomputation(case.partition(":")[2]))
+        config = TrainerSettings(TrainerSection(lr=1e-6, **recomputation(case.partition(":")[2])))
         actor = Actor.create(config, directory, random=True)
     batches = [micro_batch(tokens, number) for number in range(MICRO_BATCHES)]
     loss = PolicyLoss(AlgorithmSection())
@@ -137,28 +139,33 @@ def recomputation(what: str) -> dict[str, Any]:
     if what.startswith("layers-"):
         layers = int(what.removeprefix("layers-"))
         return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
-    return {"recompute_granularity": "selective", "recompute_modules": tuple(what.split("+"))}
+    return {"recompute_granularity": "selective", "recompute_modules": what.split("+")}
 
 
 def micro_batch(tokens: int, number: int) -> Any:
     """One sequence whose second half is trained."""
     import numpy as np
+    import torch
 
-    from services.trainer.packing import TrainSample, pack
+    from services.trainer.packing import pack, spread
+    from shared.schema.sample import Sample
 
     generator = np.random.default_rng(number)
     response = tokens // 2
-    sample = TrainSample(
-        prompt_tokens=generator.integers(0, SHAPE["vocab_size"], tokens - response).astype(np.int32),
-        response_tokens=generator.integers(0, SHAPE["vocab_size"], response).astype(np.int32),
-        loss_mask=np.ones(response, np.uint8),
-        rollout_log_probs=np.full(response, -12.0, np.float32),
-        versions=np.zeros(response, np.int32),
-        advantage=float(generator.normal()),
+    sample = Sample(
         group="benchmark",
-        rollout_id=number,
+        index=number,
+        prompt=generator.integers(0, SHAPE["vocab_size"], tokens - response).astype(np.int32),
+        response=generator.integers(0, SHAPE["vocab_size"], response).astype(np.int32),
+        log_probs=np.full(response, -12.0, np.float32),
+        mask=np.ones(response, np.uint8),
+        segments=[(0, response, 0)],
+        finish="length",
+        text="",
     )
-    return pack([sample], tokens, weights=[1.0 / (MICRO_BATCHES * response)])
+    packed = pack([sample], [1.0 / (MICRO_BATCHES * response)], tokens)
+    advantage = torch.full((response,), float(generator.normal()))
+    return packed.with_fields(advantages=spread([sample], [advantage], "advantages"))
 
 
 def matrix_product_tflops(size: int = 8192, times: int = 20) -> float:

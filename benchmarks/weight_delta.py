@@ -91,9 +91,11 @@ def main() -> int:
 
 def measure(name: str, steps: int) -> list[dict[str, Any]]:
     """One case, in this process: a row for each step."""
-    from services.trainer.actor import Actor, ActorConfig
+    from services.trainer.actor import Actor
     from services.trainer.objective import PolicyLoss
+    from services.trainer.trainer_settings import TrainerSettings
     from shared.config.algorithm import AlgorithmSection
+    from shared.config.trainer_section import TrainerSection
     from shared.transfer.local_checkpoint import LocalCheckpoint
     from shared.transfer.weight_checkpoint import WeightCheckpoints
 
@@ -101,8 +103,10 @@ def measure(name: str, steps: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
-        config = ActorConfig(dtype=case.dtype, lr=case.lr, adam_beta2=case.beta2, recompute=case.device == "cuda", timeout_seconds=600)
-        actor = Actor.create(config, checkpoint(name, directory / "model"), random=name.startswith(LARGE))
+        trainer = TrainerSection(
+            train_dtype=case.dtype, lr=case.lr, weight_decay=0.01, adam_beta2=case.beta2, recompute=case.device == "cuda"
+        )
+        actor = Actor.create(TrainerSettings(trainer), checkpoint(name, directory / "model"), random=name.startswith(LARGE))
         loss = PolicyLoss(AlgorithmSection())
         chains = {form: WeightCheckpoints(directory / form) for form in FORMS}
         bases = {form: LocalCheckpoint(directory / f"{form}-base") for form in FORMS[1:]}
@@ -172,8 +176,10 @@ def exported(actor: Any) -> list[dict[str, Any]]:
 def micro_batches(case: Case, vocabulary: int, step: int) -> list[Any]:
     """A step's groups, one micro-batch each."""
     import numpy as np
+    import torch
 
-    from services.trainer.packing import TrainSample, pack
+    from services.trainer.packing import pack, spread
+    from shared.schema.sample import Sample
 
     batches = []
     response = case.tokens // 2
@@ -181,19 +187,22 @@ def micro_batches(case: Case, vocabulary: int, step: int) -> list[Any]:
         generator = np.random.default_rng([step, group])
         prompt = generator.integers(0, vocabulary, case.tokens - response).astype(np.int32)
         samples = [
-            TrainSample(
-                prompt_tokens=prompt,
-                response_tokens=generator.integers(0, vocabulary, response).astype(np.int32),
-                loss_mask=np.ones(response, np.uint8),
-                rollout_log_probs=np.full(response, -math.log(vocabulary), np.float32),
-                versions=np.zeros(response, np.int32),
-                advantage=1.0 if number % 2 else -1.0,
+            Sample(
                 group=f"g{group}",
-                rollout_id=SAMPLES * group + number,
+                index=number,
+                prompt=prompt,
+                response=generator.integers(0, vocabulary, response).astype(np.int32),
+                log_probs=np.full(response, -math.log(vocabulary), np.float32),
+                mask=np.ones(response, np.uint8),
+                segments=[(0, response, 0)],
+                finish="length",
+                text="",
             )
             for number in range(SAMPLES)
         ]
-        batches.append(pack(samples, case.tokens * SAMPLES, weights=[1.0 / (GROUPS * SAMPLES * response)] * SAMPLES))
+        advantages = [torch.full((response,), 1.0 if number % 2 else -1.0) for number in range(SAMPLES)]
+        packed = pack(samples, [1.0 / (GROUPS * SAMPLES * response)] * SAMPLES, case.tokens * SAMPLES)
+        batches.append(packed.with_fields(advantages=spread(samples, advantages, "advantages")))
     return batches
 
 

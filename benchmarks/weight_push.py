@@ -112,15 +112,16 @@ class Bench:
     # --- what is measured
 
     def _with_trainer(self, model: Path, stage: Any) -> None:
-        from services.trainer.actor import Actor, ActorConfig
+        from services.trainer.actor import Actor
         from services.trainer.commands import CommandBroadcast, Leave, Push
+        from services.trainer.trainer_settings import TrainerSettings
         from services.trainer.weights.pusher import Pusher
+        from shared.config.trainer_section import TrainerSection
         from shared.config.weights_section import WeightsSection
 
         weights = WeightsSection(update_weight_buffer_size=self.arguments.bucket_mib * 2**20, push_timeout=60)
-        actor = Actor.create(
-            ActorConfig(dtype="bfloat16", lr=1e-6, tensor_model_parallel_size=self.ranks, timeout_seconds=300), model, random=True
-        )
+        trainer = TrainerSection(lr=1e-6, tensor_model_parallel_size=self.ranks, collective_timeout=300)
+        actor = Actor.create(TrainerSettings(trainer), model, random=True)
         pusher = Pusher(stage.link if stage is not None else None, actor.model, weights)
         channel = CommandBroadcast(600)
         if stage is None:

@@ -16,8 +16,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from shared.bus.streams import DUPLICATE_WINDOW, SERVICES_TTL
+from shared.bus.streams import DUPLICATE_WINDOW
 from shared.bus.subjects import EVAL, TRAIN, Subjects
+from shared.config.sections import BusSection
 from shared.schema import ledger, messages
 from shared.schema.ledger import LedgerRecord
 from shared.schema.messages import SCHEMA, Message, Part, Tokens
@@ -39,7 +40,7 @@ def settle(path: Path, page: str, check: bool) -> int:
     if not check:
         path.write_text(page)
         return 0
-    found, name = path.read_text() if path.is_file() else "", f"docs/{path.name}"
+    found, name = path.read_text() if path.is_file() else "", str(path.relative_to(Path(__file__).parents[1]))
     diff = list(difflib.unified_diff(found.splitlines(), page.splitlines(), name, "what the code says", lineterm=""))
     if diff:
         print("\n".join([*diff, "", f"{name} is out of date; write it anew with `make docs`"]), file=sys.stderr)
@@ -49,12 +50,12 @@ def settle(path: Path, page: str, check: bool) -> int:
 def render() -> str:
     """The whole page."""
     concrete = [model for model in Message.kinds.values() if not model.__subclasses__()]
-    flow = [model for model in concrete if model.__module__.startswith(f"{messages.__name__}.")]
+    flow = [model for model in concrete if model.__module__ == messages.__name__]
     records = [model for model in concrete if issubclass(model, LedgerRecord)]
     lines = [
         "# Messages",
         "",
-        "Written by `python -m docs.catalogue` from `shared/schema/messages/` and `shared/schema/ledger.py`; do not edit it by hand.",
+        "Written by `python -m docs.catalogue` from `shared/schema/messages.py` and `shared/schema/ledger.py`; do not edit it by hand.",
         "",
         f'Every message is a MessagePack map `{{"schema": {SCHEMA}, "kind": <name>, …fields}}`. A receiver refuses an unknown schema',
         "version, an unknown kind, an unknown or missing field and a value that does not fit, naming it. An array is a map",
@@ -97,7 +98,7 @@ def _names() -> list[str]:
     ]
     buckets = [
         (run.config_bucket, "the frozen config, the store's URL, the run's phase"),
-        (run.services_bucket, f"`<service>.<instance>` → `ServiceStatus`, gone {SERVICES_TTL:g} s after its last renewal"),
+        (run.services_bucket, f"`<service>.<instance>` → `ServiceStatus`, gone {BusSection().registry_ttl:g} s after its last renewal"),
         (run.weights_bucket, "`live` → `WeightsLive`"),
         (run.leases_bucket, "`buffer` → `LeaseStatus`: which buffer is the active one"),
     ]
@@ -157,7 +158,7 @@ def _limits(info: FieldInfo) -> list[str]:
 
 
 def _default(info: FieldInfo) -> str:
-    return "required" if info.is_required() else f"`{info.default!r}`"
+    return "required" if info.is_required() else f"`{info.get_default(call_default_factory=True)!r}`"
 
 
 if __name__ == "__main__":

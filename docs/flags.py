@@ -1,6 +1,7 @@
-"""Writes ``docs/megatron-flags.md`` from the catalogue of Megatron's flags: ``python -m docs.flags [--check]``.
+"""Writes the catalogue of Megatron's flags, and ``docs/megatron-flags.md`` from it: ``python -m docs.flags [--check]``.
 
-With ``--check`` nothing is written; exit code 1 and a diff where the page is not what the catalogue says.
+With ``--check`` nothing is written; the exit code is 1, with a diff, where the catalogue is not what the installed Megatron's dataclasses
+and `docs.flag_tables` give, or the page is not what the catalogue says.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from docs import megatron_catalogue
 from docs.catalogue import settle
 from shared.config import megatron_flags
 from shared.config.megatron_flags import UNSET, Flag
 from shared.config.run_config import field_sections
 
+CATALOGUE = Path(megatron_flags.__file__).with_name("megatron_flags.json")
 PAGE = Path(__file__).with_name("megatron-flags.md")
 
 TOP = """# Megatron's flags
@@ -55,7 +58,7 @@ through what this catalogue does not have. A flag that only that parser knows mu
 steer Megatron's own training loop, which does not run here, and are refused.
 
 The catalogue, `shared/config/megatron_flags.json`, is made from the dataclasses of megatron-core {version} and from
-`services/trainer/megatron/flag_tables.py` by `python -m services.trainer.megatron.flag_sorting --write`; CI checks that it is current.
+`docs/flag_tables.py` by `python -m docs.flags`, too; CI checks that it is current.
 
 A config may build on others, and so take a model's flags from a file of their own:
 
@@ -70,9 +73,11 @@ file that they are in, and `myxo up --dry-run` shows what comes of it all.
 
 def main() -> int:
     """Writes or checks the page; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m docs.flags", description="docs/megatron-flags.md from the catalogue of flags")
-    parser.add_argument("--check", action="store_true", help="only compare; exit code 1 where the page is out of date")
-    return settle(PAGE, page(), parser.parse_args().check)
+    parser = argparse.ArgumentParser(prog="python -m docs.flags", description="Megatron's flags: their catalogue and their page")
+    parser.add_argument("--check", action="store_true", help="only compare; exit code 1 where the catalogue or the page is out of date")
+    check = parser.parse_args().check
+    found = settle(CATALOGUE, megatron_catalogue.text(), check)
+    return found or settle(PAGE, page(), check)
 
 
 def page() -> str:

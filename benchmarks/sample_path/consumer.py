@@ -45,18 +45,18 @@ class Consumer:
             started = time.time()
             self._read(batch)
             report = Trained(step=step, version=step + 1, started=started, ended=time.time())
-            await self._bus.request(self._names.trained, report, Accepted, deadline=SECONDS, whom="the buffer")
+            await self._bus.request(self._names.trained, report, Accepted, deadline=SECONDS, awaited_from="the buffer")
             step += 1
             await self._live(step)
             if step % SAVE_EVERY == 0:
-                await self._bus.request(self._names.durable, Durable(steps=step), Accepted, deadline=SECONDS, whom="the buffer")
+                await self._bus.request(self._names.durable, Durable(steps=step), Accepted, deadline=SECONDS, awaited_from="the buffer")
             print(self._samples, flush=True)
 
     async def _batch(self, step: int) -> Batch:
         end = time.monotonic() + SECONDS
         while True:
             answer = await self._bus.request(
-                self._names.batch, BatchRequest(step=step, version=step), BatchAnswer, deadline=SECONDS, whom="the buffer"
+                self._names.batch, BatchRequest(step=step, version=step), BatchAnswer, deadline=SECONDS, awaited_from="the buffer"
             )
             if isinstance(answer, Batch):
                 return answer

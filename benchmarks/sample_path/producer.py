@@ -84,6 +84,8 @@ class Producer:
     def _generate(self, task: Task, blobs: dict[str, bytes]) -> Scored:
         started, text = time.time(), str(task.prompt)
         samples = [self._pool.sample(task.group, index, task.prompt_tokens, self._version, text, task.label) for index in range(task.n)]
+        for item in samples:
+            item.check()  # as rollout does with what an engine answered
         encoded = sample.encode(samples, self._config.store.blob_bytes)
         keys = [self._names.payload_key(task.group, task.attempt, part) for part in range(len(encoded))]
         blobs.update(zip(keys, encoded, strict=True))

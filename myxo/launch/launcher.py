@@ -27,7 +27,6 @@ from myxo.run.service_failures import full_disk
 from shared.bus import runs, streams
 from shared.bus.connection import TRANSIENT, Bus
 from shared.bus.registry import ENVIRONMENT, Registry
-from shared.bus.streams import SERVICES_TTL
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes
@@ -58,9 +57,6 @@ REPORT_SECONDS = 60.0
 
 TROUBLES_SECONDS = 20.0
 """How long the summary of what went wrong may take where the run ends unfinished."""
-
-GONE_SECONDS = SERVICES_TTL * 1.5 + 2
-"""How long services that were killed stay in the registry, at most."""
 
 
 class RunsElsewhere(MyxoError):
@@ -235,7 +231,7 @@ class Launch:
             statuses = [status for status in await registry.alive() if status.service != ENVIRONMENT]
             return [status for status in statuses if instances is None or status.instance in instances or status.service in TRAINERS]
 
-        end = time.monotonic() + GONE_SECONDS
+        end = time.monotonic() + self._config.bus.registry_ttl * 1.5 + 2  # by then the statuses of services that were killed are gone
         while found := await others():
             if self._signals:
                 return

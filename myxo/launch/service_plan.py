@@ -45,7 +45,7 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
     counts = {"buffer": config.run.buffer_replicas, "reward": rewards, "rollout": rollouts, "trainer": 1}
     if config.algorithm.has_critic:
         counts["critic"] = 1
-    shares = devices.share_out(config)
+    shares = devices.assign_gpus(config)
     specs: list[ServiceSpec] = []
     for service, count in counts.items():
         for number in range(count):

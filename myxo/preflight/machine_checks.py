@@ -86,7 +86,7 @@ def check_gpus(inspection: Inspection) -> Findings:
     """Yields the devices that are asked for and not there."""
     config = inspection.config
     if devices.gpus():
-        devices.share_out(config)  # raises ConfigError
+        devices.assign_gpus(config)  # raises ConfigError
         return
     fields = {"trainer.train_device": config.trainer.train_device, "rollout.rollout_device": config.rollout.rollout_device}
     for field, device in fields.items():

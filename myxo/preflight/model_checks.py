@@ -11,7 +11,7 @@ from myxo.preflight.inspection import Findings, Inspection, Note, architecture_o
 from shared.config import megatron_flags, sglang_flags
 from shared.config.engine_limits import context_length
 from shared.config.learning_rate import LearningRateSchedule
-from shared.model import architecture_flags, hf_checkpoint, recomputation
+from shared.model import architecture_flags, hf_checkpoint
 from shared.model.architecture import Architecture
 from shared.model.lora_targets import Lora
 from shared.model.parallel_layout import ParallelLayout, division_problems
@@ -101,7 +101,7 @@ def _tensors(
 def check_ranks(inspection: Inspection) -> Findings:
     """Yields where the layout divides neither the ranks nor the models."""
     config, trainer, actor = inspection.config, inspection.config.trainer, inspection.architecture
-    layout = ParallelLayout.of(trainer)  # raises ConfigError or Problems
+    layout = ParallelLayout.of(trainer)
     yield from layout.world_problems(trainer.ranks("actor"))
     if config.algorithm.has_critic and trainer.ranks("critic") != trainer.ranks("actor"):
         for problem in layout.world_problems(trainer.ranks("critic")):
@@ -126,20 +126,18 @@ def check_training(inspection: Inspection) -> Findings:
 
     schedules = [attempted(partial(schedule, rate)) for rate in rates]
     problems = [
-        attempted(lambda: recomputation.megatron_fields(trainer)),
         *_warm_start(inspection),
         *[problem for problem in schedules if isinstance(problem, ConfigError)][:1],
     ]
     yield from (problem for problem in problems if isinstance(problem, ConfigError))
     if not isinstance(actor, Architecture):
         return
-    patterns = Freezing(tuple(trainer.only_train_params_name_list), tuple(trainer.freeze_params_name_list))
+    patterns = Freezing.of(trainer)
     if not patterns.nothing:
         names = megatron_parameters(actor, trainer.megatron.get("transformer_impl") == "transformer_engine")
         if isinstance(problem := attempted(lambda: patterns.check(names)), ConfigError):
             yield problem
-    if trainer.lora_rank is not None:
-        lora = Lora(trainer.lora_rank, trainer.lora_alpha, tuple(trainer.target_modules))
+    if (lora := Lora.of(trainer)) is not None:
         lora.check(actor, ParallelLayout.of(trainer), trainer.megatron)
 
 
@@ -148,8 +146,7 @@ def _warm_start(inspection: Inspection) -> Iterator[ConfigError]:
     if sft.sft_data is None:
         return
     try:
-        decay = sft.sft_steps if sft.sft_lr_decay_style != "constant" else 0
-        LearningRateSchedule(sft.sft_lr, 0.0, sft.sft_warmup_iters, decay, sft.sft_lr_decay_style)
+        LearningRateSchedule(sft.sft_lr, 0.0, sft.sft_warmup_iters, sft.sft_steps, sft.sft_lr_decay_style)
     except ConfigError as error:
         yield ConfigError(error.field.replace("trainer.lr_", "sft.sft_"), error.value, error.expected)
 

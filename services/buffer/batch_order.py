@@ -1,4 +1,4 @@
-"""In which order groups are trained: which of the ready ones a batch may take now.
+"""Decides in which order groups are trained: which of the ready ones a batch may take now.
 
 ``completion``: those that came back first. ``fifo``: the groups admitted first, whoever is ready waits for them. ``windowed_fifo``: those
 that came back first among the ``window`` numbers from the oldest group on that no batch has; so at most ``window`` − 1 groups overtake it.
@@ -16,7 +16,7 @@ Order = Literal["completion", "windowed_fifo", "fifo"]
 
 
 def choose(order: Order, window: int, size: int, groups: Iterable[GroupState], fitting: list[GroupState]) -> list[GroupState]:
-    """The next batch's groups, or too few of them where it has to wait.
+    """Returns the next batch's groups, or too few of them where it has to wait.
 
     Args:
         window: numbers that ``windowed_fifo`` looks ahead. size: groups of a batch. groups: all in flight, in order of admission.

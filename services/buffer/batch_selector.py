@@ -17,31 +17,31 @@ from shared.schema.ledger import group_id
 
 FIELD = "rollout.buffer_filter_path"
 
-CHOICE_SECONDS = 60.0
+FILTER_SECONDS = 60.0
 """How long the function may take; it runs beside the buffer's loop, and the trainer waits for it."""
 
 
 class BufferFilter:
-    """See the module's docstring. Raises ConfigError where there is no such function."""
+    """Calls the user's function for each batch. Raises ConfigError where there is none."""
 
     def __init__(self, config: RunConfig, path: str) -> None:
         self._path, self._function, self._arguments = path, load(FIELD, path), Arguments(config)
 
     async def choose(self, step: int, candidates: list[GroupState], size: int) -> list[str]:
-        """Ids of the groups that the function wants in the batch. Raises HookFailed, DeadlineExceeded."""
+        """Returns the ids of the groups that the function wants in the batch. Raises HookFailed, DeadlineExceeded."""
         buffer = [_samples(group) for group in candidates]
         call = asyncio.to_thread(self._function, self._arguments, step, buffer, size)
         try:
-            chosen = await asyncio.wait_for(call, CHOICE_SECONDS)
+            chosen = await asyncio.wait_for(call, FILTER_SECONDS)
             return [group_id(group[0].group_index) for group in chosen]
         except TimeoutError:
-            raise DeadlineExceeded(f"the choice of step {step}'s batch", self._path, CHOICE_SECONDS, "the trainer is refused") from None
+            raise DeadlineExceeded(f"the choice of step {step}'s batch", self._path, FILTER_SECONDS, "the trainer is refused") from None
         except Exception as error:  # it is the user's code: it may raise anything and return anything
             raise HookFailed(FIELD, self._path, f"for step {step}: {type(error).__name__}: {error}") from error
 
 
 def _samples(group: GroupState) -> list[HookSample]:
-    """What the ledger knows of a group, as slime's samples."""
+    """Returns what the ledger knows of a group, as slime's samples."""
     scored = group.scored
     assert scored is not None  # only ready groups are candidates
     return [

@@ -1,9 +1,7 @@
-"""The buffer on the bus: events in, decisions of `services.buffer.policy`, records to the ledger, and only then their effects.
+"""The buffer on the bus: it has `services.buffer.policy` decide about events, writes the records to the ledger, and only then acts on them.
 
-One lock orders all decisions. Everything done twice after a crash (tasks published, payloads freed) is safe to do twice.
-
-Of several buffers one is active: it holds the lease (`shared.bus.leader_lease`). The others stand by: they follow the ledger, and listen
-to nobody.
+One lock orders all decisions. Everything done twice after a crash (tasks published, payloads freed) is safe to do twice. Of several buffers
+one is active: it holds the lease (`shared.bus.leader_lease`). The others stand by: they follow the ledger and answer nobody.
 """
 
 from __future__ import annotations
@@ -19,20 +17,19 @@ from services.buffer import ended_groups, policy
 from services.buffer.batch_selector import BufferFilter
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.ledger_writer import LedgerWriter
-from services.buffer.prompt_supply import PromptSupply, opened
+from services.buffer.prompt_supply import PromptSupply, open_prompts
 from services.buffer.rollout_keeper import RolloutKeeper
 from services.buffer.run_failure import RunFailure
 from services.buffer.state import BufferState
 from services.buffer.task_publisher import TaskPublisher
 from shared.bus import runs
 from shared.bus.connection import TRANSIENT, WrongSequence
-from shared.bus.leader_lease import POLL_INTERVAL_S as LEASE_LOOK_SECONDS
-from shared.bus.leader_lease import LeaderLease, LeaseLost
+from shared.bus.leader_lease import LeaderLease, LeaseLost, LeaseTiming
 from shared.bus.registry import STANDBY
 from shared.bus.streams import generated_consumer, scored_consumer, task_consumer
 from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import WorkQueue
-from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.service_base import Service
 from shared.schema.ledger import (
     EvalEnded,
@@ -67,6 +64,8 @@ ANSWER_SECONDS = 1.5
 """How long a batch request is held before it is answered with `BatchPending`."""
 
 FETCH = 256
+"""Outcomes that are taken, and payload keys that are freed, at once."""
+
 POLL_INTERVAL_S = 2.0
 """How often live version and queue depths are looked at, besides the events that announce them."""
 
@@ -79,6 +78,9 @@ HAND_OVER_SECONDS = 1.5
 DRAIN_SECONDS = 1.5
 """How long it then goes on keeping the responses of groups that have ended."""
 
+_GAUGES = ("admitted", "trained", "dropped", "dead", "in_flight", "trained_steps", "durable_steps", "live_version")
+"""Gauges that are fields of the state."""
+
 Request = TypeVar("Request", bound=Message)
 
 
@@ -89,15 +91,15 @@ class Buffer:
         config, heldout = service.config, prompts.heldout
         self._service, self._config, self._bus, self._log = service, config, service.bus, service.log
         self._limits = BufferConfig.from_run(config, len(heldout) if heldout else 0)
-        self._dispatch = TaskPublisher(service.bus, config, prompts.training, heldout, prompts.stop_ids)
+        self._tasks = TaskPublisher(service.bus, config, prompts.training, heldout, prompts.stop_ids)
         self._prompts = prompts
         path = config.rollout.buffer_filter_path
         self._filter = BufferFilter(config, path) if path is not None else None
-        self._lease = LeaderLease(service.bus, service.run, "buffer", service.instance)
+        self._lease = LeaderLease(service.bus, service.run, "buffer", service.instance, LeaseTiming(config.bus.lease_duration))
         self._failure = RunFailure(service, self._limits.max_dead_in_a_row, self._lease.held)
-        self._journal = LedgerWriter(service.bus, service.run, self._lease.held)
+        self._ledger = LedgerWriter(service.bus, service.run, self._lease.held)
         self._state = BufferState()
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._to_free: asyncio.Queue[list[str]] = asyncio.Queue()
         self._keeper = RolloutKeeper(service, prompts, self._to_free.put_nowait)
@@ -125,23 +127,19 @@ class Buffer:
                 self._log.info("standing_by")
             if time.monotonic() - followed >= FOLLOW_SECONDS:
                 with contextlib.suppress(DeadlineExceeded, *TRANSIENT):
-                    await self._journal.follow()
+                    await self._ledger.follow()
                 followed = time.monotonic()
-                service.metrics.set("followed", self._journal.last)
+                service.metrics.set("followed", self._ledger.last)
                 await service.announce()
-            if not await service.pause(LEASE_LOOK_SECONDS):
+            if not await service.pause(self._lease.timing.poll):
                 return False
         return True
 
     async def _serve(self) -> None:
         service, subjects = self._service, self._service.subjects
-        self._log.info("active", followed=self._journal.last)
+        self._log.info("active", followed=self._ledger.last)
         took_over, service.state = service.state == STANDBY, "starting"
-        self._state, released = await self._journal.recover()
-        self._keeper.take(ended_groups.trained_not_durable(self._state, time.time()), again=True)
-        self._keeper.release(released)
-        self._log.info("recovered", admitted=self._state.admitted, trained=self._state.trained, in_flight=self._state.in_flight)
-        await self._again()
+        await self._recover()
         await self._bus.serve(subjects.batch, BatchRequest, self._as_holder(self._on_batch))
         await self._bus.serve(subjects.trained, Trained, self._as_holder(self._on_trained))
         await self._bus.serve(subjects.durable, Durable, self._as_holder(self._on_durable))
@@ -150,12 +148,26 @@ class Buffer:
         if took_over:
             await service.announce()
             await service.tell("took_over")
-        looking = (self._watch_versions(), self._look(), self._until_broken())
-        async with service.background(self._dispatch.run(), self._keeper.run(), self._free(), self._outcomes(), *looking):
+        watching = (self._watch_versions(), self._watch_gauges(), self._until_broken())
+        async with service.background(self._tasks.run(), self._keeper.run(), self._free(), self._take_outcomes(), *watching):
             await service.stopping.wait()
             with contextlib.suppress(asyncio.TimeoutError):  # the end comes between two decisions, and none follows
-                await asyncio.wait_for(self._turn.acquire(), HAND_OVER_SECONDS)
+                await asyncio.wait_for(self._lock.acquire(), HAND_OVER_SECONDS)
             await self._keeper.drain(DRAIN_SECONDS)
+
+    async def _recover(self) -> None:
+        """Takes the state from the ledger, and repeats what a killed predecessor may not have got to: tasks, freeing, the run's end."""
+        self._state, released = await self._ledger.recover()
+        state = self._state
+        self._keeper.take(ended_groups.trained_not_durable(state, time.time()))
+        self._keeper.release(released)
+        self._log.info("recovered", admitted=state.admitted, trained=state.trained, in_flight=state.in_flight)
+        for group in state.outstanding:
+            self._tasks.group(group, state, self._limits)
+        for evaluation in state.evaluations.values():
+            self._tasks.evaluation(evaluation)
+        if state.finished_steps >= self._limits.rollout.num_rollout:
+            await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
 
     def _as_holder(self, handler: Callable[[Request], Awaitable[Message]]) -> Callable[[Request], Awaitable[Message]]:
         """Answers as the active buffer or not at all: whoever asked one that was deposed asks again, and then the next one."""
@@ -164,33 +176,19 @@ class Buffer:
             try:
                 await self._lease.held()
                 try:
-                    reply = await handler(request)
-                except MyxoError:  # a refusal speaks for the run, too
+                    return await handler(request)
+                finally:  # a refusal speaks for the run, too
                     await self._lease.held()
-                    raise
-                await self._lease.held()
-                return reply
             except (LeaseLost, WrongSequence):
                 return await asyncio.get_running_loop().create_future()  # until this process ends, which it does
 
         return answer
 
-    # --- recovery
-
-    async def _again(self) -> None:
-        """Repeats what a killed predecessor may not have got to: sending tasks, ending the run."""
-        for group in self._state.outstanding:
-            self._dispatch.group(group, self._state, self._limits)
-        for evaluation in self._state.evaluations.values():
-            self._dispatch.evaluation(evaluation)
-        if self._state.finished_steps >= self._limits.rollout.num_rollout:
-            await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
-
     # --- deciding, recording, acting
 
     async def _decide(self, decision: Callable[[], Sequence[LedgerRecord]]) -> None:
-        """Takes a decision in turn, and all that follows from it."""
-        async with self._turn:
+        """Takes a decision once those before it are recorded, and all that follows from it."""
+        async with self._lock:
             await self._record(decision())
             while records := [
                 *policy.close(self._state, self._limits, time.time()),
@@ -203,7 +201,7 @@ class Buffer:
     async def _record(self, records: Sequence[LedgerRecord]) -> None:
         try:
             for record in records:
-                await self._journal.append([record])
+                await self._ledger.append([record])
                 self._keeper.take(ended_groups.ended(self._state, record))
                 self._state.apply(record)
                 await self._failure.see(record, self._state.dead)
@@ -221,17 +219,17 @@ class Buffer:
         match record:
             case GroupsAdmitted(first=first, count=count):
                 for number in range(first, first + count):
-                    self._dispatch.group(self._state.groups[group_id(number)], self._state, self._limits)
+                    self._tasks.group(self._state.groups[group_id(number)], self._state, self._limits)
             case GroupRequeued(group=name, attempt=attempt, reason=reason):
-                tell = self._log.info if reason == policy.STALE else self._log.warning
-                tell("group_requeued", group=name, attempt=attempt, reason=reason)
-                self._dispatch.group(self._state.groups[name], self._state, self._limits)
+                log = self._log.info if reason == policy.STALE else self._log.warning
+                log("group_requeued", group=name, attempt=attempt, reason=reason)
+                self._tasks.group(self._state.groups[name], self._state, self._limits)
             case GroupsDropped(groups=names, reason=reason):
                 self._log.info("groups_dropped", groups=names, reason=reason)
             case GroupDead(group=name, reason=reason) | EvalScored(group=name, rewards=[], reason=reason):
                 self._log.warning("group_dead", group=name, reason=reason)
             case EvalStarted(version=version):
-                self._dispatch.evaluation(self._state.evaluations[version])
+                self._tasks.evaluation(self._state.evaluations[version])
             case EvalEnded(dataset=dataset, version=version, mean_reward=mean, failed=failed):
                 self._log.info("evaluated", dataset=dataset, version=version, mean_reward=round(mean, 4), failed=failed)
                 self._service.metrics.set(f"eval_{dataset}", mean)
@@ -239,8 +237,6 @@ class Buffer:
             case RunFinished(steps=steps):
                 self._log.info("run_finished", steps=steps)
                 await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
-            case _:
-                pass
 
     async def _free(self) -> None:
         while True:
@@ -251,7 +247,7 @@ class Buffer:
 
     # --- what comes in
 
-    async def _outcomes(self) -> None:
+    async def _take_outcomes(self) -> None:
         """Takes rewards and failures; acks once they are in the ledger."""
         queue = WorkQueue(self._bus, scored_consumer(self._service.run, self._config.bus), Outcome)
         while True:
@@ -265,10 +261,10 @@ class Buffer:
                     await self._decide(partial(policy.failed, self._state, lease.message, time.time()))
                 elif isinstance(lease.message, Interrupted):
                     await self._decide(partial(policy.interrupted, self._state, self._limits, lease.message, time.time()))
-                self._tidy(lease.message)
+                self._free_unwanted(lease.message)
                 await lease.ack()
 
-    def _tidy(self, message: Outcome) -> None:
+    def _free_unwanted(self, message: Outcome) -> None:
         """Frees what a late attempt, or a second one, has written; only keys of its own, whatever the message says."""
         assert isinstance(message, Scored | Failed | Interrupted)  # the kinds of outcomes that there are
         own = self._service.subjects.payload_prefix(message.group, message.attempt)
@@ -278,15 +274,15 @@ class Buffer:
     async def _watch_versions(self) -> None:
         """Learns the live version from its event at once, and from KV where an event was missed."""
         subjects = self._service.subjects
-        news: asyncio.Queue[bytes] = asyncio.Queue()
+        events: asyncio.Queue[bytes] = asyncio.Queue()
 
         async def on_event(message: object) -> None:
-            news.put_nowait(message.data)  # type: ignore[attr-defined]
+            events.put_nowait(message.data)  # type: ignore[attr-defined]
 
         await self._bus.connection.subscribe(subjects.event("weights", "live"), cb=on_event)
         while True:
             try:
-                value: bytes | None = await asyncio.wait_for(news.get(), timeout=POLL_INTERVAL_S)
+                value: bytes | None = await asyncio.wait_for(events.get(), timeout=POLL_INTERVAL_S)
             except TimeoutError:
                 value = await self._bus.get(subjects.weights_bucket, "live", deadline=120)
             if value:
@@ -310,30 +306,26 @@ class Buffer:
 
     async def _batch(self, request: BatchRequest) -> BatchAnswer:
         state, limits, step = self._state, self._limits, request.step
-        known = policy.batch(state, step)
-        if known is not None:
+        size, steps = limits.rollout.rollout_batch_size, limits.rollout.num_rollout
+        if (known := policy.batch(state, step)) is not None:
             return known
         if self._failure.reason:
             return RunDone(reason=self._failure.reason)
-        if step >= limits.rollout.num_rollout:
-            if state.finished_steps >= limits.rollout.num_rollout:
-                last = state.last_evaluation
-                return RunDone() if last is None else RunDone(version=last.version, rewards={last.dataset: last.mean_reward})
-            return BatchPending(step=step, have=0, need=0, waiting_for=self._whom())
-        if len(state.ready) >= limits.rollout.rollout_batch_size:
+        if step >= steps:
+            if state.finished_steps < steps:
+                return BatchPending(step=step, have=0, need=0, waiting_for=self._awaited())
+            last = state.last_evaluation
+            return RunDone() if last is None else RunDone(version=last.version, rewards={last.dataset: last.mean_reward})
+        if len(state.ready) >= size:
             await self._lose_missing()
         chosen = None
         if self._filter is not None:
             candidates = policy.candidates(state, limits, step, request.version)
-            size = limits.rollout.rollout_batch_size
             chosen = await self._filter.choose(step, candidates, size) if len(candidates) >= size else []
         await self._decide(
             lambda: [] if step in state.batches else policy.form_batch(state, limits, step, request.version, time.time(), chosen)
         )
-        formed = policy.batch(state, step)
-        if formed is not None:
-            return formed
-        return BatchPending(step=step, have=len(state.ready), need=limits.rollout.rollout_batch_size, waiting_for=self._whom())
+        return policy.batch(state, step) or BatchPending(step=step, have=len(state.ready), need=size, waiting_for=self._awaited())
 
     async def _lose_missing(self) -> None:
         """Has groups generated anew whose payload the store has lost since they were scored."""
@@ -351,7 +343,8 @@ class Buffer:
 
     # --- what is shown
 
-    def _whom(self) -> str:
+    def _awaited(self) -> str:
+        """Returns in words what the next batch waits for."""
         state = self._state
         if state.live_version < 0:
             return "a rollout replica that serves weights (none does yet)"
@@ -361,27 +354,27 @@ class Buffer:
         away = f"{len(state.outstanding)} groups with the rollout and reward services"
         return f"{away}; live version {state.live_version}; {state.dead} dead so far"
 
-    async def _look(self) -> None:
-        """Keeps the gauges: where every group is, and how deep each queue."""
+    async def _watch_gauges(self) -> None:
+        """Keeps the gauges (where every group is, how deep each queue), and goes on once a failed run does."""
         run, bus_config = self._service.run, self._config.bus
-        generated = [generated_consumer(run, bus_config, environment) for environment in self._config.reward.environment_names()]
-        queues = {
-            "queue_task": [WorkQueue(self._bus, task_consumer(run, bus_config, TRAIN), Task)],
-            "queue_eval": [WorkQueue(self._bus, task_consumer(run, bus_config, EVAL), Task)],
-            "queue_generated": [WorkQueue(self._bus, consumer, Task) for consumer in generated],
-            "queue_scored": [WorkQueue(self._bus, scored_consumer(run, bus_config), Task)],
+        consumers = {
+            "queue_task": [task_consumer(run, bus_config, TRAIN)],
+            "queue_eval": [task_consumer(run, bus_config, EVAL)],
+            "queue_generated": [generated_consumer(run, bus_config, name) for name in self._config.reward.environment_names()],
+            "queue_scored": [scored_consumer(run, bus_config)],
         }
+        queues = {name: [WorkQueue(self._bus, consumer, Task) for consumer in parts] for name, parts in consumers.items()}
         while True:
             if await self._failure.look():
                 await self._decide(lambda: [])
             state, metrics = self._state, self._service.metrics
-            for name in ("admitted", "trained", "dropped", "dead", "in_flight", "trained_steps", "durable_steps", "live_version"):
+            for name in _GAUGES:
                 metrics.set(name, getattr(state, name))
             metrics.set("ready", len(state.ready))
-            self._prompts.gauge(metrics)
-            self._keeper.gauge(metrics)
             metrics.set("outstanding", len(state.outstanding))
             metrics.set("eval_pending", sum(len(evaluation.pending()) for evaluation in state.evaluations.values()))
+            self._prompts.gauge(metrics)
+            self._keeper.gauge(metrics)
             for name, parts in queues.items():
                 depths = [await queue.depth(deadline=120) for queue in parts]
                 metrics.set(name, sum(waiting for waiting, _ in depths))
@@ -390,5 +383,5 @@ class Buffer:
 
 
 async def serve(service: Service) -> None:
-    """The body of the buffer service."""
-    await Buffer(service, await opened(service)).run()
+    """Serves as the run's buffer until it is asked to stop."""
+    await Buffer(service, await open_prompts(service)).run()

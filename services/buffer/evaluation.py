@@ -1,4 +1,4 @@
-"""Evaluations: which versions get one, what comes back of them, when they end."""
+"""Decides about evaluations: which versions get one, what comes back of them, when they end. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from shared.schema.messages import Failed, Outcome, Scored
 
 
 def groups(evaluation: EvaluationState) -> list[tuple[str, int]]:
-    """(group id, row) of the held-out prompts that have not come back."""
-    pending = set(evaluation.pending())
-    names = ((eval_group_id(evaluation.dataset, evaluation.version, row), row) for row in range(evaluation.prompts))
-    return [(name, row) for name, row in names if name in pending]
+    """Returns (group id, row) of the held-out prompts that have not come back."""
+    rows = {eval_group_id(evaluation.dataset, evaluation.version, row): row for row in range(evaluation.prompts)}
+    return [(name, rows[name]) for name in evaluation.pending()]
 
 
 def is_due(limits: BufferConfig, version: int) -> bool:
@@ -26,17 +25,18 @@ def is_due(limits: BufferConfig, version: int) -> bool:
 
 
 def scored(state: BufferState, message: Scored, now: float) -> list[LedgerRecord]:
-    """Rewards of a held-out prompt arrived; of one that has come back already, or of another evaluation, they give no record."""
+    """Takes the rewards of a held-out prompt; one that has come back already, or of another evaluation, gives no record."""
     current = _awaiting(state, message)
     if current is None:
         return []
+    named = any(score.parts for score in message.scores)
     return [
         EvalScored(
             group=message.group,
             dataset=current.dataset,
             version=current.version,
             rewards=[score.reward for score in message.scores],
-            parts=tuple(score.parts for score in message.scores) if any(score.parts for score in message.scores) else (),
+            parts=tuple(score.parts for score in message.scores) if named else (),
             oldest=min((sample.oldest for sample in message.samples), default=current.version),
             newest=max((sample.newest for sample in message.samples), default=current.version),
             payload=message.payload,
@@ -46,33 +46,34 @@ def scored(state: BufferState, message: Scored, now: float) -> list[LedgerRecord
 
 
 def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord]:
-    """A held-out prompt was given up: it counts as failed."""
+    """Takes note of a held-out prompt that was given up: it counts as failed."""
     current = _awaiting(state, message)
     if current is None:
         return []
-    nothing = EvalScored(
-        group=message.group,
-        dataset=current.dataset,
-        version=current.version,
-        rewards=[],
-        oldest=0,
-        newest=0,
-        reason=f"{message.by}: {message.reason}",
-        payload=message.payload,
-        at=now,
-    )
-    return [nothing]
+    return [
+        EvalScored(
+            group=message.group,
+            dataset=current.dataset,
+            version=current.version,
+            rewards=[],
+            oldest=0,
+            newest=0,
+            reason=f"{message.by}: {message.reason}",
+            payload=message.payload,
+            at=now,
+        )
+    ]
 
 
 def _awaiting(state: BufferState, message: Outcome) -> EvaluationState | None:
-    """The evaluation under way that waits for the message's group."""
+    """Returns the evaluation under way that waits for the message's group."""
     parts = eval_group_parts(message.group)
     current = state.evaluations.get(parts[1]) if parts else None
     return current if current is not None and current.awaits(message.group) else None
 
 
 def ended(evaluation: EvaluationState, now: float) -> EvalEnded:
-    """The end of an evaluation all of whose prompts came back or failed."""
+    """Returns the end of an evaluation all of whose prompts came back or failed."""
     rewards = [reward for group in evaluation.rewards.values() for reward in group]
     mean = sum(rewards) / len(rewards) if rewards else 0.0
     return EvalEnded(

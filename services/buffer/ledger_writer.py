@@ -1,4 +1,4 @@
-"""The ledger's one writer: records go to the stream in order, each confirmed, and never beside another writer's."""
+"""The ledger's only writer: records go to the stream in order, each confirmed, and never beside another writer's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LedgerWriter:
     and must stop, so two active buffers can never both be believed.
 
     Args:
-        allowed: awaited before each try to append; raises where this buffer may not write any more (`shared.bus.leader_lease.Lease.held`).
+        allowed: awaited before each try to append; it raises where this buffer may not write any more.
     """
 
     def __init__(self, bus: Bus, run: str, allowed: Callable[[], Awaitable[None]]) -> None:
@@ -55,7 +55,7 @@ class LedgerWriter:
         return self._state, [key for keys in self._releases for key in keys]
 
     async def append(self, records: Iterable[LedgerRecord]) -> None:
-        """Raises WrongSequence when another writer is active, DeadlineExceeded when the bus stays away, and what ``allowed`` raises."""
+        """Appends records. Raises WrongSequence beside another writer, DeadlineExceeded where the bus stays away, and as ``allowed``."""
         stream = self._subjects.ledger_stream
         for record in records:
             msg_id = f"{stream}.{self._last + 1}.{record.at}"

@@ -1,9 +1,9 @@
-"""The buffer's decisions, pure: state and an event in, ledger records out. No clock, no I/O; whoever calls appends the records to the
-ledger, folds them into the state, and only then acts on them.
+"""The buffer's decisions, pure: state and an event in, ledger records out. There is no clock and no I/O here; the caller appends the
+records to the ledger, folds them into the state, and only then acts on them.
 
-Admission: while weights of version v are live, groups are admitted for the steps k with version(k) ≤ v + max_staleness, dropped and
-dead ones replaced. Staleness (`services.buffer.staleness`): a batch trained on version V trains no token older than V − max_staleness;
-what is over the bound is settled when the batch is formed. Order: `services.buffer.batch_order`.
+Admission: while weights of version v are live, groups are admitted for the steps k with version(k) ≤ v + max_staleness, and dropped and
+dead ones are replaced. A batch trained on version V trains no token older than V − max_staleness: `services.buffer.staleness` decides about
+what is older when the batch is formed, `services.buffer.batch_order` which of the others it takes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Set
 
 from services.buffer import batch_order, evaluation, reward_parts, staleness
 from services.buffer.buffer_config import BufferConfig
-from services.buffer.staleness import Verdict
-from services.buffer.state import BufferState, GroupState, Result
+from services.buffer.staleness import StalenessDecision
+from services.buffer.state import BufferState, GroupState
 from shared.runtime.errors import MyxoError
 from shared.schema.ledger import (
     BatchFormed,
@@ -40,11 +40,8 @@ STALE = "stale"
 SURPLUS = "surplus"
 """Reason of groups dropped because the run finished without them."""
 
-NOTHING_LEFT = "no sample is left to train"
-"""Why a group is dropped that a sample filter took every sample of."""
-
-FILTERED = "filtered"
-"""What the reason of groups dropped by a filter begins with."""
+FILTERED, NOTHING_LEFT = "filtered", "no sample is left to train"
+"""How the reason of groups dropped by a filter begins, and how it goes on where a sample filter took every sample."""
 
 RECORD_SAMPLES = 2048
 """Samples of one `GroupsScored`: about 70 bytes each, a few hundred with named rewards, and the bus takes messages of 1 MiB."""
@@ -62,7 +59,7 @@ class WrongStep(MyxoError):
 
 
 def admit(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRecord]:
-    """Groups to let in now, at most one record."""
+    """Returns the record of the groups to let in now, if there are any."""
     if state.live_version < 0 or state.formed_steps >= limits.rollout.num_rollout or _waits_for_first_evaluation(state, limits):
         return []
     room = limits.admissible_groups(state.live_version) - (state.admitted - state.dropped - state.dead)
@@ -70,9 +67,9 @@ def admit(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRe
 
 
 def min_version(group: GroupState, state: BufferState, limits: BufferConfig) -> int:
-    """The oldest weights that may begin this group's generation: older ones would be over the bound in the step it is meant for.
+    """Returns the oldest weights that may begin this group's generation: older ones would be over the bound in the step it is meant for.
 
-    That step is the one whose turn it is by the group's place among those not dropped or dead, and none that has its batch already.
+    That step follows from the group's rank among those not dropped or dead, and is none that has its batch already.
     """
     slot = max(0, group.number - state.dropped - state.dead)
     step = min(max(slot // limits.rollout.rollout_batch_size, state.formed_steps), limits.rollout.num_rollout - 1)
@@ -87,55 +84,62 @@ def _waits_for_first_evaluation(state: BufferState, limits: BufferConfig) -> boo
 
 
 def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now: float) -> list[LedgerRecord]:
-    """Rewards arrived. Repeats, late attempts and groups that have ended give no record; a group with a sample too few is dead.
+    """Takes rewards that arrived. Repeats, late attempts and groups that have ended give no record; a group with a sample too few is dead.
 
-    Groups that a filter did not keep, or left nothing of to train, are recorded with their rewards and dropped.
+    Groups that a filter took out, or left nothing of to train, are recorded with their rewards and dropped.
     """
     fresh: dict[str, ScoredGroup] = {}
     filtered: dict[str, list[str]] = {}
     records: list[LedgerRecord] = []
-    seen: set[str] = set()
+    decided: set[str] = set()
     for message in messages:
-        if message.group in seen:
+        name = message.group
+        if name in decided:
             continue
-        group = state.groups.get(message.group)
-        if group is None and eval_group_parts(message.group) is not None:
-            seen.add(message.group)
+        group = state.groups.get(name)
+        if group is None and eval_group_parts(name) is not None:
             records += evaluation.scored(state, message, now)
+        elif group is None or not _awaited(group, message):
             continue
-        if group is None or group.scored is not None or group.attempt != message.attempt:
-            continue
-        seen.add(message.group)
-        found = _misshapen(message, limits.rollout.n_samples_per_prompt)
-        if found is not None:
-            records.append(GroupDead(group=message.group, reason=found, payload=message.payload, at=now))
-            continue
-        fresh[message.group] = group_scored = _kept(message)
-        if message.filtered is not None:
-            filtered.setdefault(message.filtered, []).append(message.group)
-        elif len(group_scored.removed) == len(message.scores):
-            filtered.setdefault(NOTHING_LEFT, []).append(message.group)
-    records += [GroupsScored(groups=lot, at=now) for lot in _lots(list(fresh.values()))]
-    records += [GroupsDropped(groups=names, reason=f"{FILTERED}: {why}", at=now) for why, names in filtered.items()]
+        elif (problem := _misshapen(message, limits.rollout.n_samples_per_prompt)) is not None:
+            records.append(GroupDead(group=name, reason=problem, payload=message.payload, at=now))
+        else:
+            fresh[name] = group_scored = _scored_group(message)
+            if (reason := _filtered(message, group_scored)) is not None:
+                filtered.setdefault(reason, []).append(name)
+        decided.add(name)
+    records += [GroupsScored(groups=batch, at=now) for batch in _record_batches(list(fresh.values()))]
+    records += [GroupsDropped(groups=names, reason=f"{FILTERED}: {reason}", at=now) for reason, names in filtered.items()]
     return records
 
 
-def _lots(groups: list[ScoredGroup]) -> Iterator[list[ScoredGroup]]:
-    """The groups in lots of at most `RECORD_SAMPLES` samples, or of one group."""
-    lot: list[ScoredGroup] = []
+def _awaited(group: GroupState, message: Scored | Failed | Interrupted) -> bool:
+    """Whether an outcome is that of the group's present attempt, and the first one of it."""
+    return group.scored is None and group.attempt == message.attempt
+
+
+def _filtered(message: Scored, scored: ScoredGroup) -> str | None:
+    if message.filtered is None and len(scored.removed) == len(message.scores):
+        return NOTHING_LEFT
+    return message.filtered
+
+
+def _record_batches(groups: list[ScoredGroup]) -> Iterator[list[ScoredGroup]]:
+    """Yields the groups in batches of at most `RECORD_SAMPLES` samples, or of one group."""
+    batch: list[ScoredGroup] = []
     samples = 0
     for group in groups:
-        if lot and samples + len(group.samples) > RECORD_SAMPLES:
-            yield lot
-            lot, samples = [], 0
-        lot.append(group)
+        if batch and samples + len(group.samples) > RECORD_SAMPLES:
+            yield batch
+            batch, samples = [], 0
+        batch.append(group)
         samples += len(group.samples)
-    if lot:
-        yield lot
+    if batch:
+        yield batch
 
 
-def _kept(message: Scored) -> ScoredGroup:
-    """What the ledger keeps of it."""
+def _scored_group(message: Scored) -> ScoredGroup:
+    """Returns what the ledger keeps of an outcome."""
     scores = message.scores
     marked = any([score.parts or score.removed for score in scores])  # seldom: a list is faster than a generator here
     return ScoredGroup(
@@ -154,14 +158,14 @@ def _kept(message: Scored) -> ScoredGroup:
 
 
 def _misshapen(message: Scored, rollouts: int) -> str | None:
-    """What is wrong with a group that should hold one or more samples of each of ``rollouts`` rollouts."""
+    """Returns what is wrong with a group that should hold one or more samples of each of ``rollouts`` rollouts."""
     samples, scores, came = len(message.samples), len(message.scores), len(message.rollouts)
     if not message.rollouts:
         return None if samples == scores == rollouts else f"{samples} samples and {scores} scores came back for {rollouts}"
-    if samples == scores == came and len(set(message.rollouts)) == rollouts:
+    distinct = len(set(message.rollouts))
+    if samples == scores == came and distinct == rollouts:
         return None
-    of = f"{len(set(message.rollouts))} rollouts"
-    return f"{samples} samples, {scores} scores and {came} places in {of} came back for {rollouts} rollouts"
+    return f"{samples} samples, {scores} scores and {came} places in {distinct} rollouts came back for {rollouts} rollouts"
 
 
 def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord]:
@@ -169,31 +173,31 @@ def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord
     if eval_group_parts(message.group) is not None:
         return evaluation.failed(state, message, now)
     group = state.groups.get(message.group)
-    if group is None or group.scored is not None or group.attempt != message.attempt:
+    if group is None or not _awaited(group, message):
         return []
     return [GroupDead(group=message.group, reason=f"{message.by}: {message.reason}", payload=message.payload, at=now)]
 
 
 def interrupted(state: BufferState, limits: BufferConfig, message: Interrupted, now: float) -> list[LedgerRecord]:
     """A replica stopped before a group's end. It goes on elsewhere with what it has; where that is stale, the policy decides."""
-    name, group = message.group, state.groups.get(message.group)
-    if group is None or group.scored is not None or group.attempt != message.attempt:
+    group = state.groups.get(message.group)
+    if group is None or not _awaited(group, message):
         return []
     if message.stale:
-        return [_drop([name], now)] if limits.rollout.staleness_policy == "drop" else [_requeue(group, STALE, now)]
+        return [_drop([group.id], now)] if limits.rollout.staleness_policy == "drop" else [_requeue(group, STALE, now)]
     has = message.payload or group.partial
     return [_requeue(group, f"{message.replica} did not end it", now, partial=has, renew_below=group.renew_below)]
 
 
 def unwanted(state: BufferState, message: Scored | Failed | Interrupted) -> list[str]:
-    """Payload keys of an outcome that nobody will ask for, once it has been decided on: of a group that has ended, of an attempt that was
-    given up, or of one that another generation was taken of. A second replica may have written them long after they were freed."""
+    """Returns payload keys of an outcome that nobody will ask for, once it has been decided on: of a group that has ended, of an attempt
+    that was given up, or that came back twice. A second replica may have written them long after they were freed."""
     if message.payload is None:
         return []
     group = state.groups.get(message.group)
     if group is None:
         return message.payload.keys
-    if message.attempt == group.attempt and group.scored is None:
+    if _awaited(group, message):
         return []
     kept = {key for held in (group.partial, group.scored) if held is not None for key in held.keys}
     return [key for key in message.payload.keys if key not in kept]
@@ -209,8 +213,8 @@ def lost_payload(state: BufferState, name: str, now: float) -> list[LedgerRecord
 
 
 def candidates(state: BufferState, limits: BufferConfig, step: int, version: int) -> list[GroupState]:
-    """The ready groups that the batch of ``step`` may take, in the order they came back. Raises WrongStep."""
-    return _sorted_out(state, limits, _bound(state, limits, step, version))["fits"]
+    """Returns the ready groups that the batch of ``step`` may take, in the order they came back. Raises WrongStep."""
+    return _by_decision(state, limits, _bound(state, limits, step, version))["fits"]
 
 
 def form_batch(
@@ -226,10 +230,10 @@ def form_batch(
     Raises WrongStep.
     """
     bound = _bound(state, limits, step, version)
-    ready = _sorted_out(state, limits, bound)
+    ready = _by_decision(state, limits, bound)
     records: list[LedgerRecord] = [_drop([group.id for group in ready["drop"]], now)] if ready["drop"] else []
     for group in ready["requeue"]:
-        kept = _result(group).payload if limits.rollout.staleness_policy == "continue" else None
+        kept = group.scored.payload if group.scored is not None and limits.rollout.staleness_policy == "continue" else None
         # kept are samples that nothing newer can be made than: others would be over the bound before the new ones are back
         records.append(_requeue(group, STALE, now, partial=kept, renew_below=version if kept else 0))
     size = limits.rollout.rollout_batch_size
@@ -245,23 +249,16 @@ def form_batch(
 
 
 def batch(state: BufferState, step: int) -> Batch | None:
-    """The batch of a step as the trainer gets it: the same one every time."""
+    """Returns the batch of a step as the trainer gets it, the same one every time; None where it was not formed yet."""
     record = state.batches.get(step)
     if record is None:
         return None
     groups = []
     for group in record.groups:
         assert group.scored is not None  # only scored groups are ever batched
-        scored = group.scored
-        groups.append(
-            BatchGroup(
-                group=group.id,
-                payload=scored.payload,
-                rewards=scored.rewards.tolist(),
-                removed=scored.removed,
-                stale=scored.stale(record.mask_below),
-            )
-        )
+        result, stale = group.scored, group.scored.stale(record.mask_below)
+        item = BatchGroup(group=group.id, payload=result.payload, rewards=result.rewards.tolist(), removed=result.removed, stale=stale)
+        groups.append(item)
     parts = reward_parts.of_batch(sample for group in record.groups if group.scored is not None for sample in group.scored.parts)
     return Batch(step=step, version=record.version, mask_below=record.mask_below, groups=groups, parts=parts)
 
@@ -288,9 +285,9 @@ def durable(state: BufferState, steps: int, now: float) -> list[LedgerRecord]:
 
 
 def live(state: BufferState, limits: BufferConfig, version: int, now: float) -> list[LedgerRecord]:
-    """A version is served. Older news gives no record. Where an evaluation is due, it starts, unless it did before.
+    """A version is served; an older one gives no record. Where an evaluation is due, it starts, unless it did before.
 
-    The news of a version comes again and again: a buffer that died between these two records finds the second one missing.
+    A version is announced again and again: a buffer that died between these two records finds the second one missing.
     """
     if version < state.live_version:
         return []
@@ -319,7 +316,7 @@ def close(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRe
 
 
 def _bound(state: BufferState, limits: BufferConfig, step: int, version: int) -> int:
-    """The oldest version that the batch of ``step`` may train; checks that it is this batch's turn."""
+    """Returns the oldest version that the batch of ``step`` may train. Raises WrongStep where it is not the next batch."""
     if step != state.formed_steps:
         raise WrongStep(f"step {step} was asked for; the next batch is of step {state.formed_steps}")
     if version != limits.version_of_step(step):
@@ -327,14 +324,13 @@ def _bound(state: BufferState, limits: BufferConfig, step: int, version: int) ->
     return version - limits.rollout.max_staleness
 
 
-def _sorted_out(state: BufferState, limits: BufferConfig, bound: int) -> dict[Verdict, list[GroupState]]:
-    """The ready groups, in the order they came back, by what becomes of them."""
-    ready: dict[Verdict, list[GroupState]] = {"fits": [], "drop": [], "requeue": []}
+def _by_decision(state: BufferState, limits: BufferConfig, bound: int) -> dict[StalenessDecision, list[GroupState]]:
+    """Returns the ready groups, in the order they came back, by what becomes of them."""
+    ready: dict[StalenessDecision, list[GroupState]] = {"fits": [], "drop": [], "requeue": []}
     rule = limits.rollout.staleness_policy
     for group in state.ready.values():
-        result = group.scored
-        assert result is not None  # of a ready group
-        ready[staleness.staleness_decision(rule, result, bound)].append(group)
+        assert group.scored is not None  # of a ready group
+        ready[staleness.staleness_decision(rule, group.scored, bound)].append(group)
     return ready
 
 
@@ -344,11 +340,6 @@ def _check_choice(chosen: list[str], candidates: Set[str], size: int) -> None:
             raise BadChoice(f"the buffer filter chose group {name}, which is not among those that it may choose from")
     if len(set(chosen)) != len(chosen) or len(chosen) > size:
         raise BadChoice(f"the buffer filter chose {len(chosen)} groups, {len(set(chosen))} of them different; a batch has {size}")
-
-
-def _result(group: GroupState) -> Result:
-    assert group.scored is not None  # only called for ready groups
-    return group.scored
 
 
 def _drop(names: list[str], now: float) -> GroupsDropped:

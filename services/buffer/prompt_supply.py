@@ -17,37 +17,38 @@ TRAINING, HELDOUT = "training", "heldout"
 
 @dataclass(frozen=True)
 class PromptSupply:
-    """``stop_ids``: token ids at which the model ends a response."""
+    """Training and held-out prompts. ``stop_ids``: token ids at which the model ends a response."""
 
     training: PromptStream
     heldout: PromptFile | None
     stop_ids: list[int]
 
-    def gauge(self, metrics: Metrics) -> None:
-        """Sets ``prompts`` and ``prompts_left_out``."""
-        for of, prompts in self._sets().items():
-            metrics.set("prompts", len(prompts), of=of)
-            for reason, count in prompts.left_out.items():
-                metrics.set("prompts_left_out", count, of=of, reason=reason)
-
-    def _sets(self) -> dict[str, PromptStream | PromptFile]:
+    def sets(self) -> dict[str, PromptStream | PromptFile]:
+        """Returns the sets of prompts that there are, by name."""
         return {TRAINING: self.training} if self.heldout is None else {TRAINING: self.training, HELDOUT: self.heldout}
 
+    def gauge(self, metrics: Metrics) -> None:
+        """Sets ``prompts`` and ``prompts_left_out``."""
+        for name, prompts in self.sets().items():
+            metrics.set("prompts", len(prompts), of=name)
+            for reason, count in prompts.left_out.items():
+                metrics.set("prompts_left_out", count, of=name, reason=reason)
 
-async def opened(service: Service) -> PromptSupply:
+
+async def open_prompts(service: Service) -> PromptSupply:
     """Opens the run's prompts, in a thread: long files take seconds, and minutes where some of their prompts are left out.
 
     Raises ConfigError.
     """
-    prompts = await asyncio.to_thread(_open, service.config)
-    for of, some in prompts._sets().items():
-        first = some.first_left_out
-        service.log.info("prompts", of=of, count=len(some), left_out=some.left_out, first_left_out=None if first is None else str(first))
-    prompts.gauge(service.metrics)
-    return prompts
+    supply = await asyncio.to_thread(_open, service.config)
+    for name, prompts in supply.sets().items():
+        first = None if prompts.first_left_out is None else str(prompts.first_left_out)
+        service.log.info("prompts", of=name, count=len(prompts), left_out=prompts.left_out, first_left_out=first)
+    supply.gauge(service.metrics)
+    return supply
 
 
 def _open(config: RunConfig) -> PromptSupply:
     tokenizer = Tokenizer(config.model.hf_checkpoint)
-    training: PromptStream = TrainingPrompts(config, tokenizer) if config.data.data_source is None else DrawnPrompts(config, tokenizer)
+    training: PromptStream = (TrainingPrompts if config.data.data_source is None else DrawnPrompts)(config, tokenizer)
     return PromptSupply(training, eval_prompts(config, tokenizer), tokenizer.stop_ids)

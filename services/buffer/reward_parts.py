@@ -1,4 +1,4 @@
-"""Named rewards of a batch's samples: how many samples have each, its mean, spread and range. Pure."""
+"""Sums up the named rewards of a batch's samples: how many samples have each, its mean, spread and range. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 from shared.schema.messages import RewardPart
 
 MOST_NAMES = 64
-"""Names that a batch tells: they are the user's, and all of them go into one message."""
+"""Names of a batch that are reported: they are the user's, and all of them go into one message."""
 
 
 def of_batch(samples: Iterable[Mapping[str, float]]) -> dict[str, RewardPart]:
-    """Returns, by name, what the samples that have it come to; `MOST_NAMES` names at most, those of most samples."""
+    """Returns the moments of each name over the samples that have it; `MOST_NAMES` names at most, those of most samples."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for name, value in (item for sample in samples for item in sample.items()):
         values[name].append(value)

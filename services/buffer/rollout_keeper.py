@@ -1,24 +1,25 @@
-"""Keeps the responses of groups that have ended: reads their payloads before they are freed, and hands them to the disk's thread.
+"""Keeps the responses of groups that have ended: reads their payloads before they are freed, and has them written to disk.
 
 It works behind the run: a group waits here while its payload is in the store anyway, and a little longer (`HELD_BYTES`). What cannot be
-kept (it is to be freed and too much waits, the store has lost it, the disk does not take it) is left out and counted; neither a decision
-nor a batch ever waits for this.
+kept (it is to be freed and too much waits, the store has lost it, the disk does not take it) is left out, counted by reason and logged;
+neither a decision nor a batch ever waits for this.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 
 from redis.exceptions import RedisError
 
 from services.buffer import ended_groups
 from services.buffer.ended_groups import EndedGroup
 from services.buffer.prompt_supply import PromptSupply
-from services.buffer.rollout_writer import QUEUE_BYTES, TOO_LARGE, RolloutWriter, WriteJob
+from services.buffer.rollout_writer import TOO_LARGE, RolloutNotKept, RolloutWriter
 from shared.data import rollout_files
 from shared.data.prompts import Prompt
 from shared.runtime.errors import MyxoError, PayloadMissing
@@ -32,52 +33,62 @@ RATE_BYTES = 8 << 20
 HELD_BYTES = 64 << 20
 """Payloads that nobody else needs any more and that stay in the store until they were read."""
 
+GROUP_BYTES = 32 << 20
+"""The largest payload of a group that is kept."""
+
 WAITING_GROUPS = 1 << 15
 """Groups that may wait."""
 
-LOT_BYTES, LOT_GROUPS = 4 << 20, 64
-"""Payloads that are read together."""
+BATCH_BYTES, BATCH_GROUPS = 4 << 20, 64
+"""Payloads that are read and written together."""
 
 READ_SECONDS = 10.0
-"""How long the store has for a lot."""
+"""How long the store has for them."""
 
 DRAIN_POLL_SECONDS = 0.02
+
+LOG_SECONDS = 30.0
+"""The least time between two log lines about what is not kept."""
 
 BEHIND, LOST, STORE = "behind", "lost", "store"
 """Why a group is not kept: too many wait, the store has lost its payload, the store does not answer or refuses."""
 
+_Payload = tuple[EndedGroup, Sequence[bytes], Prompt | None]
+
 
 class RolloutKeeper:
-    """See the module's docstring.
+    """Keeps the responses of the groups that it is given.
 
     Args:
         free: has payload keys removed from the store.
     """
 
     def __init__(self, service: Service, prompts: PromptSupply, free: Callable[[list[str]], None]) -> None:
-        monitoring, directory = service.config.monitoring, service.config.run.root / rollout_files.DIRECTORY
-        self._store, self._prompts, self._free = service.store, prompts, free
+        monitoring, self._directory = service.config.monitoring, service.config.run.root / rollout_files.DIRECTORY
+        self._store, self._prompts, self._free, self._log = service.store, prompts, free, service.log
         self._share = monitoring.keep_rollouts
-        self._writer = RolloutWriter(directory, monitoring.keep_rollouts_bytes, monitoring.keep_rollouts_tokens, service.log)
-        self._waiting: deque[tuple[EndedGroup, bool]] = deque()
-        self._came = asyncio.Event()
+        self._writer = RolloutWriter(self._directory, monitoring.keep_rollouts_bytes, monitoring.keep_rollouts_tokens)
+        self._waiting: deque[EndedGroup] = deque()
+        self._wake, self._hurry = asyncio.Event(), asyncio.Event()
         self._awaited: dict[str, EndedGroup] = {}  # payload keys that are still to be read
         self._held: dict[str, int] = {}  # those of them that nobody else needs any more, with their bytes
         self._held_bytes = 0
-        self._hurry = asyncio.Event()
         self._busy = False
+        self._logged = float("-inf")
+        self.skipped: Counter[str] = Counter()
+        """Groups that are not kept, by reason."""
 
-    def take(self, groups: list[EndedGroup], *, again: bool = False) -> None:
-        """Takes note of groups that have ended, before their payloads are released. ``again``: they may have been kept before."""
+    def take(self, groups: list[EndedGroup]) -> None:
+        """Takes note of groups that have ended, before their payloads are released."""
         for group in ended_groups.chosen(groups, self._share):
-            if group.size > QUEUE_BYTES:
-                self._writer.skip(TOO_LARGE, f"{group.group}: a payload of {group.size} bytes")
+            if group.size > GROUP_BYTES:
+                self._skip(TOO_LARGE, f"{group.record.group}: a payload of {group.size} bytes")
             elif len(self._waiting) >= WAITING_GROUPS:
-                self._writer.skip(BEHIND)
+                self._skip(BEHIND)
             else:
                 self._awaited.update(dict.fromkeys(group.keys, group))
-                self._waiting.append((group, again))
-                self._came.set()
+                self._waiting.append(group)
+                self._wake.set()
 
     def release(self, keys: Iterable[str]) -> None:
         """Has payload keys freed: now, or once they were read. Where too much is held already, the group is given up."""
@@ -90,7 +101,7 @@ class RolloutKeeper:
                 self._held[key] = size = group.size // len(group.keys)
                 self._held_bytes += size
                 if self._held_bytes > HELD_BYTES:
-                    self._writer.skip(BEHIND)
+                    self._skip(BEHIND)
                     now += self._let_go(group)
         if now:
             self._free(now)
@@ -104,58 +115,85 @@ class RolloutKeeper:
         return freed
 
     async def run(self) -> None:
-        """Reads and hands on until cancelled."""
+        """Reads and writes until cancelled."""
         while True:
             self._busy = False
-            self._came.clear()
+            self._wake.clear()
             if not self._waiting:
-                await self._came.wait()
+                await self._wake.wait()
             self._busy, started = True, time.monotonic()
-            lot, size = [self._waiting.popleft()], 0
-            while self._waiting and len(lot) < LOT_GROUPS and (size := size + lot[-1][0].size) < LOT_BYTES:
-                lot.append(self._waiting.popleft())
-            read = sum(await asyncio.gather(*(self._keep(group, again) for group, again in lot)))
-            spent = time.monotonic() - started
-            pause = read / RATE_BYTES - spent
+            batch, size = [self._waiting.popleft()], 0
+            while self._waiting and len(batch) < BATCH_GROUPS and (size := size + batch[-1].size) < BATCH_BYTES:
+                batch.append(self._waiting.popleft())
+            payloads = await asyncio.gather(*map(self._read, batch))
+            for reason, error in await self._write([payload for payload in payloads if payload is not None]):
+                self._skip(reason, error)
+            pause = sum(group.size for group in batch) / RATE_BYTES - (time.monotonic() - started)
             if pause > 0:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._hurry.wait(), pause)
 
-    async def _keep(self, group: EndedGroup, again: bool) -> int:
-        """Returns the bytes that were asked for."""
+    async def _read(self, group: EndedGroup) -> _Payload | None:
+        """Returns a group with its payload and lets go of that; None where it cannot be read or was given up."""
         if group.keys and group.keys[0] not in self._awaited:  # given up
-            return 0
+            return None
         try:
             blobs = await self._store.read(group.keys, deadline=READ_SECONDS)
-            prompt = self._prompt(group.group) if not group.keys else None
-            self._writer.offer(WriteJob(group, blobs, prompt, again))
+            return group, blobs, None if group.keys else self._prompt(group.record.group)
         except PayloadMissing as error:
-            if not again and group.keys[0] in self._awaited:  # else it was freed once it was kept, or given up and is counted
-                self._writer.skip(LOST, error)
+            if not group.again and group.keys[0] in self._awaited:  # else it was freed once it was kept, or given up and is counted
+                self._skip(LOST, error)
         except (MyxoError, RedisError) as error:
-            self._writer.skip(STORE, error)
+            self._skip(STORE, error)
         finally:
             if freed := self._let_go(group):
                 self._free(freed)
-        return group.size
+        return None
 
     def _prompt(self, name: str) -> Prompt | None:
-        """The prompt of a group that has no payload to read it from."""
+        """Returns the prompt of a group that has no payload to read it from."""
         heldout, parts = self._prompts.heldout, eval_group_parts(name)
         if parts is None:
             return self._prompts.training.at(group_number(name))
         return heldout[parts[2]] if heldout is not None and parts[2] < len(heldout) else None
 
+    async def _write(self, payloads: list[_Payload]) -> list[tuple[str, Exception]]:
+        """Writes groups in a thread of its own, a daemon: a disk that hangs keeps nobody from leaving. Returns what was not kept."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[list[tuple[str, Exception]]] = loop.create_future()
+
+        def work() -> None:
+            failed: list[tuple[str, Exception]] = []
+            for payload in payloads:
+                try:
+                    self._writer.write(*payload)
+                except RolloutNotKept as error:
+                    failed.append((error.reason, error))
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(failed))
+
+        threading.Thread(target=work, name="rollout-writer", daemon=True).start()
+        return await done
+
+    def _skip(self, reason: str, error: object = "") -> None:
+        """Counts a group that is not kept, and says so now and then."""
+        self.skipped[reason] += 1
+        now = time.monotonic()
+        if now - self._logged >= LOG_SECONDS:
+            self._logged = now
+            skipped = dict(self.skipped)
+            self._log.warning("rollouts_not_kept", reason=reason, error=str(error), skipped=skipped, directory=str(self._directory))
+
     async def drain(self, seconds: float) -> None:
         """Returns when all that was taken is on disk, or after ``seconds``."""
         self._hurry.set()
         end = time.monotonic() + seconds
-        while (self._waiting or self._busy or not self._writer.idle) and time.monotonic() < end:
+        while (self._waiting or self._busy) and time.monotonic() < end:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     def gauge(self, metrics: Metrics) -> None:
         """Sets ``rollouts_kept``, ``rollouts_bytes`` and, by reason, ``rollouts_not_kept``."""
         metrics.set("rollouts_kept", self._writer.written)
         metrics.set("rollouts_bytes", self._writer.used)
-        for reason, count in dict(self._writer.skipped).items():
+        for reason, count in self.skipped.items():
             metrics.set("rollouts_not_kept", count, reason=reason)

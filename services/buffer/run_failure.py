@@ -1,4 +1,4 @@
-"""The run's failure: found by the count of dead groups, or told by a launcher; kept on the bus until somebody creates the run again.
+"""The run's failure: found by the count of dead groups, or reported by a launcher; kept on the bus until the run is created again.
 
 While it stands the buffer admits nothing and tells the trainer to leave. Nobody restarts anything: services idle, or are stopped.
 """
@@ -6,20 +6,66 @@ While it stands the buffer admits nothing and tells the trainer to leave. Nobody
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 
-from services.buffer.dead_groups import DeadGroups
 from shared.bus import runs
 from shared.runtime import failure_summary
 from shared.runtime.service_base import Service
-from shared.schema.ledger import LedgerRecord
+from shared.schema.ledger import EvalScored, GroupDead, GroupsScored, LedgerRecord
 
 STATE = "run failed"
 """State of a buffer whose run has failed. The buffer itself is well."""
 
+RATE_SECONDS = 120.0
+"""The rate of dead groups is that of so many seconds before now."""
+
+
+class DeadGroups:
+    """Decides from when on a run is hopeless: how many groups ended dead in a row, how fast, why. Pure: it is fed with ledger records.
+
+    A held-out prompt that fails counts like a dead group, and one that is scored ends the row like a scored group: what lets every response
+    fail lets them all fail. The count is of this buffer's life, not of the run: whoever starts the run again has mended something.
+    ``in_a_row``: since a group was last scored. ``eval_failed``: held-out prompts that failed.
+    """
+
+    def __init__(self) -> None:
+        self.in_a_row, self.eval_failed, self.reason = 0, 0, ""
+        self._ended: deque[float] = deque()
+        self._since: float | None = None
+
+    def see(self, record: LedgerRecord) -> None:
+        """Takes a record; they come in the ledger's order."""
+        self._since = record.at if self._since is None else self._since
+        match record:
+            case GroupDead(reason=reason) | EvalScored(rewards=[], reason=reason):
+                self.in_a_row, self.reason = self.in_a_row + 1, reason
+                self.eval_failed += isinstance(record, EvalScored)
+                self._ended.append(record.at)
+                self._forget(record.at)
+            case GroupsScored() | EvalScored():
+                self.in_a_row = 0
+
+    def per_minute(self, now: float) -> float:
+        """Returns the dead groups a minute, as of late. ``now``: seconds since the epoch."""
+        self._forget(now)
+        seconds = min(RATE_SECONDS, now - (now if self._since is None else self._since))
+        return len(self._ended) * 60.0 / max(seconds, 60.0)
+
+    def hopeless(self, limit: int) -> str | None:
+        """Returns why the run has to stop, once ``limit`` groups (0: never) have ended dead in a row."""
+        if not limit or self.in_a_row < limit:
+            return None
+        reason = failure_summary.short(self.reason)
+        return f"{self.in_a_row} groups in a row failed (rollout.max_dead_in_a_row = {limit}), the last one: {reason}"
+
+    def _forget(self, now: float) -> None:
+        while self._ended and self._ended[0] < now - RATE_SECONDS:
+            self._ended.popleft()
+
 
 class RunFailure:
-    """See the module's docstring.
+    """Keeps whether the run has failed, and why.
 
     Args:
         limit: `max_dead_in_a_row`. held: awaited before the bus is told; raises where another buffer is active.
@@ -49,7 +95,7 @@ class RunFailure:
             self.reason, service.state = hopeless, STATE
 
     async def look(self) -> bool:
-        """Learns from the bus how the run stands, and keeps the gauges. Returns whether a run that had failed goes on."""
+        """Asks the bus whether the run has failed, and keeps the gauges. Returns whether a run that had failed goes on."""
         self._gauge()
         phase, reason = await runs.phase_and_reason(self._service.bus, self._service.run, deadline=120)
         if phase == runs.FAILED and not self.reason:

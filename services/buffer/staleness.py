@@ -1,4 +1,4 @@
-"""Where staleness is decided: what a batch does with a group, by the age of its tokens and the run's policy.
+"""Decides what a batch does with a group, by the age of its tokens and the run's staleness policy.
 
 A batch that is trained on version V takes no trained token older than the bound b = V − max_staleness. The four policies differ in what
 they do with a group that holds older tokens; docs/staleness.md derives what follows from each.
@@ -14,11 +14,11 @@ Policy = Literal["drop", "requeue", "continue", "mask"]
 """``drop``: end the group; a new prompt takes its place. ``requeue``: generate it anew. ``continue``: keep the samples that hold tokens
 of the version that is trained, generate the others anew. ``mask``: train it without its stale tokens."""
 
-Verdict = Literal["fits", "drop", "requeue"]
+StalenessDecision = Literal["fits", "drop", "requeue"]
 
 
-def staleness_decision(policy: Policy, result: Result, bound: int) -> Verdict:
-    """What becomes of a scored group in a batch that takes no token older than ``bound``."""
+def staleness_decision(policy: Policy, result: Result, bound: int) -> StalenessDecision:
+    """Returns what becomes of a scored group in a batch that takes no token older than ``bound``."""
     if result.oldest >= bound:
         return "fits"
     match policy:
@@ -33,5 +33,5 @@ def staleness_decision(policy: Policy, result: Result, bound: int) -> Verdict:
 
 
 def mask_below(policy: Policy, bound: int) -> int:
-    """The version below which a batch's tokens leave the loss; 0 where no batch holds any."""
+    """Returns the version below which a batch's tokens leave the loss; 0 where no batch holds any."""
     return max(0, bound) if policy in ("continue", "mask") else 0

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from shared.schema.ledger import (
     BatchFormed,
@@ -75,7 +77,7 @@ class Result:
         return Payload(keys=list(self.keys), bytes=self.size, tokens=tuple(self.tokens))
 
     def stale(self, mask_below: int) -> tuple[int, ...]:
-        """Positions of samples that hold nothing of version ``mask_below`` or newer."""
+        """Returns the positions of samples that hold nothing of version ``mask_below`` or newer."""
         return tuple(index for index, sample in enumerate(self.samples) if sample.newest < mask_below) if mask_below else ()
 
 
@@ -118,16 +120,15 @@ class EvaluationState:
     newest: int = -1
 
     def pending(self) -> list[str]:
-        """Ids of the groups that have not come back."""
+        """Returns the ids of the groups that have not come back."""
         names = (eval_group_id(self.dataset, self.version, row) for row in range(self.prompts))
         return [name for name in names if name not in self.rewards and name not in self.failed]
 
     def awaits(self, name: str) -> bool:
         """Whether ``name`` is a group of this evaluation that has not come back."""
         parts = eval_group_parts(name)
-        if parts is None or parts[2] >= self.prompts or name != eval_group_id(self.dataset, self.version, parts[2]):
-            return False
-        return name not in self.rewards and name not in self.failed
+        known = parts is not None and parts[2] < self.prompts and name == eval_group_id(self.dataset, self.version, parts[2])
+        return known and name not in self.rewards and name not in self.failed
 
     @property
     def complete(self) -> bool:
@@ -136,7 +137,7 @@ class EvaluationState:
 
 @dataclass
 class BufferState:
-    """See the module's docstring. Counters: groups admitted, trained, dropped, dead since the run began."""
+    """The fold of a ledger. ``admitted``, ``trained``, ``dropped`` and ``dead`` count groups since the run began."""
 
     admitted: int = 0
     trained: int = 0
@@ -167,69 +168,83 @@ class BufferState:
 
     def apply(self, record: LedgerRecord) -> None:
         """Folds one record in. Records come from `services.buffer.policy` or from the ledger, in order."""
+        fold = _FOLDS.get(type(record))
+        if fold is None:
+            raise TypeError(f"the buffer does not know ledger record {type(record).__name__}")
         self.released = []
-        match record:
-            case GroupsAdmitted(first=first, count=count):
-                for number in range(first, first + count):
-                    name = group_id(number)
-                    self.groups[name] = GroupState(number, name)
-                self.admitted += count
-            case GroupsScored(groups=scored_groups):
-                for scored in scored_groups:
-                    group = self.groups[scored.group]
-                    if group.partial is not None:
-                        self._release(group)
-                        group.partial = None
-                    group.scored = Result.of(scored)
-                    self.ready[scored.group] = group
-            case GroupRequeued(group=name, attempt=attempt, partial=partial, renew_below=renew_below):
-                group = self.groups[name]
-                self._release(group, but=partial)
-                group.attempt, group.scored, group.partial, group.renew_below = attempt, None, partial, renew_below
-                self.ready.pop(name, None)
-            case GroupsDropped(groups=names):
-                for name in names:
-                    self._end(name)
-                self.dropped += len(names)
-            case GroupDead(group=name, payload=payload):
-                self._end(name)
-                self.released += payload.keys if payload is not None else []
-                self.dead += 1
-            case BatchFormed(step=step, version=version, groups=names, mask_below=mask_below):
-                batch = BatchRecord(step, version, [self.groups[name] for name in names], mask_below)
-                for group in batch.groups:
-                    group.step = step
-                    del self.ready[group.id]
-                self.batches[step] = batch
-                self.formed_steps = step + 1
-            case BatchTrained(step=step):
-                self.trained += len(self.batches[step].groups)
-                self.trained_steps = step + 1
-            case CheckpointDurable(steps=steps):
-                self.durable_steps = steps
-                for step in [step for step in self.batches if step < steps]:
-                    for group in self.batches.pop(step).groups:
-                        self._end(group.id)
-            case VersionLive(version=version):
-                self.live_version = version
-            case EvalStarted(dataset=dataset, version=version, prompts=prompts):
-                self.evaluations[version] = EvaluationState(dataset, version, prompts)
-            case EvalScored(version=version, group=name, rewards=rewards, oldest=oldest, newest=newest, payload=payload):
-                evaluation = self.evaluations[version]
-                self.released += payload.keys if payload is not None else []
-                if rewards:
-                    evaluation.rewards[name] = rewards
-                    evaluation.oldest, evaluation.newest = min(oldest, evaluation.oldest), max(newest, evaluation.newest)
-                else:
-                    evaluation.failed.add(name)
-            case EvalEnded(version=version):
-                del self.evaluations[version]
-                self.last_evaluation = record
-                self.evaluated.add(version)
-            case RunFinished(steps=steps):
-                self.finished_steps = steps
-            case _:
-                raise TypeError(f"the buffer does not know ledger record {type(record).__name__}")
+        fold(self, record)
+
+    def _groups_admitted(self, record: GroupsAdmitted) -> None:
+        for number in range(record.first, record.first + record.count):
+            name = group_id(number)
+            self.groups[name] = GroupState(number, name)
+        self.admitted += record.count
+
+    def _groups_scored(self, record: GroupsScored) -> None:
+        for scored in record.groups:
+            group = self.groups[scored.group]
+            if group.partial is not None:
+                self._release(group)
+                group.partial = None
+            group.scored = Result.of(scored)
+            self.ready[scored.group] = group
+
+    def _group_requeued(self, record: GroupRequeued) -> None:
+        group = self.groups[record.group]
+        self._release(group, but=record.partial)
+        group.attempt, group.scored, group.partial, group.renew_below = record.attempt, None, record.partial, record.renew_below
+        self.ready.pop(record.group, None)
+
+    def _groups_dropped(self, record: GroupsDropped) -> None:
+        for name in record.groups:
+            self._end(name)
+        self.dropped += len(record.groups)
+
+    def _group_dead(self, record: GroupDead) -> None:
+        self._end(record.group)
+        self.released += record.payload.keys if record.payload is not None else []
+        self.dead += 1
+
+    def _batch_formed(self, record: BatchFormed) -> None:
+        batch = BatchRecord(record.step, record.version, [self.groups[name] for name in record.groups], record.mask_below)
+        for group in batch.groups:
+            group.step = record.step
+            del self.ready[group.id]
+        self.batches[record.step] = batch
+        self.formed_steps = record.step + 1
+
+    def _batch_trained(self, record: BatchTrained) -> None:
+        self.trained += len(self.batches[record.step].groups)
+        self.trained_steps = record.step + 1
+
+    def _checkpoint_durable(self, record: CheckpointDurable) -> None:
+        self.durable_steps = record.steps
+        for step in [step for step in self.batches if step < record.steps]:
+            for group in self.batches.pop(step).groups:
+                self._end(group.id)
+
+    def _version_live(self, record: VersionLive) -> None:
+        self.live_version = record.version
+
+    def _eval_started(self, record: EvalStarted) -> None:
+        self.evaluations[record.version] = EvaluationState(record.dataset, record.version, record.prompts)
+
+    def _eval_scored(self, record: EvalScored) -> None:
+        evaluation = self.evaluations[record.version]
+        self.released += record.payload.keys if record.payload is not None else []
+        if not record.rewards:
+            evaluation.failed.add(record.group)
+            return
+        evaluation.rewards[record.group] = record.rewards
+        evaluation.oldest, evaluation.newest = min(record.oldest, evaluation.oldest), max(record.newest, evaluation.newest)
+
+    def _eval_ended(self, record: EvalEnded) -> None:
+        del self.evaluations[record.version]
+        self.last_evaluation = record
+        self.evaluated.add(record.version)
+
+    def _run_finished(self, record: RunFinished) -> None:
+        self.finished_steps = record.steps
 
     def _end(self, name: str) -> None:
         group = self.groups.pop(name)
@@ -240,6 +255,27 @@ class BufferState:
         """Lets go of all that the store holds of a group, ``but`` what its next attempt goes on from."""
         held = group.scored.keys if group.scored is not None else group.partial.keys if group.partial is not None else ()
         self.released.extend(held if but is None else [key for key in held if key not in but.keys])
+
+
+_FOLDS: dict[type[LedgerRecord], Callable[[BufferState, Any], None]] = {
+    kind: getattr(BufferState, f"_{kind.event()}")
+    for kind in (
+        GroupsAdmitted,
+        GroupsScored,
+        GroupRequeued,
+        GroupsDropped,
+        GroupDead,
+        BatchFormed,
+        BatchTrained,
+        CheckpointDurable,
+        VersionLive,
+        EvalStarted,
+        EvalScored,
+        EvalEnded,
+        RunFinished,
+    )
+}
+"""How each kind of record is folded in: by the method that is named after it."""
 
 
 def _without(samples: list[SampleMeta], removed: tuple[int, ...]) -> list[SampleMeta]:

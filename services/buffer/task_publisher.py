@@ -1,4 +1,4 @@
-"""Sending tasks out: one worker that publishes what the state says is outstanding, so that a full queue holds up no decision."""
+"""Publishes tasks: one worker sends what the state says is outstanding, so that a full queue holds up no decision."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shared.config.run_config import RunConfig
 from shared.data.prompts import Prompt, PromptFile, PromptStream
 from shared.schema.messages import Payload, Sampling, Task
 
-LOT = 64
+BATCH = 64
 """Tasks that are published together, and confirmed before the next ones are."""
 
-LOT_BYTES = 1 << 20
-"""Prompt tokens of a lot, about: what is in flight to the bus is bound."""
+BATCH_BYTES = 1 << 20
+"""Prompt tokens that are published together, about: what is in flight to the bus is bound."""
 
 
 class TaskPublisher:
@@ -30,14 +30,13 @@ class TaskPublisher:
         self._bus, self._config, self._subjects = bus, config, Subjects(config.run.name)
         self._prompts, self._heldout = prompts, heldout
         rollout, evaluation = config.rollout, config.eval
-        stops = sorted({*rollout.rollout_stop_token_ids, *stop_ids})
         self._sampling = Sampling(
             temperature=rollout.rollout_temperature,
             top_p=rollout.rollout_top_p,
             top_k=rollout.rollout_top_k,
             max_new_tokens=rollout.rollout_max_response_len,
             stop=rollout.rollout_stop,
-            stop_token_ids=stops,
+            stop_token_ids=sorted({*rollout.rollout_stop_token_ids, *stop_ids}),
         )
         temperature, longest = evaluation.eval_temperature, evaluation.eval_max_response_len
         self._eval_sampling = self._sampling.model_copy(
@@ -49,9 +48,9 @@ class TaskPublisher:
         self._queue: asyncio.Queue[tuple[str, Callable[[], Task]]] = asyncio.Queue()
 
     def group(self, group: GroupState, state: BufferState, limits: BufferConfig) -> None:
-        """Queues a training group's present attempt. Its prompt is read when its turn comes, so that no decision waits for a tokenizer."""
+        """Queues a training group's present attempt. Its prompt is read only when it is published: no decision waits for a tokenizer."""
         minimum = policy.min_version(group, state, limits)
-        make = partial(self._training, group.number, group.id, group.attempt, minimum, group.partial, group.renew_below)
+        make = partial(self._training_task, group.number, group.id, group.attempt, minimum, group.partial, group.renew_below)
         self._queue.put_nowait((TRAIN, make))
 
     def evaluation(self, evaluation: EvaluationState) -> None:
@@ -64,20 +63,20 @@ class TaskPublisher:
 
     async def run(self) -> None:
         """Publishes until cancelled. Raises ConfigError where a prompt cannot be read."""
-        waiting: tuple[str, Callable[[], Task]] | None = None
+        next_task: tuple[str, Callable[[], Task]] | None = None
         while True:
-            task_class, make = waiting or await self._queue.get()
-            lot, size, waiting = [make()], 0, None
-            while len(lot) < LOT and (size := size + lot[-1].prompt_tokens.nbytes) < LOT_BYTES and not self._queue.empty():
-                waiting = self._queue.get_nowait()
-                if waiting[0] != task_class:
+            task_class, make = next_task or await self._queue.get()
+            batch, size, next_task = [make()], 0, None
+            while len(batch) < BATCH and (size := size + batch[-1].prompt_tokens.nbytes) < BATCH_BYTES and not self._queue.empty():
+                next_task = self._queue.get_nowait()
+                if next_task[0] != task_class:
                     break
-                lot.append(waiting[1]())
-                waiting = None
-            tasks = {f"{task.group}.{task.attempt}": task for task in lot}
+                batch.append(next_task[1]())
+                next_task = None
+            tasks = {f"{task.group}.{task.attempt}": task for task in batch}
             await self._bus.publish_all(self._subjects.task(task_class), tasks, deadline=600)
 
-    def _training(self, number: int, name: str, attempt: int, minimum: int, unfinished: Payload | None, renew_below: int) -> Task:
+    def _training_task(self, number: int, name: str, attempt: int, minimum: int, unfinished: Payload | None, renew_below: int) -> Task:
         samples = self._config.rollout.n_samples_per_prompt
         task = self._task(name, attempt, self._prompts.at(number), samples, self._sampling, minimum)
         task.partial, task.renew_below = unfinished, renew_below

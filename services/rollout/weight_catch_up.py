@@ -207,7 +207,9 @@ class WeightCatchUp:
         service = self._service
         request = PeerTransferRequest(destination=service.instance, version=source.version, ranks=service.ranks, deadline=seconds)
         subject = service.subjects.replica_weights(source.replica, "transfer")
-        offer = await service.bus.request(subject, request, PeerTransferOffer, deadline=ASK_SECONDS, whom=source.replica, patient=False)
+        offer = await service.bus.request(
+            subject, request, PeerTransferOffer, deadline=ASK_SECONDS, awaited_from=source.replica, patient=False
+        )
         if offer.version != source.version or len(offer.channels) != service.ranks:
             channels = len(offer.channels)
             raise MyxoError(f"{source.replica} offers version {offer.version} to {channels} ranks; asked for was {source.version}")
@@ -291,7 +293,7 @@ class WeightCatchUp:
         replica.show()
         try:
             await client.pause(self._service.config.rollout.in_flight_on_push, deadline=seconds)
-            await client.update_weights_from_disk(str(checkpoint.path.absolute()), checkpoint.version, flush=False, deadline=seconds)
+            await client.update_weights_from_disk(str(checkpoint.path.absolute()), checkpoint.version, deadline=seconds)
             if self._service.config.trainer.lora_rank is None:  # else versions are known by their adapters, which are not in the snapshot
                 digest = await client.adopt(checkpoint.version, checkpoint.tensors, deadline=seconds)
                 if digest != checkpoint.digest:

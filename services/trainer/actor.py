@@ -7,7 +7,6 @@ and every data-parallel rank the same number of them.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from services.trainer.actor_config import DTYPES, ActorConfig, check_temperature
 from services.trainer.megatron import checkpoint, export, lora, passes, runtime
 from services.trainer.megatron.checkpoint import latest_step
 from services.trainer.megatron.checkpoint_writer import Save, SaveFailed
@@ -28,12 +26,13 @@ from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.passes import LossFunction
 from services.trainer.megatron.runtime import deadline, together
 from services.trainer.packing import PackedBatch
-from shared.config.learning_rate import DecayStyle
+from services.trainer.trainer_settings import DTYPES, TrainerSettings
+from shared.config.learning_rate import LearningRateSchedule
 from shared.model.families import Architecture, read_architecture
 from shared.model.parallel_layout import check_divisible
 from shared.runtime.errors import ConfigError
 
-__all__ = ["Actor", "ActorConfig", "SaveFailed", "StepResult", "latest_step"]
+__all__ = ["Actor", "SaveFailed", "StepResult", "latest_step"]
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,14 @@ class StepResult:
 class Actor:
     """A model, its optimizer, and the checkpoint directory that they came from. Made by :meth:`create`."""
 
-    def __init__(self, config: ActorConfig, hf_dir: Path, model: MegatronModel, optimizer: Optimizer) -> None:
-        self.config, self.hf_dir = config, hf_dir
+    def __init__(self, settings: TrainerSettings, hf_dir: Path, model: MegatronModel, optimizer: Optimizer) -> None:
+        self.settings, self.hf_dir = settings, hf_dir
         self.model, self.optimizer = model, optimizer
         self._exporter: Exporter | None = None
         self._saving: Save | None = None
 
     @classmethod
-    def create(cls, config: ActorConfig, hf_dir: str | Path, *, random: bool = False) -> Actor:
+    def create(cls, settings: TrainerSettings, hf_dir: str | Path, *, random: bool = False) -> Actor:
         """Join the other ranks, build this rank's part of the model and load it.
 
         The ranks' addresses come from torchrun's environment variables (see :mod:`.megatron.runtime`).
@@ -80,28 +79,29 @@ class Actor:
         """
         hf_dir = Path(hf_dir)
         architecture = read_architecture(hf_dir)
-        overrides = {**config.recomputation, **config.megatron.get("transformer", {})}
-        if config.deterministic:
+        trainer = settings.trainer
+        overrides = {**settings.recomputation, **settings.megatron.transformer}
+        if trainer.deterministic:
             overrides["deterministic_mode"] = True
             runtime.make_deterministic()
-        check_divisible(architecture, config.layout, overrides)
-        if config.lora is not None:
-            config.lora.check(architecture, config.layout, overrides)
-        runtime.start(config.layout, config.seed, config.timeout_seconds)
-        megatron = transformer_config(architecture, config.layout, DTYPES[config.dtype], overrides)
-        chunks = build_chunks(architecture, megatron, config.layout, config.value_head)
-        if config.lora is not None:
-            lora.attach(chunks, megatron, architecture, config.lora, config.seed)
-        if not config.value_head:
-            freeze(chunks, megatron, architecture, config.freezing, config.lora is not None)
+        check_divisible(architecture, settings.layout, overrides)
+        if settings.lora is not None:
+            settings.lora.check(architecture, settings.layout, overrides)
+        runtime.start(settings.layout, trainer.seed, trainer.collective_timeout)
+        megatron = transformer_config(architecture, settings.layout, settings.dtype, overrides)
+        chunks = build_chunks(architecture, megatron, settings.layout, settings.value_head)
+        if settings.lora is not None:
+            lora.attach(chunks, megatron, architecture, settings.lora, trainer.seed)
+        if not settings.value_head:
+            freeze(chunks, megatron, architecture, settings.freezing, settings.lora is not None)
         if not random:
             with together(f"loading {hf_dir}"):
                 load_hf(chunks, megatron, architecture, hf_dir)
-        wrapped = wrap_chunks(chunks, megatron, config.use_distributed_optimizer, config.megatron.get("ddp", {}))
-        model = MegatronModel(architecture, megatron, config.layout, wrapped, config.value_head, config.lora, config.freezing)
+        wrapped = wrap_chunks(chunks, megatron, trainer.use_distributed_optimizer, settings.megatron.ddp)
+        model = MegatronModel(architecture, megatron, settings.layout, wrapped, settings.value_head, settings.lora, settings.freezing)
         with deadline("the making of the optimizer"):
-            optimizer = Optimizer(model, config.optimizer)
-        return cls(config, hf_dir, model, optimizer)
+            optimizer = Optimizer(model, trainer, settings.schedule, settings.megatron.optimizer)
+        return cls(settings, hf_dir, model, optimizer)
 
     @property
     def architecture(self) -> Architecture:
@@ -137,7 +137,7 @@ class Actor:
         Raises:
             ConfigError: the actor has no value head.
         """
-        if not self.config.value_head:
+        if not self.settings.value_head:
             raise ConfigError("trainer.value_head", False, "true; only a critic has values")
         with deadline("the computation of values"):
             return passes.values(self.model, self._checked(batches))
@@ -174,35 +174,9 @@ class Actor:
             update = self.optimizer.update()
         return StepResult(sums.loss, sums.metrics, update.grad_norm, update.lr, update.skipped)
 
-    def set_lr(self, lr: float) -> None:
-        """Change the peak of the learning-rate schedule; its position and Adam's moments stay."""
-        self.optimizer.set_lr(lr)
-
-    def reset_optimizer(
-        self,
-        *,
-        lr: float | None = None,
-        min_lr: float | None = None,
-        lr_warmup_steps: int | None = None,
-        lr_decay_steps: int | None = None,
-        lr_decay_style: DecayStyle | None = None,
-    ) -> None:
-        """Zero Adam's moments and start a schedule at its beginning, as between a supervised warm start and RL.
-
-        What is not given is taken from the configuration.
-
-        Raises:
-            ConfigError: the schedule's fields contradict one another.
-        """
-        given = {
-            "lr": lr,
-            "min_lr": min_lr,
-            "lr_warmup_steps": lr_warmup_steps,
-            "lr_decay_steps": lr_decay_steps,
-            "lr_decay_style": lr_decay_style,
-        }
-        changed = dataclasses.replace(self.config, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
-        self.optimizer.reset(changed.schedule)
+    def reset_optimizer(self, schedule: LearningRateSchedule | None = None) -> None:
+        """Zeroes Adam's moments and starts a schedule, by default the run's, as between a supervised warm start and RL."""
+        self.optimizer.reset(schedule or self.settings.schedule)
 
     def export(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[Bucket]:
         """The weights under their Hugging Face names, bucket by bucket; tied embeddings come once.
@@ -271,15 +245,12 @@ class Actor:
         return self._exporter
 
     def _policy(self, what: str) -> MegatronModel:
-        if self.config.value_head:
+        if self.settings.value_head:
             raise ConfigError("trainer.value_head", True, f"false; a critic has no vocabulary to {what} with")
         return self.model
 
     def _temperature(self, override: float | None) -> float:
-        if override is None:
-            return self.config.temperature
-        check_temperature(override)
-        return override
+        return self.settings.temperature if override is None else override
 
     def _checked(self, batches: Sequence[PackedBatch]) -> Sequence[PackedBatch]:
         if not batches:

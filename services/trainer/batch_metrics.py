@@ -1,17 +1,28 @@
-"""What a batch's samples say before they are trained: lengths, rewards, loops, passes. Pure; names are slime's (docs/metrics.md).
+"""What a batch's samples say before they are trained: one row of statistics a sample, and the metrics that are made of them.
 
-Per-sample numbers are the whole batch's. Per-token ones are sums that ranks add up.
+Each rank fills the rows of its own samples and leaves the others 0; their sum over the data-parallel ranks is the whole table. From it all
+ranks get the same loss weights and the same metrics, to the bit. Names of metrics are slime's (docs/metrics.md).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
 from math import comb
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+
+from services.trainer.packing import PackedBatch
+from shared.schema.messages import Batch
+from shared.schema.sample import Sample
+
+Table = NDArray[np.float64]
+Sum = Callable[[Table], Table]
+"""The sum of a table over all data-parallel ranks."""
 
 LOOP_TIMES = 8
 """So often is a phrase said in a row by a response that loops,"""
@@ -22,70 +33,132 @@ LOOP_TOKENS = 64
 LOOP_LONGEST = 256
 """and it has at most so many tokens itself."""
 
+TOKEN_MEANS = {
+    "advantages": "advantages",
+    "log_probs": "proximal_log_probs",
+    "rollout_log_probs": "rollout_log_probs",
+    "ref_log_probs": "ref_log_probs",
+    "kl": "kl",
+    "values": "values",
+    "returns": "returns",
+}
+"""Metrics of a batch → the field that they are the mean of over trained tokens, where the batch has it."""
 
-def loops(response: ArrayLike) -> bool:
-    """Whether a response, int [R], ends in a loop: its last tokens are one phrase, said over and over until generation stopped."""
-    tail = np.asarray(response)[-LOOP_TIMES * LOOP_LONGEST :]
-    if len(tail) < LOOP_TOKENS:
-        return False
-    backwards = tail[::-1]
-    candidates = np.flatnonzero(backwards[1 : len(tail) // LOOP_TIMES + 1] == backwards[0]) + 1
-    for period in candidates.tolist():
-        span = max(LOOP_TIMES * period, LOOP_TOKENS)
-        if np.array_equal(backwards[: span - period], backwards[period:span]):
-            return True
-    return False
+RENAMED = ("reward", "truncated")
+"""Batch metrics that are written under slime's names, raw_reward and truncated_ratio."""
 
 
-def rollout(
-    rewards: Sequence[float],
-    groups: Sequence[Hashable],
-    lengths: Sequence[int],
-    *,
-    truncated: ArrayLike,
-    looping: ArrayLike | None = None,
-    shaped: Sequence[float] | None = None,
-) -> dict[str, float]:
-    """Metrics of the samples of a batch, without the prefix ``rollout/``.
+class StatColumn(IntEnum):
+    """trained: tokens with mask 1. masked: tokens that left the loss for their age. response: tokens. rollout: the sample's, in its group.
+    oldest: version of the oldest trained token, 0 where there is none. truncated: 1 where generation ran into its limit.
+    looping: 1 where the response ends in a loop."""
+
+    TRAINED = 0
+    MASKED = 1
+    RESPONSE = 2
+    ROLLOUT = 3
+    OLDEST = 4
+    TRUNCATED = 5
+    LOOPING = 6
+
+
+@dataclass(frozen=True)
+class SampleStats:
+    """The statistics of a whole batch: float64 [N, columns], exact for integers below 2^53."""
+
+    table: Table
+
+    def column(self, column: StatColumn) -> NDArray[np.float64]:
+        """[N]."""
+        return self.table[:, column]
+
+    def integers(self, column: StatColumn) -> list[int]:
+        """The column as integers."""
+        return [int(value) for value in self.table[:, column]]
+
+
+def empty_table(samples: int) -> Table:
+    """A rank's table before it has read a sample."""
+    return np.zeros((samples, len(StatColumn)))
+
+
+def stats_row(sample: Sample, trainable: int) -> tuple[float, ...]:
+    """Returns a sample's row.
 
     Args:
-        rewards: [N] as scored. groups: [N] the samples' groups. lengths: [N] tokens of the responses. truncated: bool [N].
-        looping: bool [N], see `loops`; None: not known. shaped: [N] rewards as advantages start from them; None: not known.
+        sample: with the mask that training goes by. trainable: tokens that its own mask had; those that are missing count as masked.
     """
-    if not len(rewards):
-        return {}
-    found = {
-        "response_len/mean": float(np.mean(lengths)),
+    trained = int(np.count_nonzero(sample.mask))
+    oldest = int(sample.versions()[sample.mask != 0].min()) if trained else 0
+    masked = max(trainable - trained, 0)
+    return trained, masked, len(sample.response), sample.rollout, oldest, sample.finish == "length", loops(sample.response)
+
+
+@dataclass(frozen=True)
+class BatchMetrics:
+    """What is known of a batch before training: means over samples, ages of trained samples in weight versions.
+
+    masked_tokens: that leave the loss for their age, of samples that no filter removed.
+    """
+
+    reward: float
+    response_tokens: int
+    tokens: int
+    truncated: float
+    staleness_mean: float
+    staleness_max: int
+    zero_std_groups: float
+    masked_tokens: int
+    removed_samples: int
+
+    @classmethod
+    def of(cls, batch: Batch, stats: SampleStats) -> BatchMetrics:
+        trained = stats.column(StatColumn.TRAINED) > 0
+        ages = batch.version - stats.column(StatColumn.OLDEST)[trained] if trained.any() else np.zeros(1)
+        return cls(
+            reward=float(np.mean([reward for group in batch.groups for reward in group.rewards])),
+            response_tokens=int(stats.column(StatColumn.RESPONSE).sum()),
+            tokens=sum(sum(group.payload.tokens) for group in batch.groups),
+            truncated=float(stats.column(StatColumn.TRUNCATED).mean()),
+            staleness_mean=float(ages.mean()),
+            staleness_max=int(ages.max()),
+            zero_std_groups=float(np.mean([len(set(group.rewards)) == 1 for group in batch.groups])),
+            masked_tokens=int(stats.column(StatColumn.MASKED).sum()),
+            removed_samples=sum(len(group.removed) for group in batch.groups),
+        )
+
+
+def rollout_metrics(batch: Batch, stats: SampleStats, shaped: Sequence[float] | None) -> dict[str, float]:
+    """Returns the metrics of a batch's samples, without the prefix ``rollout/``.
+
+    Args:
+        shaped: [N] rewards as advantages start from them; None: the objective has no advantages.
+    """
+    metrics, lengths = BatchMetrics.of(batch, stats), stats.column(StatColumn.RESPONSE)
+    found = {name: float(value) for name, value in asdict(metrics).items() if name not in RENAMED}
+    found |= {
+        "response_len/mean": float(lengths.mean()),
         "response_len/median": float(np.median(lengths)),
-        "response_len/max": float(np.max(lengths)),
-        "response_len/min": float(np.min(lengths)),
-        "truncated_ratio": float(np.mean(np.asarray(truncated, dtype=np.float64))),
-        "raw_reward": float(np.mean(rewards)),
+        "response_len/max": float(lengths.max()),
+        "response_len/min": float(lengths.min()),
+        "truncated_ratio": metrics.truncated,
+        "repetition_frac": float(stats.column(StatColumn.LOOPING).mean()),
+        "raw_reward": metrics.reward,
     }
-    if looping is not None:
-        found["repetition_frac"] = float(np.mean(np.asarray(looping, dtype=np.float64)))
     if shaped is not None:
         found["rewards"] = float(np.mean(shaped))
-    return found | zero_std(by_group(rewards, groups))
-
-
-def by_group(rewards: Sequence[float], groups: Sequence[Hashable]) -> list[list[float]]:
-    """Rewards group by group, in the order in which groups first come."""
-    found: dict[Hashable, list[float]] = {}
-    for reward, group in zip(rewards, groups, strict=True):
-        found.setdefault(group, []).append(reward)
-    return list(found.values())
+    return found | zero_std([group.rewards for group in batch.groups])
 
 
 def zero_std(groups: Sequence[Sequence[float]]) -> dict[str, float]:
-    """How many groups of several samples have equal rewards, by that reward to one decimal: all right or all wrong, they teach nothing."""
+    """Counts the groups of several samples whose rewards are equal, by that reward to one decimal: they teach nothing."""
     equal = Counter(f"{round(rewards[0], 1) + 0.0:g}" for rewards in groups if len(rewards) > 1 and len(set(rewards)) == 1)
     return {f"zero_std/count_{reward}": float(count) for reward, count in sorted(equal.items())}
 
 
 def passrate(groups: Sequence[Sequence[float]], threshold: float = 1.0) -> dict[str, float]:
-    """``pass@k`` for k = 1, 2, 4, … as far as every group has k samples: the mean over groups of the probability that one of k samples
-    drawn from the group passes.
+    """Returns ``pass@k`` for k = 1, 2, 4, … as far as every group has k samples: the mean over groups of the probability that one of k
+    samples drawn from the group passes.
 
     Of n samples c pass: 1 - C(n - c, k) / C(n, k), without bias (Chen et al. 2021, arXiv:2107.03374, eq. 1).
 
@@ -101,33 +174,32 @@ def passrate(groups: Sequence[Sequence[float]], threshold: float = 1.0) -> dict[
     return found
 
 
-@dataclass(frozen=True)
-class TokenSums:
-    """Sums of per-token numbers over trained tokens, of one rank's samples or of all.
+def token_means(micro_batches: Sequence[PackedBatch], total: Sum) -> dict[str, float]:
+    """Returns the means over trained tokens of the fields of `TOKEN_MEANS`, of all ranks together; nothing where no token is trained.
 
     Args:
-        names: of the numbers, the same on every rank. sums: float64 [names + 1], the number of tokens last.
+        micro_batches: this rank's, at least one, with the same fields on every rank. total: a collective.
     """
+    names = [name for name, field in TOKEN_MEANS.items() if field in micro_batches[0].fields]
+    sums = torch.zeros(len(names) + 1, dtype=torch.float64)
+    for batch in micro_batches:
+        trained = batch.loss_mask > 0
+        for column, name in enumerate(names):
+            sums[column] += batch.fields[TOKEN_MEANS[name]][trained].double().sum()
+        sums[-1] += trained.sum()
+    *values, tokens = total(sums.numpy()).tolist()
+    return {name: value / tokens for name, value in zip(names, values, strict=True)} if tokens else {}
 
-    names: tuple[str, ...]
-    sums: NDArray[np.float64]
 
-    @classmethod
-    def of(cls, masks: Mapping[int, NDArray[np.uint8]], numbers: Mapping[str, Mapping[int, NDArray[np.floating]]]) -> TokenSums:
-        """Of a rank's samples.
-
-        Args:
-            masks: uint8 [R] by sample. numbers: by name and sample, [R]. Sorted by name, so that ranks agree.
-        """
-        names = tuple(sorted(numbers))
-        sums = np.zeros(len(names) + 1)
-        for sample, mask in masks.items():
-            trained = mask != 0
-            sums[-1] += np.count_nonzero(trained)
-            for place, name in enumerate(names):
-                sums[place] += float(np.sum(numbers[name][sample][trained], dtype=np.float64))
-        return cls(names, sums)
-
-    def means(self) -> dict[str, float]:
-        """By name; nothing where no token is trained."""
-        return {name: float(value / self.sums[-1]) for name, value in zip(self.names, self.sums, strict=False)} if self.sums[-1] else {}
+def loops(response: ArrayLike) -> bool:
+    """Whether a response, int [R], ends in a loop: its last tokens are one phrase, said over and over until generation stopped."""
+    tail = np.asarray(response)[-LOOP_TIMES * LOOP_LONGEST :]
+    if len(tail) < LOOP_TOKENS:
+        return False
+    backwards = tail[::-1]
+    candidates = np.flatnonzero(backwards[1 : len(tail) // LOOP_TIMES + 1] == backwards[0]) + 1
+    for period in candidates.tolist():
+        span = max(LOOP_TIMES * period, LOOP_TOKENS)
+        if np.array_equal(backwards[: span - period], backwards[period:span]):
+            return True
+    return False

@@ -1,6 +1,7 @@
-"""What all ranks do next: rank 0 decides (it has the bus), every rank hears the same order.
+"""What all ranks do next: rank 0 decides (it has the bus), every rank gets the same command.
 
-Orders travel as integers, a batch as its MessagePack bytes, a push as JSON, over a gloo group of the trainer's ranks; nothing is unpickled.
+A command travels as JSON, with the batches of `Train` and `Value` as MessagePack behind it, over a gloo group of the trainer's ranks;
+nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do yet: come back for the next order."""
+    """Nothing to do yet: come back for the next command."""
 
 
 @dataclass(frozen=True)
@@ -64,63 +65,52 @@ class Leave:
     done: bool
 
 
-Order = Train | Value | Push | Snapshot | Wait | Leave
+Command = Train | Value | Push | Snapshot | Wait | Leave
 
-_WAIT, _TRAIN, _PUSH, _LEAVE, _VALUE, _SNAPSHOT = range(6)
+_PLAIN: dict[str, type[Push | Snapshot | Wait | Leave]] = {kind.__name__: kind for kind in (Push, Snapshot, Wait, Leave)}
 
 
 class CommandBroadcast:
-    """Spreads rank 0's orders. In a world of one it is a plain hand-over.
+    """Spreads rank 0's commands. In a world of one it is a plain hand-over.
 
     Args:
-        timeout: seconds that a rank waits for an order; rank 0 sends one (if only `Wait`) every few seconds.
+        timeout: seconds that a rank waits for a command; rank 0 sends one (if only `Wait`) every few seconds.
     """
 
     def __init__(self, timeout: float) -> None:
-        self.rank, self._alone = dist.get_rank(), dist.get_world_size() == 1
+        self._alone = dist.get_world_size() == 1
         self._group = None if self._alone else dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
 
-    def send(self, order: Order) -> Order:
-        """Rank 0's side. Returns the order."""
+    def send(self, command: Command) -> Command:
+        """Rank 0's side. Returns the command."""
         if self._alone:
-            return order
-        match order:
+            return command
+        match command:
             case Train(batch=batch, ahead=ahead):
-                self._send(_TRAIN, *(one.encode() for one in (batch, ahead) if one is not None))
+                self._send("Train", {}, *(item.encode() for item in (batch, ahead) if item is not None))
             case Value(batch=batch):
-                self._send(_VALUE, batch.encode())
-            case Push():
-                self._send(_PUSH, json.dumps(asdict(order)).encode())
-            case Snapshot(version=version):
-                self._send(_SNAPSHOT, value=version)
-            case Leave(done=done):
-                self._send(_LEAVE, value=int(done))
-            case Wait():
-                self._send(_WAIT)
-        return order
+                self._send("Value", {}, batch.encode())
+            case _:
+                self._send(type(command).__name__, asdict(command))
+        return command
 
-    def receive(self) -> Order:
+    def receive(self) -> Command:
         """The other ranks' side."""
-        head = torch.zeros(4, dtype=torch.int64)
-        self._broadcast(head)
-        kind, value, *sizes = head.tolist()
-        payloads = [self._payload(size) for size in sizes if size]
-        if kind == _TRAIN:
-            return Train(*map(Batch.decode, payloads))
-        if kind == _VALUE:
-            return Value(*map(Batch.decode, payloads))
-        if kind == _PUSH:
-            return Push(**json.loads(payloads[0]))
-        if kind == _SNAPSHOT:
-            return Snapshot(value)
-        return Leave(bool(value)) if kind == _LEAVE else Wait()
+        sizes = torch.zeros(3, dtype=torch.int64)
+        self._broadcast(sizes)
+        head, *payloads = [self._payload(size) for size in sizes.tolist() if size]
+        kind, fields = json.loads(head)
+        if kind in _PLAIN:
+            return _PLAIN[kind](**fields)
+        batches = [Batch.decode(payload) for payload in payloads]
+        return Train(*batches) if kind == "Train" else Value(*batches)
 
-    def _send(self, kind: int, *payloads: bytes, value: int = 0) -> None:
-        """A head of four integers (kind, value, sizes of up to two payloads), then the payloads."""
-        sizes = [len(payload) for payload in payloads] + [0] * (2 - len(payloads))
-        self._broadcast(torch.tensor([kind, value, *sizes]))
-        for payload in payloads:
-            self._broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    def _send(self, kind: str, fields: dict[str, object], *payloads: bytes) -> None:
+        """The sizes of three parts, then the parts: kind and fields, up to two batches."""
+        parts = [json.dumps([kind, fields]).encode(), *payloads]
+        self._broadcast(torch.tensor([len(part) for part in parts] + [0] * (3 - len(parts))))
+        for part in parts:
+            self._broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8))
 
     def _payload(self, size: int) -> bytes:
         payload = torch.empty(size, dtype=torch.uint8)

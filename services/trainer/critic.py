@@ -6,16 +6,20 @@ Source: Schulman et al. 2017 (arXiv:1707.06347), the value function of PPO, as a
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
-from services.trainer import batches
+from torch import Tensor
+
 from services.trainer.actor_critic_exchange import ActorCriticExchange
 from services.trainer.batches import TrainBatch
 from services.trainer.commands import Leave, Train, Value, Wait
 from services.trainer.control_client import ControlClient
 from services.trainer.loss_inputs import LossInputs
 from services.trainer.megatron.runtime import together
-from services.trainer.metrics_logger import MetricsLogger
-from services.trainer.objective import ValueLoss, needs
+from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
+from services.trainer.objective import CustomFunctions, ValueLoss, needs
+from services.trainer.packing import PackedBatch
 from services.trainer.role_worker import RoleWorker
 from services.trainer.step_scheduler import CriticStepScheduler
 from shared.config.run_config import RunConfig
@@ -27,89 +31,81 @@ class Critic(RoleWorker):
     """One rank of the critic.
 
     Args:
-        store, link, exchange: as `RoleWorker` takes them.
+        store, control, exchange: as `RoleWorker` takes them.
     """
 
-    def __init__(self, config: RunConfig, store: BlockingStore, link: ControlClient | None, exchange: ActorCriticExchange | None) -> None:
-        super().__init__(config, store, link, "critic", exchange)
-        self._shaping = LossInputs(config, self._objective, self._store)
+    def __init__(self, config: RunConfig, store: BlockingStore, control: ControlClient | None, exchange: ActorCriticExchange) -> None:
+        super().__init__(config, store, control, "critic", exchange)
+        self._shared = exchange
         self._objective = self._objective.model_copy(
             update={"use_opd": False, "normalize_advantages": False}
         )  # neither touches the returns
-        self._charged = needs(self._objective).kl
+        self._loss_inputs = LossInputs(self._objective, replace(CustomFunctions.of(config), advantage=None), store)
+        self._with_kl = needs(self._objective).kl
         self._valued: TrainBatch | None = None
-        self._told = 0
-        self._record: MetricsLogger | None = None
-        if link is not None:
-            self._record = MetricsLogger(link, self._places.tensorboard_of_critic, config, self._actor, "critic")
-            self._conductor = CriticStepScheduler(link, config.trainer.batch_timeout, self._numbers, charged=self._charged)
+        self._reported = 0
+        self._metrics: MetricsLogger | None = None
+        if control is not None:
+            speed = TrainingSpeed.of(self._actor)
+            self._metrics = MetricsLogger(control, self._places.tensorboard_of_critic, config, speed, "critic")
+            self._scheduler = CriticStepScheduler(control, config.trainer.batch_timeout, exchange, with_kl=self._with_kl)
 
     def run(self) -> None:
         """Trains until the run is done or a stop is asked for; everything it needs to go on is then on disk."""
         self._resume()
-        self._tell_saved()
-        self._state("ready")
+        self._report_saved()
+        self._set_state("ready")
         while True:
-            match self._order():
+            match self._next_command():
                 case Value(batch=batch):
                     self._valued = self._value(batch)
                 case Train():
                     self._train()
-                    if self._is_save_due():
-                        self._save()
+                    self._save_if_due()
                 case Leave(done=done):
                     self._save_before_leaving(done)
-                    self._tell_saved()
-                    break
+                    return self._report_saved()
                 case Wait():
                     pass
-            self._tell_saved()
+            self._report_saved()
 
     def close(self) -> None:
-        if self._record is not None:
-            self._record.close()
+        if self._metrics is not None:
+            self._metrics.close()
         super().close()
 
     def _value(self, batch: Batch) -> TrainBatch:
         """Values under the weights before the step: for the actor's advantages, and for the returns that the step learns."""
-        prepared = self._assembled(batch)
-        found = dict(zip(map(id, prepared.micro_batches()), self._actor.values(prepared.micro_batches()), strict=True))
-        prepared = batches.with_field(prepared, "values", lambda one: found[id(one.packed)].cpu() * one.packed.loss_mask)
+        prepared = self._assembled(batch).with_computed("values", self._trained_values)
         with together(f"writing the values of step {batch.step}"):
-            self._numbers.write("values", batch.step, prepared.named(prepared.per_sample("values")))
-        if self._first:
-            self._numbers.finish("values", batch.step)
+            self._shared.write("values", batch.step, prepared.named("values"))
+        if self._is_first:
+            self._shared.finish("values", batch.step)
         return prepared
+
+    def _trained_values(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        return [values.cpu() * batch.loss_mask for values, batch in zip(self._actor.values(batches), batches, strict=True)]
 
     def _train(self) -> None:
         prepared = self._valued
-        assert prepared is not None  # the order before this one
+        assert prepared is not None  # the command before this one
         started = time.time()
-        kl = None
-        if self._charged:
+        if self._with_kl:
             with together(f"reading the KL of step {prepared.step}"):
-                names = [prepared.deal.name(number) for number in prepared.numbers]
-                kl = dict(zip(prepared.numbers, self._numbers.read("kl", prepared.step, names), strict=True))
-        values = prepared.per_sample("values")
-        rewards = self._shaping.rewards(prepared.deal)
-        prepared = batches.with_advantages(prepared, self._objective, self._merged, kl=kl, values=values, rewards=rewards)
+                kl = self._shared.read("kl", prepared.step, prepared.names)
+                prepared = prepared.with_values("kl", dict(zip(prepared.indices, kl, strict=True)))
+        prepared = self._loss_inputs.with_advantages(prepared)
         loss, results = ValueLoss(self._objective.value_clip), []
         for step in prepared.steps:
-            result = self._actor.train_step([one.packed for one in step], loss)
-            self._watch_divergence(result)
-            results.append(result)
+            results.append(self._actor.train_step([micro_batch.packed for micro_batch in step], loss))
+            self._watch_divergence(results[-1])
         self._progress.steps, self._valued = prepared.step + 1, None
-        if self._record is not None:
-            self._record.critic(prepared, results, started, time.time())
+        if self._metrics is not None:
+            self._metrics.critic(prepared, results, started, time.time())
 
-    def _tell_saved(self) -> None:
-        """The actor tells the buffer, once both have saved."""
-        if self._first and self._saved() > self._told:
-            self._told = self._saved()
-            self._numbers.save("critic", self._told)
-            self._numbers.forget("kl", self._told)
-
-    @property
-    def _numbers(self) -> ActorCriticExchange:
-        assert self._exchange is not None  # of an objective with a critic
-        return self._exchange
+    def _report_saved(self) -> None:
+        """The actor reports to the buffer, once both have saved."""
+        if self._is_first and self._saved_steps() > self._reported:
+            self._reported = self._saved_steps()
+            self._shared.save("critic", self._reported)
+            self._shared.forget("kl", self._reported)

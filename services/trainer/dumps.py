@@ -12,11 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from safetensors.torch import save_file
-from torch import Tensor
 
 from services.trainer.actor import StepResult
 from services.trainer.batches import TrainBatch
-from services.trainer.packing import PackedBatch
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import BadMessage, ConfigError, PayloadMissing
 from shared.schema import codec
@@ -88,15 +86,16 @@ def write_tensors(template: str, batch: TrainBatch, results: Sequence[StepResult
     holds the samples of each micro-batch and what each optimizer step gave. Returns the path.
     """
     tensors, samples = {}, {}
-    for number, step in enumerate(batch.steps):
-        for index, one in enumerate(step):
-            name = f"{number}.{index}"
-            samples[name] = [batch.deal.name(sample) for sample in one.numbers]
-            tensors.update({f"{name}.{field}": tensor.contiguous().cpu() for field, tensor in _tensors(one.packed).items()})
+    for step_index, step in enumerate(batch.steps):
+        for index, micro_batch in enumerate(step):
+            name, packed = f"{step_index}.{index}", micro_batch.packed
+            samples[name] = [batch.partition.name(sample) for sample in micro_batch.indices]
+            plain = {"tokens": packed.tokens, "labels": packed.labels, "loss_mask": packed.loss_mask, "cu_seqlens": packed.cu_seqlens}
+            tensors.update({f"{name}.{field}": tensor.contiguous().cpu() for field, tensor in (plain | packed.fields).items()})
     path = Path(filled(template, batch.step, rank))
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = {"step": batch.step, "version": batch.version, "samples": samples, "results": [asdict(result) for result in results]}
-    save_file(tensors, path, metadata={"myxo": json.dumps(told)})
+    described = {"step": batch.step, "version": batch.version, "samples": samples, "results": [asdict(result) for result in results]}
+    save_file(tensors, path, metadata={"myxo": json.dumps(described)})
     return path
 
 
@@ -105,21 +104,9 @@ def filled(template: str, step: int, rank: int) -> str:
     return template.replace("{rollout_id}", str(step)).replace("{rank}", str(rank))
 
 
-def check_template(field: str, template: str | None, *, needs: Sequence[str]) -> None:
-    """Refuses a template that would have one step overwrite another. Raises ConfigError."""
-    for name in needs:
-        if template is not None and f"{{{name}}}" not in template:
-            raise ConfigError(field, template, f"a path with {{{name}}} in it, so that no file takes another's place")
-
-
 def _found(template: str) -> Iterator[tuple[int, Path]]:
     path = Path(template)
     pattern = re.compile(re.escape(path.name).replace(r"\{rollout_id\}", r"(\d+)") + r"\Z")
     for candidate in path.parent.glob("*") if path.parent.is_dir() else ():
         if matched := pattern.match(candidate.name):
             yield int(matched[1]), candidate
-
-
-def _tensors(packed: PackedBatch) -> dict[str, Tensor]:
-    plain = {"tokens": packed.tokens, "labels": packed.labels, "loss_mask": packed.loss_mask, "cu_seqlens": packed.cu_seqlens}
-    return {**plain, **packed.fields}

@@ -1,24 +1,33 @@
-"""What the objective makes of a batch on one rank: the user's own functions where a run names some, and the loss of each optimizer step."""
+"""What the loss reads on one rank: rewards, advantages and the statistics of importance weights, or what the user's own functions make."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from services.trainer.batches import PerSample, TrainBatch
+from services.trainer.batch_metrics import Sum
+from services.trainer.batches import TEACHER, TrainBatch
 from services.trainer.megatron import runtime
 from services.trainer.megatron.passes import LossFunction
-from services.trainer.objective import Advantages, CustomFunctions, Statistics, batch_statistics, loss_of, needs
+from services.trainer.objective import (
+    CustomFunctions,
+    Moments,
+    Statistics,
+    batch_statistics,
+    distilled,
+    loss_of,
+    needs,
+    reward_advantages,
+    token_advantages,
+    whitened,
+)
 from services.trainer.partition import Partition
-from services.trainer.sample_stats import Sum
 from shared.config.algorithm import AlgorithmSection
-from shared.config.run_config import RunConfig
 from shared.hooks import HookSample
 from shared.hooks.sample_conversion import from_stored
 from shared.schema import sample
@@ -30,77 +39,103 @@ SHOWN = {
     "log_probs": "proximal_log_probs",
     "ref_log_probs": "ref_log_probs",
     "kl": "kl",
-    "teacher_log_probs": "teacher_log_probs",
+    TEACHER: TEACHER,
 }
 """What an advantage function is given, where the batch has it → the field."""
 
 
 class LossInputs:
-    """Of one rank.
+    """Makes the inputs of one rank's losses.
 
-    Raises:
-        ConfigError: a function that cannot be imported.
+    Args:
+        custom: the user's own functions.
     """
 
-    def __init__(self, config: RunConfig, objective: AlgorithmSection, store: BlockingStore) -> None:
-        self._objective, self._store = objective, store
-        self._custom = CustomFunctions.of(config)
+    def __init__(self, objective: AlgorithmSection, custom: CustomFunctions, store: BlockingStore) -> None:
+        self._objective, self._custom, self._store = objective, custom, store
 
-    def rewards(self, deal: Partition) -> list[float]:
-        """The whole batch's, in the order of the deal; as ``custom_reward_post_process_path`` has them, which gets all samples."""
-        if self._custom.rewards is None:
-            return raw_rewards(deal)
-        with runtime.together(f"the rewards of step {deal.batch.step}"):
-            return self._custom.post_processed(scored(deal, self._store))[1]
-
-    def advantages(self, batch: TrainBatch) -> Callable[[NDArray[np.float64]], Advantages] | None:
-        """``custom_advantage_function_path`` for `token_advantages`; None without one."""
-        if self._custom.advantage is None:
-            return None
-        own, masks, raw = batch.numbers, batch.masks(), raw_rewards(batch.deal)
-        fields = batch.micro_batches()[0].fields
-        shown = {name: batch.per_sample(field) for name, field in SHOWN.items() if field in fields}
-        data = {name: [numbers[number] for number in own] for name, numbers in shown.items()}
-
-        def advantages(rewards: NDArray[np.float64]) -> Advantages:
-            given = {"rewards": rewards.tolist(), "raw_reward": [raw[number] for number in own], **data}
-            return self._custom.advantages([masks[number] for number in own], given)
-
-        return advantages
+    def with_advantages(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with fields ``advantages`` and, where a critic learns from it, ``returns``. A collective where they are whitened."""
+        return with_advantages(batch, self._objective, self._rewards(batch.partition), _merged_over_ranks, self._custom)
 
     def loss(self, batch: TrainBatch, step: int) -> LossFunction:
-        """The loss of the batch's optimizer step of this number, from 0. A collective where it needs numbers of all ranks' tokens."""
+        """The loss of the batch's ``step``-th optimizer step, from 0. A collective where it needs numbers of all ranks' tokens."""
         statistics = Statistics()
         if needs(self._objective).statistics:
-            statistics = batch_statistics(self._objective, [one.packed for one in batch.steps[step]], _gathered)
+            statistics = batch_statistics(self._objective, [item.packed for item in batch.steps[step]], _gathered_from_ranks)
         denominator = batch.denominators[step]
         found = loss_of(self._objective, self._custom, version=batch.version, statistics=statistics, denominator=denominator)
         return cast(LossFunction, found)  # one of the user's own takes logits, and says so
 
+    def _rewards(self, partition: Partition) -> list[float]:
+        """The whole batch's, by index; as ``custom_reward_post_process_path`` has them, which gets all samples."""
+        if self._custom.rewards is None:
+            return partition.rewards
+        with runtime.together(f"the rewards of step {partition.batch.step}"):
+            return self._custom.post_processed(scored(partition, self._store))[1]
 
-def raw_rewards(deal: Partition) -> list[float]:
-    """The batch's rewards in the order of the deal."""
-    return [reward for group in deal.batch.groups for reward in group.rewards]
+
+def with_advantages(
+    batch: TrainBatch,
+    objective: AlgorithmSection,
+    rewards: Sequence[float],
+    merged: Callable[[Moments], Moments],
+    custom: CustomFunctions | None = None,
+) -> TrainBatch:
+    """The batch with fields ``advantages`` and, where a critic learns from it, ``returns``.
+
+    It reads the fields ``kl``, ``values``, ``teacher_log_probs`` and those of the old policy, where the objective needs them.
+
+    Args:
+        rewards: of the whole batch. merged: returns the moments of all data-parallel ranks for this one's; a collective.
+
+    Raises:
+        BadReward, HookFailed; BadSample: an advantage that is not finite.
+    """
+    wanted, own, groups = needs(objective), batch.indices, batch.partition.batch.groups
+    group_names = [groups[item.group].group for item in batch.partition.items]
+    of_sample = reward_advantages(objective, rewards, group_names, batch.rollouts)[own]
+    trained = batch.masks()
+    masks = [trained[index] for index in own]
+
+    def values_of(field: str) -> list[Tensor]:
+        values = batch.per_sample(field)
+        return [values[index] for index in own]
+
+    if custom is not None and custom.advantage is not None:
+        shown = {name: values_of(field) for name, field in SHOWN.items() if field in batch.micro_batches()[0].fields}
+        raw = batch.partition.rewards
+        found = custom.advantages(masks, {"rewards": of_sample.tolist(), "raw_reward": [raw[index] for index in own], **shown})
+    else:
+        kl = values_of("kl") if wanted.kl else None
+        found = token_advantages(objective, of_sample, masks, kl=kl, values=values_of("values") if wanted.values else None)
+    advantages = found.advantages
+    if wanted.teacher_gap:
+        old = values_of(old_log_probs(objective))
+        advantages = distilled(objective, advantages, old, values_of(TEACHER), masks)
+    if objective.normalize_advantages:
+        moments = merged(Moments.of(advantages, masks))
+        advantages = [whitened(values, mask, moments) for values, mask in zip(advantages, masks, strict=True)]
+    batch = batch.with_values("advantages", dict(zip(own, advantages, strict=True)))
+    return batch if found.returns is None else batch.with_values("returns", dict(zip(own, found.returns, strict=True)))
 
 
-def scored(deal: Partition, store: BlockingStore) -> list[HookSample]:
-    """Every sample of a batch with its reward, as hooks have them. Raises PayloadMissing, DeadlineExceeded, StoreRefused."""
-    keys, removed = [group.payload.keys for group in deal.batch.groups], deal.removed()
+def old_log_probs(objective: AlgorithmSection) -> str:
+    """Returns the field of the policy that the loss clips around, from which KL and the teacher's gap are measured."""
+    return "rollout_log_probs" if objective.correction == "rollout" else "proximal_log_probs"
+
+
+def scored(partition: Partition, store: BlockingStore) -> list[HookSample]:
+    """Returns every sample of a batch with its reward, as hooks have them. Raises PayloadMissing, DeadlineExceeded, StoreRefused."""
+    keys, removed = [group.payload.keys for group in partition.batch.groups], partition.removed()
     blobs = store.stream(list(itertools.chain.from_iterable(keys)))
-    stored = [one for of_group in keys for one in sample.decode(itertools.islice(blobs, len(of_group)))]
-    scores = [Score(reward=reward, removed=number in removed) for number, reward in enumerate(raw_rewards(deal))]
-    return [from_stored(one, score) for one, score in zip(stored, scores, strict=True)]
-
-
-def teacher_gap(batch: TrainBatch, objective: AlgorithmSection) -> PerSample:
-    """log π_old − log π_teacher of this rank's samples."""
-    old = batch.per_sample("rollout_log_probs" if objective.correction == "rollout" else "proximal_log_probs")
-    teacher = batch.per_sample("teacher_log_probs")
-    return {number: old[number] - teacher[number] for number in batch.numbers}
+    stored = [item for of_group in keys for item in sample.decode(itertools.islice(blobs, len(of_group)))]
+    scores = [Score(reward=reward, removed=index in removed) for index, reward in enumerate(partition.rewards)]
+    return [from_stored(item, score) for item, score in zip(stored, scores, strict=True)]
 
 
 def gathered(values: Tensor, rank: int, ranks: int, total: Sum) -> Tensor:
-    """The ranks' one-dimensional float64 tensors, of any length, end to end: each adds its own to a table of zeros.
+    """Returns the ranks' one-dimensional float64 tensors, of any length, end to end: each adds its own to a table of zeros.
 
     Args:
         total: the sum of a table over the ranks.
@@ -113,6 +148,12 @@ def gathered(values: Tensor, rank: int, ranks: int, total: Sum) -> Tensor:
     return torch.from_numpy(total(table))
 
 
-def _gathered(values: Tensor) -> Tensor:
+def _gathered_from_ranks(values: Tensor) -> Tensor:
+    return gathered(values, *runtime.data_parallel(), runtime.sum_over_data_parallel)
+
+
+def _merged_over_ranks(own: Moments) -> Moments:
     rank, ranks = runtime.data_parallel()
-    return gathered(values, rank, ranks, runtime.sum_over_data_parallel)
+    rows = np.zeros((ranks, 3))
+    rows[rank] = own.count, own.mean, own.m2
+    return Moments.merged(Moments(int(count), mean, m2) for count, mean, m2 in runtime.sum_over_data_parallel(rows).tolist())

@@ -15,12 +15,12 @@ Cost = Callable[[int], float]
 """What a sample of so many tokens costs to train, in any unit: what ranks and micro-batches are evened out by."""
 
 Placement = list[list[list[int]]]
-"""``[rank][micro-batch]``: ascending numbers of samples."""
+"""``[rank][micro-batch]``: ascending indices of samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionItem:
-    """One sample of a batch: ``position`` in its group, which is number ``group`` of the batch. ``tokens``: prompt and response."""
+    """One sample of a batch: ``position`` in its group, which is the ``group``-th of the batch. ``tokens``: prompt and response."""
 
     group: int
     position: int
@@ -29,7 +29,7 @@ class PartitionItem:
 
 @dataclass(frozen=True)
 class Partition:
-    """A batch dealt out. Samples are numbered in the order of its references.
+    """A batch partitioned among the ranks. A sample's index is its place in the order of the batch's references.
 
     Args:
         batch: the references. items: its samples. steps: the placement of each optimizer step; every sample is in exactly one.
@@ -39,26 +39,31 @@ class Partition:
     items: list[PartitionItem]
     steps: list[Placement]
 
-    def own(self, rank: int) -> list[int]:
-        """The samples that a data-parallel rank trains."""
-        return sorted(number for placement in self.steps for micro_batch in placement[rank] for number in micro_batch)
+    def samples_of(self, rank: int) -> list[int]:
+        """Returns the samples that a data-parallel rank trains."""
+        return sorted(index for placement in self.steps for micro_batch in placement[rank] for index in micro_batch)
 
-    def groups(self, rank: int) -> list[int]:
-        """The groups that a data-parallel rank reads: those that it trains a sample of."""
-        return sorted({self.items[number].group for number in self.own(rank)})
+    def groups_of(self, rank: int) -> list[int]:
+        """Returns the groups that a data-parallel rank reads: those that it trains a sample of."""
+        return sorted({self.items[index].group for index in self.samples_of(rank)})
 
     def removed(self) -> set[int]:
-        """The samples that a filter took out of the loss."""
-        return {number for number, item in enumerate(self.items) if item.position in self.batch.groups[item.group].removed}
+        """Returns the samples that a filter took out of the loss."""
+        return {index for index, item in enumerate(self.items) if item.position in self.batch.groups[item.group].removed}
 
-    def name(self, number: int) -> str:
+    def name(self, index: int) -> str:
         """A sample's name in messages and keys: its group's id, and its position there."""
-        item = self.items[number]
+        item = self.items[index]
         return f"{self.batch.groups[item.group].group}/{item.position}"
+
+    @property
+    def rewards(self) -> list[float]:
+        """The batch's rewards as they were scored, by the samples' indices."""
+        return [reward for group in self.batch.groups for reward in group.rewards]
 
 
 def partition_batch(batch: Batch, optimizer_steps: int, dp_size: int, max_tokens: int, cost: Cost = float) -> Partition:
-    """Deals a batch out to optimizer steps, ranks and micro-batches.
+    """Partitions a batch among optimizer steps, ranks and micro-batches.
 
     Args:
         max_tokens: that a micro-batch may hold.
@@ -66,7 +71,7 @@ def partition_batch(batch: Batch, optimizer_steps: int, dp_size: int, max_tokens
     Raises:
         BadMessage: a reference that does not say how long its samples are. SampleTooLong: a sample over ``max_tokens``, by its name.
     """
-    items = [item for number, group in enumerate(batch.groups) for item in _items(batch, number, group)]
+    items = [item for index, group in enumerate(batch.groups) for item in _items(batch, index, group)]
     for item in items:
         if item.tokens > max_tokens:
             raise SampleTooLong(f"{batch.groups[item.group].group}/{item.position}", item.tokens, max_tokens)
@@ -76,27 +81,27 @@ def partition_batch(batch: Batch, optimizer_steps: int, dp_size: int, max_tokens
 
 
 def parts(trained: Sequence[bool], count: int) -> list[range]:
-    """Consecutive parts that every sample is in one of; their numbers of samples that are ``trained`` differ by one at most.
+    """Cuts the samples into consecutive parts; their numbers of ``trained`` samples differ by one at most.
 
     A part of which nothing is trained is no optimizer step: where fewer samples than ``count`` are trained, there are fewer parts.
     """
-    behind = list(itertools.accumulate(trained))  # trained samples up to and with each
-    total = behind[-1]
-    cuts = [bisect_left(behind, total * part // count) + 1 for part in range(1, count) if total * part // count]
-    dealt = [range(start, end) for start, end in itertools.pairwise([0, *cuts, len(trained)])]
-    return [part for part in dealt if any(trained[number] for number in part)] or [range(len(trained))]
+    trained_before = list(itertools.accumulate(trained))  # up to and with each
+    total = trained_before[-1]
+    cuts = [bisect_left(trained_before, total * part // count) + 1 for part in range(1, count) if total * part // count]
+    found = [range(start, end) for start, end in itertools.pairwise([0, *cuts, len(trained)])]
+    return [part for part in found if any(trained[index] for index in part)] or [range(len(trained))]
 
 
-def _items(batch: Batch, number: int, group: BatchGroup) -> list[PartitionItem]:
+def _items(batch: Batch, index: int, group: BatchGroup) -> list[PartitionItem]:
     lengths = group.payload.tokens
     if len(lengths) != len(group.rewards):
-        said = f"its reference has {len(lengths)} lengths for {len(group.rewards)} rewards"
-        raise BadMessage(f"group {group.group} of step {batch.step}: {said}")
-    return [PartitionItem(number, position, tokens) for position, tokens in enumerate(lengths)]
+        problem = f"its reference has {len(lengths)} lengths for {len(group.rewards)} rewards"
+        raise BadMessage(f"group {group.group} of step {batch.step}: {problem}")
+    return [PartitionItem(index, position, tokens) for position, tokens in enumerate(lengths)]
 
 
 def _placed(part: range, items: list[PartitionItem], dp_size: int, max_tokens: int, cost: Cost) -> Placement:
-    chosen = [items[number] for number in part]
+    chosen = [items[index] for index in part]
     lengths = [item.tokens for item in chosen]
     placement = balance(lengths, dp_size, max_tokens, costs=[cost(length) for length in lengths], units=[item.group for item in chosen])
     return [[[part.start + index for index in micro_batch] for micro_batch in rank] for rank in placement]

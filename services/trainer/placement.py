@@ -54,7 +54,7 @@ def balance(
     costs: Sequence[float] | None = None,
     units: Sequence[Hashable] | None = None,
 ) -> list[list[list[int]]]:
-    """Deal samples to ranks and micro-batches: ``placement[rank][micro_batch]`` is an ascending list of indexes.
+    """Deals samples to ranks and micro-batches: ``placement[rank][micro_batch]`` is an ascending list of indices.
 
     With units, whole units are dealt to ranks by differencing, and each rank's samples to micro-batches; as many a rank
     as the one that needs most. Where that leaves a rank more than `APART` above the mean, and without units: the number
@@ -102,23 +102,32 @@ def _whole_units(
     lengths: Sequence[int], costs: Sequence[float], units: Sequence[Hashable], dp_size: int, budget: int
 ) -> list[list[list[int]]] | None:
     """The placement that takes no unit apart; None where it would leave the ranks with unlike work."""
-    members: dict[Hashable, list[int]] = {}
-    for index, unit in enumerate(units):
-        members.setdefault(unit, []).append(index)
-    together = list(members.values())
-    unit_costs = [sum(costs[i] for i in indexes) for indexes in together]
-    ranks = [sorted(i for unit in dealt for i in together[unit]) for dealt in differencing(unit_costs, dp_size)]
+    ranks = _ranks_of_units(costs, units, dp_size)
     if max(sum(costs[i] for i in rank) for rank in ranks) > (1 + APART) * sum(costs) / dp_size:
         return None
     count = max(_fewest_bins([lengths[i] for i in rank], budget) for rank in ranks)
     while True:
-        placed = [_within_budget([lengths[i] for i in rank], [costs[i] for i in rank], count, budget) for rank in ranks]
-        whole = [bins for bins in placed if bins is not None]
-        if len(whole) == dp_size:
-            break
+        placed = [_bins_of_rank(rank, lengths, costs, count, budget) for rank in ranks]
+        bins_of_ranks = [bins for bins in placed if bins is not None]
+        if len(bins_of_ranks) == dp_size:
+            return [[members for (members,) in _rows(bins, costs, 1)] for bins in bins_of_ranks]
         count += 1
-    named = [[[rank[i] for i in members] for members in bins] for rank, bins in zip(ranks, whole, strict=True)]
-    return [[members for (members,) in _rows(bins, costs, 1)] for bins in named]
+
+
+def _ranks_of_units(costs: Sequence[float], units: Sequence[Hashable], dp_size: int) -> list[list[int]]:
+    """The samples of each rank, where whole units are dealt by differencing."""
+    members: dict[Hashable, list[int]] = {}
+    for index, unit in enumerate(units):
+        members.setdefault(unit, []).append(index)
+    together = list(members.values())
+    unit_costs = [sum(costs[i] for i in indices) for indices in together]
+    return [sorted(i for unit in dealt for i in together[unit]) for dealt in differencing(unit_costs, dp_size)]
+
+
+def _bins_of_rank(rank: list[int], lengths: Sequence[int], costs: Sequence[float], count: int, budget: int) -> list[list[int]] | None:
+    """``count`` micro-batches of a rank's samples; None where they do not fit."""
+    placed = _within_budget([lengths[i] for i in rank], [costs[i] for i in rank], count, budget)
+    return None if placed is None else [[rank[i] for i in members] for members in placed]
 
 
 def _rows(bins: list[list[int]], costs: Sequence[float], width: int) -> list[list[list[int]]]:
@@ -134,7 +143,7 @@ def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
 
 
 def _within_budget(lengths: Sequence[int], costs: Sequence[float], bins: int, budget: int) -> list[list[int]] | None:
-    """``bins`` sets of indexes, none over ``budget`` tokens, even by cost or else by tokens; None if neither fits."""
+    """``bins`` sets of indices, none over ``budget`` tokens, even by cost or else by tokens; None if neither fits."""
     by_tokens = [float(length) for length in lengths]
     for measure in [costs] if costs == by_tokens else [costs, by_tokens]:
         placed = differencing(measure, bins)
@@ -144,7 +153,7 @@ def _within_budget(lengths: Sequence[int], costs: Sequence[float], bins: int, bu
 
 
 def differencing(costs: Sequence[float], bins: int) -> list[list[int]]:
-    """Split indexes into ``bins`` sets of like total cost; no set is empty while there are samples enough.
+    """Splits indices into ``bins`` sets of like total cost; no set is empty while there are samples enough.
 
     Each sample starts as a partition of its own, of one filled set and ``bins - 1`` empty ones. The two partitions with
     the widest spread (dearest set less cheapest) are merged, the dearest set of one with the cheapest of the other,
@@ -177,12 +186,12 @@ def differencing(costs: Sequence[float], bins: int) -> list[list[int]]:
 
 
 def _leaves(members: _Members) -> list[int]:
-    """The indexes in a tree of pairs, ascending; without recursion, for a tree may be as deep as it has leaves."""
-    indexes, rest = [], [members]
+    """The indices in a tree of pairs, ascending; without recursion, for a tree may be as deep as it has leaves."""
+    indices, rest = [], [members]
     while rest:
         node = rest.pop()
         if isinstance(node, int):
-            indexes.append(node)
+            indices.append(node)
         else:
             rest.extend(node)
-    return sorted(indexes)
+    return sorted(indices)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import sys
 from pathlib import Path
 
+from shared.config.run_config import RunConfig
 from shared.runtime import failures
 from shared.runtime.child_process import die_with_parent
+from shared.runtime.service_base import connect, exit_code
 
 SERVICES = {"actor": "trainer", "critic": "critic"}
 """What each role is called in the registry and the logs."""
 
 
 def main(role: str) -> None:
-    """Rank 0 holds the link to the bus and reads the config from it; the others read it by a short connection of their own.
+    """Rank 0 holds the connection to the bus and reads the config from it; the others read it by a short connection of their own.
 
     Args:
         role: actor or critic.
@@ -30,23 +33,28 @@ def main(role: str) -> None:
     from shared.store.payload_store import BlockingStore
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        failures.arm(last_act=kill_siblings)
-    rank = int(os.environ.get("RANK", "0"))
+        failures.arm(before_exit=kill_siblings)
+    control: ControlClient | None = None
     with contextlib.ExitStack() as stack:
-        if rank == 0:
-            link = stack.enter_context(ControlClient(SERVICES[role]))
-            config, redis_url = link.config, link.service.redis_url
+        if int(os.environ.get("RANK", "0")) == 0:
+            control = stack.enter_context(ControlClient(SERVICES[role]))
+            config, redis_url = control.config, control.service.redis_url
         else:
-            link = None
             config, redis_url = read_run()
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 hears it and tells everyone
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if config.trainer.torch_threads is not None:
             torch.set_num_threads(config.trainer.torch_threads)
         exchange = ActorCriticExchange(redis_url, config.run.name) if config.algorithm.has_critic else None
-        trainer = (Trainer if role == "actor" else Critic)(config, BlockingStore(redis_url), link, exchange)
-        stack.callback(trainer.close)
-        trainer.run()
+        store = BlockingStore(redis_url)
+        worker: Trainer | Critic
+        if role == "actor":
+            worker = Trainer(config, store, control, exchange)
+        else:
+            assert exchange is not None  # nobody starts a critic for an objective without one
+            worker = Critic(config, store, control, exchange)
+        stack.callback(worker.close)
+        worker.run()
 
 
 def kill_siblings() -> None:
@@ -57,13 +65,10 @@ def kill_siblings() -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def read_run():  # type: ignore[no-untyped-def]
-    """(config, Redis URL) of the run, read from the bus."""
-    import asyncio
+def read_run() -> tuple[RunConfig, str]:
+    """Returns the run's config and the store's URL, read from the bus."""
 
-    from shared.runtime.service_base import connect
-
-    async def read():  # type: ignore[no-untyped-def]
+    async def read() -> tuple[RunConfig, str]:
         service = await connect("trainer")
         try:
             return service.config, service.redis_url
@@ -76,6 +81,4 @@ def read_run():  # type: ignore[no-untyped-def]
 
 if __name__ == "__main__":
     die_with_parent()
-    from shared.runtime.service_base import exit_code
-
     sys.exit(exit_code(SERVICES[sys.argv[1]], lambda: main(sys.argv[1])))

@@ -1,25 +1,24 @@
-"""What both roles of the trainer do alike, as every rank runs it: the model, orders, this rank's share of each batch, checkpoints."""
+"""What both roles of the trainer do alike, as every rank runs it: the model, commands, this rank's shard of each batch, checkpoints."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
-import numpy as np
 import structlog
 
-from services.trainer import batches, flops, partition, sample_stats, trainer_settings
+from services.trainer import batches, flops
 from services.trainer.actor import Actor, StepResult, latest_step
 from services.trainer.actor_critic_exchange import ActorCriticExchange, Role
+from services.trainer.batch_metrics import SampleStats
 from services.trainer.batches import TrainBatch
-from services.trainer.commands import CommandBroadcast, Order
+from services.trainer.commands import Command, CommandBroadcast
 from services.trainer.control_client import ControlClient
 from services.trainer.megatron import runtime
-from services.trainer.objective import Moments
-from services.trainer.partition import Partition
-from services.trainer.sample_stats import SampleStats
+from services.trainer.partition import Partition, partition_batch
 from services.trainer.shard_reader import ShardReader
 from services.trainer.step_scheduler import CriticStepScheduler, StepScheduler
+from services.trainer.trainer_settings import TrainerSettings, check_architecture, model_directory
 from services.trainer.training_progress import Places, Progress
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import MyxoError
@@ -38,27 +37,30 @@ class RoleWorker:
     """One rank of one role.
 
     Args:
-        store: where payloads lie. link: rank 0's link to the bus; None on the other ranks. exchange: with the other role, where there is
-            one.
+        store: where payloads lie. control: rank 0's connection to the bus; None on the other ranks. exchange: with the other role, where
+            there is one.
     """
 
     def __init__(
-        self, config: RunConfig, store: BlockingStore, link: ControlClient | None, role: Role, exchange: ActorCriticExchange | None
+        self, config: RunConfig, store: BlockingStore, control: ControlClient | None, role: Role, exchange: ActorCriticExchange | None
     ) -> None:
-        self._config, self._link, self._role, self._log = config, link, role, structlog.get_logger()
+        self._config, self._control, self._role, self._log = config, control, role, structlog.get_logger()
         self._places = Places(config.run.root)
+        self._checkpoints: Path = self._places.checkpoints_of(role)
         self._objective = config.algorithm
-        self._state("loading the model")
-        trainer_settings.check_architecture(config, role)
-        self._actor = Actor.create(trainer_settings.actor_config(config, role), trainer_settings.model_directory(config, role))
-        self._channel = CommandBroadcast(config.trainer.collective_timeout)
+        self._set_state("loading the model")
+        check_architecture(config, role)
+        self._actor = Actor.create(TrainerSettings.from_run(config, role), model_directory(config, role))
+        self._broadcast = CommandBroadcast(config.trainer.collective_timeout)
         self._store, self._exchange = store, exchange
-        self._reader = ShardReader(store, self._actor.data_parallel_rank)
-        self._conductor: StepScheduler | CriticStepScheduler | None = None
+        self._reader = ShardReader(store, self._actor.data_parallel_rank, self._actor.architecture.vocab_size)
+        self._scheduler: StepScheduler | CriticStepScheduler | None = None
         self._progress = Progress()
         self._costs: dict[int, float] = {}
-        self._saving = self._published = 0  # steps of the checkpoint last begun, and of the newest that is known to be on disk
+        self._begun_save = self._saved = 0  # steps of the checkpoint last begun, and of the newest that is known to be on disk
         self._skipped = 0
+        # of a micro-batch: the ranks of a context-parallel group hold it together
+        self._max_tokens = config.trainer.max_tokens_per_gpu * config.trainer.context_parallel_size
 
     def close(self) -> None:
         """Lets go of groups, files and connections."""
@@ -68,58 +70,32 @@ class RoleWorker:
         self._store.close()
         self._actor.close()
 
-    # --- orders and batches
+    # --- commands and batches
 
-    def _order(self) -> Order:
-        if self._conductor is None:
-            return self._channel.receive()
-        return self._channel.send(self._conductor.next(self._progress.steps, self._version))
+    def _next_command(self) -> Command:
+        if self._scheduler is None:
+            return self._broadcast.receive()
+        return self._broadcast.send(self._scheduler.next(self._progress.steps, self._version))
 
     def _assembled(self, batch: Batch, ahead: Batch | None = None) -> TrainBatch:
-        """This rank's share of a batch; that of the batch after it is read while this one trains."""
+        """This rank's part of a batch; that of the batch after it is read while this one trains."""
         with runtime.together(f"reading the samples of step {batch.step}"):
-            share = self._reader.take(self._deal(batch))
-            masks = batches.masks_of(share)
-            rows = sample_stats.table(len(share.deal.items), share.samples, masks, share.deal.removed())
+            shard = self._reader.take(self._partition(batch))
         if ahead is not None:
-            self._reader.ahead(self._deal(ahead))
-        known = SampleStats(runtime.sum_over_data_parallel(rows))
+            self._reader.read_ahead(self._partition(ahead))
+        stats = SampleStats(runtime.sum_over_data_parallel(shard.stats))
         with runtime.together(f"laying out step {batch.step}"):
-            return batches.assemble(
-                share,
-                masks,
-                known,
-                self._objective,
-                rank=self._actor.data_parallel_rank,
-                max_tokens=self._max_tokens,
-                vocab_size=self._actor.architecture.vocab_size,
-            )
+            return batches.assemble(shard, stats, self._objective, rank=self._actor.data_parallel_rank, max_tokens=self._max_tokens)
 
-    def _deal(self, batch: Batch) -> Partition:
-        parts = self._config.trainer.num_steps_per_rollout
-        return partition.partition_batch(batch, parts, self._actor.data_parallel_size, self._max_tokens, self._cost)
+    def _partition(self, batch: Batch) -> Partition:
+        optimizer_steps = self._config.trainer.num_steps_per_rollout
+        return partition_batch(batch, optimizer_steps, self._actor.data_parallel_size, self._max_tokens, self._cost)
 
     def _cost(self, tokens: int) -> float:
         """Operations of training a sample of so many tokens."""
         if tokens not in self._costs:
             self._costs[tokens] = flops.training(self._actor.architecture, [tokens], value_head=self._role == "critic")
         return self._costs[tokens]
-
-    def _with_log_probs(self, batch: TrainBatch, field: str) -> TrainBatch:
-        """The batch with the present weights' log-probs as one more field."""
-        found = dict(zip(map(id, batch.micro_batches()), self._actor.log_probs(batch.micro_batches()), strict=True))
-        return batches.with_field(batch, field, lambda one: found[id(one.packed)].cpu())
-
-    def _merged(self, own: Moments) -> Moments:
-        """The moments of all data-parallel ranks."""
-        rows = np.zeros((self._actor.data_parallel_size, 3))
-        rows[self._actor.data_parallel_rank] = own.count, own.mean, own.m2
-        return Moments.merged(Moments(int(count), mean, m2) for count, mean, m2 in runtime.sum_over_data_parallel(rows).tolist())
-
-    @property
-    def _max_tokens(self) -> int:
-        """Of a micro-batch: the ranks of a context-parallel group hold it together."""
-        return self._config.trainer.max_tokens_per_gpu * self._actor.config.context_parallel_size
 
     def _watch_divergence(self, result: StepResult) -> None:
         if result.skipped is None:
@@ -132,42 +108,39 @@ class RoleWorker:
 
     # --- checkpoints
 
-    @property
-    def _checkpoints(self) -> Path:
-        return self._places.checkpoints_of(self._role)
-
     def _resume(self) -> None:
         step = latest_step(self._checkpoints)
         if step is None:
             return
-        self._state("loading the checkpoint")
+        self._set_state("loading the checkpoint")
         self._progress = Progress.from_extra(self._actor.load_checkpoint(self._checkpoints, step))
-        self._saving = self._published = self._progress.steps
+        self._begun_save = self._saved = self._progress.steps
         self._log.info("resumed", steps=self._progress.steps, version=self._version)
 
-    def _is_save_due(self) -> bool:
+    def _save_if_due(self) -> None:
         steps = self._progress.steps
-        return steps % self._config.trainer.save_interval == 0 or steps == self._config.rollout.num_rollout
+        if steps % self._config.trainer.save_interval == 0 or steps == self._config.rollout.num_rollout:
+            self._save()
 
     def _save(self) -> None:
         """Writes a checkpoint of where the training stands, in the background if so configured; the last one of a run at once."""
         started, steps, trainer = time.monotonic(), self._progress.steps, self._config.trainer
         wait = not trainer.async_save or steps == self._config.rollout.num_rollout
         self._actor.save_checkpoint(self._checkpoints, steps, self._progress.as_extra(), keep=trainer.keep_checkpoints, wait=wait)
-        self._saving = steps
+        self._begun_save = steps
         self._log.info("checkpoint_saved" if wait else "checkpoint_begun", steps=steps, seconds=round(time.monotonic() - started, 2))
 
     def _save_before_leaving(self, done: bool) -> None:
         """Has everything on disk that a resume needs."""
-        if not done and self._saving < self._progress.steps:
+        if not done and self._begun_save < self._progress.steps:
             self._save()
         self._actor.finish_save()
 
-    def _saved(self) -> int:
+    def _saved_steps(self) -> int:
         """Steps of the newest checkpoint that is on disk. Rank 0 publishes them, and is the one to ask."""
-        if self._published < self._saving:
-            self._published = max(latest_step(self._checkpoints) or 0, self._published)
-        return self._published
+        if self._saved < self._begun_save:
+            self._saved = max(latest_step(self._checkpoints) or 0, self._saved)
+        return self._saved
 
     # --- small things
 
@@ -176,10 +149,10 @@ class RoleWorker:
         return self._progress.version(self._config)
 
     @property
-    def _first(self) -> bool:
+    def _is_first(self) -> bool:
         """Whether this is rank 0, which speaks for all."""
-        return self._link is not None
+        return self._control is not None
 
-    def _state(self, state: str) -> None:
-        if self._link is not None:
-            self._link.set_state(state)
+    def _set_state(self, state: str) -> None:
+        if self._control is not None:
+            self._control.set_state(state)

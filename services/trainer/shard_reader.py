@@ -1,77 +1,100 @@
-"""A rank's share of each batch, out of the store: read when it is asked for, or ahead, while the batch before it trains."""
+"""A rank's shard of each batch, out of the store: read when it is asked for, or ahead, while the batch before it trains."""
 
 from __future__ import annotations
 
 import itertools
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from services.trainer.batch_metrics import Table, empty_table, stats_row
 from services.trainer.collective import CollectiveThread
+from services.trainer.packing import check_vocabulary
 from services.trainer.partition import Partition
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.schema import sample
+from shared.schema.sample import Sample
 from shared.store.payload_store import BlockingStore
 
 READ_SECONDS = 600.0
-"""How long a share that is read ahead may take; each of its blobs has a deadline of its own."""
+"""How long a shard that is read ahead may take; each of its blobs has a deadline of its own."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What one data-parallel rank trains of a batch. ``samples``: by their numbers in the deal."""
+    """What one data-parallel rank trains of a batch.
 
-    deal: Partition
-    samples: dict[int, sample.Sample]
+    Args:
+        samples: by their indices in the partition. Their masks are those that training goes by: without tokens of versions below the
+            batch's ``mask_below``, and 0 everywhere in samples that a filter removed.
+        stats: this rank's rows of the batch's `SampleStats`; those of samples that others read are 0.
+    """
+
+    partition: Partition
+    samples: dict[int, Sample]
+    stats: Table
 
 
 class ShardReader:
-    """Reads one rank's shares.
+    """Reads one rank's shards.
 
     Args:
-        rank: the data-parallel rank.
+        rank: the data-parallel rank. vocab_size: the model's; no sample may hold a token beyond it.
     """
 
-    def __init__(self, store: BlockingStore, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, store: BlockingStore, rank: int, vocab_size: int) -> None:
+        self._store, self._rank, self._vocab_size = store, rank, vocab_size
         self._thread = CollectiveThread("read-ahead")
         self._ahead: tuple[int, Future[Shard]] | None = None
 
-    def ahead(self, deal: Partition) -> None:
-        """Begins to read a share that will be taken next, unless it is on its way already."""
-        if self._ahead is None or self._ahead[0] != deal.batch.step:
-            self._ahead = deal.batch.step, self._thread.submit(lambda: read(deal, self._rank, self._store))
+    def read_ahead(self, partition: Partition) -> None:
+        """Begins to read a shard that will be taken next, unless it is on its way already."""
+        if self._ahead is None or self._ahead[0] != partition.batch.step:
+            self._ahead = partition.batch.step, self._thread.submit(lambda: self._read(partition))
 
-    def take(self, deal: Partition) -> Shard:
-        """The share of a batch. Raises PayloadMissing, DeadlineExceeded, StoreRefused, BadMessage (payload and reference differ)."""
+    def take(self, partition: Partition) -> Shard:
+        """Returns the shard of a batch.
+
+        Raises PayloadMissing, DeadlineExceeded, StoreRefused; BadMessage: payload and reference differ; BadSample: a token that the model
+        does not know.
+        """
         ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead[0] != deal.batch.step:
-            return read(deal, self._rank, self._store)
+        if ahead is None or ahead[0] != partition.batch.step:
+            return self._read(partition)
         try:
             return ahead[1].result(READ_SECONDS)
         except TimeoutError:
             self._thread.abandon()
-            what, then = f"the samples of step {deal.batch.step}", "this rank stops; restart all ranks from the newest checkpoint"
-            raise DeadlineExceeded(what, "the store", READ_SECONDS, then) from None
+            what, next_action = f"the samples of step {ahead[0]}", "this rank stops; restart all ranks from the newest checkpoint"
+            raise DeadlineExceeded(what, "the store", READ_SECONDS, next_action) from None
 
     def close(self) -> None:
         self._thread.abandon()
 
+    def _read(self, partition: Partition) -> Shard:
+        batch, own, removed = partition.batch, set(partition.samples_of(self._rank)), partition.removed()
+        groups = partition.groups_of(self._rank)
+        blobs = self._store.stream([key for group in groups for key in batch.groups[group].payload.keys])
+        indices = {(item.group, item.position): index for index, item in enumerate(partition.items)}
+        samples, stats = {}, empty_table(len(partition.items))
+        for group in groups:
+            reference = batch.groups[group]
+            stored = sample.decode(itertools.islice(blobs, len(reference.payload.keys)))
+            lengths = [item.length for item in stored]
+            if lengths != list(reference.payload.tokens):
+                problem = f"{len(lengths)} samples of {lengths} tokens in the store, {list(reference.payload.tokens)} by its reference"
+                raise BadMessage(f"group {reference.group} of step {batch.step}: {problem}")
+            for position, item in enumerate(stored):
+                index = indices[group, position]
+                if index in own:
+                    check_vocabulary(item, self._vocab_size)
+                    samples[index] = _as_trained(item, batch.mask_below, index in removed)
+                    stats[index] = stats_row(samples[index], 0 if index in removed else int(np.count_nonzero(item.mask)))
+        return Shard(partition, samples, stats)
 
-def read(deal: Partition, rank: int, store: BlockingStore) -> Shard:
-    """One rank's share, group by group. Raises as `ShardReader.take`."""
-    own, step = set(deal.own(rank)), deal.batch.step
-    groups = deal.groups(rank)
-    blobs = store.stream([key for number in groups for key in deal.batch.groups[number].payload.keys])
-    numbers = {(item.group, item.position): number for number, item in enumerate(deal.items)}
-    samples: dict[int, sample.Sample] = {}
-    for group in groups:
-        reference = deal.batch.groups[group]
-        found = sample.decode(itertools.islice(blobs, len(reference.payload.keys)))
-        lengths = tuple(len(one.prompt) + len(one.response) for one in found)
-        if lengths != reference.payload.tokens:
-            said = f"{len(lengths)} samples of {list(lengths)} tokens in the store, {list(reference.payload.tokens)} by its reference"
-            raise BadMessage(f"group {reference.group} of step {step}: {said}")
-        for position, one in enumerate(found):
-            if (number := numbers[group, position]) in own:
-                samples[number] = one
-    return Shard(deal, samples)
+
+def _as_trained(stored: Sample, mask_below: int, removed: bool) -> Sample:
+    if removed:
+        return replace(stored, mask=np.zeros_like(stored.mask))
+    return replace(stored, mask=stored.mask & (stored.versions() >= mask_below)) if mask_below else stored

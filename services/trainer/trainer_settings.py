@@ -1,17 +1,26 @@
-"""The run's config as the actor takes it."""
+"""The section [trainer] as the model of one role takes it, and what the rest of the run's config adds."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from services.trainer.actor import ActorConfig
+import torch
+
 from services.trainer.actor_critic_exchange import Role
-from services.trainer.megatron.flag_sorting import resolve
+from services.trainer.megatron.flag_sorting import MegatronFlags, resolve
+from shared.config.learning_rate import LearningRateSchedule
 from shared.config.run_config import RunConfig
-from shared.config.sections import TrainerSection
+from shared.config.trainer_section import TrainerSection
 from shared.model import architecture_flags
 from shared.model.families import read_architecture
+from shared.model.lora_targets import Lora
+from shared.model.parallel_layout import ParallelLayout
+from shared.model.trainable_parameters import Freezing
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def model_directory(config: RunConfig, role: Role) -> Path:
@@ -25,50 +34,70 @@ def check_architecture(config: RunConfig, role: Role = "actor") -> None:
         architecture_flags.check(given, read_architecture(model_directory(config, role)))
 
 
-def actor_config(config: RunConfig, role: Role = "actor") -> ActorConfig:
-    """The view of a role's model: layout, precision, optimizer of the RL phase."""
-    trainer = config.trainer
-    return ActorConfig(
-        tensor_model_parallel_size=trainer.tensor_model_parallel_size,
-        pipeline_model_parallel_size=trainer.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=trainer.virtual_pipeline_model_parallel_size,
-        context_parallel_size=trainer.context_parallel_size,
-        expert_model_parallel_size=trainer.expert_model_parallel_size,
-        expert_tensor_parallel_size=trainer.expert_tensor_parallel_size,
-        sequence_parallel=trainer.sequence_parallel,
-        use_distributed_optimizer=trainer.use_distributed_optimizer,
-        dtype=trainer.train_dtype,
-        lr=trainer.lr if role == "actor" else trainer.critic_lr or trainer.lr,
-        min_lr=trainer.min_lr,
-        lr_warmup_steps=trainer.lr_warmup_iters,
-        lr_decay_steps=config.rollout.num_rollout * trainer.num_steps_per_rollout if trainer.lr_decay_style != "constant" else 0,
-        lr_decay_style=trainer.lr_decay_style,
-        weight_decay=trainer.weight_decay,
-        adam_beta1=trainer.adam_beta1,
-        adam_beta2=trainer.adam_beta2,
-        adam_eps=trainer.adam_eps,
-        clip_grad=trainer.clip_grad,
-        seed=trainer.seed,
-        recompute=trainer.recompute,
-        recompute_granularity=trainer.recompute_granularity,
-        recompute_method=trainer.recompute_method,
-        recompute_num_layers=trainer.recompute_num_layers,
-        recompute_modules=tuple(trainer.recompute_modules),
-        **(_trained(trainer) if role == "actor" else {}),
-        deterministic=trainer.deterministic,
-        timeout_seconds=trainer.collective_timeout,
-        temperature=config.rollout.rollout_temperature or 1.0,
-        value_head=role == "critic",
-        megatron=resolve(trainer.megatron).fields(),
-    )
+@dataclass(frozen=True)
+class TrainerSettings:
+    """How the model of one role is shared among the ranks, and how it is trained.
 
+    Args:
+        role: ``actor``, or ``critic``: its output layer is a map from each hidden state to one number, and all of it trains.
+        updates: optimizer steps of the whole run, at whose end the decay of the learning rate arrives.
+        temperature: logits are divided by it before log-probabilities are taken.
+    """
 
-def _trained(trainer: TrainerSection) -> dict[str, Any]:
-    """What of the actor trains; a critic trains whole."""
-    return {
-        "only_train_params_name_list": tuple(trainer.only_train_params_name_list),
-        "freeze_params_name_list": tuple(trainer.freeze_params_name_list),
-        "lora_rank": trainer.lora_rank,
-        "lora_alpha": trainer.lora_alpha,
-        "target_modules": tuple(trainer.target_modules),
-    }
+    trainer: TrainerSection
+    role: Role = "actor"
+    updates: int = 0
+    temperature: float = 1.0
+
+    @classmethod
+    def from_run(cls, config: RunConfig, role: Role = "actor") -> TrainerSettings:
+        updates = config.rollout.num_rollout * config.trainer.num_steps_per_rollout
+        return cls(config.trainer, role, updates, config.rollout.rollout_temperature or 1.0)
+
+    @property
+    def value_head(self) -> bool:
+        """Whether the model gives values in the place of logits."""
+        return self.role == "critic"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations; gradients and the optimizer's weights are float32 always."""
+        return DTYPES[self.trainer.train_dtype]
+
+    @cached_property
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout.of(self.trainer)
+
+    @cached_property
+    def megatron(self) -> MegatronFlags:
+        """Megatron's own flags, sorted and typed. Raises ConfigError for one that cannot be taken."""
+        return resolve(self.trainer.megatron)
+
+    @property
+    def recomputation(self) -> dict[str, Any]:
+        """Megatron's fields about what the backward pass runs again instead of keeping it."""
+        trainer = self.trainer
+        if trainer.recomputes_layers:
+            method, layers = trainer.recompute_method or "uniform", trainer.recompute_num_layers or 1
+            return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
+        if trainer.recompute_granularity is None:
+            return {}
+        modules = {"recompute_modules": trainer.recompute_modules} if trainer.recompute_modules else {}
+        return {"recompute_granularity": "selective", **modules}
+
+    @property
+    def freezing(self) -> Freezing:
+        """Which of the actor's parameters patterns freeze."""
+        return Freezing() if self.value_head else Freezing.of(self.trainer)
+
+    @property
+    def lora(self) -> Lora | None:
+        """The actor's adapters; None where the parameters themselves are trained."""
+        return None if self.value_head else Lora.of(self.trainer)
+
+    @property
+    def schedule(self) -> LearningRateSchedule:
+        """The learning rate of the RL phase. Raises ConfigError where the run is too short for it."""
+        trainer = self.trainer
+        lr = trainer.critic_lr or trainer.lr if self.role == "critic" else trainer.lr
+        return LearningRateSchedule(lr, trainer.min_lr, trainer.lr_warmup_iters, self.updates, trainer.lr_decay_style)

@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from services.trainer.packing import TrainSample
+from services.trainer.actor import Actor, StepResult
+from services.trainer.batches import demonstration_micro_batches
+from services.trainer.objective import SftLoss
+from services.trainer.packing import check_vocabulary
+from shared.config.algorithm import AlgorithmSection
+from shared.config.learning_rate import LearningRateSchedule
 from shared.config.run_config import RunConfig
 from shared.data.demonstrations import DemonstrationFile
 from shared.data.row_order import EpochOrder
 from shared.data.tokenizer import Tokenizer
+from shared.schema.sample import Sample
 
 
-class Demonstrations:
-    """The demonstrations of a run (`shared.data.demonstrations`), tokenised on demand."""
+def train_demonstrations(actor: Actor, config: RunConfig, objective: AlgorithmSection, max_tokens: int) -> Iterator[StepResult]:
+    """Trains the run's demonstrations, and gives what each step came to; the optimizer begins anew behind the last.
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
-        self._file = DemonstrationFile(config, tokenizer)
-        self._size = config.sft.sft_batch_size
-        self._order = EpochOrder(len(self._file), shuffle=True, seed=config.trainer.seed)
+    An epoch follows another, each in an order of its own.
 
-    def batch(self, step: int) -> list[TrainSample]:
-        """The demonstrations of one optimizer step: epoch after epoch, each in an order of its own."""
-        return [self._sample(self._order.row(number)) for number in range(step * self._size, (step + 1) * self._size)]
+    Args:
+        max_tokens: that a micro-batch may hold.
+    """
+    sft, file = config.sft, DemonstrationFile(config, Tokenizer(config.model.hf_checkpoint))
+    order = EpochOrder(len(file), shuffle=True, seed=config.trainer.seed)
+    actor.reset_optimizer(LearningRateSchedule(sft.sft_lr, 0.0, sft.sft_warmup_iters, sft.sft_steps, sft.sft_lr_decay_style))
+    rank, ranks = actor.data_parallel_rank, actor.data_parallel_size
+    for first in range(0, sft.sft_steps * sft.sft_batch_size, sft.sft_batch_size):
+        samples = [_sample(file, order.row(index)) for index in range(first, first + sft.sft_batch_size)]
+        for sample in samples:
+            check_vocabulary(sample, actor.architecture.vocab_size)
+        micro_batches = demonstration_micro_batches(samples, objective, dp_rank=rank, dp_size=ranks, max_tokens=max_tokens)
+        yield actor.train_step(micro_batches, SftLoss(), temperature=1.0)
+    actor.reset_optimizer()
 
-    def _sample(self, row: int) -> TrainSample:
-        one = self._file[row]
-        return TrainSample(
-            prompt_tokens=one.prompt,
-            response_tokens=one.response,
-            loss_mask=one.mask,
-            rollout_log_probs=np.zeros(len(one.response), np.float32),
-            versions=np.zeros(len(one.response), np.int32),
-            advantage=0.0,
-            group=f"sft-{row}",
-            rollout_id=row,
-        )
+
+def _sample(file: DemonstrationFile, row: int) -> Sample:
+    demonstration = file[row]
+    length = len(demonstration.response)
+    return Sample(
+        group=f"sft-{row}",
+        index=0,
+        prompt=demonstration.prompt,
+        response=demonstration.response,
+        log_probs=np.zeros(length, np.float32),
+        mask=demonstration.mask,
+        segments=[(0, length, 0)],
+        finish="stop",
+        text="",
+    )

@@ -1,19 +1,25 @@
-"""What can go wrong on the control plane, what of it is worth another try, and how tries are spaced."""
+"""The errors of the control plane: which of them are worth another attempt, and how attempts are spaced."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import re
+import ssl
+import time
+from collections import deque
 
 import nats.errors
 import nats.js.errors
 
+from shared.runtime import server_urls
 from shared.runtime.errors import MyxoError
 
 ATTEMPT_SECONDS = 3.0
-"""How long one try of a publish or request may take before it is tried again within the caller's deadline."""
+"""How long one attempt at a publish or request may take before the next one, within the caller's deadline."""
 
 RETRY_PAUSE = 0.2
-"""Seconds between tries."""
+"""Seconds between attempts."""
 
 WRONG_LAST_SEQUENCE = {10071, 10164}
 STREAM_FULL = {10047, 10077, 10122}
@@ -33,6 +39,9 @@ TRANSIENT = (
     ConnectionError,
 )
 
+REMEMBERED_REFUSALS = 256
+_REFUSAL = re.compile(r'permissions violation for (?:publish|subscription) to "([^"]*)"')
+
 
 class BusUnreachable(MyxoError):
     """No NATS server with JetStream answers at the URL, or it does not let this client in."""
@@ -48,3 +57,36 @@ class WrongSequence(MyxoError):
 
 class RequestRefused(MyxoError):
     """The other side answered a request with a reason not to do it."""
+
+
+class PermissionErrors:
+    """Remembers the server's latest refusals. They come beside the request, which itself just stays without an answer."""
+
+    def __init__(self, inbox: str) -> None:
+        self._inbox = inbox.lower()  # the client library gives the server's words in lower case
+        self._refusals: deque[tuple[float, str, str]] = deque(maxlen=REMEMBERED_REFUSALS)
+
+    def note(self, text: str) -> None:
+        """Takes the text of an error of the connection, and remembers it if it is a refusal."""
+        if found := _REFUSAL.search(text.lower()):
+            self._refusals.append((time.monotonic(), found[1], text))
+
+    def since(self, start: float, *subjects: str) -> str | None:
+        """Returns what the server has said since ``start`` (monotonic) of a subject that begins so, or of this client's replies."""
+        prefixes = (self._inbox, *(subject.lower() for subject in subjects))
+        return next((text for at, subject, text in self._refusals if at >= start and subject.startswith(prefixes)), None)
+
+
+def hopeless_reason(error: Exception) -> str | None:
+    """Returns why connecting again will not help; None where it may."""
+    if isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in str(error).lower():
+        return "authorization violation: it does not take these credentials"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted ({error.verify_message}); name the authority's file in {server_urls.CA_VARIABLE}"
+    return None
+
+
+@functools.lru_cache(maxsize=8)
+def redacted(url: str) -> str:
+    """Returns a URL without its credentials, for logs and errors."""
+    return ",".join(re.sub(r"^(.*//)?.*@", r"\1", part) for part in url.split(","))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
@@ -23,10 +21,19 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
 
-from shared.bus.bus_errors import ATTEMPT_SECONDS as ATTEMPT_SECONDS
-from shared.bus.bus_errors import RETRY_PAUSE as RETRY_PAUSE
-from shared.bus.bus_errors import TRANSIENT, WRONG_LAST_SEQUENCE, BusUnreachable, NotPermitted, RequestRefused, WrongSequence
-from shared.bus.permission_errors import PermissionErrors, hopeless_reason
+from shared.bus.bus_errors import (
+    ATTEMPT_SECONDS,
+    RETRY_PAUSE,
+    TRANSIENT,
+    WRONG_LAST_SEQUENCE,
+    BusUnreachable,
+    NotPermitted,
+    PermissionErrors,
+    RequestRefused,
+    WrongSequence,
+    hopeless_reason,
+    redacted,
+)
 from shared.bus.publish_acks import Outgoing, PublishAcks
 from shared.runtime import server_urls
 from shared.runtime.cancellation import cancelled
@@ -36,21 +43,25 @@ from shared.schema.messages import Message, Refused
 
 Reply = TypeVar("Reply", bound=Message)
 Request = TypeVar("Request", bound=Message)
+Result = TypeVar("Result")
 
 SIZE_MARGIN = 4096
 """Bytes kept free below the server's max_payload: it counts headers, the client does not."""
+
+KV_SECONDS = 15.0
+"""Deadline of reading, writing and listing keys, where the caller gives none."""
 
 
 class Bus:
     """A connection to the run's control plane. Make one with `Bus.connect`, close it with `close`."""
 
-    def __init__(self, connection: Client, url: str, violations: PermissionErrors) -> None:
+    def __init__(self, connection: Client, url: str, refusals: PermissionErrors) -> None:
         self.connection = connection
         self.url = url
-        self._violations = violations
         self.js: JetStreamContext = connection.jetstream(timeout=ATTEMPT_SECONDS)
+        self._refusals = refusals
         self._buckets: dict[str, KeyValue] = {}
-        self._confirmations = PublishAcks(connection)
+        self._acks = PublishAcks(connection)
 
     @classmethod
     async def connect(cls, url: str, name: str, deadline: float = 15.0, *, inbox: str = "_INBOX") -> Bus:
@@ -63,80 +74,54 @@ class Bus:
 
         Raises BusUnreachable with the last reason; at once where the server refuses the credentials or its certificate is not trusted.
         """
-        log = structlog.get_logger()
-        reasons: list[str] = []
-        violations = PermissionErrors(inbox)
-        hopeless: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-        async def on_error(error: Exception) -> None:
-            reasons.append(str(error) or type(error).__name__)
-            violations.note(reasons[-1])
-            if not hopeless.done() and (why := hopeless_reason(error)):
-                hopeless.set_result(why)
-            if not isinstance(error, OSError):  # those are the reconnect loop's knocks; the disconnect itself is logged once
-                log.warning("bus_error", error=reasons[-1])
-
-        async def on_disconnected() -> None:
-            if connection is None or not connection.is_closed:  # not where this side closed it
-                log.warning("bus_disconnected")
-
-        async def on_reconnected() -> None:
-            log.info("bus_reconnected")
-
-        connection: Client | None = None
         end = time.monotonic() + deadline
-        encrypted = any(part.startswith("tls:") for part in url.split(","))
-        tls = server_urls.trusted(server_urls.authorities()) if encrypted else None
-        while True:
-            knock = asyncio.create_task(
-                nats.connect(
-                    url.split(","),
-                    name=name,
-                    tls=tls,
-                    inbox_prefix=inbox,
-                    connect_timeout=2,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=RETRY_PAUSE,
-                    ping_interval=10,
-                    max_outstanding_pings=3,
-                    error_cb=on_error,
-                    disconnected_cb=on_disconnected,
-                    reconnected_cb=on_reconnected,
-                    allow_reconnect=True,
-                )
-            )
-            either: set[asyncio.Future[Any]] = {knock, hopeless}
-            patience = max(0.5, min(ATTEMPT_SECONDS, end - time.monotonic()))
-            try:
-                await asyncio.wait(either, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-                if hopeless.done():
-                    raise BusUnreachable(f"the NATS server at {redacted(url)}: {hopeless.result()}")
-                connection = await asyncio.wait_for(knock, timeout=0)
-            except (TimeoutError, OSError, nats.errors.Error, ValueError) as error:
-                if not (isinstance(error, asyncio.TimeoutError) and reasons):  # a knock's own reason says more than "timeout"
-                    reasons.append(str(error) or type(error).__name__)
-                if time.monotonic() > end or isinstance(error, ValueError):
-                    raise BusUnreachable(f"no NATS server at {redacted(url)} within {deadline:g} s ({reasons[-1]})") from error
-                await asyncio.sleep(RETRY_PAUSE)
-                continue
-            finally:
-                await cancelled([knock])
-            bus = cls(connection, url, violations)
-            try:
-                await bus._until(end, bus.js.account_info, "JetStream's answer", redacted(url), "$JS.API.INFO")
-            except NotPermitted as error:
-                await connection.close()
-                raise BusUnreachable(str(error)) from error
-            except (MyxoError, nats.js.errors.Error) as error:
-                await connection.close()
-                raise BusUnreachable(f"the NATS server at {redacted(url)} has no JetStream ({error})") from error
-            await bus._confirmations.open()
-            return bus
+        opening = _Opening(url, name, inbox)
+        bus = cls(await opening.connected(end, deadline), url, opening.refusals)
+        try:
+            await bus.retry(bus.js.account_info, "JetStream's answer", "$JS.API.INFO", deadline=max(0.0, end - time.monotonic()))
+        except (MyxoError, nats.js.errors.Error) as error:
+            await bus.connection.close()
+            refused = isinstance(error, NotPermitted)
+            raise BusUnreachable(str(error) if refused else f"the NATS server at {redacted(url)} has no JetStream ({error})") from error
+        await bus._acks.open()
+        return bus
 
     async def close(self) -> None:
         """Closes without waiting for anything in flight. A link that breaks just then is as good as closed."""
         with contextlib.suppress(OSError, nats.errors.Error):
             await self.connection.close()
+
+    # --- attempts
+
+    async def retry(
+        self, attempt: Callable[[], Awaitable[Result]], awaited: str, *subjects: str, deadline: float, awaited_from: str = ""
+    ) -> Result:
+        """Makes attempts until one works and returns its result.
+
+        Args:
+            awaited, awaited_from: what should come, and from whom (else the server), for the error. subjects: as for `raise_if_refused`.
+
+        Raises DeadlineExceeded, NotPermitted, and what an attempt raises that is not `TRANSIENT`.
+        """
+        start = time.monotonic()
+        while True:
+            try:
+                return await attempt()
+            except TRANSIENT as error:
+                self.raise_if_refused(start, *subjects)
+                if time.monotonic() + RETRY_PAUSE > start + deadline or self.connection.is_closed:
+                    next_action = f"given up ({type(error).__name__})"
+                    raise DeadlineExceeded(awaited, awaited_from or redacted(self.url), round(deadline, 1), next_action) from error
+            await asyncio.sleep(RETRY_PAUSE)
+
+    def raise_if_refused(self, start: float, *subjects: str) -> None:
+        """Raises NotPermitted where the server has refused this client a subject that begins like one of these since ``start``.
+
+        Args:
+            start: `time.monotonic()` before the attempt.
+        """
+        if words := self._refusals.since(start, *subjects):
+            raise NotPermitted(f"the NATS server at {redacted(self.url)} refuses this account: {words}")
 
     # --- publishing
 
@@ -150,47 +135,47 @@ class Bus:
         before: Callable[[], Awaitable[None]] | None = None,
         deadline: float = 60.0,
     ) -> int:
-        """Publishes into a stream and waits for the server's confirmation.
+        """Publishes into a stream and waits for the server's acknowledgement.
 
         Args:
             msg_id: makes a repeated publish count once, within the stream's duplicate window.
             after: (stream, its last sequence as this writer knows it): refused when the stream has moved on.
-            before: awaited before each try, which is only made while connected. deadline: seconds of retrying.
+            before: awaited before each attempt, which is only made while connected. deadline: seconds of retrying.
 
         Returns the stream sequence. Raises MessageTooLarge, WrongSequence, DeadlineExceeded.
         """
-        out = self._outgoing(subject, message, msg_id, after)
+        outgoing = self._outgoing(subject, message, msg_id, after)
 
-        async def once() -> int:
+        async def attempt() -> int:
             if before is not None:
                 await before()
                 if not self.connection.is_connected:  # the client would send it later, whenever it is back
                     raise nats.errors.ConnectionReconnectingError
             try:
-                return await (await self._confirmations.send(subject, *out))
+                return await (await self._acks.send(subject, *outgoing))
             except nats.js.errors.APIError as error:
-                if error.err_code in WRONG_LAST_SEQUENCE:
-                    if after is not None and msg_id is not None and await self._is_mine(after[0], after[1] + 1, msg_id):
-                        return after[1] + 1  # an earlier try went through and only its confirmation was lost
-                    raise WrongSequence(f"{subject}: {error.description}; another writer is active") from error
-                raise
+                if error.err_code not in WRONG_LAST_SEQUENCE:
+                    raise
+                if after is not None and msg_id is not None and await self._is_published(after[0], after[1] + 1, msg_id):
+                    return after[1] + 1  # an earlier attempt went through and only its acknowledgement was lost
+                raise WrongSequence(f"{subject}: {error.description}; another writer is active") from error
 
-        return await self._until(time.monotonic() + deadline, once, f"confirmation of {subject}", redacted(self.url), subject)
+        return await self.retry(attempt, f"confirmation of {subject}", subject, deadline=deadline)
 
     async def publish_all(self, subject: str, messages: Mapping[str, Message], *, deadline: float = 60.0) -> None:
-        """Publishes messages, by their ``msg_id``, into one stream, and waits until the server has confirmed them all.
+        """Publishes messages, by their ``msg_id``, into one stream, and waits until the server has acknowledged them all.
 
-        What is not confirmed is sent again, within the deadline. Raises MessageTooLarge before any is sent, DeadlineExceeded.
+        What is not acknowledged is sent again, within the deadline. Raises MessageTooLarge before any is sent, DeadlineExceeded.
         """
         left = [self._outgoing(subject, message, msg_id, None) for msg_id, message in messages.items()]
 
-        async def once() -> None:
+        async def attempt() -> None:
             nonlocal left
-            left, error = await self._confirmations.send_all(subject, left)
+            left, error = await self._acks.send_all(subject, left)
             if error is not None:
                 raise error
 
-        await self._until(time.monotonic() + deadline, once, f"confirmation of {subject}", redacted(self.url), subject)
+        await self.retry(attempt, f"confirmation of {subject}", subject, deadline=deadline)
 
     def _outgoing(self, subject: str, message: Message, msg_id: str | None, after: tuple[str, int] | None) -> Outgoing:
         headers: dict[str, str] = {} if msg_id is None else {"Nats-Msg-Id": msg_id}
@@ -200,15 +185,15 @@ class Bus:
         self._check_size(subject, payload, headers)
         return payload, headers or None
 
-    async def _is_mine(self, stream: str, sequence: int, msg_id: str) -> bool:
-        """Whether the stream's message at ``sequence`` is the one published as ``msg_id``."""
+    async def _is_published(self, stream: str, sequence: int, msg_id: str) -> bool:
+        """Returns whether the stream's message at ``sequence`` is the one published as ``msg_id``."""
         try:
             stored = await self.js.get_msg(stream, sequence)
         except nats.js.errors.NotFoundError:
             return False
         return (stored.headers or {}).get("Nats-Msg-Id") == msg_id
 
-    def _check_size(self, subject: str, payload: bytes, headers: dict[str, str]) -> None:
+    def _check_size(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
         size = len(payload) + sum(len(key) + len(value) + 4 for key, value in headers.items())
         limit = self.connection.max_payload - SIZE_MARGIN
         if size > limit:
@@ -217,46 +202,43 @@ class Bus:
     # --- request and reply
 
     async def request(
-        self, subject: str, message: Message, reply: type[Reply], *, deadline: float, whom: str, patient: bool = True
+        self, subject: str, message: Message, reply: type[Reply], *, deadline: float, awaited_from: str, patient: bool = True
     ) -> Reply:
-        """Asks and waits for the answer.
+        """Sends a request and returns its answer.
 
         Args:
             reply: the message class (or base class) expected back.
-            deadline: seconds in all. whom: who should answer, for the error.
+            deadline: seconds in all. awaited_from: who should answer, for the error.
             patient: retry while nobody listens on the subject (only for idempotent requests).
 
         Raises RequestRefused when the other side declines, DeadlineExceeded, BadMessage.
         """
         payload = message.encode()
-        self._check_size(subject, payload, {})
         start = time.monotonic()
-        end = start + deadline
 
-        async def once() -> Msg:
-            remaining = max(0.05, end - time.monotonic())
-            return await self.connection.request(subject, payload, timeout=min(remaining, ATTEMPT_SECONDS) if patient else remaining)
+        async def attempt() -> bytes:
+            left = max(0.05, start + deadline - time.monotonic())
+            return (await self.connection.request(subject, payload, timeout=min(left, ATTEMPT_SECONDS))).data
 
         if patient:
-            answer = await self._until(end, once, f"an answer on {subject}", whom, subject)
+            self._check_size(subject, payload, {})
+            data = await self.retry(attempt, f"an answer on {subject}", subject, deadline=deadline, awaited_from=awaited_from)
         else:
             try:
-                answer = await once()
-            except TRANSIENT as error:
+                data = await self.ask(subject, payload, deadline=deadline, awaited_from=awaited_from)
+            except nats.errors.NoRespondersError as error:
                 self.raise_if_refused(start, subject)
-                if isinstance(error, nats.errors.NoRespondersError):
-                    waited = round(time.monotonic() - start, 3)
-                    raise DeadlineExceeded(f"an answer on {subject}", whom, waited, "nobody listens there") from error
-                raise DeadlineExceeded(f"an answer on {subject}", whom, deadline, "given up") from error
-        message_back = Message.decode(answer.data)
-        if isinstance(message_back, Refused):
-            raise RequestRefused(f"{whom}: {message_back.reason}")
-        if not isinstance(message_back, reply):
-            raise BadMessage(f"{whom} answered {subject} with a {type(message_back).__name__} where {reply.__name__} was expected")
-        return message_back
+                waited = round(time.monotonic() - start, 3)
+                raise DeadlineExceeded(f"an answer on {subject}", awaited_from, waited, "nobody listens there") from error
+        answer = Message.decode(data)
+        if isinstance(answer, Refused):
+            raise RequestRefused(f"{awaited_from}: {answer.reason}")
+        if not isinstance(answer, reply):
+            raise BadMessage(f"{awaited_from} answered {subject} with a {type(answer).__name__} where {reply.__name__} was expected")
+        return answer
 
-    async def ask(self, subject: str, payload: bytes, *, deadline: float, whom: str) -> bytes:
-        """Asks somebody who speaks no `Message`s: bytes there and back, tried once.
+    async def ask(self, subject: str, payload: bytes, *, deadline: float, awaited_from: str) -> bytes:
+        """Sends bytes as a request, once, and returns the bytes of the answer: for those who speak no `Message`.
 
         Raises NoRespondersError where nobody listens on the subject, DeadlineExceeded, MessageTooLarge, NotPermitted.
         """
@@ -268,33 +250,17 @@ class Bus:
             raise
         except TRANSIENT as error:
             self.raise_if_refused(start, subject)
-            raise DeadlineExceeded(f"an answer on {subject}", whom, deadline, "given up") from error
+            raise DeadlineExceeded(f"an answer on {subject}", awaited_from, deadline, "given up") from error
 
     async def serve(self, subject: str, request: type[Request], handler: Callable[[Request], Awaitable[Message]]) -> None:
         """Answers requests on ``subject`` until the connection closes; a `MyxoError` of the handler becomes a `Refused`.
 
         Handlers run as tasks of their own, so a slow one does not hold up the next request. Raises NotPermitted.
         """
-        log = structlog.get_logger()
         running: set[asyncio.Task[None]] = set()
 
-        async def answer(message: Msg) -> None:
-            try:
-                reply = (await handler(request.decode(message.data))).encode()
-                self._check_size(f"an answer on {message.subject}", reply, {})
-            except MyxoError as error:
-                log.warning("request_refused", subject=message.subject, reason=str(error))
-                reply = Refused(reason=str(error)).encode()
-            except Exception as error:
-                log.exception("request_failed", subject=message.subject)
-                reply = Refused(reason=f"internal error: {type(error).__name__}: {error}").encode()
-            try:
-                await message.respond(reply)
-            except TRANSIENT as error:
-                log.warning("reply_lost", subject=message.subject, error=str(error))
-
         async def on_message(message: Msg) -> None:
-            task = asyncio.create_task(answer(message))
+            task = asyncio.create_task(self._answer(message, request, handler))
             running.add(task)
             task.add_done_callback(running.discard)
             log_failure(task, f"answering on {subject}")
@@ -306,81 +272,135 @@ class Bus:
                 await self.connection.flush(timeout=int(ATTEMPT_SECONDS))
         self.raise_if_refused(start, subject)
 
-    # --- what the account does not have
-
-    def raise_if_refused(self, start: float, *subjects: str) -> None:
-        """Raises NotPermitted where the server has refused this client a subject that begins like one of these since ``start``.
-
-        Args:
-            start: `time.monotonic()` before the attempt.
-        """
-        if words := self._violations.since(start, *subjects):
-            raise NotPermitted(f"the NATS server at {redacted(self.url)} refuses this account: {words}")
+    async def _answer(self, message: Msg, request: type[Request], handler: Callable[[Request], Awaitable[Message]]) -> None:
+        log = structlog.get_logger()
+        try:
+            reply = (await handler(request.decode(message.data))).encode()
+            self._check_size(f"an answer on {message.subject}", reply, {})
+        except MyxoError as error:
+            log.warning("request_refused", subject=message.subject, reason=str(error))
+            reply = Refused(reason=str(error)).encode()
+        except Exception as error:
+            log.exception("request_failed", subject=message.subject)
+            reply = Refused(reason=f"internal error: {type(error).__name__}: {error}").encode()
+        try:
+            await message.respond(reply)
+        except TRANSIENT as error:
+            log.warning("reply_lost", subject=message.subject, error=str(error))
 
     # --- key-value
 
-    async def put(self, bucket: str, key: str, value: bytes, *, deadline: float = 15.0) -> int:
+    async def put(self, bucket: str, key: str, value: bytes, *, deadline: float = KV_SECONDS) -> int:
         """Writes a key; returns its revision."""
-        store, end, what = await self._bucket(bucket), time.monotonic() + deadline, f"KV {bucket}/{key}"
-        return await self._until(end, lambda: store.put(key, value), what, redacted(self.url), f"$KV.{bucket}.{key}")
+        store = await self._bucket(bucket)
+        return await self.retry(lambda: store.put(key, value), f"KV {bucket}/{key}", f"$KV.{bucket}.{key}", deadline=deadline)
 
-    async def get(self, bucket: str, key: str, *, deadline: float = 15.0) -> bytes | None:
-        """Reads a key; None where it is absent."""
+    async def get(self, bucket: str, key: str, *, deadline: float = KV_SECONDS) -> bytes | None:
+        """Reads a key; returns None where it is absent."""
         store = await self._bucket(bucket)
 
-        async def once() -> bytes | None:
+        async def attempt() -> bytes | None:
             try:
                 return (await store.get(key)).value
             except (nats.js.errors.KeyNotFoundError, nats.js.errors.KeyDeletedError):
                 return None
 
-        end, subject = time.monotonic() + deadline, f"$JS.API.STREAM.MSG.GET.KV_{bucket}"
-        return await self._until(end, once, f"KV {bucket}/{key}", redacted(self.url), subject)
+        return await self.retry(attempt, f"KV {bucket}/{key}", f"$JS.API.STREAM.MSG.GET.KV_{bucket}", deadline=deadline)
 
     async def delete(self, bucket: str, key: str, *, deadline: float = 5.0) -> None:
         """Removes a key; absent is fine."""
-        store, end, what = await self._bucket(bucket), time.monotonic() + deadline, f"KV {bucket}/{key}"
-        await self._until(end, lambda: store.delete(key), what, redacted(self.url), f"$KV.{bucket}.{key}")
+        store = await self._bucket(bucket)
+        await self.retry(lambda: store.delete(key), f"KV {bucket}/{key}", f"$KV.{bucket}.{key}", deadline=deadline)
 
-    async def keys(self, bucket: str, *, deadline: float = 15.0) -> list[str]:
-        """The live keys of a bucket."""
+    async def keys(self, bucket: str) -> list[str]:
+        """Returns the live keys of a bucket."""
         prefix = f"$KV.{bucket}."
 
-        async def once() -> list[str]:
+        async def attempt() -> list[str]:
             info = await self.js.stream_info(f"KV_{bucket}", subjects_filter=f"{prefix}>")
             return sorted(subject.removeprefix(prefix) for subject in (info.state.subjects or {}))
 
-        end, subject = time.monotonic() + deadline, f"$JS.API.STREAM.INFO.KV_{bucket}"
-        return await self._until(end, once, f"keys of KV {bucket}", redacted(self.url), subject)
+        return await self.retry(attempt, f"keys of KV {bucket}", f"$JS.API.STREAM.INFO.KV_{bucket}", deadline=KV_SECONDS)
 
     async def _bucket(self, bucket: str) -> KeyValue:
         if bucket not in self._buckets:
-            end, subject = time.monotonic() + 15, f"$JS.API.STREAM.INFO.KV_{bucket}"
+            info = f"$JS.API.STREAM.INFO.KV_{bucket}"
             try:
-                self._buckets[bucket] = await self._until(
-                    end, lambda: self.js.key_value(bucket), f"KV bucket {bucket}", redacted(self.url), subject
-                )
+                opened = await self.retry(lambda: self.js.key_value(bucket), f"KV bucket {bucket}", info, deadline=KV_SECONDS)
             except nats.js.errors.BucketNotFoundError as error:
                 raise MyxoError(f"the bus has no KV bucket {bucket}: does the run exist there? (`myxo up` makes it)") from error
+            self._buckets[bucket] = opened
         return self._buckets[bucket]
 
-    async def _until(self, end: float, once: Callable[[], Awaitable[Result]], what: str, whom: str, *subjects: str) -> Result:
-        """Tries ``once`` until it works, ``end`` (monotonic seconds) passes, or the server refuses one of the ``subjects``."""
-        start = time.monotonic()
+
+class _Opening:
+    """The attempts at one connection, and what the client library reports about it from then on."""
+
+    def __init__(self, url: str, name: str, inbox: str) -> None:
+        self.refusals = PermissionErrors(inbox)
+        self._url, self._name, self._inbox = url, name, inbox
+        self._connection: Client | None = None
+        self._reasons: list[str] = []
+        self._hopeless: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._log = structlog.get_logger()
+
+    async def connected(self, end: float, deadline: float) -> Client:
+        """Returns the open connection. Raises BusUnreachable after ``end`` (monotonic), or at once where another attempt does not help."""
+        encrypted = any(part.startswith("tls:") for part in self._url.split(","))
+        tls = server_urls.trusted(server_urls.authorities()) if encrypted else None
         while True:
             try:
-                return await once()
-            except TRANSIENT as error:
-                self.raise_if_refused(start, *subjects)
-                if time.monotonic() + RETRY_PAUSE > end or self.connection.is_closed:
-                    raise DeadlineExceeded(what, whom, round(end - start, 1), f"given up ({type(error).__name__})") from error
+                self._connection = await self._attempt(tls, max(0.5, min(ATTEMPT_SECONDS, end - time.monotonic())))
+                return self._connection
+            except (TimeoutError, OSError, nats.errors.Error, ValueError) as error:
+                if not (isinstance(error, asyncio.TimeoutError) and self._reasons):  # the library's own reason says more than "timeout"
+                    self._note(error)
+                if time.monotonic() > end or isinstance(error, ValueError):
+                    reason = self._reasons[-1]
+                    raise BusUnreachable(f"no NATS server at {redacted(self._url)} within {deadline:g} s ({reason})") from error
             await asyncio.sleep(RETRY_PAUSE)
 
+    async def _attempt(self, tls: Any, seconds: float) -> Client:
+        opened = asyncio.create_task(
+            nats.connect(
+                self._url.split(","),
+                name=self._name,
+                tls=tls,
+                inbox_prefix=self._inbox,
+                connect_timeout=2,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=RETRY_PAUSE,
+                ping_interval=10,
+                max_outstanding_pings=3,
+                error_cb=self._on_error,
+                disconnected_cb=self._on_disconnected,
+                reconnected_cb=self._on_reconnected,
+                allow_reconnect=True,
+            )
+        )
+        either: set[asyncio.Future[Any]] = {opened, self._hopeless}
+        try:
+            await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if self._hopeless.done():
+                raise BusUnreachable(f"the NATS server at {redacted(self._url)}: {self._hopeless.result()}")
+            return await asyncio.wait_for(opened, timeout=0)
+        finally:
+            await cancelled([opened])
 
-Result = TypeVar("Result")
+    def _note(self, error: Exception) -> None:
+        self._reasons.append(str(error) or type(error).__name__)
 
+    async def _on_error(self, error: Exception) -> None:
+        self._note(error)
+        self.refusals.note(self._reasons[-1])
+        if not self._hopeless.done() and (reason := hopeless_reason(error)):
+            self._hopeless.set_result(reason)
+        if not isinstance(error, OSError):  # those are the attempts of the reconnect loop; the disconnect itself is logged once
+            self._log.warning("bus_error", error=self._reasons[-1])
 
-@functools.lru_cache(maxsize=8)
-def redacted(url: str) -> str:
-    """A URL without its credentials, for logs and errors."""
-    return ",".join(re.sub(r"^(.*//)?.*@", r"\1", part) for part in url.split(","))
+    async def _on_disconnected(self) -> None:
+        if self._connection is None or not self._connection.is_closed:  # not where this side closed it
+            self._log.warning("bus_disconnected")
+
+    async def _on_reconnected(self) -> None:
+        self._log.info("bus_reconnected")

@@ -37,17 +37,17 @@ import nats.errors
 import structlog
 from nats.js.errors import APIError, NotFoundError
 
-from shared.bus.connection import RETRY_PAUSE, TRANSIENT, WRONG_LAST_SEQUENCE, Bus
+from shared.bus.bus_errors import RETRY_PAUSE, TRANSIENT, WRONG_LAST_SEQUENCE
+from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.runtime import liveness
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import LeaseStatus
 
-POLL_INTERVAL_S = 0.5
-"""How often who waits looks at the lease."""
-
 AWAY_SECONDS = 120.0
 """How long a holder tries to renew before it gives up: as long as a record of the ledger is tried."""
+
+_NO_MESSAGE = 10037
 
 
 class LeaseLost(MyxoError):
@@ -56,28 +56,37 @@ class LeaseLost(MyxoError):
 
 @dataclass(frozen=True)
 class LeaseTiming:
-    """Seconds of a lease; see the module's docstring. Whoever shares a lease must have the same."""
+    """The seconds of a lease follow from its ``duration`` (``bus.lease_duration``). Whoever shares a lease must have the same."""
 
-    duration: float = 5.0
-    margin: float = 1.25
+    duration: float
+
+    @property
+    def margin(self) -> float:
+        """Returns how long before the lease runs out its holder stops acting."""
+        return self.duration / 4
 
     @property
     def renewal(self) -> float:
-        """From one renewal to the next."""
+        """Returns the time from one renewal to the next."""
         return self.duration / 3
 
     @property
-    def patience(self) -> float:
-        """For one try to read or to change the lease."""
+    def poll(self) -> float:
+        """Returns how often a process that waits for the lease reads it."""
+        return self.duration / 10
+
+    @property
+    def attempt(self) -> float:
+        """Returns the deadline of one attempt to read or to change the lease."""
         return self.duration / 4
 
     def acts_until(self, sent: float) -> float:
-        """Until when a renewal that was sent at ``sent``, and confirmed, lets its holder act."""
+        """Returns until when a renewal that was sent at ``sent``, and confirmed, lets its holder act."""
         return sent + self.duration - self.margin
 
 
 class LeaseObserver:
-    """What one that waits has seen of the lease, and whether it may ask for it. Pure: told what and when, it answers.
+    """Decides from the revisions that a waiting process has read whether it may ask for the lease. It is pure: it is given the times.
 
     Args:
         duration: of the lease in seconds.
@@ -89,13 +98,13 @@ class LeaseObserver:
         self._since = 0.0
 
     def see(self, revision: int, now: float) -> bool:
-        """The lease was read as ``revision``, by ``now``. Returns whether it has been that for its whole duration."""
+        """Takes the revision that was read by ``now``. Returns whether the lease has had it for its whole duration."""
         if revision != self._revision:
             self._revision, self._since = revision, now
         return now - self._since >= self._duration
 
-    def blind(self) -> None:
-        """The lease could not be read: its holder may have been unable to renew it. Counting begins anew."""
+    def unreadable(self) -> None:
+        """Begins to count anew: the lease could not be read, so its holder may have been unable to renew it."""
         self._revision = None
 
 
@@ -108,14 +117,14 @@ class LeaderLease:
         job: the lease's key. instance: who this is, for people.
     """
 
-    def __init__(self, bus: Bus, run: str, job: str, instance: str, timing: LeaseTiming | None = None) -> None:
+    def __init__(self, bus: Bus, run: str, job: str, instance: str, timing: LeaseTiming) -> None:
         bucket = Subjects(run).leases_bucket
         self._bus, self._stream, self._subject = bus, f"KV_{bucket}", f"$KV.{bucket}.{job}"
-        self._timing = LeaseTiming() if timing is None else timing
+        self.timing = timing
         self._name, self._instance = f"the lease {job} of run {run}", instance
         self._term = secrets.token_hex(8)
         self._mark = liveness.mark()
-        self._vigil = LeaseObserver(self._timing.duration)
+        self._observer = LeaseObserver(self.timing.duration)
         self._revision = 0
         self._until = float("-inf")
         self._renewed = asyncio.Event()
@@ -129,24 +138,23 @@ class LeaderLease:
         """
         begun = time.monotonic()
         try:
-            revision, card = await self._read()
-            seen = clock()
-            own = card.term == self._term  # taken by a try of before, whose confirmation was lost
-            out = self._vigil.see(revision, seen)
-            if card.term and not own and not out and not liveness.certainly_dead(card.mark):
+            revision, status = await self._read()
+            own = status.term == self._term  # taken by an attempt of before, whose confirmation was lost
+            expired = self._observer.see(revision, clock())
+            if status.term and not own and not expired and not liveness.certainly_dead(status.mark):
                 return False
             self._revision = revision
             return await self._swap()
         except TRANSIENT:
             self._bus.raise_if_refused(begun, self._subject, f"$JS.API.STREAM.MSG.GET.{self._stream}")
-            self._vigil.blind()
+            self._observer.unreadable()
             return False
 
     async def keep(self) -> None:
         """Renews the lease until cancelled. Raises LeaseLost."""
         try:
             while True:
-                await asyncio.sleep(self._timing.renewal)
+                await asyncio.sleep(self.timing.renewal)
                 await self._renew_in_time()
         except LeaseLost as error:
             self._end(error)
@@ -174,30 +182,30 @@ class LeaderLease:
     # --- renewing
 
     async def _renew_in_time(self) -> None:
-        begun, told = time.monotonic(), False
+        begun, reported = time.monotonic(), False
         while True:
             try:
                 if await self._renew():
-                    if told:
+                    if reported:
                         self._log.info("lease_renewed", after=round(time.monotonic() - begun, 1))
                     return
             except TRANSIENT as error:
                 self._bus.raise_if_refused(begun, self._subject)
-                if not told and clock() >= self._until:
-                    told = True
-                    self._log.warning("lease_not_renewed", error=type(error).__name__, then="nothing is done until it is")
+                if not reported and clock() >= self._until:
+                    reported = True
+                    self._log.warning("lease_not_renewed", error=type(error).__name__, next_action="nothing is done until it is")
                 if time.monotonic() - begun > AWAY_SECONDS:
                     lost = f"{self._name} is lost: the bus confirmed no renewal within {AWAY_SECONDS:g} s, and another may have it now"
                     raise LeaseLost(lost) from error
             await asyncio.sleep(RETRY_PAUSE)
 
     async def _renew(self) -> bool:
-        """One renewal; False where the revision was not the known one and is now. Raises LeaseLost, and what TRANSIENT lists."""
+        """Renews once; returns False where the revision was not the known one and is now. Raises LeaseLost, and what TRANSIENT lists."""
         if clock() < self._until and await self._swap():
             return True
-        revision, card = await self._read()
-        if card.term != self._term:
-            who = card.holder if card.term else "nobody"
+        revision, status = await self._read()
+        if status.term != self._term:
+            who = status.holder if status.term else "nobody"
             raise LeaseLost(f"{self._name} is lost: {who} has it now; this process was stopped or cut off for too long")
         self._revision = revision  # what was here all along, or an own change whose confirmation was lost
         return await self._swap()
@@ -211,22 +219,22 @@ class LeaderLease:
             if error.err_code in WRONG_LAST_SEQUENCE:
                 return False
             raise
-        self._until = self._timing.acts_until(sent)
+        self._until = self.timing.acts_until(sent)
         self._renewed.set()
         self._renewed = asyncio.Event()
         return True
 
-    async def _publish(self, card: LeaseStatus) -> int:
+    async def _publish(self, status: LeaseStatus) -> int:
         if not self._bus.connection.is_connected:
             raise nats.errors.ConnectionReconnectingError  # the client would keep the message and send it when nobody expects it
         headers = {"Nats-Expected-Last-Subject-Sequence": str(self._revision)}
-        ack = await self._bus.js.publish(self._subject, card.encode(), timeout=self._timing.patience, headers=headers)
+        ack = await self._bus.js.publish(self._subject, status.encode(), timeout=self.timing.attempt, headers=headers)
         return ack.seq
 
     async def _read(self) -> tuple[int, LeaseStatus]:
-        """The lease's revision (0: it was never held) and its card."""
+        """Returns the lease's revision (0: it was never held) and its status."""
         try:
-            message = await asyncio.wait_for(self._bus.js.get_last_msg(self._stream, self._subject), self._timing.patience)
+            message = await asyncio.wait_for(self._bus.js.get_last_msg(self._stream, self._subject), self.timing.attempt)
         except NotFoundError as error:
             if error.err_code != _NO_MESSAGE:
                 raise MyxoError(f"the bus has no bucket for {self._name}: does the run exist there? (`myxo up` makes it)") from error
@@ -240,9 +248,6 @@ class LeaderLease:
         self._renewed.set()
 
 
-_NO_MESSAGE = 10037
-
-
 def clock() -> float:
-    """Seconds that also pass while this machine sleeps, where the system can tell (Linux)."""
+    """Returns seconds that also pass while this machine sleeps, where the system can tell (Linux)."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

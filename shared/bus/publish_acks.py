@@ -1,7 +1,8 @@
-"""Publishing into streams with many confirmations awaited at once.
+"""Publishing into streams with many acknowledgements awaited at once.
 
-Every message asks for its confirmation on a numbered subject below one inbox of the connection's; one timer looks after all that are
-awaited. That is a fraction of the work of a request for each.
+Every message asks for its acknowledgement on a numbered subject below one inbox of the connection, and one timer looks after all that are
+awaited. That is a fraction of the work of a request for each, and two thirds of that of the client library's own ``publish_async``
+(docs/dependencies.md).
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ NO_RESPONDERS = "503"
 
 
 class PublishAcks:
-    """Those of one connection. `open` before the first `send`."""
+    """The acknowledgements that one connection awaits. Call `open` before the first `send`."""
 
     def __init__(self, connection: Client) -> None:
         self._connection = connection
         self._prefix = f"{connection.new_inbox()}."
-        self._awaited: dict[str, tuple[float, asyncio.Future[int]]] = {}  # by number, oldest first
+        self._awaited: dict[str, tuple[float, asyncio.Future[int]]] = {}  # deadlines and futures by index, oldest first
         self._sent = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -41,25 +42,25 @@ class PublishAcks:
     async def send(self, subject: str, payload: bytes, headers: dict[str, str] | None) -> asyncio.Future[int]:
         """Publishes and returns at once; the future gives the stream's sequence.
 
-        It raises nats.errors.TimeoutError after `ATTEMPT_SECONDS` and where the stream is full, NoStreamResponseError where no stream
-        stores the subject, and the APIError that the server refuses the message with.
+        The future raises nats.errors.TimeoutError after `ATTEMPT_SECONDS` and where the stream is full, NoStreamResponseError where no
+        stream stores the subject, and the APIError that the server refuses the message with.
         """
         self._sent += 1
-        number, confirmed = str(self._sent), asyncio.get_running_loop().create_future()
-        self._awaited[number] = (time.monotonic() + ATTEMPT_SECONDS, confirmed)
+        index, ack = str(self._sent), asyncio.get_running_loop().create_future()
+        self._awaited[index] = (time.monotonic() + ATTEMPT_SECONDS, ack)
         if self._timer is None:
-            self._look_in(ATTEMPT_SECONDS)
+            self._expire_after(ATTEMPT_SECONDS)
         try:
-            await self._connection.publish(subject, payload, self._prefix + number, headers)
+            await self._connection.publish(subject, payload, self._prefix + index, headers)
         except BaseException:
-            self._awaited.pop(number, None)
+            self._awaited.pop(index, None)
             raise
-        return confirmed
+        return ack
 
     async def send_all(self, subject: str, messages: Sequence[Outgoing]) -> tuple[list[Outgoing], BaseException | None]:
-        """Publishes all and waits for their confirmations.
+        """Publishes all messages and waits for their acknowledgements.
 
-        Returns those that have none, and why: the first error, one that another try does not help before any other.
+        Returns those that have none, and why: the first error, one that another attempt does not help before any other.
         """
         sent: list[asyncio.Future[int]] = []
         try:
@@ -68,41 +69,41 @@ class PublishAcks:
             if sent:
                 await asyncio.wait(sent)
         except BaseException:
-            for confirmed in sent:
-                confirmed.cancel()
+            for ack in sent:
+                ack.cancel()
             raise
-        failed = {number: error for number, confirmed in enumerate(sent) if (error := confirmed.exception()) is not None}
+        failed = {index: error for index, ack in enumerate(sent) if (error := ack.exception()) is not None}
         lasting = [error for error in failed.values() if not isinstance(error, TRANSIENT)]
-        return [messages[number] for number in failed], next(iter([*lasting, *failed.values()]), None)
+        return [messages[index] for index in failed], next(iter([*lasting, *failed.values()]), None)
 
     async def _take(self, message: Msg) -> None:
-        _, confirmed = self._awaited.pop(message.subject[len(self._prefix) :], (0.0, None))
-        if confirmed is None or confirmed.done():  # too late, or nobody waits any more
+        _, ack = self._awaited.pop(message.subject[len(self._prefix) :], (0.0, None))
+        if ack is None or ack.done():  # too late, or nobody waits any more
             return
         if message.headers and message.headers.get(Header.STATUS) == NO_RESPONDERS:
-            confirmed.set_exception(nats.js.errors.NoStreamResponseError())
+            ack.set_exception(nats.js.errors.NoStreamResponseError())
             return
         answer = json.loads(message.data)
         if "error" not in answer:
-            confirmed.set_result(int(answer["seq"]))
+            ack.set_result(int(answer["seq"]))
             return
         try:
             nats.js.errors.APIError.from_error(answer["error"])
         except nats.js.errors.APIError as error:
             full = error.err_code in STREAM_FULL  # back-pressure: the caller tries again, within its deadline
-            confirmed.set_exception(nats.errors.TimeoutError() if full else error)
+            ack.set_exception(nats.errors.TimeoutError() if full else error)
 
-    def _look_in(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+    def _expire_after(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
 
-    def _look(self) -> None:
-        """Gives up on what is overdue, and comes back when the next one would be."""
+    def _expire(self) -> None:
+        """Gives up what is overdue, and comes back when the next one would be."""
         now, self._timer = time.monotonic(), None
         while self._awaited:
-            number, (end, confirmed) = next(iter(self._awaited.items()))
-            if end > now and not confirmed.done():
-                self._look_in(end - now)
+            index, (end, ack) = next(iter(self._awaited.items()))
+            if end > now and not ack.done():
+                self._expire_after(end - now)
                 return
-            del self._awaited[number]
-            if not confirmed.done():
-                confirmed.set_exception(nats.errors.TimeoutError())
+            del self._awaited[index]
+            if not ack.done():
+                ack.set_exception(nats.errors.TimeoutError())

@@ -1,8 +1,7 @@
-"""A run on the bus: created once with its frozen config, found again by its id."""
+"""A run on the bus is created once with its frozen config, and found again by its id."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +26,7 @@ ENDS = (FINISHED, FAILED)
 
 
 FROZEN = "config.json"
-"""The file of a run's directory that keeps its config, as it is frozen on the bus, for who asks without its servers."""
+"""The file of a run's directory that keeps its config, as it is frozen on the bus, for commands without its servers."""
 
 
 class NoSuchRun(BadInput):
@@ -38,8 +37,8 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None) -> None:
     """Makes the run's streams and freezes its config; on a resume, takes over the fields that may change.
 
     Args:
-        store_url: where payloads lie, for services that are not told by ``REDIS_URL``. One with credentials is not written down: every
-            service can read this, and each has an account of its own.
+        store_url: where payloads lie, for services without ``REDIS_URL``. One with credentials is not written down: every service can read
+            it, and each has an account of its own.
 
     Raises ConfigError when a field differs that may not change, Problems of several.
     """
@@ -73,13 +72,13 @@ def differences(frozen: RunConfig, config: RunConfig) -> list[ConfigError]:
 
 
 async def load(bus: Bus, run: str) -> RunConfig:
-    """The run's frozen config. Raises NoSuchRun."""
+    """Returns the run's frozen config. Raises NoSuchRun."""
     if not await streams.exists(bus, run):
         raise NoSuchRun(f"no run {run!r} on the bus; `myxo up CONFIG` makes one")
     value = await bus.get(Subjects(run).config_bucket, _CONFIG)
     if value is None:
         raise NoSuchRun(f"run {run!r} has no config on the bus yet")
-    return RunConfig.model_validate(json.loads(value))
+    return RunConfig.model_validate_json(value)
 
 
 def frozen(directory: Path) -> RunConfig | None:
@@ -91,30 +90,30 @@ def frozen(directory: Path) -> RunConfig | None:
 
 
 async def store_url(bus: Bus, run: str) -> str | None:
-    """Where the run's payloads lie, as its creator said."""
+    """Returns where the run's payloads lie, as its creator said."""
     value = await bus.get(Subjects(run).config_bucket, _STORE)
     return value.decode() if value else None
 
 
 async def phase(bus: Bus, run: str) -> str | None:
-    """`RUNNING`, `FINISHED`, `FAILED`, or None before the run exists."""
+    """Returns `RUNNING`, `FINISHED`, `FAILED`, or None before the run exists."""
     return (await phase_and_reason(bus, run))[0]
 
 
 async def phase_and_reason(bus: Bus, run: str, deadline: float = 15.0) -> tuple[str | None, str]:
-    """The phase, and why a run that is `FAILED` is so."""
+    """Returns the phase, and why a run that is `FAILED` is so."""
     value = await bus.get(Subjects(run).config_bucket, _PHASE, deadline=deadline)
     phase, _, reason = (value or b"").decode().partition("\n")
     return phase or None, reason
 
 
 async def set_phase(bus: Bus, run: str, value: str, reason: str = "") -> None:
-    """``reason``: of `FAILED`, in one line."""
+    """Writes the phase; ``reason`` says in one line why a run is `FAILED`."""
     await bus.put(Subjects(run).config_bucket, _PHASE, f"{value}\n{reason}".rstrip("\n").encode())
 
 
 async def last_record(bus: Bus, run: str, kind: type[Record]) -> Record | None:
-    """The newest ledger record of a kind; None where there is none, or no such run."""
+    """Returns the newest ledger record of a kind; None where there is none, or no such run."""
     names = Subjects(run)
     try:
         last = await bus.js.get_last_msg(names.ledger_stream, names.ledger(kind.event()))

@@ -1,9 +1,10 @@
-"""Reading a stream from its beginning to its present end: the buffer's recovery, the audit, the summary."""
+"""Reads a stream from its beginning to its present end, for the buffer's recovery, the audit and the summary."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator
 from typing import TypeVar
@@ -12,33 +13,28 @@ import nats.errors
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
-from shared.bus.connection import RETRY_PAUSE, TRANSIENT, Bus
+from shared.bus.bus_errors import RETRY_PAUSE, TRANSIENT
+from shared.bus.connection import Bus
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.messages import Message
 
-M = TypeVar("M", bound=Message)
+Entry = TypeVar("Entry", bound=Message)
 
 FETCH = 256
 FETCH_SECONDS = 5.0
 
 
 async def last_sequence(bus: Bus, stream: str, deadline: float = 30.0) -> int:
-    """The sequence of the stream's newest message; 0 where it is empty."""
-    start = time.monotonic()
-    end = start + deadline
-    while True:
-        try:
-            return (await bus.js.stream_info(stream)).state.last_seq
-        except TRANSIENT as error:
-            bus.raise_if_refused(start, f"$JS.API.STREAM.INFO.{stream}")
-            if time.monotonic() > end:
-                raise DeadlineExceeded(f"the state of stream {stream}", "the bus", deadline, "given up") from error
-            await asyncio.sleep(RETRY_PAUSE)
+    """Returns the sequence of the stream's newest message; 0 where it is empty."""
+    info = await bus.retry(
+        lambda: bus.js.stream_info(stream), f"the state of stream {stream}", f"$JS.API.STREAM.INFO.{stream}", deadline=deadline
+    )
+    return info.state.last_seq
 
 
 async def read(
-    bus: Bus, stream: str, model: type[M], subject: str = ">", deadline: float = 120.0, after: int = 0
-) -> AsyncIterator[tuple[int, M]]:
+    bus: Bus, stream: str, model: type[Entry], subject: str = ">", deadline: float = 120.0, after: int = 0
+) -> AsyncIterator[tuple[int, Entry]]:
     """Yields (sequence, message) for all that the stream holds now, oldest first.
 
     Args:
@@ -47,14 +43,8 @@ async def read(
     """
     seen, progress = after, time.monotonic()
     while True:
-        try:
-            pull, pending = await _reader(bus, stream, subject, seen + 1)
-        except TRANSIENT as error:
-            bus.raise_if_refused(progress, f"$JS.API.CONSUMER.CREATE.{stream}")
-            if time.monotonic() - progress > deadline:
-                raise DeadlineExceeded(f"a reader of {stream}", "the bus", deadline, "given up") from error
-            await asyncio.sleep(RETRY_PAUSE)
-            continue
+        attempt = functools.partial(_reader, bus, stream, subject, seen + 1)
+        pull, pending = await bus.retry(attempt, f"a reader of {stream}", f"$JS.API.CONSUMER.CREATE.{stream}", deadline=deadline)
         try:
             while pending > 0:
                 try:
@@ -78,9 +68,9 @@ async def read(
 
 
 async def _reader(bus: Bus, stream: str, subject: str, first: int) -> tuple[JetStreamContext.PullSubscription, int]:
-    """A consumer of what the stream holds from sequence ``first`` on, and how many messages that is.
+    """Returns a consumer of what the stream holds from sequence ``first`` on, and how many messages that is.
 
-    One a reader: gone by itself after a minute unused; nothing is acked, reading changes nothing.
+    Each reader has its own. It goes by itself after a minute unused; nothing is acked, and reading changes nothing.
     """
     name = f"reader-{time.time_ns()}"
     config = ConsumerConfig(

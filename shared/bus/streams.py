@@ -1,4 +1,4 @@
-"""What the run's streams, consumers and buckets look like: every policy set on purpose, none left at a default.
+"""Makes the run's streams, consumers and buckets, with every policy set on purpose and none left at a default.
 
 Work queues and the ledger discard *new* on full (back-pressure: a publisher waits, nothing is lost). Only the events stream, which
 nothing decides by, lets its oldest go.
@@ -6,8 +6,9 @@ nothing decides by, lets its oldest go.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nats.js.api import (
@@ -22,22 +23,21 @@ from nats.js.api import (
 )
 from nats.js.errors import BadRequestError, NotFoundError
 
-from shared.bus.connection import RETRY_PAUSE, TRANSIENT, Bus
+from shared.bus.bus_errors import TRANSIENT
+from shared.bus.connection import Bus
 from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.config.run_config import RunConfig
 from shared.config.sections import BusSection
-from shared.runtime.errors import DeadlineExceeded
-
-SERVICES_TTL = 10.0
-"""Seconds after which a service that stopped its heartbeat is gone from the registry."""
 
 DUPLICATE_WINDOW = 600.0
 """Seconds in which a repeated `Nats-Msg-Id` counts once; receivers are idempotent beyond it."""
 
-EVENTS_KEPT = 100_000
+MAX_EVENTS = 100_000
 EVENTS_BYTES = 1 << 26
-"""What a run keeps of its events, the latest. The server sets the bytes aside when the run is made: a gigabyte each, and a server on a
-small disk is full after a few runs."""
+"""How many of its latest events a run keeps. The server sets the bytes aside when the run is made: at a gigabyte each a server on a small
+disk would be full after a few runs."""
+
+_NAME_IN_USE = 10058
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,19 @@ class Consumer:
 
 
 def task_consumer(run: str, bus: BusSection, task_class: str) -> Consumer:
-    """Shared by all rollout replicas: the groups of one task class."""
+    """Returns the consumer that all rollout replicas share: the groups of one task class."""
     names = Subjects(run)
     return _consumer(names.task_stream, task_class, names.task(task_class), bus)
 
 
 def generated_consumer(run: str, bus: BusSection, environment: str) -> Consumer:
-    """Shared by all replicas of one environment."""
+    """Returns the consumer that all replicas of one environment share."""
     names = Subjects(run)
     return _consumer(names.generated_stream, environment, names.generated(environment), bus)
 
 
 def scored_consumer(run: str, bus: BusSection) -> Consumer:
-    """The buffer's."""
+    """Returns the buffer's consumer."""
     names = Subjects(run)
     return _consumer(names.scored_stream, "buffer", names.scored, bus)
 
@@ -95,25 +95,28 @@ async def _create(bus: Bus, config: RunConfig) -> None:
     await _add_stream(bus, _stream(names.ledger_stream, [f"{run}.ledger.>"], RetentionPolicy.LIMITS, config.bus))
     planes = [f"{run}.{plane}.>" for plane in ("weights", "trainer", "service")]
     events = _stream(names.events_stream, planes, RetentionPolicy.LIMITS, config.bus)
-    await _add_stream(bus, events.evolve(discard=DiscardPolicy.OLD, max_msgs=EVENTS_KEPT, max_bytes=EVENTS_BYTES))
+    await _add_stream(bus, events.evolve(discard=DiscardPolicy.OLD, max_msgs=MAX_EVENTS, max_bytes=EVENTS_BYTES))
 
-    consumers = [task_consumer(run, config.bus, c) for c in (TRAIN, EVAL)]
-    consumers += [generated_consumer(run, config.bus, environment) for environment in config.reward.environment_names()]
-    consumers.append(scored_consumer(run, config.bus))
-    for consumer in consumers:
+    for consumer in (
+        *(task_consumer(run, config.bus, task_class) for task_class in (TRAIN, EVAL)),
+        *(generated_consumer(run, config.bus, environment) for environment in config.reward.environment_names()),
+        scored_consumer(run, config.bus),
+    ):
         await _add_consumer(bus, consumer, config.bus.replicas)
-    lasting = (names.config_bucket, names.weights_bucket, names.leases_bucket)
-    for bucket, ttl in (*((bucket, None) for bucket in lasting), (names.services_bucket, SERVICES_TTL)):
-        try:
-            await bus.js.create_key_value(
-                KeyValueConfig(bucket=bucket, history=1, ttl=ttl, storage=StorageType.FILE, replicas=config.bus.replicas)
-            )
-        except BadRequestError as error:
-            if error.err_code != _NAME_IN_USE:
-                raise
+    for bucket in (names.config_bucket, names.weights_bucket, names.leases_bucket, names.services_bucket):
+        ttl = config.bus.registry_ttl if bucket == names.services_bucket else None
+        made = KeyValueConfig(bucket=bucket, history=1, ttl=ttl, storage=StorageType.FILE, replicas=config.bus.replicas)
+        with _name_in_use_is_fine():
+            await bus.js.create_key_value(made)
 
 
-_NAME_IN_USE = 10058
+@contextlib.contextmanager
+def _name_in_use_is_fine() -> Iterator[None]:
+    try:
+        yield
+    except BadRequestError as error:
+        if error.err_code != _NAME_IN_USE:
+            raise
 
 
 def _stream(name: str, subjects: list[str], retention: RetentionPolicy, bus: BusSection, max_msgs: int = -1) -> StreamConfig:
@@ -133,11 +136,8 @@ def _stream(name: str, subjects: list[str], retention: RetentionPolicy, bus: Bus
 
 
 async def _add_stream(bus: Bus, config: StreamConfig) -> None:
-    try:
+    with _name_in_use_is_fine():
         await bus.js.add_stream(config)
-    except BadRequestError as error:
-        if error.err_code != _NAME_IN_USE:
-            raise
 
 
 async def _add_consumer(bus: Bus, consumer: Consumer, replicas: int) -> None:
@@ -162,18 +162,14 @@ async def _add_consumer(bus: Bus, consumer: Consumer, replicas: int) -> None:
 
 
 async def exists(bus: Bus, run: str, deadline: float = 15.0) -> bool:
-    """Whether the bus holds a run of this name. Raises DeadlineExceeded."""
-    stream, start = Subjects(run).ledger_stream, time.monotonic()
-    end = start + deadline
-    while True:
+    """Returns whether the bus holds a run of this name. Raises DeadlineExceeded."""
+    stream = Subjects(run).ledger_stream
+
+    async def attempt() -> bool:
         try:
             await bus.js.stream_info(stream)
         except NotFoundError:
             return False
-        except TRANSIENT as error:
-            bus.raise_if_refused(start, f"$JS.API.STREAM.INFO.{stream}")
-            if time.monotonic() > end:
-                raise DeadlineExceeded(f"the state of stream {stream}", "the bus", deadline, "given up") from error
-            await asyncio.sleep(RETRY_PAUSE)
-        else:
-            return True
+        return True
+
+    return await bus.retry(attempt, f"the state of stream {stream}", f"$JS.API.STREAM.INFO.{stream}", deadline=deadline)

@@ -1,4 +1,4 @@
-"""Work queues: leases with a deadline, extended while the work goes on, handed back or declared dead when it fails.
+"""Work queues: a lease with a deadline is extended while the work goes on, and handed back or declared dead when the work fails.
 
 Delivery is at-least-once: whoever takes work from a queue is idempotent by the id in the message. A lease that was delivered more
 than `max_deliver` times has killed or outlived its workers; the worker that receives it once more declares it dead instead of trying.
@@ -20,49 +20,50 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from shared.bus.connection import ATTEMPT_SECONDS, RETRY_PAUSE, TRANSIENT, Bus
+from shared.bus.bus_errors import ATTEMPT_SECONDS, RETRY_PAUSE, TRANSIENT
+from shared.bus.connection import Bus
 from shared.bus.streams import Consumer
-from shared.runtime.errors import BadMessage, DeadlineExceeded
+from shared.runtime.errors import BadMessage
 from shared.runtime.failures import log_failure
 from shared.schema.messages import Message
 
-M = TypeVar("M", bound=Message)
+Work = TypeVar("Work", bound=Message)
 
 FETCH_SECONDS = 1.0
-"""How long one pull waits at the server; a worker looks up at least this often."""
+"""How long one pull waits at the server, and so how often at least a worker sees whether it is to stop."""
 
 FETCH_BYTES = 4 << 20
-"""What one pull brings at most."""
+"""The most that one pull brings."""
 
 
-class MessageLease(Generic[M]):
+class MessageLease(Generic[Work]):
     """One message that this worker holds until it acks, hands back, or its `ack_wait` runs out unextended."""
 
-    def __init__(self, raw: Msg, message: M, consumer: Consumer) -> None:
+    def __init__(self, raw: Msg, message: Work, consumer: Consumer) -> None:
         self._raw, self.message, self._consumer = raw, message, consumer
 
     @property
     def deliveries(self) -> int:
-        """How often the message was handed out, this time included."""
+        """Returns how often the message was handed out, this time included."""
         return self._raw.metadata.num_delivered
 
     @property
     def exhausted(self) -> bool:
-        """Delivered more often than the queue allows: declare it dead, do not try again."""
+        """Returns whether it was delivered more often than the queue allows: then declare it dead, do not try again."""
         return self.deliveries > self._consumer.max_deliver
 
     async def ack(self) -> None:
-        """Done. A lost ack means a redelivery, which idempotence absorbs."""
+        """Says that the work is done. A lost ack means a redelivery, which idempotence absorbs."""
         with contextlib.suppress(*TRANSIENT):
             await self._raw.ack()
 
     async def hand_back(self, delay: float = 0.0) -> None:
-        """Not done, somebody else may take it after ``delay`` seconds."""
+        """Gives the work to somebody else, after ``delay`` seconds."""
         with contextlib.suppress(*TRANSIENT):
             await self._raw.nak(delay=delay or None)
 
     async def extend(self) -> None:
-        """Still working: the lease starts its `ack_wait` anew."""
+        """Starts the lease's `ack_wait` anew."""
         with contextlib.suppress(*TRANSIENT):
             await self._raw.in_progress()
 
@@ -83,15 +84,15 @@ class MessageLease(Generic[M]):
             task.cancel()
 
 
-class WorkQueue(Generic[M]):
+class WorkQueue(Generic[Work]):
     """One durable consumer of a work-queue stream, shared by all workers of its kind."""
 
-    def __init__(self, bus: Bus, consumer: Consumer, model: type[M]) -> None:
+    def __init__(self, bus: Bus, consumer: Consumer, model: type[Work]) -> None:
         self._bus, self._consumer, self._model = bus, consumer, model
         self._pull: Pull | None = None
 
-    async def fetch(self, most: int, seconds: float = FETCH_SECONDS) -> list[MessageLease[M]]:
-        """Up to ``most`` leases, as soon as there is one; an empty list when none came within ``seconds`` or the bus is away for now.
+    async def fetch(self, most: int, seconds: float = FETCH_SECONDS) -> list[MessageLease[Work]]:
+        """Returns up to ``most`` leases, as soon as there is one; none where none came within ``seconds`` or the bus is away for now.
 
         A message that cannot be read is logged with its reason and removed, so that it blocks nobody. Raises NotPermitted.
         """
@@ -116,18 +117,12 @@ class WorkQueue(Generic[M]):
         return leases
 
     async def depth(self, deadline: float = 5.0) -> tuple[int, int]:
-        """(waiting, in workers' hands) right now."""
-        start = time.monotonic()
-        end = start + deadline
-        while True:
-            try:
-                info = await self._bus.js.consumer_info(self._consumer.stream, self._consumer.name)
-                return info.num_pending or 0, info.num_ack_pending or 0
-            except TRANSIENT as error:
-                self._bus.raise_if_refused(start, f"$JS.API.CONSUMER.INFO.{self._consumer.stream}")
-                if time.monotonic() > end:
-                    raise DeadlineExceeded(f"depth of {self._consumer.name}", "the bus", deadline, "given up") from error
-                await asyncio.sleep(RETRY_PAUSE)
+        """Returns how many messages wait, and how many are in workers' hands."""
+        stream, name = self._consumer.stream, self._consumer.name
+        info = await self._bus.retry(
+            lambda: self._bus.js.consumer_info(stream, name), f"depth of {name}", f"$JS.API.CONSUMER.INFO.{stream}", deadline=deadline
+        )
+        return info.num_pending or 0, info.num_ack_pending or 0
 
 
 class Pull:
@@ -140,10 +135,10 @@ class Pull:
     def __init__(self, connection: Client, inbox: str, request_subject: str) -> None:
         self._connection, self._inbox, self.request_subject = connection, inbox, request_subject
         self._requests = 0
-        self._turn = asyncio.Lock()
-        self._more_there = True  # as far as the last fetch could tell: else asking without waiting is a round trip for nothing
-        self._came: deque[Msg] = deque()
-        self._coming: asyncio.Future[None] | None = None
+        self._lock = asyncio.Lock()
+        self._expects_more = True  # as far as the last fetch could tell: else asking without waiting is a round trip for nothing
+        self._received: deque[Msg] = deque()
+        self._arrival: asyncio.Future[None] | None = None
 
     @classmethod
     async def open(cls, bus: Bus, stream: str, consumer: str) -> Pull:
@@ -153,29 +148,29 @@ class Pull:
         return pull
 
     async def fetch(self, most: int, seconds: float) -> list[Msg]:
-        """Up to ``most`` messages, of `FETCH_BYTES` in all: those that are there, else the first that comes within ``seconds``."""
-        async with self._turn:
+        """Returns up to ``most`` messages, of `FETCH_BYTES` in all: those that are there, else the first that comes within ``seconds``."""
+        async with self._lock:
             got: list[Msg] = []
-            if self._more_there or seconds <= 0:
+            if self._expects_more or seconds <= 0:
                 got = await self._request(most, None, ATTEMPT_SECONDS)
             if not got and seconds > 0:
                 got = await self._request(1, seconds, seconds + RETRY_PAUSE)
                 if got and most > 1:
                     got += await self._request(most - 1, None, ATTEMPT_SECONDS)
-            self._more_there = len(got) == most
+            self._expects_more = len(got) == most
             return got
 
-    async def _request(self, batch: int, expires: float | None, patience: float) -> list[Msg]:
+    async def _request(self, batch: int, expires: float | None, seconds: float) -> list[Msg]:
         self._requests += 1
         reply = f"{self._inbox}.{self._requests}"
         request: dict[str, object] = {"batch": batch, "max_bytes": FETCH_BYTES}
         request |= {"no_wait": True} if expires is None else {"expires": int(expires * 1e9)}
         await self._connection.publish(self.request_subject, json.dumps(request).encode(), reply)
         got: list[Msg] = []
-        end = time.monotonic() + patience
-        while await self._more(end):
-            while self._came and len(got) < batch:
-                message = self._came.popleft()
+        end = time.monotonic() + seconds
+        while await self._arrived(end):
+            while self._received and len(got) < batch:
+                message = self._received.popleft()
                 if not message.subject.startswith(self._inbox):
                     got.append(message)
                 elif message.subject == reply:
@@ -184,24 +179,24 @@ class Pull:
                 return got
         return got  # where the server went away in between: what it had sent comes again when its ack_wait is over
 
-    async def _more(self, end: float) -> bool:
-        """Waits until something has come; False where nothing did by ``end``."""
-        if not self._came:
+    async def _arrived(self, end: float) -> bool:
+        """Waits until something has come; returns False where nothing did by ``end`` (monotonic)."""
+        if not self._received:
             if self._connection.is_closed:
                 raise nats.errors.ConnectionClosedError
-            self._coming = asyncio.get_running_loop().create_future()
-            timer = asyncio.get_running_loop().call_at(asyncio.get_running_loop().time() + max(0.001, end - time.monotonic()), self._wake)
+            self._arrival = asyncio.get_running_loop().create_future()
+            timer = asyncio.get_running_loop().call_later(max(0.001, end - time.monotonic()), self._wake)
             try:
-                await self._coming
+                await self._arrival
             finally:
                 timer.cancel()
-                self._coming = None
-        return bool(self._came)
+                self._arrival = None
+        return bool(self._received)
 
     async def _take(self, message: Msg) -> None:
-        self._came.append(message)
+        self._received.append(message)
         self._wake()
 
     def _wake(self) -> None:
-        if self._coming is not None and not self._coming.done():
-            self._coming.set_result(None)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)

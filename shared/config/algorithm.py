@@ -30,7 +30,7 @@ _RULES = (
     ),
     Rule(
         "use_tis",
-        lambda a, given: given is not None and given != (a.correction == "decoupled"),
+        lambda a, given: given is not None and not a.use_rollout_logprobs and given != (a.correction == "decoupled"),
         "contradicts off_policy = {0.correction}",
     ),
     Rule(

@@ -1,7 +1,7 @@
 """Flags for every config field, under slime's and Megatron's names: ``--rollout-batch-size 32``; ``--sglang-…`` goes to the engine.
 
-Megatron's own flags are taken as they are, where no field of the config has their name; see `shared.config.megatron_flags`. slime's that
-there is no field for are refused with what stands in their place (`shared.config.slime_flags`), unknown flags with the nearest valid one.
+Megatron's own flags are taken as they are, where no field of the config has their name (`shared.config.megatron_flags`). A flag of slime's
+that no field answers to is refused with what stands in its place (`shared.config.slime_flags`), an unknown flag with the nearest valid one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Overrides = dict[str, dict[str, Any]]
 
 
 def parse(arguments: list[str]) -> Overrides:
-    """Returns what `read` finds. Raises ConfigError for a flag that cannot be taken, or Problems of several."""
+    """Returns what `read` finds. Raises ConfigError for a flag that cannot be taken, or Problems for several."""
     overrides, problems = read(arguments)
     raise_problems(problems)
     return overrides
@@ -54,34 +54,95 @@ def _read_flag(rest: list[str], owners: dict[str, str], overrides: Overrides) ->
     word = rest.pop(0)
     if not word.startswith("--"):
         raise ConfigError(word, word, "expected a flag that starts with --")
-    flag, equals, inline = word.partition("=")
-    if flag.startswith(SGLANG):
-        # engine flags pass through verbatim: value if one follows, switch otherwise
-        value = inline if equals else (rest.pop(0) if rest and not rest[0].startswith("--") else True)
-        overrides.setdefault("rollout", {}).setdefault("sglang", {})[flag.removeprefix(SGLANG)] = value
-        return
+    flag, equals, text = word.partition("=")
+    given = text if equals else None
     name = flag.removeprefix("--").replace("-", "_")
-    negated = name.startswith("no_") and name.removeprefix("no_") in owners
-    name = name.removeprefix("no_") if negated else name
-    if name not in owners:
-        given, value = _megatron(flag, flag.removeprefix("--").replace("-", "_"), equals, inline, rest)
-        overrides.setdefault("trainer", {}).setdefault("megatron", {})[given] = value
-        return
-    info = section_model(owners[name]).model_fields[name]
-    if negated and bool not in _kinds(info.annotation):
-        raise ConfigError(flag, inline or "", f"unknown flag; {nearest(flag.replace('--no-', '--', 1), flags())}")
-    value = _value(flag, info, equals, inline, negated, rest)
-    section = overrides.setdefault(owners[name], {})
-    section[name] = {**section[name], **value} if isinstance(value, dict) and isinstance(section.get(name), dict) else value
+    positive = name.removeprefix("no_")
+    if flag.startswith(SGLANG):  # passed through verbatim: a value if one follows, a switch otherwise
+        words = [given] if given is not None else _following(rest, 1)
+        overrides.setdefault("rollout", {}).setdefault("sglang", {})[flag.removeprefix(SGLANG)] = words[0] if words else True
+    elif name in owners:
+        value = _value(flag, section_model(owners[name]).model_fields[name], given, rest)
+        section = overrides.setdefault(owners[name], {})
+        section[name] = {**section[name], **value} if isinstance(value, dict) and isinstance(section.get(name), dict) else value
+    elif positive in owners:
+        if bool not in _kinds(section_model(owners[positive]).model_fields[positive].annotation):
+            raise ConfigError(flag, given or "", f"unknown flag; {nearest(flag.replace('--no-', '--', 1), flags())}")
+        overrides.setdefault(owners[positive], {})[positive] = False
+    else:
+        megatron_name, value = _megatron(flag, name, given, rest)
+        overrides.setdefault("trainer", {}).setdefault("megatron", {})[megatron_name] = value
+
+
+def _megatron(flag: str, name: str, given: str | None, rest: list[str]) -> tuple[str, Any]:
+    """Returns the name and the value of one of Megatron's flags. Raises ConfigError for a flag that there is not."""
+    if (known := megatron_flags.find(name)) is None:
+        expected = slime_flags.advice(name)
+        if expected is None:
+            meant = near(flag, flags()) or near(flag, [f"--{other.replace('_', '-')}" for other in megatron_flags.names()])
+            hint = f"did you mean {meant}?" if meant else "`myxo up --help` lists all, `myxo flags` Megatron's"
+            expected = f"unknown flag; {hint}"
+        raise ConfigError(flag, given or "", expected)
+    found, switched = known
+    words = [] if given is None else [given]
+    if given is None and (switched is None or _next_is(rest, "true", "false")):
+        words = _following(rest, None if found.takes_several else 1)
+    return found.name, megatron_flags.from_words(flag, found, switched, words)
+
+
+def _value(flag: str, info: FieldInfo, given: str | None, rest: list[str]) -> Any:
+    """Returns the value of a field's flag: what stands behind its ``=``, or the words that follow. Raises ConfigError."""
+    kinds = _kinds(info.annotation)
+    optional = type(None) in kinds
+    if given is not None:
+        words = [given]
+    elif bool in kinds and not _next_is(rest, "true", "false", *(["none"] if optional else [])):
+        return True
+    else:
+        words = _following(rest, None if list in kinds else 1)
+    if not words and (optional or list not in kinds):
+        raise ConfigError(flag, "", f"needs a value: {info.description}")
+    if optional and [word.lower() for word in words] == ["none"]:
+        return None
+    if list in kinds:
+        return words
+    return _mapping(flag, words[0]) if dict in kinds else words[0]
+
+
+def _mapping(flag: str, text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError) as error:
+        raise ConfigError(flag, text, "expected a mapping such as \"{'key': 1}\"") from error
+
+
+def _following(rest: list[str], most: int | None = None) -> list[str]:
+    """Takes the words up to the next flag off ``rest``."""
+    words: list[str] = []
+    while rest and not (rest[0].startswith("--") and len(rest[0]) > 2) and (most is None or len(words) < most):
+        words.append(rest.pop(0))
+    return words
+
+
+def _next_is(rest: list[str], *words: str) -> bool:
+    return bool(rest) and rest[0].lower() in words
+
+
+def _kinds(annotation: Any) -> set[type]:
+    """Returns the plain types that an annotation admits: {int, NoneType} for ``int | None``."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return {kind for argument in get_args(annotation) for kind in _kinds(argument)}
+    origin = get_origin(annotation)
+    return {origin if isinstance(origin, type) else annotation if isinstance(annotation, type) else object}
 
 
 def flags() -> list[str]:
-    """Every flag that a config field answers to."""
+    """Returns every flag that a config field answers to."""
     return ["--" + field.replace("_", "-") for field in field_sections()]
 
 
 def help_lines() -> list[str]:
-    """One line a flag: name, default, meaning; section by section."""
+    """Returns one line for each flag, section by section: its name, default and meaning."""
     lines = []
     for section in RunConfig.model_fields:
         model = section_model(section)
@@ -93,68 +154,3 @@ def help_lines() -> list[str]:
     lines.append("  --sglang-…                           any flag of SGLang's server, verbatim")
     lines.append("  and Megatron's own flags as they are, such as --moe-router-dtype fp32; `myxo flags [PATTERN]` lists them")
     return lines
-
-
-def _megatron(flag: str, name: str, equals: str, inline: str, rest: list[str]) -> tuple[str, Any]:
-    """One of Megatron's flags: its name and its value."""
-    known = megatron_flags.find(name)
-    if known is None and (advice := slime_flags.advice(name)):
-        raise ConfigError(flag, inline, advice)
-    if known is None:
-        meant = near(flag, flags()) or near(flag, [f"--{other.replace('_', '-')}" for other in megatron_flags.names()])
-        hint = f"did you mean {meant}?" if meant else "`myxo up --help` lists all, `myxo flags` Megatron's"
-        raise ConfigError(flag, inline, f"unknown flag; {hint}")
-    words = [inline] if equals else []
-    found, bare = known
-    if not equals and (bare is None or (rest and rest[0].lower() in ("true", "false"))):
-        words = _following(rest) if found.takes_several else _following(rest, 1)
-    return found.name, megatron_flags.from_words(flag, found, bare, words)
-
-
-def _following(rest: list[str], most: int | None = None) -> list[str]:
-    """Takes the words up to the next flag off ``rest``."""
-    words: list[str] = []
-    while rest and not (rest[0].startswith("--") and len(rest[0]) > 2) and (most is None or len(words) < most):
-        words.append(rest.pop(0))
-    return words
-
-
-def _value(flag: str, info: FieldInfo, equals: str, inline: str, negated: bool, rest: list[str]) -> Any:
-    kinds = _kinds(info.annotation)
-    if bool in kinds:
-        if negated:
-            return False
-        known = {"true", "false"} | ({"none"} if type(None) in kinds else set())
-        if not equals and not (rest and rest[0].lower() in known):
-            return True
-        text = inline if equals else rest.pop(0)
-        return None if text.lower() == "none" and type(None) in kinds else text
-    if list in kinds:
-        words = [inline] if equals else []
-        while rest and not rest[0].startswith("--"):
-            words.append(rest.pop(0))
-        if type(None) in kinds and [word.lower() for word in words] == ["none"]:
-            return None
-        if not words and type(None) in kinds:
-            raise ConfigError(flag, "", f"needs a value: {info.description}")
-        return words
-    if equals:
-        text = inline
-    elif rest and not (rest[0].startswith("--") and len(rest[0]) > 2):
-        text = rest.pop(0)
-    else:
-        raise ConfigError(flag, "", f"needs a value: {info.description}")
-    if dict in kinds:
-        try:
-            return ast.literal_eval(text)
-        except (ValueError, SyntaxError) as error:
-            raise ConfigError(flag, text, "expected a mapping such as \"{'key': 1}\"") from error
-    return None if text.lower() == "none" and type(None) in kinds else text
-
-
-def _kinds(annotation: Any) -> set[type]:
-    """The plain types an annotation admits: ``int | None`` → {int, NoneType}."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return {kind for argument in get_args(annotation) for kind in _kinds(argument)}
-    origin = get_origin(annotation)
-    return {origin if isinstance(origin, type) else annotation if isinstance(annotation, type) else object}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from shared.runtime.errors import ConfigError
 
@@ -24,7 +24,7 @@ class LearningRateSchedule:
         decay_style: ``constant``, ``linear`` or ``cosine``.
 
     Raises:
-        ConfigError: a value that has no meaning, or two that contradict one another.
+        ConfigError: the decay does not fit its rates or its steps.
     """
 
     lr: float
@@ -34,12 +34,6 @@ class LearningRateSchedule:
     decay_style: DecayStyle = "constant"
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.lr) and self.lr >= 0):
-            raise ConfigError("trainer.lr", self.lr, "a finite number, at least 0")
-        if self.decay_style not in get_args(DecayStyle):
-            raise ConfigError("trainer.lr_decay_style", self.decay_style, f"one of {', '.join(get_args(DecayStyle))}")
-        if self.warmup_steps < 0:
-            raise ConfigError("trainer.lr_warmup_iters", self.warmup_steps, "at least 0")
         if self.decay_style == "constant":
             return
         if not 0 <= self.min_lr <= self.lr:

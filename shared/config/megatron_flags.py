@@ -1,8 +1,8 @@
 """Megatron's flags as a config holds them: names, kinds of values, and which of them mean nothing here.
 
-The catalogue, ``megatron_flags.json``, is made from Megatron's dataclasses by ``python -m services.trainer.megatron.flag_sorting
---write``; it lets everything that a person gives be checked without torch. A flag has one name (`Flag.name`) and may have other spellings:
-``--no-rope-fusion`` is ``apply_rope_fusion = false``.
+The catalogue, ``megatron_flags.json``, is made from Megatron's dataclasses by ``python -m docs.flags``; it lets everything that a person
+gives be checked without torch. A flag has one name (`Flag.name`) and may have other spellings: ``--no-rope-fusion`` is
+``apply_rope_fusion = false``.
 """
 
 from __future__ import annotations

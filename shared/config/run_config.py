@@ -12,9 +12,9 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError
 
 from shared.config import config_layers, megatron_flags, slime_flags
 from shared.config.algorithm import GROUP_RELATIVE, AlgorithmSection
@@ -30,8 +30,8 @@ from shared.config.sections import (
     RunSection,
     SftSection,
     StoreSection,
-    TrainerSection,
 )
+from shared.config.trainer_section import TrainerSection
 from shared.config.weights_section import WeightsSection
 from shared.data import data_files
 from shared.hub import hub_names
@@ -58,11 +58,9 @@ class RunConfig(Section):
     bus: BusSection = BusSection()
     store: StoreSection = StoreSection()
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if problems := [*self._sizes(), *self._shared_gpus()]:
-            raise Misfits(problems)
-        return self
+    def _misfits(self) -> Iterator[str]:
+        yield from self._sizes()
+        yield from self._shared_gpus()
 
     def _sizes(self) -> Iterator[str]:
         """Yields which sizes do not go together, each as ``section.field: what is wrong``."""

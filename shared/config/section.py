@@ -14,6 +14,10 @@ HOOK = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 """A function of the user's own: ``package.module:function``."""
 
 
+LARGEST_SEED = 2**31 - 1
+"""Random generators take 32 bits, and replicas and ranks count on from a seed."""
+
+
 class Misfits(ValueError):
     """Fields that do not go together. ``problems``: each ``section.field: what is wrong``."""
 

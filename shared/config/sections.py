@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator
 
 from shared.bus.subjects import RUN_ID
-from shared.config.section import HOOK, MUTABLE, Section
+from shared.config.learning_rate import DecayStyle
+from shared.config.section import HOOK, LARGEST_SEED, MUTABLE, Rule, Section
 from shared.data import data_files
 from shared.data.data_files import DataFile
 from shared.environment import environment_url
@@ -18,9 +19,6 @@ from shared.runtime.errors import nearest
 
 PlainValues = PlainSerializer(data_files.plain_values, return_type=str | list[str] | None)
 """Files as JSON and TOML hold them."""
-
-LARGEST_SEED = 2**31 - 1
-"""Random generators take 32 bits, and replicas and ranks count on from a seed."""
 
 VERIFIERS = ("math", "exact")
 """Environments that come with the reward service."""
@@ -35,15 +33,17 @@ CUSTOM = "custom_rm"
 class RunSection(Section):
     """Name and place of the run."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "name",
+            lambda _, given: not RUN_ID.match(given),
+            "use 1 to 63 lower-case letters, digits, '-' and '_', starting with a letter or digit",
+        ),
+    )
+
     name: str = Field(description="the run's id: lower-case letters, digits, '-' and '_'")
     dir: Path = Field(default=Path("runs"), description="where runs keep their files; this run's lie in DIR/NAME")
     buffer_replicas: int = Field(default=1, gt=0, description="buffers that `myxo up` starts: one works, the others stand by", **MUTABLE)
-
-    @model_validator(mode="after")
-    def _name_fits(self) -> Self:
-        if not RUN_ID.match(self.name):
-            raise ValueError("run.name: use 1 to 63 lower-case letters, digits, '-' and '_', starting with a letter or digit")
-        return self
 
     @property
     def root(self) -> Path:
@@ -87,15 +87,27 @@ class DataSection(Section):
     rollout_shuffle: bool = Field(default=False, description="shuffle each epoch with rollout_seed + epoch")
     rollout_seed: int = Field(default=42, ge=0, le=LARGEST_SEED, description="seed of the prompt order and of the engines")
 
-    @model_validator(mode="after")
-    def _has_prompts(self) -> Self:
+    def _misfits(self) -> Iterator[str]:
         if self.prompt_data is None and self.data_source is None:
-            raise ValueError(f"data.prompt_data: required: {type(self).model_fields['prompt_data'].description}")
-        return self
+            yield f"data.prompt_data: required: {type(self).model_fields['prompt_data'].description}"
 
 
 class RolloutSection(Section):
     """Generation, and how far it may run ahead of training."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule("rollout_top_k", lambda _, given: given == 0, "at least 1, or -1 for all tokens"),
+        Rule(
+            ("over_sampling_batch_size", "rollout_window"),
+            lambda rollout, given: given is not None and given < rollout.rollout_batch_size,
+            "{1} groups do not fill a batch; rollout_batch_size = {0.rollout_batch_size}",
+        ),
+        Rule(
+            "rollout_window",
+            lambda rollout, given: given is not None and rollout.rollout_order != "windowed_fifo",
+            "belongs to rollout_order = windowed_fifo, not to {0.rollout_order}",
+        ),
+    )
 
     num_rollout: int = Field(gt=0, description="training steps (one rollout batch each)", **MUTABLE)
     rollout_batch_size: int = Field(gt=0, description="prompts (groups) a step")
@@ -151,22 +163,17 @@ class RolloutSection(Section):
     generate_timeout: float = Field(default=600, gt=0, description="seconds for one group's generation", **MUTABLE)
     sglang: dict[str, Any] = Field(default={}, description="SGLang's own flags without their dashes, passed through verbatim")
 
-    @model_validator(mode="after")
-    def _sizes_fit(self) -> Self:
-        if self.rollout_top_k == 0:
-            raise ValueError("rollout.rollout_top_k: at least 1, or -1 for all tokens")
-        batch, surplus, window = self.rollout_batch_size, self.over_sampling_batch_size, self.rollout_window
-        if surplus is not None and surplus < batch:
-            raise ValueError(f"rollout.over_sampling_batch_size: {surplus} groups do not fill a batch; rollout_batch_size = {batch}")
-        if window is not None and self.rollout_order != "windowed_fifo":
-            raise ValueError(f"rollout.rollout_window: belongs to rollout_order = windowed_fifo, not to {self.rollout_order}")
-        if window is not None and window < batch:
-            raise ValueError(f"rollout.rollout_window: {window} groups do not fill a batch; rollout_batch_size = {batch}")
-        return self
-
 
 class RewardSection(Section):
     """Scoring."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "group_rm",
+            lambda reward, given: given and reward.custom_rm_path is None,
+            "needs custom_rm_path, the function that takes a whole group",
+        ),
+    )
 
     rm_type: str = Field(
         default="math",
@@ -192,24 +199,20 @@ class RewardSection(Section):
     reward_workers: int = Field(default=1, gt=0, description="processes of each verifier and of hooks in a reward service", **MUTABLE)
     reward_replicas: int = Field(default=1, gt=0, description="reward services that `myxo up` starts", **MUTABLE)
 
-    @model_validator(mode="after")
-    def _environments_fit(self) -> Self:
-        if self.group_rm and self.custom_rm_path is None:
-            raise ValueError("reward.group_rm: needs custom_rm_path, the function that takes a whole group")
+    def _misfits(self) -> Iterator[str]:
+        taken = (*VERIFIERS, REMOTE, CUSTOM)
         for name, url in self.environments.items():
             if not environment_url.NAME.match(name):
-                raise ValueError(f"reward.environments: the name {name!r}: use 1 to 63 letters, digits, '-' and '_'")
-            if name in (*VERIFIERS, REMOTE, CUSTOM):
-                taken = f"{', '.join(VERIFIERS)}, {REMOTE} and {CUSTOM}"
-                raise ValueError(f"reward.environments: the name {name!r} is taken; {taken} are there already")
-            _check_url(f"reward.environments.{name}", url)
+                yield f"reward.environments: the name {name!r}: use 1 to 63 letters, digits, '-' and '_'"
+            if name in taken:
+                yield f"reward.environments: the name {name!r} is taken; {', '.join(taken[:-1])} and {CUSTOM} are there already"
+            yield from _url_problems(f"reward.environments.{name}", url)
         if self.rm_url is not None:
-            _check_url("reward.rm_url", self.rm_url)
+            yield from _url_problems("reward.rm_url", self.rm_url)
         elif self.rm_type == REMOTE and self.custom_rm_path is None:
-            raise ValueError(f"reward.rm_url: required with rm_type = {REMOTE}: {environment_url.EXPECTED}")
-        if self.custom_rm_path is None and self.rm_type not in self.environment_names():
-            raise ValueError(f"reward.rm_type: no such verifier or environment; {nearest(self.rm_type, self.environment_names())}")
-        return self
+            yield f"reward.rm_url: required with rm_type = {REMOTE}: {environment_url.EXPECTED}"
+        if self.custom_rm_path is None and self.rm_type not in (REMOTE, *self.environment_names()):
+            yield f"reward.rm_type: no such verifier or environment; {nearest(self.rm_type, self.environment_names())}"
 
     @property
     def external(self) -> dict[str, str]:
@@ -232,6 +235,14 @@ class RewardSection(Section):
 class EvalSection(Section):
     """Held-out prompts, generated and scored as a task class of their own."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "eval_interval",
+            lambda held_out, given: given is not None and held_out.eval_prompt_data is None,
+            "needs eval_prompt_data, the prompts to evaluate on",
+        ),
+    )
+
     eval_prompt_data: Annotated[
         Path | list[DataFile] | None, PlainValidator(data_files.validator("eval.eval_prompt_data", weights=False)), PlainValues
     ] = Field(default=None, description="JSONL or Parquet files of held-out prompts, or parts PATH@[start:stop] of them; keys as in [data]")
@@ -241,108 +252,6 @@ class EvalSection(Section):
     n_samples_per_eval_prompt: int = Field(default=1, gt=0, description="samples a held-out prompt")
     eval_temperature: float | None = Field(default=None, ge=0, description="sampling temperature; default: the rollout's")
     eval_max_response_len: int | None = Field(default=None, gt=0, description="tokens; default: the rollout's")
-
-    @model_validator(mode="after")
-    def _has_prompts(self) -> Self:
-        if self.eval_interval is not None and self.eval_prompt_data is None:
-            raise ValueError("eval.eval_interval: needs eval_prompt_data, the prompts to evaluate on")
-        return self
-
-
-class TrainerSection(Section):
-    """Megatron-Core: layout, batches, optimizer, checkpoints."""
-
-    actor_num_gpus_per_node: int = Field(default=1, ge=1, le=8, description="trainer ranks on this node (processes on a CPU)")
-    critic_num_gpus_per_node: int | None = Field(default=None, ge=1, le=8, description="the critic's ranks (ppo); default: the actor's")
-    critic_lr: float | None = Field(default=None, gt=0, description="the critic's learning rate; default: lr")
-    critic_load: Annotated[Path | None, AfterValidator(hub_names.checked_model)] = Field(
-        default=None, description="HF checkpoint that the critic starts from, named as hf_checkpoint; default: that"
-    )
-    tensor_model_parallel_size: int = Field(default=1, ge=1, description="tensor parallel size")
-    pipeline_model_parallel_size: int = Field(default=1, ge=1, description="pipeline stages")
-    virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1, description="model chunks of each pipeline stage")
-    context_parallel_size: int = Field(default=1, ge=1, description="ranks that share each sequence")
-    expert_model_parallel_size: int = Field(default=1, ge=1, description="ranks that share the experts of a layer")
-    expert_tensor_parallel_size: int | None = Field(
-        default=None, ge=1, description="ranks that share each expert's matrices; default: 1 with expert parallelism, else the tensor's"
-    )
-    sequence_parallel: bool = Field(default=False, description="sequence parallelism inside the tensor-parallel group")
-    use_distributed_optimizer: bool = Field(default=True, description="shard the optimizer over data-parallel ranks")
-    recompute: bool = Field(default=False, description="recompute every layer in the backward pass; short for full, uniform, 1")
-    recompute_granularity: Literal["full", "selective"] | None = Field(default=None, description="recompute whole layers, or modules")
-    recompute_method: Literal["uniform", "block"] | None = Field(default=None, description="full: every layer, or a stage's first ones")
-    recompute_num_layers: int | None = Field(default=None, gt=0, description="full: layers of a unit (uniform), of a stage (block)")
-    recompute_modules: list[str] = Field(default=[], description="selective: core_attn, mlp, moe, shared_experts, mla_up_proj, ...")
-    deterministic: bool = Field(default=False, description="the same bits in every run, at a price on GPUs")
-    train_dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="parameter type in training")
-    max_tokens_per_gpu: int = Field(default=8192, gt=0, description="tokens of a packed micro-batch")
-    num_steps_per_rollout: int = Field(default=1, gt=0, description="optimizer steps over one rollout batch")
-    global_batch_size: int | None = Field(
-        default=None, gt=0, description="samples of an optimizer step; default: what rollout_batch_size, samples and steps make it"
-    )
-    lr: float = Field(default=1e-6, gt=0, description="learning rate")
-    min_lr: float = Field(default=0.0, ge=0, description="floor of the decay")
-    lr_warmup_iters: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
-    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(default="constant", description="learning rate decay over the run")
-    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Adam β1")
-    adam_beta2: float = Field(default=0.98, ge=0, lt=1, description="Adam β2")
-    adam_eps: float = Field(default=1e-8, gt=0, description="Adam ε")
-    clip_grad: float = Field(default=1.0, ge=0, description="gradient norm clip; 0 = off")
-    only_train_params_name_list: list[str] = Field(
-        default=[],
-        description="regular expressions: the actor's parameters in whose Megatron names (decoder.layers.7.mlp.linear_fc1.weight) none is "
-        "found are frozen",
-    )
-    freeze_params_name_list: list[str] = Field(
-        default=[], description="regular expressions: the actor's parameters in whose Megatron names one is found are frozen"
-    )
-    lora_rank: int | None = Field(
-        default=None, gt=0, description="rank of low-rank adapters (LoRA), which then are all of the actor that trains; default: none"
-    )
-    lora_alpha: float = Field(default=16, gt=0, description="adapters are scaled by lora_alpha / lora_rank")
-    target_modules: list[str] = Field(
-        default=["all-linear"], min_length=1, description="matrices with adapters, by PEFT's names (q_proj, ..., down_proj), or all-linear"
-    )
-    seed: int = Field(default=1234, ge=0, le=LARGEST_SEED, description="the trainer's random seed")
-    save_interval: int = Field(default=20, gt=0, description="steps between checkpoints", **MUTABLE)
-    async_save: bool = Field(default=True, description="write checkpoints while the next steps train", **MUTABLE)
-    keep_checkpoints: int = Field(default=2, gt=0, description="checkpoints kept", **MUTABLE)
-    save_hf: bool = Field(default=True, description="write the final policy as HF safetensors", **MUTABLE)
-    batch_timeout: float = Field(default=1800, gt=0, description="seconds the trainer waits for a batch", **MUTABLE)
-    collective_timeout: float = Field(default=600, gt=0, description="seconds for a collective among trainer ranks", **MUTABLE)
-    train_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the trainer runs")
-    colocate: bool = Field(default=False, description="trainer and engines share the trainer's GPUs and compute in turns", **MUTABLE)
-    offload_train: bool | None = Field(
-        default=None,
-        description="colocated: while engines generate, weights and optimizer lie in host memory; default: on CUDA yes, on a CPU no",
-        **MUTABLE,
-    )
-    offload_rollout: bool | None = Field(
-        default=None,
-        description="colocated: while the trainer computes, engines give their GPU memory back; default: on CUDA; a CPU has none to give",
-        **MUTABLE,
-    )
-    torch_threads: int | None = Field(default=None, gt=0, description="CPU threads of a trainer rank", **MUTABLE)
-    megatron: dict[str, Any] = Field(
-        default={}, description="Megatron's own flags, as moe_router_dtype = 'fp32'; `myxo flags` lists them, see docs/megatron-flags.md"
-    )
-
-    @model_validator(mode="after")
-    def _trains_something(self) -> Self:
-        for field in ("only_train_params_name_list", "freeze_params_name_list"):
-            if getattr(self, field) and self.lora_rank is not None:
-                raise ValueError(f"trainer.{field}: none beside lora_rank, which trains adapters and nothing else")
-            for pattern in getattr(self, field):
-                try:
-                    re.compile(pattern)
-                except re.error as error:
-                    raise ValueError(f"trainer.{field}: {pattern!r} is no regular expression ({error})") from None
-        return self
-
-    def ranks(self, role: str) -> int:
-        """Processes of a role of the trainer: actor or critic."""
-        return self.actor_num_gpus_per_node if role == "actor" else self.critic_num_gpus_per_node or self.actor_num_gpus_per_node
 
 
 class SftSection(Section):
@@ -360,7 +269,7 @@ class SftSection(Section):
     sft_batch_size: int = Field(default=64, gt=0, description="demonstrations a step")
     sft_lr: float = Field(default=1e-5, gt=0, description="peak learning rate")
     sft_warmup_iters: int = Field(default=0, ge=0, description="steps of linear warm-up")
-    sft_lr_decay_style: Literal["constant", "linear", "cosine"] = Field(default="constant", description="decay over sft_steps")
+    sft_lr_decay_style: DecayStyle = Field(default="constant", description="decay over sft_steps")
 
 
 class MonitoringSection(Section):
@@ -408,6 +317,8 @@ class BusSection(Section):
     max_ack_pending: int = Field(default=8192, gt=0, description="messages in workers' hands at once")
     max_queued: int = Field(default=1_000_000, gt=0, description="messages a queue holds before publishers wait")
     replicas: int = Field(default=1, ge=1, le=5, description="copies of each stream in a NATS cluster")
+    lease_duration: float = Field(default=5.0, ge=0.5, description="seconds after which a silent buffer's place is taken by another")
+    registry_ttl: float = Field(default=10.0, ge=1, description="seconds after which a silent service is taken for gone")
 
 
 class StoreSection(Section):
@@ -417,8 +328,8 @@ class StoreSection(Section):
     appendfsync: Literal["always", "everysec", "no"] = Field(default="everysec", description="durability of the embedded Valkey's log")
 
 
-def _check_url(field: str, url: str) -> None:
+def _url_problems(field: str, url: str) -> Iterator[str]:
     try:
         environment_url.parse(url)
     except ValueError as error:
-        raise ValueError(f"{field}: {error}") from None
+        yield f"{field}: {error}"

@@ -87,13 +87,13 @@ class RolloutRecord(BaseModel):
     samples: list[RolloutSample] = []
 
     def line(self) -> bytes:
-        """The record as a line of a file. What JSON does not have stands as text, and numbers that are not finite as null."""
+        """Returns the record as a line of a file. What JSON does not have stands as text, and numbers that are not finite as null."""
         plain = dict(self)
         plain["samples"] = [{key: value for key, value in sample if value is not None} for sample in self.samples]
         return pydantic_core.to_json(plain, inf_nan_mode="null", fallback=_json_value) + b"\n"
 
     def decoded(self) -> list[Sample]:
-        """The samples as the store had them; without their token ids the arrays are empty, and only text and segments are there."""
+        """Returns the samples as the store had them; without their token ids the arrays are empty, and only text and segments are there."""
         return [self._decoded(sample) for sample in self.samples]
 
     def _decoded(self, sample: RolloutSample) -> Sample:
@@ -137,12 +137,12 @@ class RolloutReader:
         self.torn = 0
 
     def heads(self) -> Iterator[RolloutHead]:
-        """The beginnings of all records, oldest first, repeats included."""
+        """Yields the beginnings of all records, oldest first, repeats included."""
         for _, head in self._lines():
             yield head
 
     def records(self, wanted: Callable[[RolloutHead], bool] = lambda head: True) -> Iterator[RolloutRecord]:
-        """The wanted records, oldest first, each group's attempt once."""
+        """Yields the wanted records, oldest first, each group's attempt once."""
         seen: set[tuple[str, int]] = set()
         for line, head in self._lines():
             if not wanted(head) or head[:2] in seen:
@@ -156,7 +156,7 @@ class RolloutReader:
             yield record
 
     def groups(self, names: Sequence[str]) -> dict[str, RolloutRecord]:
-        """The records of some groups, by id; those that are not kept are absent."""
+        """Returns the records of some groups, by id; those that are not kept are absent."""
         missing, found = set(names), {}
         if missing:
             for record in self.records(lambda head: head.group in missing):
@@ -183,26 +183,26 @@ class RolloutReader:
 
 
 def files(directory: Path) -> list[Path]:
-    """The files of a run's responses, oldest first; none where the directory is not there. Raises OSError where it cannot be read."""
+    """Returns the files of a run's responses, oldest first; none without the directory. Raises OSError where it cannot be read."""
     if not directory.is_dir():
         return []
-    return sorted((path for path in directory.iterdir() if _FILE.match(path.name)), key=number)
+    return sorted((path for path in directory.iterdir() if _FILE.match(path.name)), key=file_index)
 
 
 def path_of(directory: Path, index: int) -> Path:
-    """The file with a number, from 0."""
+    """Returns the path of the file with a number, from 0."""
     return directory / f"{index:06d}.jsonl"
 
 
-def number(path: Path) -> int:
-    """The number of one of `files`."""
+def file_index(path: Path) -> int:
+    """Returns the number of one of `files`."""
     return int(path.name.partition(".")[0])
 
 
 def sample_of(
     sample: Sample, group: Sample, reward: float | None, parts: Mapping[str, float], *, removed: bool, stale: bool, tokens: bool
 ) -> RolloutSample:
-    """What is kept of a sample. Nothing is validated: it comes from the store, and is checked when it is read.
+    """Returns what is kept of a sample. Nothing is validated: it comes from the store, and is checked when it is read.
 
     Args:
         group: the group's first sample, whose prompt, label and metadata the record has. tokens: whether token ids, log-probs and mask

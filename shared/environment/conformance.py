@@ -1,4 +1,4 @@
-"""Does a live environment keep the protocol? Each check asks it something real and says in a line what came of it."""
+"""Checks whether a live environment keeps the protocol. Each check asks it something real and says in a line what came of it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Conformance:
         self._slowest, self._unanswered = 0.0, False
 
     async def checks(self) -> AsyncIterator[Check]:
-        """All checks, each as it is done. Where describe fails, or no answer comes at all, the others are not tried."""
+        """Yields all checks, each as it is done. Where describe fails, or no answer comes at all, the others are not tried."""
         responses = list(self._example.responses)
         four = [responses[index % len(responses)] for index in range(4)]
         yield (described := await self._check("describe", self._describe))
@@ -181,7 +181,7 @@ class Conformance:
             result, detail = "FAILED", ("cannot be reached: " if self._unanswered else "") + error.reason
         except DeadlineExceeded as error:
             self._unanswered = True
-            result, detail = "FAILED", f"late: {error.what} did not come within {error.seconds:g} s"
+            result, detail = "FAILED", f"late: {error.awaited} did not come within {error.seconds:g} s"
         except MyxoError as error:
             result, detail = "FAILED", str(error)
         return Check(name, result, detail, time.monotonic() - started)

@@ -50,7 +50,7 @@ class BusEnvironment(Environment):
         except (TypeError, ValueError, OverflowError) as error:
             raise EnvironmentFailed(self.label, f"the request does not go into MessagePack: {error}") from error
         try:
-            answer = await self._bus.ask(subject, payload, deadline=deadline, whom=self.label)
+            answer = await self._bus.ask(subject, payload, deadline=deadline, awaited_from=self.label)
         except NoRespondersError:
             raise EnvironmentAway(self.label, f"nobody answers on {subject}") from None
         except NotPermitted as error:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shared.config.trainer_section import ALL_LINEAR, TrainerSection
 from shared.model.architecture import Architecture
 from shared.model.parallel_layout import ParallelLayout
 from shared.model.tensor_table import layer_rows
 from shared.runtime.errors import ConfigError, nearest
-
-ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
@@ -23,22 +21,16 @@ class Lora:
     Args:
         rank: of the products that are added. alpha: they are scaled by alpha / rank. targets: PEFT's names of the matrices, as
             ``q_proj``, or ``all-linear`` alone for all that can be adapted.
-
-    Raises:
-        ConfigError: a value has no meaning.
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = (ALL_LINEAR,)
 
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError("trainer.lora_rank", self.rank, "at least 1, or none")
-        if not 0 < self.alpha < math.inf:
-            raise ConfigError("trainer.lora_alpha", self.alpha, "a finite number above 0")
-        if not self.targets or (ALL_LINEAR in self.targets and len(self.targets) > 1):
-            raise ConfigError("trainer.target_modules", list(self.targets), f"{ALL_LINEAR} alone, or names of matrices")
+    @classmethod
+    def of(cls, trainer: TrainerSection) -> Lora | None:
+        """The adapters of a run's config; None for none."""
+        return None if trainer.lora_rank is None else cls(trainer.lora_rank, trainer.lora_alpha, tuple(trainer.target_modules))
 
     @property
     def scale(self) -> float:

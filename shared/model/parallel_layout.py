@@ -1,4 +1,4 @@
-"""How a world of ranks shares a model (docs/layouts.md), and which models and worlds a layout can divide."""
+"""How the ranks of a world share a model (docs/layouts.md), and which models and worlds a layout can divide."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shared.config.sections import TrainerSection
+from shared.config.trainer_section import TrainerSection
 from shared.model.architecture import Architecture
-from shared.runtime.errors import ConfigError, raise_problems
+from shared.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,6 @@ class ParallelLayout:
         virtual_pipeline: model chunks of each pipeline stage (interleaved schedule); None for one.
         expert_tensor: ranks that share each expert's matrices; None for Myxo's choice: none where ``expert`` distributes
             whole experts, else ``tensor``. See :attr:`expert_tensor_size`.
-
-    Raises:
-        ConfigError, Problems: a size has no meaning, or two settings contradict one another.
     """
 
     tensor: int = 1
@@ -34,23 +31,6 @@ class ParallelLayout:
     sequence_parallel: bool = False
     virtual_pipeline: int | None = None
     expert_tensor: int | None = None
-
-    def __post_init__(self) -> None:
-        sizes = {
-            "trainer.tensor_model_parallel_size": self.tensor,
-            "trainer.pipeline_model_parallel_size": self.pipeline,
-            "trainer.context_parallel_size": self.context,
-            "trainer.expert_model_parallel_size": self.expert,
-            "trainer.virtual_pipeline_model_parallel_size": self.chunks,
-            "trainer.expert_tensor_parallel_size": 1 if self.expert_tensor is None else self.expert_tensor,
-        }
-        problems = [ConfigError(field, value, "at least 1") for field, value in sizes.items() if value < 1]
-        if self.chunks > 1 and self.pipeline == 1:
-            wanted = "none, or a pipeline_model_parallel_size above 1"
-            problems.append(ConfigError("trainer.virtual_pipeline_model_parallel_size", self.chunks, wanted))
-        if self.sequence_parallel and self.tensor == 1:
-            problems.append(ConfigError("trainer.sequence_parallel", True, "false, or a tensor_model_parallel_size above 1"))
-        raise_problems(problems)
 
     @property
     def chunks(self) -> int:
@@ -66,7 +46,7 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, trainer: TrainerSection) -> ParallelLayout:
-        """The layout that a run's config asks for. Raises as the constructor does."""
+        """The layout that a run's config asks for."""
         return cls(
             tensor=trainer.tensor_model_parallel_size,
             pipeline=trainer.pipeline_model_parallel_size,
@@ -127,58 +107,80 @@ def division_problems(
     Args:
         overrides: fields of Megatron's TransformerConfig as given; those of an uneven pipeline count.
     """
-    a, tensor = architecture, layout.tensor
-    field = "trainer.tensor_model_parallel_size"
+    yield from _tensor_problems(architecture, layout)
+    yield from _pipeline_problems(architecture, layout, overrides or {})
+    if layout.tensor > 1 and not layout.sequence_parallel:
+        yield from _sequence_problems(architecture)
+    yield from _expert_problems(architecture, layout)
+
+
+def _tensor_problems(a: Architecture, layout: ParallelLayout) -> Iterator[ConfigError]:
     divided = {
         "attention heads": a.num_attention_heads,
         "key/value heads": a.num_key_value_heads,
         "MLP channels": a.ffn_hidden_size,
+        "MLP channels of the shared experts": 0 if a.experts is None else a.experts.shared_ffn_hidden_size,
     }
-    if a.experts is not None and a.experts.shared_ffn_hidden_size:
-        divided["MLP channels of the shared experts"] = a.experts.shared_ffn_hidden_size
-    if undivided := [f"{size} {what}" for what, size in divided.items() if size % tensor]:
-        yield ConfigError(field, tensor, f"a divisor of the model's {', '.join(undivided)}")
-    yield from _pipeline_problems(a, layout, overrides or {})
-    if tensor > 1 and not layout.sequence_parallel and (a.latent is not None or a.experts is not None):
-        for_experts = "Megatron trains experts with tensor parallelism only so"
-        for_latent = "the projections to low ranks are whole on every tensor-parallel rank, and trained right only so"
-        yield ConfigError("trainer.sequence_parallel", False, f"true; {for_experts if a.latent is None else for_latent}")
+    if undivided := [f"{size} {what}" for what, size in divided.items() if size % layout.tensor]:
+        yield ConfigError("trainer.tensor_model_parallel_size", layout.tensor, f"a divisor of the model's {', '.join(undivided)}")
+
+
+def _sequence_problems(a: Architecture) -> Iterator[ConfigError]:
+    if a.latent is not None:
+        reason = "the projections to low ranks are whole on every tensor-parallel rank, and trained right only so"
+    elif a.experts is not None:
+        reason = "Megatron trains experts with tensor parallelism only so"
+    else:
+        return
+    yield ConfigError("trainer.sequence_parallel", False, f"true; {reason}")
+
+
+def _expert_problems(a: Architecture, layout: ParallelLayout) -> Iterator[ConfigError]:
+    size, tensor_size = "trainer.expert_model_parallel_size", "trainer.expert_tensor_parallel_size"
     if a.experts is None:
         if layout.expert > 1:
-            yield ConfigError("trainer.expert_model_parallel_size", layout.expert, f"1; {a.model_type} has no experts")
-        if layout.expert_tensor is not None and layout.expert_tensor != layout.tensor:
-            yield ConfigError("trainer.expert_tensor_parallel_size", layout.expert_tensor, f"none; {a.model_type} has no experts")
+            yield ConfigError(size, layout.expert, f"1; {a.model_type} has no experts")
+        if layout.expert_tensor not in (None, layout.tensor):
+            yield ConfigError(tensor_size, layout.expert_tensor, f"none; {a.model_type} has no experts")
         return
     if a.experts.count % layout.expert:
-        yield ConfigError("trainer.expert_model_parallel_size", layout.expert, f"a divisor of its {a.experts.count} experts")
+        yield ConfigError(size, layout.expert, f"a divisor of its {a.experts.count} experts")
     if a.experts.ffn_hidden_size % layout.expert_tensor_size:
         wanted = f"a divisor of the {a.experts.ffn_hidden_size} MLP channels of an expert"
-        yield ConfigError("trainer.expert_tensor_parallel_size", layout.expert_tensor_size, wanted)
+        yield ConfigError(tensor_size, layout.expert_tensor_size, wanted)
 
 
 def _pipeline_problems(a: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any]) -> Iterator[ConfigError]:
-    field = "trainer.pipeline_model_parallel_size"
     uneven = {name: overrides[name] for name in UNEVEN if overrides.get(name)}
     sized = {name: value for name, value in uneven.items() if name.startswith("num_layers_in_")}
     if uneven and layout.pipeline == 1:
         name = next(iter(uneven))
         yield ConfigError(f"trainer.megatron.{name}", uneven[name], "not given; pipeline_model_parallel_size is 1")
+    elif not uneven and a.num_layers % layout.pipeline:
+        yield ConfigError("trainer.pipeline_model_parallel_size", layout.pipeline, f"a divisor of its {a.num_layers} layers")
     elif not uneven:
-        if a.num_layers % layout.pipeline:
-            yield ConfigError(field, layout.pipeline, f"a divisor of its {a.num_layers} layers")
-        elif a.num_layers % (layout.pipeline * layout.chunks):
-            name = "trainer.virtual_pipeline_model_parallel_size"
-            wanted = f"a divisor of {a.num_layers // layout.pipeline}, the layers of each of the {layout.pipeline} stages"
-            yield ConfigError(name, layout.chunks, wanted)
-    elif len(sized) == len(uneven):
-        left, stages = a.num_layers - sum(sized.values()), layout.pipeline - len(sized)
-        if left < 0 or (left > 0 if stages == 0 else left % stages or not left):
-            named = ", ".join(f"{name} = {value}" for name, value in sized.items())
-            yield ConfigError(f"trainer.megatron.{next(iter(sized))}", sized[next(iter(sized))],
-                              f"so that {left} of {a.num_layers} layers divide over {stages} more stages ({named})")  # fmt: skip
+        yield from _chunk_problems(layout, {f"each of the {layout.pipeline} stages": a.num_layers // layout.pipeline})
+    elif len(sized) == len(uneven):  # otherwise Megatron itself sizes the stages
+        yield from _sized_problems(a, layout, sized)
+
+
+def _sized_problems(a: Architecture, layout: ParallelLayout, sized: dict[str, int]) -> Iterator[ConfigError]:
+    """Yields what is wrong with a pipeline whose first or last stage is given its own number of layers."""
+    left, stages = a.num_layers - sum(sized.values()), layout.pipeline - len(sized)
+    fits = left == 0 if stages == 0 else left > 0 and left % stages == 0
+    if fits:
+        yield from _chunk_problems(layout, {**sized, **({"the other stages": left // stages} if stages else {})})
+    else:
+        name, value = next(iter(sized.items()))
+        named = ", ".join(f"{name} = {value}" for name, value in sized.items())
+        wanted = f"so that {left} of {a.num_layers} layers divide over {stages} more stages ({named})"
+        yield ConfigError(f"trainer.megatron.{name}", value, wanted)
+
+
+def _chunk_problems(layout: ParallelLayout, stages: Mapping[str, int]) -> Iterator[ConfigError]:
+    """Yields the first of the stages, name → layers, that the model chunks of a rank do not divide."""
+    for name, layers in stages.items():
+        if layers % layout.chunks:
+            wanted = f"a divisor of {layers}, the layers of {name}"
+            yield ConfigError("trainer.virtual_pipeline_model_parallel_size", layout.chunks, wanted)
             return
-        for name, size in {**sized, "the other stages": left // stages if stages else layout.chunks}.items():
-            if size % layout.chunks or not size:
-                wanted = f"a divisor of {size}, the layers of {name}"
-                yield ConfigError("trainer.virtual_pipeline_model_parallel_size", layout.chunks, wanted)
-                return

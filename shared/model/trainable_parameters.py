@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shared.config.trainer_section import TrainerSection
 from shared.runtime.errors import ConfigError
 
 ONLY_TRAIN, FREEZE = "trainer.only_train_params_name_list", "trainer.freeze_params_name_list"
@@ -18,21 +19,15 @@ class Freezing:
     Args:
         only_train: if there are some, parameters that none of them is found in are frozen. freeze: so are those that one of these is
             found in.
-
-    Raises:
-        ConfigError: one is no regular expression.
     """
 
     only_train: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        for field, patterns in ((ONLY_TRAIN, self.only_train), (FREEZE, self.freeze)):
-            for pattern in patterns:
-                try:
-                    re.compile(pattern)
-                except re.error as error:
-                    raise ConfigError(field, pattern, f"a regular expression ({error})") from error
+    @classmethod
+    def of(cls, trainer: TrainerSection) -> Freezing:
+        """The patterns of a run's config."""
+        return cls(tuple(trainer.only_train_params_name_list), tuple(trainer.freeze_params_name_list))
 
     @property
     def nothing(self) -> bool:

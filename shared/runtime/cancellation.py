@@ -1,4 +1,4 @@
-"""Ending tasks for certain."""
+"""Ends tasks for certain."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 import structlog
 
-ASK_SECONDS = 0.2
+REPEAT_SECONDS = 0.2
 """How often a task that goes on is cancelled again."""
 
 
 async def cancelled(tasks: Iterable[asyncio.Task[Any]], deadline: float = 10.0) -> None:
-    """Cancels tasks and waits until they have ended; what they raise then is nobody's concern any more.
+    """Cancels tasks and waits until they have ended; what they raise then is dropped.
 
-    One request is not enough: `asyncio.wait_for` (before Python 3.12) swallows a cancellation that comes just when what it waits for
-    is done, and a loop around it goes on for ever. A task that outlives ``deadline`` seconds of asking is logged and left alone.
+    One request is not enough: `asyncio.wait_for` (before Python 3.12) swallows a cancellation that comes just when its own wait is over,
+    and a loop around it goes on for ever. A task that outlives ``deadline`` seconds of requests is logged and left alone.
     """
     end = time.monotonic() + deadline
     left = {task for task in tasks if not task.done()}
     while left:
         for task in left:
             task.cancel()
-        _, left = await asyncio.wait(left, timeout=ASK_SECONDS)
+        _, left = await asyncio.wait(left, timeout=REPEAT_SECONDS)
         if left and time.monotonic() > end:
             structlog.get_logger().error("tasks_not_ended", tasks=sorted(task.get_name() for task in left), seconds=deadline)
             return

@@ -1,4 +1,4 @@
-"""How every command of ours reads its arguments and ends: each error is one line, all together a code of `exits`."""
+"""Reads the arguments of a command and ends it: each error is one line, and the exit code is one of `shared.runtime.exit_codes`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGEST_ERROR = 1000
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and where help is."""
+    """Reports a mistake in one line that says where help is."""
 
     def error(self, message: str) -> NoReturn:
         complain(f"{message} (see {self.prog} --help)", self.prog)
@@ -23,18 +23,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def ended(program: str, work: Callable[[], int], *failures: type[Exception]) -> int:
-    """The exit code of ``work``, or of the error that it ended with, which is told.
+    """Returns the exit code of ``work``, or of the error that it ended with, which is printed.
 
     Args:
-        failures: beside `MyxoError`, what may go wrong without being a fault of the program.
+        failures: errors beside `MyxoError` that are no fault of the program.
     """
-    told: tuple[type[Exception], ...] = (MyxoError, *failures)
+    expected: tuple[type[Exception], ...] = (MyxoError, *failures)
     try:
         return work()
     except BrokenPipeError:  # whoever read our output has seen enough
         sys.stderr.close()
         return exit_codes.DONE
-    except told as error:
+    except expected as error:
         for problem in problems_of(error) if isinstance(error, BadInput) else [error]:
             complain(str(problem), program)
         return exit_codes.BAD_INPUT if isinstance(error, BadInput) else exit_codes.FAILED
@@ -43,6 +43,6 @@ def ended(program: str, work: Callable[[], int], *failures: type[Exception]) -> 
 
 
 def complain(message: str, program: str) -> None:
-    """One line on the standard error."""
+    """Prints one line on the standard error."""
     line = " ".join(message.split())
     print(f"{program}: {line if len(line) <= LONGEST_ERROR else line[:LONGEST_ERROR] + ' …'}", file=sys.stderr)

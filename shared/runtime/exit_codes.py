@@ -6,7 +6,7 @@ FAILED = 1
 """An audit's violation, a service that cannot be kept running, anything else that went wrong."""
 
 BAD_INPUT = 2
-"""What a person gave cannot be used. Services end with the same code for it (`shared.runtime.service_base`)."""
+"""The input of a person cannot be used. Services end with the same code for it (`shared.runtime.service_base`)."""
 
 INTERRUPTED = 130
 """SIGINT, where nothing had to be stopped."""

@@ -1,4 +1,4 @@
-"""Packages that only some configs need: asked for without being installed, they are refused before anything starts."""
+"""Refuses a config before anything starts where a package that only it needs is not installed."""
 
 from __future__ import annotations
 

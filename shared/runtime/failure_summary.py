@@ -1,4 +1,4 @@
-"""Why a service failed, out of what it logged: one short line. Pure."""
+"""Tells why a service failed, in one short line out of its log. Pure."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _ENDINGS = ("died", "failed")
 _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Lost|Exceeded|Failed|Missing|Refused)\b.*")
 _CHANGING = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]{8,}\b|[0-9]+")
-"""What differs between two failures of one kind: addresses, ids, numbers."""
+"""Addresses, ids and numbers differ between two failures of one kind."""
 
 
 def short(text: str) -> str:
-    """The text as one line of at most `LONGEST` characters."""
+    """Returns the text as one line of at most `LONGEST` characters."""
     line = " ".join(text.split())
     return line if len(line) <= LONGEST else line[: LONGEST - 2] + " …"
 
 
 def kind(reason: str) -> str:
-    """The reason without numbers, addresses and ids: equal for two failures of one kind."""
+    """Returns the reason without numbers, addresses and ids: it is equal for two failures of one kind."""
     return _CHANGING.sub("#", reason)
 
 
 def of_event(event: Mapping[str, Any]) -> str:
-    """The reason that a log event names: its error, its exception or, where it has neither, the event itself with its fields."""
+    """Returns the reason that a log event names: its error, its exception or, where it has neither, the event itself with its fields."""
     name, error = str(event.get("event", "")), event.get("error") or _raised(event.get("exc_info")) or _last_line(event.get("exception"))
     if not error:
         error = ", ".join(f"{key}={event[key]}" for key in ("reason", "tasks") if key in event)
@@ -44,7 +44,7 @@ def of_event(event: Mapping[str, Any]) -> str:
 
 
 def of_log(lines: Sequence[str]) -> str:
-    """The reason in the lines that a process wrote in one life: of its own end, else of the last error, else its last line."""
+    """Returns the reason in the lines of one process: that of its own end, else that of its last error, else its last line."""
     events = [event for line in lines if (event := _event(line)) is not None and event.get("level") in ERROR_LEVELS]
     ending = next((event for event in events if event.get("event") in _ENDINGS), None)
     if ending is not None:
@@ -58,7 +58,7 @@ def of_log(lines: Sequence[str]) -> str:
 
 
 def most(reasons: Mapping[str, int], count: int) -> list[tuple[str, int]]:
-    """The ``count`` most frequent kinds of reasons: one example of each, and how often the kind came."""
+    """Returns the ``count`` most frequent kinds of reasons: one example of each, and how often the kind came."""
     kinds: dict[str, tuple[str, int]] = {}
     for reason, times in reasons.items():
         example, before = kinds.get(kind(reason), (reason, 0))
@@ -77,7 +77,7 @@ def _event(line: str) -> dict[str, Any] | None:
 
 
 def _uncaught(lines: Iterable[str]) -> str:
-    """The last line of the last traceback, else the last line that reads like an exception."""
+    """Returns the last line of the last traceback, else the last line that reads like an exception."""
     found, inside = "", False
     for line in lines:
         if line.strip() == _TRACEBACK:

@@ -1,8 +1,8 @@
 """A thread or a task that dies takes its service down with it: its error is logged at once, and the process ends within `END_SECONDS`.
 
-Every thread and task of a service has an owner. What somebody waits for has that one. A thread that works by itself is a
-`SupervisedThread`; a task that does is run by `background` or `shared.runtime.service_base.Service.spawn`; what nobody waits for, and
-nobody needs, has its failure logged by `log_failure`.
+Every thread and task of a service has an owner: the code that waits for it, if any does. Otherwise a thread is a `SupervisedThread`, and a
+task is run by `background` or `shared.runtime.service_base.Service.spawn`; work that nobody waits for, and nobody needs, has its failure
+logged by `log_failure`.
 
 In a process that `arm` has made a service's, a failure asks the service to end in order, and ends the process where that takes too long:
 its main thread may be inside a collective, which nothing can call off. In any other process failures are only logged.
@@ -35,11 +35,11 @@ class ThreadDied(MyxoError):
 
 
 class _Process:
-    """What this process has agreed on: whether failures end it, what is to be done just before, and who wants to hear of them."""
+    """The settings of this process: whether failures end it, what is called just before, and what is called on each of them."""
 
     def __init__(self) -> None:
         self.armed, self.ending = False, False
-        self.last_act: Callable[[], None] | None = None
+        self.before_exit: Callable[[], None] | None = None
         self.listeners: list[Callable[[BaseException], None]] = []
         self.lock = threading.Lock()
 
@@ -47,18 +47,18 @@ class _Process:
 _process = _Process()
 
 
-def arm(last_act: Callable[[], None] | None = None) -> None:
-    """From now on a failure ends this process.
+def arm(before_exit: Callable[[], None] | None = None) -> None:
+    """Has every failure from now on end this process.
 
     Args:
-        last_act: called just before the process is ended by force.
+        before_exit: called just before the process is ended by force.
     """
     _process.armed = True
-    _process.last_act = last_act or _process.last_act
+    _process.before_exit = before_exit or _process.before_exit
 
 
 def log_foreign_threads() -> None:
-    """From now on errors in threads of libraries, or of the user's functions, are logged; they end nothing."""
+    """Has errors in threads of libraries, or of the user's functions, logged from now on; they end nothing."""
     threading.excepthook = _log_foreign
 
 
@@ -112,8 +112,8 @@ def fatal(what: str, error: BaseException) -> None:
     end_soon(error)
     log_error("died", what, error)
     died = ThreadDied(f"{what} died: {describe(error)}")
-    for tell in list(_process.listeners):
-        tell(died)
+    for on_failure in list(_process.listeners):
+        on_failure(died)
 
 
 def end_soon(error: BaseException) -> None:
@@ -128,27 +128,27 @@ def end_soon(error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def failures_heard(tell: Callable[[BaseException], None]) -> Iterator[None]:
-    """Has ``tell`` called, on the thread that fails or finds out, with each failure while the body runs."""
-    _process.listeners.append(tell)
+def failures_reported(on_failure: Callable[[BaseException], None]) -> Iterator[None]:
+    """Has ``on_failure`` called, on the thread that fails or notices, with each failure while the body runs."""
+    _process.listeners.append(on_failure)
     try:
         yield
     finally:
-        _process.listeners.remove(tell)
+        _process.listeners.remove(on_failure)
 
 
 def log_failure(future: _Future, what: str) -> None:
-    """Has it logged where the work behind ``future``, which nobody waits for, fails."""
+    """Has the failure of the work behind ``future``, which nobody waits for, logged."""
 
-    def look(done: _Future) -> None:
+    def on_done(done: _Future) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
             log_error("background_work_failed", what, error)
 
-    future.add_done_callback(look)
+    future.add_done_callback(on_done)
 
 
 def log_error(event: str, what: str, error: BaseException) -> None:
-    """One line at level error; with the traceback where the error is none of Myxo's own."""
+    """Logs one line at level error, with the traceback where the error is none of Myxo's own."""
     log = structlog.get_logger()
     if isinstance(error, MyxoError):
         log.error(event, what=what, error=str(error), kind=type(error).__name__)
@@ -157,7 +157,7 @@ def log_error(event: str, what: str, error: BaseException) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The error in words, with its kind where it is none of Myxo's own."""
+    """Returns the error in words, with its kind where it is none of Myxo's own."""
     return str(error) if isinstance(error, MyxoError) else f"{type(error).__name__}: {error}"
 
 
@@ -169,8 +169,8 @@ def _log_foreign(args: Any) -> None:
 def _end(code: int) -> None:
     try:
         structlog.get_logger().warning("ended_by_force", reason="a thread or task of it had died", seconds=END_SECONDS)
-        if _process.last_act is not None:
-            _process.last_act()
+        if _process.before_exit is not None:
+            _process.before_exit()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     finally:

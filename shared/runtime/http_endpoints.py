@@ -1,4 +1,4 @@
-"""The small HTTP side of every service: ``/healthz`` and ``/metrics``, FastAPI on uvicorn."""
+"""Serves ``/healthz`` and ``/metrics`` of every service, with FastAPI on uvicorn."""
 
 from __future__ import annotations
 

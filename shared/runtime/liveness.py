@@ -1,4 +1,4 @@
-"""Whether a process of this machine is certainly dead, as another one that knows its mark can tell. Linux; elsewhere nobody can tell.
+"""Tells whether a process of this machine is certainly dead, from the mark that it left. Linux only; elsewhere nobody can tell.
 
 A mark is ``boot/namespace/pid/started``. Where boot and pid namespace are the reader's own, a live process of that mark stands in the
 reader's process table: the inode of a namespace belongs to one namespace at a time, and a pid that was given to somebody else has
@@ -15,7 +15,7 @@ _NAMESPACE = Path("/proc/self/ns/pid")
 
 
 def mark() -> str:
-    """The mark of this process; empty where there is no telling."""
+    """Returns the mark of this process; empty where nobody could tell."""
     try:
         return f"{_BOOT.read_text().strip()}/{os.readlink(_NAMESPACE)}/{os.getpid()}/{_started(os.getpid())[0]}"
     except OSError:
@@ -23,7 +23,7 @@ def mark() -> str:
 
 
 def certainly_dead(other: str) -> bool:
-    """Whether the process of a mark has ended. False: it lives, or it cannot be told from here."""
+    """Returns whether the process of a mark has ended. False: it lives, or it cannot be told from here."""
     own = mark().split("/")
     parts = other.split("/")
     if len(own) != 4 or len(parts) != 4 or own[:2] != parts[:2] or not parts[2].isdecimal() or not int(parts[2]):
@@ -42,6 +42,6 @@ def certainly_dead(other: str) -> bool:
 
 
 def _started(pid: int) -> tuple[str, str]:
-    """When a process started (clock ticks since boot), and its state. The name in front of them may hold anything."""
+    """Returns when a process started (clock ticks since boot), and its state. The name in front of them may hold anything."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[19], fields[0]

@@ -1,4 +1,4 @@
-"""Where the environment says that NATS and Redis are: a URL, or the path of a file that holds one.
+"""Reads from the environment where NATS and Redis are: a URL, or the path of a file that holds one.
 
 A URL carries a password. In a variable it stands in the process list's environment and in every inspection of a container; in a file it
 does not, so that deployments name files: ``NATS_URL_FILE``, ``REDIS_URL_FILE``. ``MYXO_CA_FILE`` names the certificates to trust for
@@ -18,12 +18,12 @@ CA_VARIABLE = "MYXO_CA_FILE"
 
 
 def nats_url() -> str | None:
-    """``NATS_URL``, or what is in the file of ``NATS_URL_FILE``; None where neither is set. Raises ConfigError."""
+    """Returns ``NATS_URL``, or what is in the file of ``NATS_URL_FILE``; None where neither is set. Raises ConfigError."""
     return _given("NATS_URL")
 
 
 def redis_url() -> str | None:
-    """As `nats_url`, for ``REDIS_URL``."""
+    """Returns the same for ``REDIS_URL``. Raises ConfigError."""
     return _given("REDIS_URL")
 
 
@@ -46,7 +46,7 @@ def _given(variable: str) -> str | None:
 
 
 def authorities() -> str | None:
-    """The file of ``MYXO_CA_FILE``; None where it is not set: the system's authorities hold. Raises ConfigError."""
+    """Returns the file of ``MYXO_CA_FILE``; None where it is not set and the system's authorities hold. Raises ConfigError."""
     path = os.environ.get(CA_VARIABLE)
     if not path:
         return None
@@ -55,7 +55,7 @@ def authorities() -> str | None:
 
 
 def trusted(path: str | None) -> ssl.SSLContext:
-    """A client's TLS context that trusts the certificates of a file (None: the system's) and checks host names. Raises ConfigError."""
+    """Returns a TLS context that trusts the certificates of a file (None: the system's) and checks host names. Raises ConfigError."""
     try:
         return ssl.create_default_context(cafile=path)
     except OSError as error:  # ssl.SSLError is one
@@ -63,6 +63,6 @@ def trusted(path: str | None) -> ssl.SSLContext:
 
 
 def has_credentials(url: str) -> bool:
-    """Whether a URL carries a user or a password."""
+    """Returns whether a URL carries a user or a password."""
     parts = urlsplit(url)
     return parts.username is not None or parts.password is not None or bool({"username", "password"} & parse_qs(parts.query).keys())

@@ -1,4 +1,5 @@
-"""What every service process does around its own work: connect, read the run's config, answer health checks, keep its card, stop well.
+"""Does what every service process does around its own work: it connects, reads the run's config, answers health checks, renews its status
+in the registry, and stops in order.
 
 Environment: ``NATS_URL`` and ``MYXO_RUN`` (required), ``REDIS_URL`` (else the run's); both URLs may come from files instead
 (`shared.runtime.server_urls`), ``MYXO_INSTANCE`` (else host and pid),
@@ -24,12 +25,13 @@ from typing import Any, NoReturn
 import structlog
 
 from shared.bus import runs
-from shared.bus.connection import TRANSIENT, Bus, BusUnreachable
-from shared.bus.registry import HEARTBEAT, Registry
+from shared.bus.bus_errors import TRANSIENT, BusUnreachable
+from shared.bus.connection import Bus
+from shared.bus.registry import Registry
 from shared.bus.subjects import RUN_ID, Subjects
 from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
-from shared.runtime import failure_summary, failures, http_endpoints, server_urls
+from shared.runtime import exit_codes, failure_summary, failures, http_endpoints, server_urls
 from shared.runtime.errors import BadInput, ConfigError, DeadlineExceeded, MyxoError
 from shared.runtime.telemetry import Metrics, configure_logs, last_error
 from shared.schema.messages import Message, ServiceEvent, ServiceStatus
@@ -41,11 +43,12 @@ STOP_SECONDS = 4.0
 FAREWELL_SECONDS = 1.0
 """How long a service that fails tries to say so on the bus."""
 
-EXIT_BAD_INPUT = 2
+HEARTBEATS = 5
+"""How often a service renews its status within the registry's TTL."""
 
 
 class Service:
-    """One running service: its connections, config, ids and state. The body of a service gets it and works until `stopping`."""
+    """One running service with its connections, config, ids and state. The body of a service gets it and works until `stopping`."""
 
     def __init__(self, name: str, instance: str, run: str, bus: Bus, config: RunConfig, redis_url: str) -> None:
         self.name, self.instance, self.run, self.bus, self.config = name, instance, run, bus, config
@@ -56,6 +59,7 @@ class Service:
         self.metrics = Metrics(run, instance)
         self.stopping = asyncio.Event()
         self.log: Any = structlog.get_logger()
+        self.heartbeat = config.bus.registry_ttl / HEARTBEATS  # seconds between two renewals of the status
         self.state = "starting"
         self.version = -1
         self.incarnation = secrets.token_hex(4)  # not the pid: in a container every life has the same one
@@ -65,8 +69,8 @@ class Service:
         self.detail = ""
         self._spawned: set[asyncio.Task[None]] = set()
 
-    def card(self) -> ServiceStatus:
-        """What the registry shows of this service now."""
+    def status(self) -> ServiceStatus:
+        """Returns what the registry shows of this service now."""
         return ServiceStatus(
             service=self.name,
             instance=self.instance,
@@ -86,9 +90,9 @@ class Service:
         )
 
     async def announce(self) -> None:
-        """Renews the card now rather than at the next heartbeat."""
+        """Renews the status now rather than at the next heartbeat."""
         with contextlib.suppress(MyxoError, *TRANSIENT):
-            await self.registry.renew(self.card())
+            await self.registry.renew(self.status())
 
     async def event(self, plane: str, what: str, message: Message, deadline: float = 10) -> None:
         """Publishes an event. Nothing decides by events: one that cannot be published is logged and let go."""
@@ -139,7 +143,7 @@ class Service:
 
 
 def environment() -> tuple[str, str]:
-    """The URL of NATS and the run's id. Raises ConfigError for what is missing or malformed."""
+    """Returns the URL of NATS and the run's id. Raises ConfigError for what is missing or malformed."""
     url, run = server_urls.nats_url(), os.environ.get("MYXO_RUN")
     if not url:
         raise ConfigError("NATS_URL", url, "required in the environment: nats://[user:password@]host:port, or NATS_URL_FILE")
@@ -149,16 +153,16 @@ def environment() -> tuple[str, str]:
 
 
 def default_instance(service: str) -> str:
-    """An instance id that is unique among hosts and legal in a subject."""
+    """Returns an instance id that is unique among hosts and legal in a subject."""
     given = os.environ.get("MYXO_INSTANCE") or f"{service}-{socket.gethostname()}-{os.getpid()}"
     return re.sub(r"[^A-Za-z0-9_-]", "-", given)
 
 
 async def connect(name: str, role: str | None = None) -> Service:
-    """Connects to bus and store and reads the run's config, models and data that it names on the hub as paths on this machine.
+    """Connects to bus and store and reads the run's config, in which models and data on the hub become paths on this machine.
 
     Args:
-        name: the service. role: its account's, where that is not its name.
+        name: the service. role: the role of its account, where that is not its name.
     """
     url, run = environment()
     bus = await Bus.connect(url, name=f"{run}/{name}", inbox=Subjects(run).inbox(role or name))
@@ -173,32 +177,32 @@ async def connect(name: str, role: str | None = None) -> Service:
 
 @contextlib.asynccontextmanager
 async def attended(service: Service) -> AsyncIterator[None]:
-    """Health side, heartbeat and the joined/left events around a service's work."""
+    """Answers health checks, renews the status and publishes the joined and left events around a service's work."""
 
     async def heartbeat() -> None:
         while True:
             try:
-                await service.registry.renew(service.card())
+                await service.registry.renew(service.status())
             except (DeadlineExceeded, *TRANSIENT) as error:
                 service.log.warning("heartbeat_missed", error=str(error))
-            await asyncio.sleep(HEARTBEAT)
+            await asyncio.sleep(service.heartbeat)
 
     loop = asyncio.get_running_loop()
-    heard: asyncio.Future[None] = loop.create_future()
+    failed: asyncio.Future[None] = loop.create_future()
 
-    def hear(error: BaseException) -> None:
-        loop.call_soon_threadsafe(lambda: None if heard.done() else heard.set_exception(error))
+    def on_failure(error: BaseException) -> None:
+        loop.call_soon_threadsafe(lambda: None if failed.done() else failed.set_exception(error))
 
     async def failure() -> None:
         """Fails as soon as a thread, or a task that was spawned, does."""
-        await heard
+        await failed
 
     app = http_endpoints.health_app(service.health, service.metrics.registry)
     async with http_endpoints.serving(app, os.environ.get("MYXO_HTTP", "127.0.0.1:0")) as service.http:
         try:
             async with service.background(heartbeat(), failure()):
                 await service.tell("joined")
-                with failures.failures_heard(hear):
+                with failures.failures_reported(on_failure):
                     yield
         except Exception as error:
             await service.tell("failed", failure_summary.short(failures.describe(error)), deadline=FAREWELL_SECONDS)
@@ -206,12 +210,12 @@ async def attended(service: Service) -> AsyncIterator[None]:
         finally:
             service.state = "stopping"
             with contextlib.suppress(MyxoError, *TRANSIENT):
-                await service.registry.leave(service.card())
+                await service.registry.leave(service.status())
                 await service.tell("left")
 
 
 def settle() -> None:
-    """Once a service has loaded what it needs: has the garbage collector leave that alone, and look for cycles less often.
+    """Has the garbage collector leave alone what a service has loaded, and look for cycles less often.
 
     Messages and groups come and go without cycles. Looking for some every 700 objects, over all that a buffer holds, was a seventh of
     its work.
@@ -225,8 +229,8 @@ async def _serve(name: str, body: Callable[[Service], Awaitable[None]]) -> None:
     service = await connect(name)
     settle()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, service.stopping.set)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, service.stopping.set)
     try:
         async with attended(service):
             work = asyncio.ensure_future(body(service))
@@ -245,12 +249,12 @@ async def _serve(name: str, body: Callable[[Service], Awaitable[None]]) -> None:
 
 
 def run(name: str, body: Callable[[Service], Awaitable[None]]) -> NoReturn:
-    """The whole life of a service process; exits with the codes of the module's docstring."""
+    """Runs a service process from its start to its exit, with one of the exit codes above."""
     sys.exit(exit_code(name, lambda: asyncio.run(_serve(name, body))))
 
 
 def exit_code(name: str, work: Callable[[], None]) -> int:
-    """Runs a service's work with its logs set up and its errors told; returns the exit code."""
+    """Runs a service's work with its logs set up and its errors reported; returns the exit code."""
     configure_logs(os.environ.get("MYXO_RUN", ""), name, default_instance(name), level=os.environ.get("MYXO_LOG_LEVEL", "INFO"))
     failures.arm()
     failures.log_foreign_threads()
@@ -259,11 +263,11 @@ def exit_code(name: str, work: Callable[[], None]) -> int:
         work()
     except (BadInput, runs.NoSuchRun, BusUnreachable, StoreUnreachable) as error:
         print(f"{name}: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return exit_codes.BAD_INPUT
     except MyxoError as error:
         log.error("failed", error=str(error), kind=type(error).__name__)
-        return 1
+        return exit_codes.FAILED
     except Exception:
         log.exception("failed")
-        return 1
-    return 0
+        return exit_codes.FAILED
+    return exit_codes.DONE

@@ -1,4 +1,4 @@
-"""Logs and metrics: one JSON object a line with run, service and instance ids; Prometheus gauges and counters by name."""
+"""Logs and metrics: each log line is a JSON object with the ids of run, service and instance; Prometheus gauges and counters go by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared.runtime import failure_summary
 
 @dataclass
 class LastError:
-    """The newest line at level error of this process: what it says, and when it was logged (seconds since the epoch)."""
+    """The newest line at level error of this process: its text, and when it was logged (seconds since the epoch)."""
 
     text: str = ""
     at: float = 0.0
@@ -35,7 +35,7 @@ def _note_error(_: object, __: str, event: structlog.typing.EventDict) -> struct
 
 
 class _Log:
-    """A stream that goes on where its disk is full: what cannot be logged must not end the service that would say it."""
+    """A stream that goes on where its disk is full: a line that cannot be logged must not end the service that would log it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -60,7 +60,7 @@ def _disk_may_be_full() -> Iterator[None]:
 
 
 def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:
-    """JSON lines from structlog and from the libraries' own loggers, each with the ids of who speaks.
+    """Sets up JSON lines from structlog and from the libraries' own loggers, each with the ids of the service.
 
     Args:
         stream: where they go; standard error if not given.
@@ -100,7 +100,7 @@ def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO"
 
 
 def silence_logs() -> None:
-    """No log lines at all, for commands that speak to a person: what matters there is an error that is raised."""
+    """Logs nothing, for commands whose output is for a person: what matters there is an error that is raised."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     logging.getLogger().handlers[:] = [logging.NullHandler()]
 
@@ -119,13 +119,13 @@ class Metrics:
         self._counters: dict[str, Counter] = {}
         self.values: dict[str, float] = {}
 
-    def set(self, name: str, value: float, *, carded: bool = True, **labels: str) -> None:
-        """Sets a gauge. ``carded``: it stands in `values`, too, which the service's card in the registry carries."""
+    def set(self, name: str, value: float, *, in_status: bool = True, **labels: str) -> None:
+        """Sets a gauge. ``in_status``: it stands in `values`, too, which the service's status in the registry carries."""
         legal = _legal(name)  # names that differ in other characters only are one gauge
         if legal not in self._gauges:
             self._gauges[legal] = Gauge(f"myxo_{legal}", name, [*self._labels, *labels], registry=self.registry)
         self._gauges[legal].labels(**self._labels, **labels).set(value)
-        if carded:
+        if in_status:
             self.values[".".join([name, *labels.values()])] = float(value)
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
@@ -138,6 +138,6 @@ class Metrics:
 
 
 def _legal(name: str) -> str:
-    """Prometheus takes ASCII letters and digits; other letters stand as their code points, so that names in them stay apart."""
+    """Returns a name for Prometheus, in ASCII letters and digits; other letters stand as their code points, so that names stay apart."""
     known = (letter if letter.isascii() and letter.isalnum() else f"u{ord(letter):x}" if letter.isalnum() else "_" for letter in name)
     return "".join(known)

@@ -22,9 +22,12 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def array(value: np.ndarray[Any, Any], dtype: np.dtype[Any] | None = None) -> dict[str, Any]:
-    """What stands for an array in a message, as ``dtype`` where one is given; `pack` asks for it by itself where it meets an array.
+    """Returns the map that stands for an array in a message. `pack` calls it by itself where it meets an array.
 
-    Raises TypeError.
+    Args:
+        dtype: the type to convert the array to; by default it stays.
+
+    Raises TypeError for a dtype that does not travel.
     """
     if dtype is not None and value.dtype is not dtype:
         value = value.astype(dtype)
@@ -57,6 +60,10 @@ def _decode_array(mapping: dict[Any, Any]) -> Any:
         known = _DTYPES.get(dtype)
         if known is not None and type(shape[0]) is int and shape[0] * known.itemsize == len(data):
             return np.frombuffer(data, known)
+    return _decode_unusual_array(dtype, shape, data)
+
+
+def _decode_unusual_array(dtype: Any, shape: Any, data: Any) -> Any:
     if dtype not in ARRAY_DTYPES or not isinstance(data, bytes) or not isinstance(shape, list):
         raise BadMessage(f"array of dtype {dtype!r}: expected raw bytes of one of {sorted(ARRAY_DTYPES)}")
     if not all(isinstance(n, int) and n >= 0 for n in shape) or math.prod(shape) * np.dtype(dtype).itemsize != len(data):
@@ -65,7 +72,7 @@ def _decode_array(mapping: dict[Any, Any]) -> Any:
 
 
 class _Packers(threading.local):
-    """A packer a thread: its buffer, a quarter of a megabyte, is not made anew for each message."""
+    """One packer for each thread: its buffer, a quarter of a megabyte, is not made anew for each message."""
 
     def __init__(self) -> None:
         self.packer = msgpack.Packer(default=_encode_array, use_bin_type=True)

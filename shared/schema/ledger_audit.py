@@ -1,6 +1,6 @@
-"""The audit: replays a run's ledger and checks the invariants, independently of the buffer's own state.
+"""The audit replays a run's ledger and checks the invariants, independently of the buffer's own state.
 
-Conservation: admitted = trained + dropped + dead + in flight, each group with one end. Staleness: no batch trains a token older than the
+Conservation: admitted = trained + dropped + dead + in flight, and each group ends once. Staleness: no batch trains a token older than the
 bound; tokens that it masks for their age, and samples that a filter removed, are not trained. Batches: each step once, of the configured
 size, in order. Versions: never fall.
 """
@@ -8,8 +8,9 @@ size, in order. Versions: never fall.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from shared.schema.ledger import (
     BatchFormed,
@@ -30,9 +31,10 @@ from shared.schema.ledger import (
 
 @dataclass
 class AuditReport:
-    """What the replay found. ``violations`` is empty when every invariant holds.
+    """The result of the replay. ``violations`` is empty when every invariant holds.
 
-    staleness: trained samples by age, in versions. masked: samples that lost tokens to their age, or all; removed: that a filter took out.
+    staleness: trained samples by age, in versions. masked: samples that lost some or all tokens to their age; removed: those that a filter
+    took out.
     """
 
     admitted: int = 0
@@ -56,7 +58,7 @@ class AuditReport:
 
 
 class Audit:
-    """Feed it every record in order with `see`, then take `report`.
+    """Takes every record in order with `see`, then gives the `report`.
 
     Args:
         max_staleness: the run's bound, in versions. groups_per_batch: the run's rollout_batch_size.
@@ -68,52 +70,26 @@ class Audit:
         self._open: dict[str, ScoredGroup | None] = {}
         self._batched: dict[int, list[str]] = {}
         self._in_batch: set[str] = set()
+        self._checks: dict[type[LedgerRecord], Callable[[Any], None]] = {
+            GroupsAdmitted: self._admitted,
+            GroupsScored: self._scored,
+            GroupRequeued: self._requeued,
+            GroupsDropped: lambda record: self._end(record.groups, self._report.dropped, record.reason),
+            GroupDead: lambda record: self._end([record.group], self._report.dead, record.reason),
+            BatchFormed: self._formed,
+            BatchTrained: self._trained,
+            CheckpointDurable: self._durable,
+            VersionLive: self._live,
+            RunFinished: lambda _: setattr(self._report, "finished", True),
+        }
 
     def see(self, record: LedgerRecord) -> None:
         """Takes one record."""
-        report = self._report
-        match record:
-            case GroupsAdmitted(first=first, count=count):
-                if first != report.admitted:
-                    self._violation(f"admission starts at group {first}, {report.admitted} were admitted before")
-                for number in range(first, first + count):
-                    self._open[group_id(number)] = None
-                report.admitted += count
-                report.finished = False
-            case GroupsScored(groups=groups):
-                for scored in groups:
-                    if self._known(scored.group, "scored"):
-                        if self._open[scored.group] is not None:
-                            self._violation(f"{scored.group} was scored twice in one attempt")
-                        self._open[scored.group] = scored
-            case GroupRequeued(group=group):
-                if self._known(group, "requeued"):
-                    self._open[group] = None
-            case GroupsDropped(groups=names, reason=reason):
-                self._end(names, report.dropped, reason)
-            case GroupDead(group=group, reason=reason):
-                self._end([group], report.dead, reason)
-            case BatchFormed():
-                self._batch(record)
-            case BatchTrained(step=step):
-                self._trained(step)
-            case CheckpointDurable(steps=steps):
-                if steps > report.steps:
-                    self._violation(f"checkpoint of {steps} steps is durable, {report.steps} were trained")
-                if steps < report.durable_steps:
-                    self._violation(f"durable steps fell from {report.durable_steps} to {steps}")
-                report.durable_steps = max(steps, report.durable_steps)
-            case VersionLive(version=version):
-                if version <= report.live_version:
-                    self._violation(f"live version went from {report.live_version} to {version}")
-                report.live_version = version
-            case RunFinished():
-                report.finished = True
-            case _:
-                pass
+        if (check := self._checks.get(type(record))) is not None:
+            check(record)
 
     def report(self) -> AuditReport:
-        """The verdict on all records seen so far."""
+        """Returns the verdict on all records seen so far."""
         report = self._report
         report.in_flight = len(self._open)
         ended = report.trained + report.dropped.total() + report.dead.total()
@@ -123,8 +99,26 @@ class Audit:
             self._violation(f"the run finished with {report.in_flight} groups in flight")
         return report
 
-    def _batch(self, record: BatchFormed) -> None:
-        report, step = self._report, record.step
+    def _admitted(self, record: GroupsAdmitted) -> None:
+        if record.first != self._report.admitted:
+            self._violation(f"admission starts at group {record.first}, {self._report.admitted} were admitted before")
+        self._open |= dict.fromkeys(group_id(index) for index in range(record.first, record.first + record.count))
+        self._report.admitted += record.count
+        self._report.finished = False
+
+    def _scored(self, record: GroupsScored) -> None:
+        for scored in record.groups:
+            if self._known(scored.group, "scored"):
+                if self._open[scored.group] is not None:
+                    self._violation(f"{scored.group} was scored twice in one attempt")
+                self._open[scored.group] = scored
+
+    def _requeued(self, record: GroupRequeued) -> None:
+        if self._known(record.group, "requeued"):
+            self._open[record.group] = None
+
+    def _formed(self, record: BatchFormed) -> None:
+        step = record.step
         if step != len(self._batched):
             self._violation(f"batch of step {step} was formed after that of step {len(self._batched) - 1}")
         if len(record.groups) != self._size:
@@ -136,24 +130,27 @@ class Audit:
             self._in_batch.add(group)
             if scored is None:
                 self._violation(f"{group} was batched for step {step} without a score")
-                continue
-            report.removed += len(scored.removed)
-            for index, sample in enumerate(scored.samples):
-                if index in scored.removed:
-                    continue
-                report.masked += sample.oldest < record.mask_below
-                if sample.newest < record.mask_below:
-                    continue
-                age = record.version - max(sample.oldest, record.mask_below)
-                report.staleness[age] += 1
-                report.max_staleness = max(report.max_staleness, age)
-                if age > self._bound:
-                    self._violation(f"step {step} trains a sample of {group} that is {age} versions old; the bound is {self._bound}")
-                if sample.newest > record.version:
-                    self._violation(f"step {step} on version {record.version} holds a token of version {sample.newest}")
+            else:
+                self._check_ages(record, scored)
         self._batched[step] = record.groups
 
-    def _trained(self, step: int) -> None:
+    def _check_ages(self, record: BatchFormed, scored: ScoredGroup) -> None:
+        report, step = self._report, record.step
+        report.removed += len(scored.removed)
+        for sample in (sample for index, sample in enumerate(scored.samples) if index not in scored.removed):
+            report.masked += sample.oldest < record.mask_below
+            if sample.newest < record.mask_below:
+                continue
+            age = record.version - max(sample.oldest, record.mask_below)
+            report.staleness[age] += 1
+            report.max_staleness = max(report.max_staleness, age)
+            if age > self._bound:
+                self._violation(f"step {step} trains a sample of {scored.group} that is {age} versions old; the bound is {self._bound}")
+            if sample.newest > record.version:
+                self._violation(f"step {step} on version {record.version} holds a token of version {sample.newest}")
+
+    def _trained(self, record: BatchTrained) -> None:
+        step = record.step
         if step != self._report.steps:
             self._violation(f"step {step} was trained after {self._report.steps} steps")
         for group in self._batched.get(step, []):
@@ -162,6 +159,19 @@ class Audit:
                 self._in_batch.discard(group)
                 self._report.trained += 1
         self._report.steps = step + 1
+
+    def _durable(self, record: CheckpointDurable) -> None:
+        report, steps = self._report, record.steps
+        if steps > report.steps:
+            self._violation(f"checkpoint of {steps} steps is durable, {report.steps} were trained")
+        if steps < report.durable_steps:
+            self._violation(f"durable steps fell from {report.durable_steps} to {steps}")
+        report.durable_steps = max(steps, report.durable_steps)
+
+    def _live(self, record: VersionLive) -> None:
+        if record.version <= self._report.live_version:
+            self._violation(f"live version went from {self._report.live_version} to {record.version}")
+        self._report.live_version = record.version
 
     def _end(self, groups: list[str], ends: Counter[str], reason: str) -> None:
         for group in groups:
@@ -180,7 +190,7 @@ class Audit:
 
 
 def audit(records: Iterable[LedgerRecord], max_staleness: int, groups_per_batch: int) -> AuditReport:
-    """Replays records that are at hand."""
+    """Returns the verdict on a run's records."""
     checker = Audit(max_staleness, groups_per_batch)
     for record in records:
         checker.see(record)

@@ -19,7 +19,7 @@ from shared.schema.messages import SampleMeta
 SCHEMA = 1
 """Version of the payload's schema."""
 
-_KINDS = {"prompt": "iu", "response": "iu", "log_probs": "f", "mask": "biu"}
+_KINDS = {"prompt": "iu", "response": "iu", "log_probs": "f", "mask": "bu"}
 """numpy's kinds that a sample's arrays may be of; they travel as int32, int32, float32, uint8."""
 
 _INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("|u1")
@@ -27,11 +27,11 @@ _INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("|u1")
 
 @dataclass
 class Sample:
-    """One trajectory.
+    """One trajectory: the form that rollout makes, the store keeps and trainer, reward and buffer read.
 
-    prompt: int32 [P]; response: int32 [R]; log_probs: float32 [R], the engine's for exactly those tokens; mask: uint8 [R], 1 where
-    the token is trained; segments: (start, end, version) spans that tile [0, R) in order; text: the decoded response; rollout: which
-    of the group's rollouts it comes from, by itself its own (``index``): samples that fan out of one share it.
+    prompt: int32 [P], P at least 1; response: int32 [R]; log_probs: float32 [R], the engine's for exactly those tokens; mask: uint8 [R],
+    1 where the token is trained; segments: (start, end, version) spans that tile [0, R) in order; text: the decoded response; rollout:
+    the index of the group's rollout that it comes from, by default its own ``index``; samples that fan out of one rollout share it.
     """
 
     group: str
@@ -52,60 +52,82 @@ class Sample:
         if self.rollout < 0:
             self.rollout = self.index
 
+    @property
+    def name(self) -> str:
+        """What errors call this sample: its group's id, and its index there."""
+        return f"{self.group}/{self.index}"
+
+    @property
+    def length(self) -> int:
+        """The tokens of prompt and response."""
+        return len(self.prompt) + len(self.response)
+
     def check(self) -> None:
-        """Raises BadMessage, naming field and numbers, where the parts do not fit together."""
-        where = f"sample {self.group}/{self.index}"
+        """Raises BadMessage, naming field and numbers, where the parts do not fit together.
+
+        It is called where a sample crosses a trust boundary: made of an engine's answer or by a hook, or decoded from the store.
+        """
+        problem = self._array_problem() or self._length_problem() or self._segment_problem()
+        if problem is not None:
+            raise BadMessage(f"sample {self.name}: {problem}")
+
+    def _array_problem(self) -> str | None:
         for name, kinds in _KINDS.items():
             array = getattr(self, name)
             if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
-                raise BadMessage(f"{where}: {name} is not a one-dimensional array of {'floats' if kinds == 'f' else 'integers'}")
+                return f"{name} is not a one-dimensional array of {'floats' if kinds == 'f' else 'integers'}"
         if not isinstance(self.rollout, int):
-            raise BadMessage(f"{where}: rollout is {self.rollout!r}, not the number of one")
+            return f"rollout is {self.rollout!r}, not an integer"
+        return None if len(self.prompt) else "prompt is empty; the first response token needs a predecessor"
+
+    def _length_problem(self) -> str | None:
         length = len(self.response)
-        if len(self.log_probs) != length:
-            raise BadMessage(f"{where}: log_probs has {len(self.log_probs)} entries for {length} response tokens")
-        if len(self.mask) != length:
-            raise BadMessage(f"{where}: mask has {len(self.mask)} entries for {length} response tokens")
+        for name in ("log_probs", "mask"):
+            if len(getattr(self, name)) != length:
+                return f"{name} has {len(getattr(self, name))} entries for {length} response tokens"
+        if length and self.mask.max() > 1:
+            return f"mask holds {self.mask.max()}; expected 0 and 1"
         # all of them at once first: what is masked out need not be finite, but nearly always is
         finite = np.isfinite(self.log_probs)
         if np.count_nonzero(finite) < length and not finite[self.mask.astype(bool)].all():
-            raise BadMessage(f"{where}: log_probs holds values that are not finite")
-        at = 0
+            return "log_probs holds values that are not finite"
+        return None
+
+    def _segment_problem(self) -> str | None:
+        length, tiled = len(self.response), 0
         for start, end, version in self.segments:
-            if start != at or end <= start or version < 0:
-                raise BadMessage(f"{where}: segments {self.segments} do not tile the {length} response tokens")
-            at = end
-        if at != length:
-            raise BadMessage(f"{where}: segments end at {at}, the response at {length}")
+            if start != tiled or end <= start or version < 0:
+                return f"segments {self.segments} do not tile the {length} response tokens"
+            tiled = end
+        return None if tiled == length else f"segments end at {tiled}, the response at {length}"
 
     def versions(self) -> NDArray[np.int32]:
-        """Weight version of each response token: int32 [R]."""
+        """Returns the weight version of each response token: int32 [R]."""
         out = np.empty(len(self.response), dtype=np.int32)
         for start, end, version in self.segments:
             out[start:end] = version
         return out
 
     def meta(self) -> SampleMeta:
-        """What travels in references: length and the versions of its oldest and newest trained token."""
-        every = [version for _, _, version in self.segments]
-        if len(every) > 1:
-            every = [version for start, end, version in self.segments if self.mask[start:end].any()] or every
-        return SampleMeta(tokens=len(self.response), oldest=min(every, default=0), newest=max(every, default=0), finish=self.finish)
+        """Returns what travels in references: the response's length, and the versions of its oldest and newest trained token."""
+        versions = [version for _, _, version in self.segments]
+        if len(versions) > 1:
+            versions = [version for start, end, version in self.segments if self.mask[start:end].any()] or versions
+        return SampleMeta(tokens=len(self.response), oldest=min(versions, default=0), newest=max(versions, default=0), finish=self.finish)
 
 
 def rollouts(samples: Iterable[Sample]) -> tuple[int, ...]:
-    """Of each sample of a group, which rollout it comes from; empty where each rollout gave one."""
-    numbers = tuple(one.rollout for one in samples)
-    return numbers if len(set(numbers)) < len(numbers) else ()
+    """Returns which rollout each sample of a group comes from; nothing where each rollout gave one sample."""
+    indices = tuple(sample.rollout for sample in samples)
+    return indices if len(set(indices)) < len(indices) else ()
 
 
 def encode(samples: Iterable[Sample], blob_bytes: int) -> list[bytes]:
-    """Blobs of about ``blob_bytes`` each, in sample order. Raises BadMessage for a sample that does not fit together."""
+    """Returns blobs of about ``blob_bytes`` each, in sample order. The samples have been checked by whoever made them."""
     blobs: list[bytes] = []
     batch: list[dict[str, Any]] = []
     size = 0
     for sample in samples:
-        sample.check()
         batch.append(_to_map(sample))
         size += len(sample.prompt) * 4 + len(sample.response) * 9 + len(sample.text) + 200
         if size >= blob_bytes:
@@ -117,7 +139,7 @@ def encode(samples: Iterable[Sample], blob_bytes: int) -> list[bytes]:
 
 
 def decode(blobs: Iterable[bytes]) -> list[Sample]:
-    """Reads `encode`'s blobs back; arrays are read-only views of them. Raises BadMessage."""
+    """Reads `encode`'s blobs back, and checks the samples; arrays are read-only views of the blobs. Raises BadMessage."""
     samples = []
     for blob in blobs:
         content = codec.unpack(blob)

@@ -1,8 +1,8 @@
-"""Blobs to and from the store at the pace of its socket: commands gathered into one write, answers read into one buffer.
+"""Blobs to and from the store at the pace of its socket: commands are gathered into one write, answers read into one buffer.
 
-The client library copies a value several times and reads it in small pieces; for blobs of a few hundred kB that is most of the time.
-It still makes the connection (address, certificates, credentials); what is here only writes SET and GET on it and reads the answers.
-Errors are the library's own (`redis.exceptions`), so that callers know one kind.
+The client library copies a value several times, which costs twice to four times the CPU for blobs of a few hundred kB
+(docs/dependencies.md). It still makes the connection (address, certificates, credentials); the code here only writes SET and GET on it and
+reads the answers. Errors are the library's own (`redis.exceptions`), so that callers know one kind.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermission
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-AHEAD_BYTES = 4 << 20
+WINDOW_BYTES = 4 << 20
 """About how much may be asked for before it is read."""
 
-AHEAD = 64
-"""How many blobs, at most."""
+WINDOW_BLOBS = 64
+"""How many blobs may be asked for before they are read, at most."""
 
 BUFFER_BYTES = 1 << 20
-_PARTS = 512
-"""Buffers that one system call takes; Linux allows 1024."""
+_WRITE_PARTS = 512
+"""How many buffers one system call takes; Linux allows 1024."""
 
 _ERRORS: dict[str, type[Exception]] = {
     "NOAUTH": AuthenticationError,
@@ -37,11 +37,11 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 Answer = bytes | None | Exception
-"""Of one command: a value or a status, nothing under that key, or what the server refused it with."""
+"""The answer to one command: a value or a status, nothing under that key, or what the server refused it with."""
 
 
 def connection(url: str, seconds: float, options: Mapping[str, Any]) -> tuple[Any, socket.socket]:
-    """A connection that the library has made, with its socket. Close the connection; it closes the socket.
+    """Returns a connection that the library has made, with its socket. Close the connection; it closes the socket.
 
     Args:
         seconds: for connecting, and for each read and write of a blocking socket. options: more of the library's.
@@ -49,13 +49,13 @@ def connection(url: str, seconds: float, options: Mapping[str, Any]) -> tuple[An
     Raises what the library raises.
     """
     pool = redis.ConnectionPool.from_url(url, protocol=2, socket_timeout=seconds, socket_connect_timeout=seconds, **options)
-    made: Any = pool.make_connection()
-    made.connect()
-    return made, made._sock
+    opened: Any = pool.make_connection()
+    opened.connect()
+    return opened, opened._sock
 
 
 def set_command(key: str, blob: bytes) -> tuple[bytes, bytes, bytes]:
-    """SET as buffers to be written one after the other; the blob itself is not copied."""
+    """Returns SET as buffers to be written one after the other; the blob itself is not copied."""
     name = key.encode()
     return b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, len(blob)), blob, b"\r\n"
 
@@ -66,9 +66,9 @@ def get_command(key: str) -> bytes:
 
 
 class Answers:
-    """The server's answers (RESP2: statuses, errors, values), taken apart in a buffer that is used again and again.
+    """Parses the server's answers (RESP2: statuses, errors, values) in a buffer that is used again and again.
 
-    Fill `space`, say how much with `filled`, then take answers until there is none.
+    Fill `space`, say how much with `filled`, then iterate over the answers that are complete.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Answers:
         self._needed = 1
 
     def space(self) -> memoryview:
-        """Where to put what comes next, at least as much as the answer under way still needs."""
+        """Returns where to put what comes next, at least as much as the incomplete answer still needs."""
         held = self._end - self._start
         if not held:
             self._start = self._end = 0
@@ -124,7 +124,7 @@ class Answers:
 
 
 class Reader:
-    """Blobs in the order asked for, from a blocking socket; the next ones are on their way while one is used.
+    """Reads blobs in the order asked for from a blocking socket; the next ones are on their way while one is used.
 
     Args:
         url, seconds, options: as for `connection`.
@@ -133,18 +133,18 @@ class Reader:
     def __init__(self, url: str, seconds: float, options: Mapping[str, Any]) -> None:
         self._connection, self._socket = connection(url, seconds, options)
         self._answers = Answers()
-        self._size = AHEAD_BYTES // 8  # of a blob: the largest lately, until then a guess
+        self._blob_bytes = WINDOW_BYTES // 8  # the largest lately, until then a guess
 
     def get(self, keys: Sequence[str]) -> Iterator[Answer]:
-        """The answer to each key. A reader whose iteration was not finished is used up: close it."""
+        """Yields the answer to each key. A reader whose iteration was not finished is used up: close it."""
         asked = 0
         for read in range(len(keys)):
-            window = max(1, min(AHEAD, AHEAD_BYTES // self._size))
+            window = max(1, min(WINDOW_BLOBS, WINDOW_BYTES // self._blob_bytes))
             if asked - read <= window // 2:
                 self._socket.sendall(b"".join(map(get_command, keys[asked : read + window])))
                 asked = min(len(keys), read + window)
             answer = self._next()
-            self._size = max(len(answer) if isinstance(answer, bytes) else 0, self._size * 7 // 8, 1)
+            self._blob_bytes = max(len(answer) if isinstance(answer, bytes) else 0, self._blob_bytes * 7 // 8, 1)
             yield answer
 
     def _next(self) -> Answer:
@@ -161,22 +161,22 @@ class Reader:
 
 
 class BlobConnection:
-    """SET and GET on a socket of an event loop, many at a time: what is asked in one turn of the loop goes out in one write.
+    """Sends SET and GET from an event loop, many at a time: the commands of one pass of the loop go out in one write.
 
-    Not for TLS, whose sockets take no gathered writes.
+    It is not for TLS, whose sockets take no gathered writes.
 
     Args:
-        seconds: without a byte written or read while answers are awaited, after which the connection is given up.
+        seconds: how long answers are awaited without a byte written or read before the connection is given up.
     """
 
-    def __init__(self, made: Any, plain: socket.socket, seconds: float) -> None:
-        self._connection, self._socket, self._seconds = made, plain, seconds
+    def __init__(self, connection: Any, plain: socket.socket, seconds: float) -> None:
+        self._connection, self._socket, self._seconds = connection, plain, seconds
         self._loop = asyncio.get_running_loop()
-        self._out: deque[bytes | memoryview] = deque()
+        self._unsent: deque[bytes | memoryview] = deque()
         self._writing = False
-        self._moved = time.monotonic()
+        self._last_progress = time.monotonic()
         self._answers = Answers()
-        self._asked: deque[tuple[int, list[Answer], asyncio.Future[list[Answer]]]] = deque()
+        self._awaited: deque[tuple[int, list[Answer], asyncio.Future[list[Answer]]]] = deque()
         self.closed = False
         plain.setblocking(False)
         self._loop.add_reader(plain, self._read)
@@ -187,60 +187,60 @@ class BlobConnection:
         return cls(*await asyncio.to_thread(connection, url, seconds, options), seconds)
 
     async def set(self, blobs: Mapping[str, bytes]) -> list[Answer]:
-        """Writes blobs; the answer to each."""
+        """Writes blobs; returns the answer to each."""
         return await self._ask([part for key, blob in blobs.items() for part in set_command(key, blob)], len(blobs))
 
     async def get(self, keys: Sequence[str]) -> list[Answer]:
-        """The answer to each key."""
+        """Returns the answer to each key."""
         return await self._ask([b"".join(map(get_command, keys))], len(keys))
 
     def close(self, reason: Exception | None = None) -> None:
-        """Closes the connection; what is awaited on it fails with ``reason``."""
+        """Closes the connection; answers that are awaited on it fail with ``reason``."""
         if self.closed:
             return
         self.closed = True
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._connection.disconnect()
-        for _, _, answered in self._asked:
+        for _, _, answered in self._awaited:
             if not answered.done():
                 answered.set_exception(reason or RedisConnectionError("the connection was closed"))
-        self._asked.clear()
-        self._out.clear()
+        self._awaited.clear()
+        self._unsent.clear()
 
     async def _ask(self, parts: Sequence[bytes], answers: int) -> list[Answer]:
         if self.closed:
             raise RedisConnectionError("the connection was closed")
         answered: asyncio.Future[list[Answer]] = self._loop.create_future()
-        if not self._asked:
-            self._moved = time.monotonic()
-        self._asked.append((answers, [], answered))
-        self._out.extend(parts)
+        if not self._awaited:
+            self._last_progress = time.monotonic()
+        self._awaited.append((answers, [], answered))
+        self._unsent.extend(parts)
         if not self._writing:
             self._writing = True
             self._loop.call_soon(self._write)
         while not answered.done():
-            patience = self._moved + self._seconds - time.monotonic()
-            if patience <= 0:
+            left = self._last_progress + self._seconds - time.monotonic()
+            if left <= 0:
                 self.close(RedisTimeoutError(f"nothing came or went for {self._seconds:g} s"))
                 break
-            await asyncio.wait([answered], timeout=patience)
+            await asyncio.wait([answered], timeout=left)
         return answered.result()
 
     def _write(self) -> None:
         if self.closed:
             return
         try:
-            while self._out:
-                parts = [self._out.popleft() for _ in range(min(_PARTS, len(self._out)))]
+            while self._unsent:
+                parts = [self._unsent.popleft() for _ in range(min(_WRITE_PARTS, len(self._unsent)))]
                 try:
                     sent = self._socket.sendmsg(parts)
                 except (BlockingIOError, InterruptedError):
                     sent = 0
-                self._moved = time.monotonic() if sent else self._moved
-                for number, part in enumerate(parts):
+                self._last_progress = time.monotonic() if sent else self._last_progress
+                for index, part in enumerate(parts):
                     if sent < len(part):
-                        self._out.extendleft(reversed([memoryview(part)[sent:], *parts[number + 1 :]]))
+                        self._unsent.extendleft(reversed([memoryview(part)[sent:], *parts[index + 1 :]]))
                         self._loop.add_writer(self._socket, self._write)
                         return
                     sent -= len(part)
@@ -255,15 +255,15 @@ class BlobConnection:
             count = self._socket.recv_into(self._answers.space())
             if not count:
                 raise RedisConnectionError("the store closed the connection")
-            self._moved = time.monotonic()
+            self._last_progress = time.monotonic()
             self._answers.filled(count)
             for answer in self._answers:
-                if not self._asked:
+                if not self._awaited:
                     raise RedisConnectionError("an answer that nobody asked for")
-                wanted, answers, answered = self._asked[0]
+                wanted, answers, answered = self._awaited[0]
                 answers.append(answer)
                 if len(answers) == wanted:
-                    self._asked.popleft()
+                    self._awaited.popleft()
                     if not answered.done():
                         answered.set_result(answers)
         except (BlockingIOError, InterruptedError):

@@ -1,6 +1,6 @@
-"""The payload plane: blobs in Redis or Valkey, written before their reference travels and removed only when told.
+"""The payload plane: blobs in Redis or Valkey, written before their reference travels and removed only on request.
 
-Async for services on an event loop (`Store`); the trainer's ranks read with `BlockingStore`.
+Services on an event loop use `Store`; the trainer's ranks read with `BlockingStore`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StoreRefused(MyxoError):
 
 
 def options(url: str) -> dict[str, Any]:
-    """What a client of ``url`` is made with besides the URL: for ``rediss://`` whom to trust. Raises ConfigError."""
+    """Returns what a client of ``url`` is made with besides the URL: for ``rediss://`` the authorities to trust. Raises ConfigError."""
     if not url.startswith("rediss:"):
         return {}
     authorities = server_urls.authorities()
@@ -52,7 +52,7 @@ def options(url: str) -> dict[str, Any]:
 
 
 class Store:
-    """Blobs by key. They go over a connection of their own (`shared.store.blobs`), with TLS over the library's pool like all else.
+    """Holds blobs by key. They go over a connection of their own (`shared.store.blobs`), with TLS over the library's pool like all else.
 
     Args:
         url: ``redis://…``, ``rediss://…`` (trusts ``MYXO_CA_FILE``) or ``unix:///path/to/socket``.
@@ -69,12 +69,12 @@ class Store:
             retry=AsyncRetry(ConstantBackoff(0), 0),
             **options(url),
         )
-        self._link: asyncio.Future[BlobConnection] | None = None
+        self._blobs: asyncio.Future[BlobConnection] | None = None
 
     async def ping(self, deadline: float = 15.0) -> None:
         """Proves that the store answers. Raises StoreUnreachable."""
         try:
-            await self._until(deadline, lambda: self._client.ping(), "an answer")
+            await self._retry(deadline, lambda: self._client.ping(), "an answer")
         except StoreRefused as error:
             raise StoreUnreachable(str(error)) from error
         except (DeadlineExceeded, RedisError) as error:
@@ -83,67 +83,67 @@ class Store:
     async def write(self, blobs: Mapping[str, bytes], deadline: float = 60.0) -> None:
         """Writes all blobs, or raises: an existing key is overwritten with the same content on a retry."""
 
-        async def once() -> None:
+        async def attempt() -> None:
             if self._encrypted:
                 async with self._client.pipeline(transaction=False) as pipe:
                     for key, blob in blobs.items():
                         pipe.set(key, blob)
                     await pipe.execute()
             else:
-                _checked(await (await self._linked()).set(blobs))
+                _checked(await (await self._blob_connection()).set(blobs))
 
         if blobs:
-            await self._until(deadline, once, f"write of {len(blobs)} blobs")
+            await self._retry(deadline, attempt, f"write of {len(blobs)} blobs")
 
     async def read(self, keys: Sequence[str], deadline: float = 60.0) -> list[bytes]:
-        """The blobs in order. Raises PayloadMissing naming the first absent key."""
+        """Returns the blobs in order. Raises PayloadMissing naming the first absent key."""
 
-        async def once() -> Sequence[bytes | None]:
+        async def attempt() -> Sequence[bytes | None]:
             if self._encrypted:
                 return [await self._client.get(key) for key in keys]
-            return _checked(await (await self._linked()).get(keys))
+            return _checked(await (await self._blob_connection()).get(keys))
 
-        blobs = await self._until(deadline, once, f"read of {len(keys)} blobs ({keys[0]}, …)") if keys else []
+        blobs = await self._retry(deadline, attempt, f"read of {len(keys)} blobs ({keys[0]}, …)") if keys else []
         return [_present(key, blob) for key, blob in zip(keys, blobs, strict=True)]
 
     async def missing(self, keys: Sequence[str], deadline: float = 60.0) -> list[str]:
-        """Those of ``keys`` that the store does not hold."""
+        """Returns those of ``keys`` that the store does not hold."""
 
-        async def once() -> Sequence[int]:
-            if await self._client.exists(*keys) == len(keys):  # nearly always: one answer, not one a key
+        async def attempt() -> Sequence[int]:
+            if await self._client.exists(*keys) == len(keys):  # nearly always: one answer for all keys
                 return [1] * len(keys)
             async with self._client.pipeline(transaction=False) as pipe:
                 for key in keys:
                     pipe.exists(key)
                 return list(await pipe.execute())
 
-        held = await self._until(deadline, once, f"presence of {len(keys)} blobs") if keys else []
+        held = await self._retry(deadline, attempt, f"presence of {len(keys)} blobs") if keys else []
         return [key for key, there in zip(keys, held, strict=True) if not there]
 
     async def free(self, keys: Sequence[str], deadline: float = 60.0) -> None:
         """Removes blobs; absent ones are fine."""
         if keys:
-            await self._until(deadline, lambda: self._client.unlink(*keys), f"removal of {len(keys)} blobs")
+            await self._retry(deadline, lambda: self._client.unlink(*keys), f"removal of {len(keys)} blobs")
 
     async def close(self) -> None:
-        if self._link is not None:
-            self._link.cancel()
-            if self._link.done() and not self._link.cancelled() and self._link.exception() is None:
-                self._link.result().close()
+        if self._blobs is not None:
+            self._blobs.cancel()
+            if self._blobs.done() and not self._blobs.cancelled() and self._blobs.exception() is None:
+                self._blobs.result().close()
         await self._client.aclose()
 
-    async def _linked(self) -> BlobConnection:
-        """The connection for blobs, made where there is none (any more)."""
-        link = self._link
-        if link is None or (link.done() and (link.cancelled() or link.exception() is not None or link.result().closed)):
-            self._link = link = asyncio.ensure_future(BlobConnection.open(self._url, SOCKET_SECONDS, {}))
-        return await asyncio.shield(link)
+    async def _blob_connection(self) -> BlobConnection:
+        """Returns the connection for blobs, and makes one where there is none (any more)."""
+        opened = self._blobs
+        if opened is None or (opened.done() and (opened.cancelled() or opened.exception() is not None or opened.result().closed)):
+            self._blobs = opened = asyncio.ensure_future(BlobConnection.open(self._url, SOCKET_SECONDS, {}))
+        return await asyncio.shield(opened)
 
-    async def _until(self, deadline: float, once: Any, what: str) -> Any:
+    async def _retry(self, deadline: float, attempt: Any, what: str) -> Any:
         end = time.monotonic() + deadline
         while True:
             try:
-                return await once()
+                return await attempt()
             except _REFUSED as error:
                 raise _refusal(what, error) from error
             except _AWAY as error:
@@ -157,18 +157,18 @@ class Store:
 
 
 class BlockingStore:
-    """The reading side for code without an event loop."""
+    """Reads blobs in code without an event loop."""
 
     def __init__(self, url: str) -> None:
         self._url, self._options = url, options(url)
         self._reader: Reader | None = None
 
     def read(self, keys: Sequence[str], deadline: float = 60.0) -> list[bytes]:
-        """The blobs in order. Raises PayloadMissing naming the first absent key, DeadlineExceeded, StoreRefused."""
+        """Returns the blobs in order. Raises PayloadMissing naming the first absent key, DeadlineExceeded, StoreRefused."""
         return list(self.stream(keys, deadline))
 
     def stream(self, keys: Sequence[str], deadline: float = 60.0) -> Iterator[bytes]:
-        """The blobs in order, one by one, the next few on their way meanwhile. ``deadline``: seconds for each. Raises as `read` does."""
+        """Yields the blobs in order, the next few on their way meanwhile. ``deadline``: seconds for each. Raises as `read` does."""
         done, end = 0, time.monotonic() + deadline
         while done < len(keys):
             reader, self._reader = self._reader, None  # two streams at a time never share a connection
@@ -202,7 +202,7 @@ class BlockingStore:
 
 
 def _checked(answers: Sequence[Answer]) -> Sequence[bytes | None]:
-    """The answers, where none is an error."""
+    """Returns the answers, or raises the first that is an error."""
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer
@@ -222,5 +222,5 @@ def _refusal(what: str, error: Exception) -> StoreRefused:
 def _check_trust(what: str, error: Exception) -> None:
     """Raises StoreRefused where the connection failed at the server's certificate."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        then = f"name the authority's file in {server_urls.CA_VARIABLE}"
-        raise StoreRefused(f"{what} is not asked for: the store's certificate is not trusted; {then} ({error})") from error
+        next_action = f"name the authority's file in {server_urls.CA_VARIABLE}"
+        raise StoreRefused(f"{what} is not asked for: the store's certificate is not trusted; {next_action} ({error})") from error

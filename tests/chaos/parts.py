@@ -20,13 +20,17 @@ from services.rollout.engine.capabilities import Capabilities
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import SequenceLimits
 from services.rollout.engine.receiver.command_session import CommandSession
+from services.rollout.engine.receiver.receiver import Receiver
 from services.rollout.engine.receiver_client import ReceiverClient
 from services.rollout.replica import Replica
 from services.rollout.weight_receiver import WeightsReceiver
-from services.trainer.actor import Actor, ActorConfig
+from services.trainer.actor import Actor
 from services.trainer.control_client import ControlClient
+from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights.pusher import Pusher
+from shared.config.trainer_section import TrainerSection
 from shared.runtime.service_base import attended, connect
+from tests.support.engine_process import serve
 
 BUCKET_BYTES = 40_000
 """The tiny model travels in about a dozen buckets, so that a death in the middle of one is likely."""
@@ -73,8 +77,9 @@ def replica(instance: str, directory: str, model: str, environment: dict[str, st
     torch.set_num_threads(1)
     place = Path(directory, f"{instance}-{os.getpid()}")
     place.mkdir()
-    weights, session = Weights(Path(model)), CommandSession(place, 0)
-    threading.Thread(target=session.serve, args=(weights,), daemon=True).start()
+    weights = Weights(Path(model))
+    session = CommandSession(place, Receiver(weights, 0, "cpu"))
+    threading.Thread(target=serve, args=(session, threading.Event()), daemon=True).start()
 
     async def live() -> None:
         service = await connect("rollout")
@@ -101,7 +106,7 @@ def trainer(directory: str, model: str, environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
     begun = Path(directory, "version")
     with ControlClient() as link:
-        actor = Actor.create(ActorConfig(), model)
+        actor = Actor.create(TrainerSettings(TrainerSection(train_dtype="float32")), model)
         weights = link.config.weights.model_copy(update={"update_weight_buffer_size": BUCKET_BYTES, "push_timeout": PUSH_SECONDS})
         pusher = Pusher(link, actor.model, weights)
         while True:

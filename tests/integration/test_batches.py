@@ -6,13 +6,16 @@ import asyncio
 
 import numpy as np
 import pytest
+import torch
 
-from services.trainer import batches, partition, sample_stats
+from services.trainer import batches
+from services.trainer.batch_metrics import SampleStats
 from services.trainer.batches import TrainBatch
+from services.trainer.loss_inputs import with_advantages
 from services.trainer.objective import Moments
-from services.trainer.packing import BadBatch, TrainSample
-from services.trainer.placement import SampleTooLong
-from services.trainer.sample_stats import SampleStats
+from services.trainer.packing import BadSample
+from services.trainer.partition import partition_batch
+from services.trainer.placement import BadBatch, SampleTooLong
 from services.trainer.shard_reader import ShardReader
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.embedded_servers import EmbeddedValkey
@@ -40,27 +43,26 @@ def made(group: str, index: int, length: int, version: int) -> sample.Sample:
 
 
 def lengths(samples: list[sample.Sample]) -> list[int]:
-    return [len(one.prompt) + len(one.response) for one in samples]
+    return [one.length for one in samples]
 
 
 def read(batch: Batch, url: str, steps: int = 1, ranks: int = 1, objective: AlgorithmSection = OBJECTIVE) -> list[TrainBatch]:
     """What each of ``ranks`` data-parallel ranks makes of a batch: they differ in what they read, and add up what they found."""
-    dealt = partition.partition_batch(batch, steps, ranks, 100)
-    found = [ShardReader(BlockingStore(url), rank).take(dealt) for rank in range(ranks)]
-    masks = [batches.masks_of(share) for share in found]
-    rows = [sample_stats.table(len(dealt.items), share.samples, mask, dealt.removed()) for share, mask in zip(found, masks, strict=True)]
-    known = SampleStats(np.sum(rows, axis=0))
-    read = [
-        batches.assemble(share, mask, known, objective, rank=rank, max_tokens=100, vocab_size=100)
-        for rank, (share, mask) in enumerate(zip(found, masks, strict=True))
-    ]
-    return [batches.with_advantages(one, objective, lambda own: own) for one in read]
+    assembled = assemble_all(batch, url, steps, ranks, objective)
+    return [with_advantages(item, objective, item.partition.rewards, lambda own: own) for item in assembled]
 
 
-def trained(batch: TrainBatch) -> dict[str, TrainSample]:
+def assemble_all(batch: Batch, url: str, steps: int, ranks: int, objective: AlgorithmSection) -> list[TrainBatch]:
+    partition = partition_batch(batch, steps, ranks, 100)
+    shards = [ShardReader(BlockingStore(url), rank, 100).take(partition) for rank in range(ranks)]
+    stats = SampleStats(np.sum([shard.stats for shard in shards], axis=0))
+    return [batches.assemble(shard, stats, objective, rank=rank, max_tokens=100) for rank, shard in enumerate(shards)]
+
+
+def trained(batch: TrainBatch) -> dict[str, sample.Sample]:
     """A rank's samples by name."""
-    named = ((number, one) for step in batch.steps for micro in step for number, one in zip(micro.numbers, micro.samples, strict=True))
-    return {batch.deal.name(number): one for number, one in sorted(named, key=lambda pair: pair[0])}
+    named = ((index, item) for step in batch.steps for micro in step for index, item in zip(micro.indices, micro.samples, strict=True))
+    return {batch.partition.name(index): item for index, item in sorted(named, key=lambda pair: pair[0])}
 
 
 async def stored(url: str, run: str, rewards: list[list[float]]) -> Batch:
@@ -84,7 +86,7 @@ def test_a_batch_is_read_and_packed(valkey: EmbeddedValkey, run_name: str) -> No
     advantages = read_.per_sample("advantages")
     assert [advantages[number].tolist() for number in (2, 3)] == [[0.0], [0.0, 0.0]], "equal rewards teach nothing"
     assert advantages[0][0] == pytest.approx(-advantages[1][0]) and advantages[1][0] == advantages[1][1] != 0
-    figures = read_.figures
+    figures = read_.metrics
     assert (figures.reward, figures.response_tokens, figures.tokens) == (0.75, 6, 14)
     assert (figures.staleness_mean, figures.staleness_max, figures.zero_std_groups) == (1.5, 2, 0.5)
     ((micro_batch,),) = read_.steps
@@ -101,24 +103,24 @@ def test_ranks_read_their_own_groups_and_know_the_same(valkey: EmbeddedValkey, r
     together = {number: values for rank in ranks for number, values in rank.per_sample("advantages").items()}
     expected = alone.per_sample("advantages")
     assert together.keys() == expected.keys()
-    assert all(np.array_equal(together[number], expected[number]) for number in expected)
-    assert all(rank.figures == alone.figures for rank in ranks)
+    assert all(torch.equal(together[number], expected[number]) for number in expected)
+    assert all(rank.metrics == alone.metrics for rank in ranks)
     weights = sum(float(micro.packed.fields["weights"].sum()) for rank in ranks for step in rank.steps for micro in step)
     assert weights == pytest.approx(1.0)
-    read_groups = [rank.deal.groups(index) for index, rank in enumerate(ranks)]
+    read_groups = [rank.partition.groups_of(index) for index, rank in enumerate(ranks)]
     assert sorted(read_groups[0] + read_groups[1]) == [0, 1, 2, 3], "no group is read twice"
 
 
 def test_a_share_that_was_read_ahead_is_the_share(valkey: EmbeddedValkey, run_name: str) -> None:
     batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0], [0.0, 1.0]]))
-    dealt, other = partition.partition_batch(batch, 1, 1, 100), partition.partition_batch(batch.model_copy(update={"step": 8}), 1, 1, 100)
-    reader = ShardReader(BlockingStore(valkey.url), 0)
-    reader.ahead(other)
-    reader.ahead(other)
+    first, other = partition_batch(batch, 1, 1, 100), partition_batch(batch.model_copy(update={"step": 8}), 1, 1, 100)
+    reader = ShardReader(BlockingStore(valkey.url), 0, 100)
+    reader.read_ahead(other)
+    reader.read_ahead(other)
     ahead = reader.take(other)
-    assert ahead.deal is other and sorted(ahead.samples) == [0, 1, 2, 3]
-    reader.ahead(other)
-    assert reader.take(dealt).deal is dealt, "what was read ahead is of another step"
+    assert ahead.partition is other and sorted(ahead.samples) == [0, 1, 2, 3]
+    reader.read_ahead(other)
+    assert reader.take(first).partition is first, "what was read ahead is of another step"
     reader.close()
 
 
@@ -127,14 +129,14 @@ def test_whitening_is_over_the_whole_batch(valkey: EmbeddedValkey, run_name: str
     objective = AlgorithmSection(normalize_advantages=True)
     (read_,) = read(batch, valkey.url, objective=objective)
     masks, advantages = read_.masks(), read_.per_sample("advantages")
-    moments = Moments.of([advantages[number] for number in read_.numbers], [masks[number] for number in read_.numbers])
+    moments = Moments.of([advantages[index].double() for index in read_.indices], [masks[index] for index in read_.indices])
     assert (moments.mean, moments.variance) == (pytest.approx(0, abs=1e-7), pytest.approx(1, abs=1e-6))
 
 
 def test_optimizer_steps_get_every_sample_once(valkey: EmbeddedValkey, run_name: str) -> None:
     batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0, 1.0], [0.0, 1.0]]))
     (read_,) = read(batch, valkey.url, steps=2)
-    numbers = [sorted(number for micro in step for number in micro.numbers) for step in read_.steps]
+    numbers = [sorted(index for micro in step for index in micro.indices) for step in read_.steps]
     assert numbers == [[0, 1], [2, 3, 4]]
 
 
@@ -156,6 +158,13 @@ def test_what_does_not_fit_its_reference_is_named(valkey: EmbeddedValkey, run_na
     group.payload = group.payload.model_copy(update={"tokens": (3, 101)})
     with pytest.raises(SampleTooLong, match="sample g00000000/1 has 101 tokens, a micro-batch holds at most 100"):
         read(batch, valkey.url)
+
+
+def test_a_token_that_the_model_does_not_know_is_named(valkey: EmbeddedValkey, run_name: str) -> None:
+    batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0]]))
+    reader = ShardReader(BlockingStore(valkey.url), 0, 4)
+    with pytest.raises(BadSample, match="sample g00000000/1: response: token 4 at position 1 is outside the vocabulary of 4"):
+        reader.take(partition_batch(batch, 1, 1, 100))
 
 
 def two_versions(group: str, index: int) -> sample.Sample:
@@ -193,8 +202,8 @@ def test_stale_tokens_and_removed_samples_leave_the_loss(
     batch = asyncio.run(mixed(valkey.url, run_name, mask_below, removed))
     (read_,) = read(batch, valkey.url)
     samples = list(trained(read_).values())
-    assert ["".join(map(str, one.loss_mask)) for one in samples] == masks
-    assert (read_.figures.staleness_max, read_.figures.masked_tokens, read_.figures.removed_samples) == figures
+    assert ["".join(map(str, one.mask)) for one in samples] == masks
+    assert (read_.metrics.staleness_max, read_.metrics.masked_tokens, read_.metrics.removed_samples) == figures
     advantages = read_.per_sample("advantages")
     assert advantages[0].max() == pytest.approx(2 / 3 / np.std([1, 0, 0], ddof=1), rel=1e-4), "every reward counts in the group"
     ((micro_batch,),) = read_.steps
@@ -207,8 +216,8 @@ def test_every_optimizer_step_trains_something(valkey: EmbeddedValkey, run_name:
         group.stale = (1,)
     for parts, sizes in ((1, [9]), (2, [1, 8]), (3, [1, 3, 5]), (5, [1, 3, 5])):
         (read_,) = read(batch, valkey.url, steps=parts)
-        assert [sum(len(micro.numbers) for micro in step) for step in read_.steps] == sizes
-        assert all(any(one.trained_tokens for micro in step for one in micro.samples) for step in read_.steps)
+        assert [sum(len(micro.indices) for micro in step) for step in read_.steps] == sizes
+        assert all(any(one.mask.any() for micro in step for one in micro.samples) for step in read_.steps)
 
 
 def test_a_batch_of_which_nothing_is_trained_is_refused(valkey: EmbeddedValkey, run_name: str) -> None:

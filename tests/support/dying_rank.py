@@ -13,7 +13,7 @@ from shared.runtime.service_base import exit_code
 
 
 def main() -> None:
-    failures.arm(last_act=kill_siblings)
+    failures.arm(before_exit=kill_siblings)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if os.environ["RANK"] == "1":
         time.sleep(2)  # for the other one to have begun

@@ -103,7 +103,7 @@ def load_checkpoint(
         _check(path, marker, model)
         _load_modules(path, model)
         optimizer.megatron.reload_model_params()
-        optimizer.reset(optimizer.settings.schedule)
+        optimizer.reset(optimizer.schedule)
         return dict(marker["extra"])
     _check(path, marker, model, optimizer)
     same_layout = marker["layout"] == _layout(model)
@@ -175,10 +175,10 @@ def _describe(model: MegatronModel, optimizer: Optimizer, step: int, extra: dict
         "format": FORMAT,
         "step": step,
         **model_entries(model),
-        "use_distributed_optimizer": optimizer.settings.use_distributed_optimizer,
+        "use_distributed_optimizer": optimizer.trainer.use_distributed_optimizer,
         "freezing": _freezing(model),
         "layout": _layout(model),
-        "schedule": asdict(optimizer.settings.schedule),
+        "schedule": asdict(optimizer.schedule),
         "updates": optimizer.updates,
         "extra": extra,
     }
@@ -215,7 +215,7 @@ def _check(path: Path, marker: dict[str, Any], model: MegatronModel, optimizer: 
         if mine.get(key) != saved.get(key):
             raise ConfigError(f"{path}:{key}", saved.get(key), f"{mine.get(key)!r}, as in the model that would be resumed")
     if optimizer is not None:
-        own["use_distributed_optimizer"] = optimizer.settings.use_distributed_optimizer
+        own["use_distributed_optimizer"] = optimizer.trainer.use_distributed_optimizer
         own["freezing"] = json.loads(json.dumps(_freezing(model)))
     for key in ("value_head", "lora", "freezing", "dtype", "use_distributed_optimizer"):
         if key in own and (own[key] or False) != (marker.get(key) or False):

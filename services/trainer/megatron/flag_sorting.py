@@ -1,28 +1,29 @@
-"""Megatron's flags as the trainer takes them: what goes into which of Megatron's dataclasses, and what describes the architecture.
-
-``python -m services.trainer.megatron.flag_sorting --write`` writes the catalogue ``shared/config/megatron_flags.json`` anew, ``--check``
-exits 1 where it is not what this Megatron's dataclasses give.
-"""
+"""Megatron's flags as the trainer takes them: what goes into which of Megatron's dataclasses, and what describes the architecture."""
 
 from __future__ import annotations
 
-import argparse
 import enum
-import sys
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from services.trainer.megatron import megatron_catalogue
 from shared.config import megatron_flags
 from shared.config.megatron_flags import Flag
 from shared.runtime.errors import ConfigError
 
-CATALOGUE = Path(megatron_flags.__file__).with_name("megatron_flags.json")
+GROUPS: dict[str, tuple[type, ...]] = {
+    "transformer": (TransformerConfig, MLATransformerConfig),
+    "optimizer": (OptimizerConfig,),
+    "ddp": (DistributedDataParallelConfig,),
+}
+"""Where a flag may go → the dataclasses whose fields those are."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,6 @@ class MegatronFlags:
     optimizer: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     architecture: dict[str, Any] = field(default_factory=dict)
-
-    def fields(self) -> dict[str, dict[str, Any]]:
-        """Those that are laid over what Myxo sets, by dataclass: ``ActorConfig.megatron``."""
-        parts = {"transformer": self.transformer, "optimizer": self.optimizer, "ddp": self.ddp}
-        return {name: part for name, part in parts.items() if part}
 
 
 def resolve(given: Mapping[str, Any]) -> MegatronFlags:
@@ -62,15 +58,16 @@ def _place(flags: MegatronFlags, flag: Flag, value: Any) -> None:
         raise problem
     for group in flag.groups:
         part: dict[str, Any] = getattr(flags, group)
-        part[flag.name] = value if group == "architecture" else _converted(group, flag.name, value)
+        part[flag.name] = value if group == "architecture" else converted(group, flag.name, value)
 
 
+@cache
 def _hints(group: str) -> dict[str, Any]:
-    return {name: hint for model in megatron_catalogue.GROUPS[group] for name, hint in typing.get_type_hints(model).items()}
+    return {name: hint for model in GROUPS[group] for name, hint in typing.get_type_hints(model).items()}
 
 
-def _converted(group: str, name: str, value: Any) -> Any:
-    """Plain data as the dataclass field has it: dtypes, enums, tuples."""
+def converted(group: str, name: str, value: Any) -> Any:
+    """Returns plain data as a field of a dataclass holds it: dtypes, enums, tuples. Raises ConfigError where there is no such field."""
     hint = _hints(group).get(name)
     if hint is None:
         raise ConfigError(f"trainer.megatron.{name}", value, "leave it out: the Megatron on the path has no such field")
@@ -84,25 +81,3 @@ def _converted(group: str, name: str, value: Any) -> Any:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return hint[value]
     return value
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m services.trainer.megatron.flag_sorting", description=__doc__.split("\n\n")[0])
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", action="store_true", help=f"write {CATALOGUE.name}")
-    what.add_argument("--check", action="store_true", help="exit 1 where it is not current")
-    given = parser.parse_args(arguments)
-    text = megatron_catalogue.text()
-    if given.write:
-        CATALOGUE.write_text(text)
-        return 0
-    if not CATALOGUE.is_file() or CATALOGUE.read_text() != text:
-        print(f"{CATALOGUE.name} is not what Megatron's dataclasses give; run `make docs`", file=sys.stderr)
-        return 1
-    print(f"{CATALOGUE.name} is current")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.optim.adamw import adamw
 from services.trainer.megatron.gpt_model import MegatronModel, laid_over
 from services.trainer.megatron.runtime import device
 from shared.config.learning_rate import LearningRateSchedule
+from shared.config.trainer_section import TrainerSection
 
 
 class Adam(torch.optim.Optimizer):
@@ -139,24 +140,6 @@ def gather_state(
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
-    """Adam's and the schedule's settings; the fields are those of the trainer's configuration.
-
-    Args:
-        overrides: fields of Megatron's OptimizerConfig that are laid over those set here.
-    """
-
-    schedule: LearningRateSchedule
-    weight_decay: float
-    adam_beta1: float
-    adam_beta2: float
-    adam_eps: float
-    clip_grad: float
-    use_distributed_optimizer: bool
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Update:
     """What an attempted update did.
 
@@ -174,30 +157,30 @@ class Optimizer:
     """Adam over float32 main weights, its moments split over the data-parallel ranks if so configured.
 
     Args:
-        model: loaded; in bfloat16 the main weights are copied from it now.
+        model: loaded; in bfloat16 the main weights are copied from it now. overrides: fields of Megatron's OptimizerConfig as given.
     """
 
-    def __init__(self, model: MegatronModel, settings: OptimizerSettings) -> None:
+    def __init__(self, model: MegatronModel, trainer: TrainerSection, schedule: LearningRateSchedule, overrides: Mapping[str, Any]) -> None:
         register_adam()
-        self.settings, self.updates = settings, 0
+        self.trainer, self.schedule, self.updates = trainer, schedule, 0
         bfloat16 = model.config.params_dtype == torch.bfloat16
         self.megatron: ChainedOptimizer = get_megatron_optimizer(
             laid_over(
                 OptimizerConfig,
                 {
                     "optimizer": "adam",
-                    "lr": settings.schedule.lr,
-                    "weight_decay": settings.weight_decay,
-                    "adam_beta1": settings.adam_beta1,
-                    "adam_beta2": settings.adam_beta2,
-                    "adam_eps": settings.adam_eps,
-                    "clip_grad": settings.clip_grad,
+                    "lr": schedule.lr,
+                    "weight_decay": trainer.weight_decay,
+                    "adam_beta1": trainer.adam_beta1,
+                    "adam_beta2": trainer.adam_beta2,
+                    "adam_eps": trainer.adam_eps,
+                    "clip_grad": trainer.clip_grad,
                     "bf16": bfloat16,
                     "params_dtype": model.config.params_dtype,
-                    "use_distributed_optimizer": settings.use_distributed_optimizer,
+                    "use_distributed_optimizer": trainer.use_distributed_optimizer,
                     "log_num_zeros_in_grad": False,
                 },
-                settings.overrides,
+                overrides,
                 "optimizer",
             ),
             list(model.chunks),
@@ -211,16 +194,11 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        return self.settings.schedule.at(self.updates)
-
-    def set_lr(self, lr: float) -> None:
-        """Change the schedule's peak; its position and the moments stay."""
-        schedule = replace(self.settings.schedule, lr=lr, min_lr=min(lr, self.settings.schedule.min_lr))
-        self.settings = replace(self.settings, schedule=schedule)
+        return self.schedule.at(self.updates)
 
     def reset(self, schedule: LearningRateSchedule) -> None:
         """Start over with zero moments at the beginning of ``schedule``. The float32 main weights keep their precision."""
-        self.settings, self.updates = replace(self.settings, schedule=schedule), 0
+        self.schedule, self.updates = schedule, 0
         for inner in self._inner():
             for group in inner.param_groups:
                 group.pop("step", None)
@@ -230,7 +208,7 @@ class Optimizer:
 
     def resume(self, schedule: LearningRateSchedule, updates: int) -> None:
         """Take a loaded checkpoint's schedule, at the position that it had reached."""
-        self.settings, self.updates = replace(self.settings, schedule=schedule), updates
+        self.schedule, self.updates = schedule, updates
 
     def update(self) -> Update:
         """Apply the gradients that the backward passes have left. A collective of all ranks.
@@ -244,11 +222,11 @@ class Optimizer:
             return Update(grad_norm, lr, skipped=f"gradient norm is {grad_norm}")
         for part in optimizer.chained_optimizers:
             parameters = part.get_parameters()
-            if parameters and self.settings.clip_grad > 0:
-                clip_grad_by_total_norm_fp32(parameters, self.settings.clip_grad, grad_norm)
+            if parameters and self.trainer.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(parameters, self.trainer.clip_grad, grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = lr
-            group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
+            group["weight_decay"] = self.trainer.weight_decay * group["wd_mult"]
         optimizer.step_with_ready_grads()
         self.updates += 1
         return Update(grad_norm, lr)

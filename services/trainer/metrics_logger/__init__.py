@@ -1,52 +1,85 @@
-"""What rank 0 writes down of each step: TensorBoard, Prometheus, W&B, and the step's event. docs/metrics.md tells every name."""
+"""What rank 0 writes down of each step: TensorBoard, Prometheus, W&B, and the step's event. docs/metrics.md explains every name."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from services.trainer import batch_metrics
+import structlog
+import torch
+import torch.distributed as dist
+
+from services.trainer import batch_metrics, flops
 from services.trainer.actor import Actor, StepResult
 from services.trainer.batches import TrainBatch
 from services.trainer.control_client import ControlClient
-from services.trainer.metrics_logger.reward_part_metrics import RewardParts
-from services.trainer.metrics_logger.speed import Speed
-from services.trainer.metrics_logger.weights_and_biases import WeightsAndBiases
-from services.trainer.metrics_logger.writers import Prometheus, TensorBoard, Writer
+from services.trainer.metrics_logger.writers import Prometheus, TensorBoard, WeightsAndBiases, Writer
 from services.trainer.objective import reward_advantages
-from services.trainer.sample_stats import StatColumn
-from services.trainer.weights.push_result import PushResult
+from services.trainer.weights.push_schedule import PushResult
 from shared.config.run_config import RunConfig
-from shared.schema.messages import TrainerStep, WarmStartEnded
+from shared.model.architecture import Architecture
+from shared.schema.messages import RewardPart, TrainerStep, WarmStartEnded
 
 SUMS = ("agreement_abs_diff", "agreement_tokens")
 """Metrics of the loss that stay sums over a batch's optimizer steps; the others are means."""
 
-SAME = ("reward", "truncated")
-"""Figures that are written under slime's names, raw_reward and truncated_ratio."""
+MOST_PARTS = 64
+"""Names of rewards that are written in a trainer's life: each makes four time series that nothing takes away again."""
+
+_ILLEGAL = re.compile(r"[^-/\w.]")  # TensorBoard's own rule; W&B and Prometheus then have the same names
+
+
+@dataclass(frozen=True)
+class TrainingSpeed:
+    """How fast a role's model is trained, in FLOP/s of its own arithmetic and in parts of what its devices could do.
+
+    Args:
+        ranks: devices that train together. peak: operations a second of one of them; None: not known. value_head: of a critic.
+        adapters: are all that trains.
+    """
+
+    architecture: Architecture
+    ranks: int
+    peak: float | None
+    value_head: bool = False
+    adapters: bool = False
+
+    @classmethod
+    def of(cls, actor: Actor) -> TrainingSpeed:
+        device = torch.cuda.get_device_name() if next(actor.model.modules[0].parameters()).is_cuda else "cpu"
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        settings = actor.settings
+        peak = flops.peak(device, settings.trainer.train_dtype)
+        return cls(actor.architecture, ranks, peak, settings.value_head, settings.lora is not None)
+
+    def of_step(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
+        """Returns TFLOP/s of each device, and MFU where the peak is known. Args: lengths: tokens of each sample of the whole batch."""
+        operations = flops.training(self.architecture, lengths, value_head=self.value_head, adapters=self.adapters)
+        rate = operations / seconds / self.ranks
+        return {"actor_train_tflops": rate / 1e12} | ({} if self.peak is None else {"actor_train_mfu": rate / self.peak})
 
 
 class MetricsLogger:
     """Measurements of one trainer life.
 
     Args:
-        directory: TensorBoard's. job: actor or critic. actor: the model that is trained; None: its speed is not told in FLOP/s.
+        directory: TensorBoard's. speed: of the model that is trained. role: actor or critic.
     """
 
-    def __init__(self, link: ControlClient, directory: Path, config: RunConfig, actor: Actor | None = None, job: str = "actor") -> None:
-        self._link, self._config, self._objective = link, config, config.algorithm
-        self._writers: list[Writer] = [TensorBoard(directory), Prometheus(link)]
+    def __init__(self, control: ControlClient, directory: Path, config: RunConfig, speed: TrainingSpeed, role: str = "actor") -> None:
+        self._control, self._config, self._objective = control, config, config.algorithm
+        self._writers: list[Writer] = [TensorBoard(directory), Prometheus(control)]
         if config.monitoring.use_wandb:
-            self._writers.append(WeightsAndBiases(config, job))
-        self._speed = Speed.of(actor) if actor is not None else None
-        self._job = job
+            self._writers.append(WeightsAndBiases(config, role))
+        self._speed, self._role = speed, role
         self._parts = RewardParts()
         self._last_end: float | None = None
         self._sft_losses: list[float] = []
         self._sft_first = 0.0
-        self._equal: dict[str, float] = {}
+        self._zero_std: dict[str, float] = {}
         self._evaluated: dict[str, int] = {}
 
     def step(
@@ -56,52 +89,44 @@ class MetricsLogger:
         started: float,
         ended: float,
         *,
-        optimized: float | None = None,
-        token_means: Mapping[str, float] | None = None,
+        optimized: float,
+        token_means: Mapping[str, float],
     ) -> None:
-        """One training step: the mean over its optimizer steps; sums of agreement stay sums.
+        """Writes one training step: the mean over its optimizer steps; sums of agreement stay sums.
 
         Args:
-            started, ended: seconds since the epoch. optimized: seconds of its optimizer steps; None: all of it. token_means: of
-                `figures.TokenSums`, all ranks'.
+            started, ended: seconds since the epoch. optimized: seconds of its optimizer steps. token_means: all ranks'.
         """
-        metrics = averaged(results)
+        metrics, groups = averaged(results), batch.partition.batch.groups
         performance = self._performance(batch, started, ended, optimized)
-        plain = {name: value for name, value in asdict(batch.figures).items() if name not in SAME}
-        rollout = {**plain, **self._rollout(batch), **(token_means or {})}
-        self._write(batch.step, {**_named("train", metrics), **_named("rollout", rollout), **_named("perf", performance)})
-        self._write(batch.step, self._parts.metrics(batch.deal.batch.parts))
+        self._write(batch.step, "train", metrics)
+        self._write(batch.step, "rollout", {**self._rollout(batch), **token_means})
+        self._write(batch.step, "perf", performance)
+        self._write(batch.step, "rewards", self._parts.metrics(batch.partition.batch.parts))
         if self._config.monitoring.log_passrate:
-            rates = batch_metrics.passrate([group.rewards for group in batch.deal.batch.groups], self._config.monitoring.passrate_threshold)
-            self._write(batch.step, _named("passrate", rates))
-        told = {**metrics, **asdict(batch.figures), **performance}
-        self._link.report_step(TrainerStep(step=batch.step, version=batch.version, started=started, ended=ended, metrics=told))
-        self._link.gauges(
-            {
-                "step": batch.step + 1,
-                "reward": batch.figures.reward,
-                "loss": metrics["loss"],
-                "grad_norm": metrics["grad_norm"],
-                "staleness_mean": batch.figures.staleness_mean,
-                "staleness_max": batch.figures.staleness_max,
-                "masked_tokens": batch.figures.masked_tokens,
-                "removed_samples": batch.figures.removed_samples,
-                **({"train_tokens_per_s": performance["wall_tok_per_s"]} if "wall_tok_per_s" in performance else {}),
-                "train_compute_tokens_per_s": performance["actor_train_tok_per_s"],
-                "wait_time_ratio": performance["wait_time_ratio"],
-            }
-        )
+            rates = batch_metrics.passrate([group.rewards for group in groups], self._config.monitoring.passrate_threshold)
+            self._write(batch.step, "passrate", rates)
+        of_batch = asdict(batch.metrics)
+        reported = {**metrics, **of_batch, **performance}
+        self._control.report_step(TrainerStep(step=batch.step, version=batch.version, started=started, ended=ended, metrics=reported))
+        shown = ("reward", "staleness_mean", "staleness_max", "masked_tokens", "removed_samples")
+        gauges = {"step": batch.step + 1, "loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
+        gauges |= {name: of_batch[name] for name in shown} | {"wait_time_ratio": performance["wait_time_ratio"]}
+        gauges["train_compute_tokens_per_s"] = performance["actor_train_tok_per_s"]
+        if "wall_tok_per_s" in performance:
+            gauges["train_tokens_per_s"] = performance["wall_tok_per_s"]
+        self._control.gauges(gauges)
         self.evaluations()
 
     def critic(self, batch: TrainBatch, results: list[StepResult], started: float, ended: float) -> None:
-        """One step of the critic: the means over its optimizer steps."""
+        """Writes one step of the critic: the means over its optimizer steps."""
         metrics = averaged(results) | {"step_time": ended - started}
-        self._write(batch.step, _named("critic", metrics))
-        self._link.gauges({"step": batch.step + 1, **{name: metrics[name] for name in ("value_loss", "value_clipfrac", "grad_norm")}})
+        self._write(batch.step, "critic", metrics)
+        self._control.gauges({"step": batch.step + 1, **{name: metrics[name] for name in ("value_loss", "value_clipfrac", "grad_norm")}})
 
     def sft(self, step: int, steps: int, result: StepResult) -> None:
-        """One step of the warm start, the ``step``-th of ``steps``; the last one's end is told with all losses."""
-        self._write(step, {"sft/loss": result.loss, "sft/lr": result.lr})
+        """Writes one step of the warm start, the ``step``-th of ``steps``; the last one's end is reported with all losses."""
+        self._write(step, "sft", {"loss": result.loss, "lr": result.lr})
         gauges = {"sft_step": step, "sft_steps": steps, "sft_loss": result.loss}
         now = time.monotonic()
         if step == 1:
@@ -109,87 +134,97 @@ class MetricsLogger:
         else:
             gauges["sft_seconds_left"] = (now - self._sft_first) / (step - 1) * (steps - step)
         self._sft_losses.append(result.loss)
-        self._link.gauges(gauges)
+        self._control.gauges(gauges)
         if step == steps:
-            self._link.report_warm_start(WarmStartEnded.of(self._sft_losses))
+            self._control.report_warm_start(WarmStartEnded.of(self._sft_losses))
 
     def push(self, result: PushResult) -> None:
-        """One push of weights; its step is the version."""
+        """Writes one push of weights; its step is the version."""
         values = {
             "update_weights_time": result.seconds,
             "update_weights_wire_time": result.wire_seconds,
             "update_weights_stall": result.stall,
-            "update_weights_bytes": float(result.bytes),
+            "update_weights_bytes": result.bytes,
             "update_weights_gb_per_s": result.gb_per_s,
         }
-        self._write(result.version, _named("perf", values))
-        self._link.gauges(
-            {
-                "version": result.version,
-                "push_seconds": result.seconds,
-                "push_stall_seconds": result.stall,
-                "push_gb_per_s": result.gb_per_s,
-            }
-        )
+        self._write(result.version, "perf", values)
+        pace = {"push_seconds": result.seconds, "push_stall_seconds": result.stall, "push_gb_per_s": result.gb_per_s}
+        self._control.gauges({"version": result.version, **pace})
         self.evaluations()
 
     def evaluations(self) -> None:
-        """Writes the evaluations that have ended since it was last asked; their step is the version's."""
-        for name, (version, reward) in self._link.evaluations.items():
+        """Writes the evaluations that have ended since it was last called; their step is the version's."""
+        for name, (version, reward) in self._control.evaluations.items():
             if self._evaluated.get(name) != version:
                 self._evaluated[name] = version
-                self._write(version * self._config.weights.update_weights_interval, {f"eval/{name}": reward})
+                self._write(version * self._config.weights.update_weights_interval, "eval", {name: reward})
 
     def close(self) -> None:
-        if self._job == "actor":
+        if self._role == "actor":
             self.evaluations()
         for writer in self._writers:
             writer.close()
 
-    def _write(self, step: int, values: Mapping[str, float]) -> None:
+    def _write(self, step: int, prefix: str, values: Mapping[str, float]) -> None:
+        named = {f"{prefix}/{name}": float(value) for name, value in values.items()}
         for writer in self._writers:
-            writer.write(step, values)
+            writer.write(step, named)
 
-    def _performance(self, batch: TrainBatch, started: float, ended: float, optimized: float | None) -> dict[str, float]:
-        seconds = max(ended - started, 1e-9)
-        training = max(seconds if optimized is None else optimized, 1e-9)
-        waited, first = (0.0, True) if self._last_end is None else (started - self._last_end, False)
-        self._last_end = ended
+    def _performance(self, batch: TrainBatch, started: float, ended: float, optimized: float) -> dict[str, float]:
+        seconds, training = max(ended - started, 1e-9), max(optimized, 1e-9)
+        waited = 0.0 if self._last_end is None else started - self._last_end
         found = {
             "step_time": seconds,
             "actor_train_time": training,
             "train_wait_time": waited,
             "wait_time_ratio": waited / (waited + seconds),
-            "actor_train_tok_per_s": batch.figures.tokens / training,
+            "actor_train_tok_per_s": batch.metrics.tokens / training,
         }
-        if not first:  # nobody knows what the first step waited for
-            found["wall_tok_per_s"] = batch.figures.tokens / (waited + seconds)
-        return found | (self._speed.of_step([item.tokens for item in batch.deal.items], training) if self._speed is not None else {})
+        if self._last_end is not None:  # nobody knows what the first step waited for
+            found["wall_tok_per_s"] = batch.metrics.tokens / (waited + seconds)
+        self._last_end = ended
+        return found | self._speed.of_step([item.tokens for item in batch.partition.items], training)
 
     def _rollout(self, batch: TrainBatch) -> dict[str, float]:
-        groups, facts, objective = batch.deal.batch.groups, batch.facts, self._objective
-        rewards, numbers = [reward for group in groups for reward in group.rewards], [item.group for item in batch.deal.items]
-        rollouts = list(zip(numbers, facts.integers(StatColumn.ROLLOUT), strict=True))
-        found = batch_metrics.rollout(
-            rewards,
-            numbers,
-            facts.integers(StatColumn.RESPONSE),
-            truncated=facts.column(StatColumn.TRUNCATED),
-            looping=facts.column(StatColumn.LOOPING),
-            shaped=None if objective.loss_type == "sft_loss" else reward_advantages(objective, rewards, numbers, rollouts).tolist(),
-        )
+        shaped = None
+        if self._objective.loss_type != "sft_loss":
+            groups = [item.group for item in batch.partition.items]
+            shaped = reward_advantages(self._objective, batch.partition.rewards, groups, batch.rollouts).tolist()
+        found = batch_metrics.rollout_metrics(batch.partition.batch, batch.sample_stats, shaped)
         equal = {name: value for name, value in found.items() if name.startswith("zero_std/")}
-        self._equal = {**dict.fromkeys(self._equal, 0.0), **equal}  # a reward of which there was a group once is told as 0 from then on
-        return found | self._equal
+        self._zero_std = {**dict.fromkeys(self._zero_std, 0.0), **equal}  # a reward of which there was a group once is 0 from then on
+        return found | self._zero_std
+
+
+class RewardParts:
+    """Named rewards as metrics: names are the user's, so they are made legal everywhere; the first `MOST_PARTS` that come are written."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._warned = False
+
+    def metrics(self, parts: Mapping[str, RewardPart]) -> dict[str, float]:
+        """Returns ``<part>/mean`` and ``std``, ``min``, ``max`` beside it, without the prefix ``rewards/``."""
+        found: dict[str, float] = {}
+        for given, part in parts.items():
+            name = _ILLEGAL.sub("_", given)
+            if name not in self._names and len(self._names) >= MOST_PARTS:
+                self._warn(name)
+                continue
+            self._names.add(name)
+            values = {"mean": part.mean, "std": part.std, "min": part.min, "max": part.max}
+            found.update({f"{name}/{what}": value for what, value in values.items()})
+        return found
+
+    def _warn(self, name: str) -> None:
+        if not self._warned:
+            self._warned = True
+            structlog.get_logger().warning("reward_parts_left_out", first=name, most=MOST_PARTS)
 
 
 def averaged(results: Sequence[StepResult]) -> dict[str, float]:
-    """Metrics of a batch's optimizer steps: means, sums where they are `SUMS`, norm and rate of the last."""
+    """Returns the metrics of a batch's optimizer steps: means, sums where they are `SUMS`, norm and rate of the last."""
     names = results[0].metrics
     metrics = {name: sum(result.metrics[name] for result in results) / len(results) for name in names}
     metrics |= {name: sum(result.metrics[name] for result in results) for name in SUMS if name in names}
     return metrics | {"grad_norm": results[-1].grad_norm, "lr": results[-1].lr}
-
-
-def _named(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
-    return {f"{prefix}/{name}": float(value) for name, value in values.items()}

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
 from services.trainer.control_client import ControlClient
+from shared.config.run_config import RunConfig
+from shared.runtime import extras
+
+STEP = "step"
+"""W&B's axis: its own step must only grow, and a resumed run makes steps again."""
+
+SENT = ("model", "rollout", "trainer", "sft", "algorithm", "weights")
+"""Sections of the config that W&B gets."""
 
 
 class Writer(Protocol):
-    """One place."""
+    """One destination."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Writes numbers of one step; names are those of docs/metrics.md."""
@@ -38,11 +46,52 @@ class TensorBoard:
 class Prometheus:
     """Gauges on the trainer's ``/metrics``: ``train/loss`` is ``myxo_train_loss``. They hold the newest step's numbers."""
 
-    def __init__(self, link: ControlClient) -> None:
-        self._link = link
+    def __init__(self, control: ControlClient) -> None:
+        self._control = control
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._link.metrics(values)
+        self._control.metrics(values)
 
     def close(self) -> None:
         pass
+
+
+class WeightsAndBiases:
+    """A W&B run that goes on where the trainer does; offline its files are written for ``wandb sync``.
+
+    Args:
+        role: actor or critic.
+
+    Raises ConfigError where the package is not installed.
+    """
+
+    def __init__(self, config: RunConfig, role: str) -> None:
+        extras.check(config)
+        import wandb
+
+        asked = config.monitoring
+        directory = asked.wandb_dir or config.run.root
+        directory.mkdir(parents=True, exist_ok=True)
+        name = config.run.name if role == "actor" else f"{config.run.name}-{role}"
+        sections = {section: value for section, value in config.model_dump(mode="json").items() if section in SENT}
+        sections["rollout"].pop("sglang")  # an engine's flags may hold a key
+        self._run: Any = wandb.init(
+            project=asked.wandb_project,
+            entity=asked.wandb_team,
+            group=asked.wandb_group or config.run.name,
+            name=name,
+            id=name,
+            job_type=role,
+            mode=asked.wandb_mode,
+            dir=str(directory),
+            resume="allow",
+            config=sections,
+            settings=wandb.Settings(console="off", silent=True, **({"base_url": asked.wandb_host} if asked.wandb_host else {})),
+        )
+        self._run.define_metric("*", step_metric=STEP)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({STEP: step, **values})
+
+    def close(self) -> None:
+        self._run.finish()

@@ -8,29 +8,23 @@ batch), ``sample_weights`` (per sample), packing, ``batch_statistics`` (per opti
 from services.trainer.objective.advantage import (
     Advantages,
     BadReward,
-    BadTokens,
     Needs,
+    distilled,
     group_relative,
     needs,
     reward_advantages,
     token_advantages,
 )
-from services.trainer.objective.correction import MissingStatistics
+from services.trainer.objective.correction import MissingStatistics, Statistics, batch_statistics
 from services.trainer.objective.custom_objective import CustomFunctions, CustomLoss
-from services.trainer.objective.kl import reward_kl
-from services.trainer.objective.loss import PolicyLoss
-from services.trainer.objective.losses import loss_of, passing
+from services.trainer.objective.loss import PolicyLoss, SftLoss, ValueLoss, loss_of, passing
 from services.trainer.objective.reduce import denominator, sample_weights
-from services.trainer.objective.sft_loss import SftLoss
-from services.trainer.objective.statistics import Statistics, batch_statistics
 from services.trainer.objective.tokens import Loss, MissingField
-from services.trainer.objective.value_loss import ValueLoss
-from services.trainer.objective.whitening import Moments, whiten, whiten_samples, whitened
+from services.trainer.objective.whitening import Moments, whitened
 
 __all__ = [
     "Advantages",
     "BadReward",
-    "BadTokens",
     "CustomFunctions",
     "CustomLoss",
     "Loss",
@@ -44,15 +38,13 @@ __all__ = [
     "ValueLoss",
     "batch_statistics",
     "denominator",
+    "distilled",
     "group_relative",
     "loss_of",
     "needs",
     "passing",
     "reward_advantages",
-    "reward_kl",
     "sample_weights",
     "token_advantages",
-    "whiten",
-    "whiten_samples",
     "whitened",
 ]

@@ -5,19 +5,56 @@ A group that lost samples (dropped, dead, rejected) is normalised over those it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from services.trainer.objective.returns import discounted_sum, generalized_advantages
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.errors import MyxoError
 
+_BLOCK = 64
+
+
+def discounted_sum(values: Tensor, factor: float) -> Tensor:
+    """Returns ``y_t = x_t + factor y_{t+1}``, 0 beyond the end.
+
+    Block by block, since a response may have 100,000 tokens: within a block by a matrix of powers, which cannot overflow for a factor of
+    at most 1, between blocks by what is carried over.
+    """
+    if not values.numel():
+        return values
+    blocks = -(-values.numel() // _BLOCK)
+    padded = torch.zeros(blocks * _BLOCK, dtype=torch.float64)
+    padded[: values.numel()] = values
+    positions = torch.arange(_BLOCK, dtype=torch.float64)
+    distance = positions[:, None] - positions[None, :]
+    powers = torch.where(distance >= 0, float(factor) ** distance.abs(), 0.0)  # [later, earlier]
+    sums = padded.reshape(blocks, _BLOCK) @ powers
+    to_the_next = float(factor) ** torch.arange(_BLOCK, 0, -1, dtype=torch.float64)
+    for block in range(blocks - 2, -1, -1):
+        sums[block] += to_the_next * sums[block + 1, 0]
+    return sums.reshape(-1)[: values.numel()]
+
+
+def generalized_advantages(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
+    """Returns GAE: ``delta_t = r_t + gamma V_{t+1} - V_t``, ``A_t = delta_t + gamma lambd A_{t+1}``; and returns ``A_t + V_t``.
+
+    Args:
+        rewards, values: [K]; ``values[t]`` is that of the state in which token t is chosen. Beyond the last token there is none: 0.
+
+    Source: Schulman et al. 2015 (arXiv:1506.02438), eq. 16; for language models, Ouyang et al. 2022 (arXiv:2203.02155).
+    """
+    next_values = torch.cat([values[1:], values.new_zeros(1)])[: values.numel()]
+    advantages = discounted_sum(rewards + gamma * next_values - values, gamma * lambd)
+    return advantages, advantages + values
+
+
 FloatArray = npt.NDArray[np.float64]
-Rewards = Sequence[float] | npt.NDArray[np.floating]
-PerToken = Sequence[npt.NDArray[np.floating]]
+Rewards = Sequence[float] | FloatArray
 
 STD_EPSILON = 1e-6
 
@@ -34,25 +71,13 @@ class BadReward(MyxoError):
         super().__init__(f"reward of rollout {rollout} (group {group}) {problem}")
 
 
-class BadTokens(MyxoError):
-    """Per-token numbers that do not fit their sample.
-
-    Args:
-        field: what they are. sample: its place in the batch, rollout and group. problem: what is wrong, with the numbers.
-    """
-
-    def __init__(self, field: str, sample: str, problem: str) -> None:
-        self.field, self.sample, self.problem = field, sample, problem
-        super().__init__(f"{field} of sample {sample}: {problem}")
-
-
 @dataclass(frozen=True)
 class Needs:
     """What an objective asks for beside rewards, masks and the rollout's log-probs.
 
     Args:
-        proximal: the trainer's log-probs at batch start. reference: those of the reference policy. kl, values, teacher_gap: the arguments
-            of `token_advantages`. statistics: `batch_statistics` before each optimizer step.
+        proximal: the trainer's log-probs at batch start. reference: those of the reference policy. kl, values: the arguments of
+            `token_advantages`. teacher_gap: that of `distilled`. statistics: `batch_statistics` before each optimizer step.
     """
 
     proximal: bool
@@ -65,14 +90,14 @@ class Needs:
 
 @dataclass(frozen=True)
 class Advantages:
-    """Of each sample, 0 where the mask is 0: float64 [R]. returns: what a critic learns, None without one."""
+    """The advantages of each sample's tokens, 0 where the mask is 0: float64 [R]. returns: what a critic learns, None without one."""
 
-    advantages: list[FloatArray]
-    returns: list[FloatArray] | None = None
+    advantages: list[Tensor]
+    returns: list[Tensor] | None = None
 
 
 def needs(config: AlgorithmSection, optimizer_steps: int = 1) -> Needs:
-    """What the configured objective needs. Args: optimizer_steps: that one batch is split into."""
+    """Returns what the configured objective needs. Args: optimizer_steps: that one batch is split into."""
     if config.loss_type == "sft_loss":
         return Needs(False, False, False, False, False, False)
     in_reward = config.kl_coef != 0.0
@@ -89,13 +114,9 @@ def needs(config: AlgorithmSection, optimizer_steps: int = 1) -> Needs:
 
 
 def group_relative(
-    rewards: Rewards,
-    groups: Sequence[Hashable],
-    rollout_ids: Sequence[Hashable] | None = None,
-    *,
-    normalize_std: bool = True,
+    rewards: Rewards, groups: Sequence[Hashable], rollout_ids: Sequence[Hashable] | None = None, *, normalize_std: bool = True
 ) -> FloatArray:
-    """``(r - mean) / (std + 1e-6)`` within each group, the std unbiased: float64 [N].
+    """Returns ``(r - mean) / (std + 1e-6)`` within each group, the std unbiased: float64 [N].
 
     Without ``normalize_std`` only ``r - mean``. Exactly 0 for a group of one rollout, and for a group whose votes are
     all equal: their mean may differ from them in the last bit, and a division by 1e-6 would make that a gradient.
@@ -113,32 +134,28 @@ def group_relative(
         ValueError: rewards, groups and rollout ids of unlike length.
     """
     values = np.asarray(rewards, dtype=np.float64)
-    rollouts: Sequence[Hashable] = range(values.size) if rollout_ids is None else rollout_ids
-    if values.ndim != 1 or len(groups) != values.size or len(rollouts) != values.size:
-        raise ValueError(f"rewards {values.shape}, {len(groups)} groups, {len(rollouts)} rollout ids: expected as many of each")
-
-    samples: dict[Hashable, list[int]] = {}  # of each rollout
-    members: dict[Hashable, list[Hashable]] = {}  # rollouts of each group
-    for index, (rollout, group) in enumerate(zip(rollouts, groups, strict=True)):
-        if not np.isfinite(values[index]):
-            raise BadReward(rollout, group, f"is {values[index]}, expected a finite number")
-        if rollout not in samples:
-            samples[rollout] = []
-            members.setdefault(group, []).append(rollout)
-        elif groups[samples[rollout][0]] != group:
-            other = groups[samples[rollout][0]]
-            raise BadReward(rollout, group, f"is {values[index]}, but another sample of this rollout is in group {other}")
-        samples[rollout].append(index)
-
     advantages = np.zeros(values.size)
-    for of_group in members.values():
-        votes = np.array([_vote(values[samples[rollout]]) for rollout in of_group])
+    for samples_of_rollouts in _samples_by_group(values, groups, range(values.size) if rollout_ids is None else rollout_ids):
+        votes = np.array([_vote(values[samples]) for samples in samples_of_rollouts])
         if len(votes) < 2 or np.ptp(votes) == 0.0:
             continue
         scale = votes.std(ddof=1) + STD_EPSILON if normalize_std else 1.0
-        indexes = [index for rollout in of_group for index in samples[rollout]]
-        advantages[indexes] = (values[indexes] - votes.mean()) / scale
+        indices = [index for samples in samples_of_rollouts for index in samples]
+        advantages[indices] = (values[indices] - votes.mean()) / scale
     return advantages
+
+
+def _samples_by_group(values: FloatArray, groups: Sequence[Hashable], rollouts: Sequence[Hashable]) -> list[list[list[int]]]:
+    """``[group][rollout]``: the indices of its samples. Raises as `group_relative`."""
+    found: dict[Hashable, dict[Hashable, list[int]]] = {}
+    group_of: dict[Hashable, Hashable] = {}
+    for index, (value, group, rollout) in enumerate(zip(values, groups, rollouts, strict=True)):
+        if not np.isfinite(value):
+            raise BadReward(rollout, group, f"is {value}, expected a finite number")
+        if group_of.setdefault(rollout, group) != group:
+            raise BadReward(rollout, group, f"is {value}, but another sample of this rollout is in group {group_of[rollout]}")
+        found.setdefault(group, {}).setdefault(rollout, []).append(index)
+    return [list(samples_of_rollouts.values()) for samples_of_rollouts in found.values()]
 
 
 def _vote(rewards: FloatArray) -> float:
@@ -149,7 +166,7 @@ def _vote(rewards: FloatArray) -> float:
 def reward_advantages(
     config: AlgorithmSection, rewards: Rewards, groups: Sequence[Hashable], rollout_ids: Sequence[Hashable] | None = None
 ) -> FloatArray:
-    """What each sample's reward is to its estimator, before token-level terms and whitening: float64 [N].
+    """Returns what each sample's reward is to its estimator, before token-level terms and whitening: float64 [N].
 
     grpo, gspo, cispo: ``group_relative``; reinforce_plus_plus_baseline: the same without the std; ppo, reinforce_plus_plus, and all of
     them without ``normalize_rewards``: the reward as it is.
@@ -164,103 +181,61 @@ def reward_advantages(
 def token_advantages(
     config: AlgorithmSection,
     rewards: Rewards,
-    groups: Sequence[Hashable],
-    rollouts: Sequence[Hashable] | None,
-    masks: Sequence[npt.NDArray[np.generic]],
+    masks: Sequence[Tensor],
     *,
-    kl: PerToken | None = None,
-    values: PerToken | None = None,
-    teacher_gap: PerToken | None = None,
-    own: Sequence[int] | None = None,
-    custom: Callable[[FloatArray], Advantages] | None = None,
+    kl: Sequence[Tensor] | None = None,
+    values: Sequence[Tensor] | None = None,
 ) -> Advantages:
-    """The advantage of each token under the configured estimator, before whitening.
+    """Returns the advantage of each token under the configured estimator, before whitening.
 
     With r the reward after ``reward_advantages``, on the trained tokens:
 
     * grpo, gspo, cispo: ``A_t = r``; reinforce_plus_plus_baseline: ``A_t = r - kl_coef KL_t``;
     * reinforce_plus_plus: ``r_t = -kl_coef KL_t``, r more on the last, ``A_t = r_t + gamma A_{t+1}``;
-    * ppo: GAE of the same ``r_t`` (``returns.py``).
-
-    With ``use_opd`` less ``opd_kl_coef`` times the teacher's gap.
+    * ppo: GAE of the same ``r_t`` (``generalized_advantages``).
 
     Args:
-        rewards, groups, rollouts: [N], of the whole batch (see `group_relative`).
-        masks: [R] of each sample; what stands at mask 0 of the following is ignored. kl: estimates of log pi_old - log pi_ref (``kl.py``).
-        values: the critic's. teacher_gap: log pi_old - log pi_teacher.
-        own: places in the batch of the samples that masks, kl, values and teacher_gap are of, for a rank that holds a part; default: all.
-        custom: in place of the estimator, from ``reward_advantages`` of the own samples (``CustomFunctions.advantages``).
+        rewards: of each sample, as ``reward_advantages`` gives them. masks: bool [R] of each; what stands elsewhere is ignored.
+        kl: estimates of log pi_old - log pi_ref (``kl_estimate``), [R] of each, with ``kl_coef``. values: the critic's, likewise, for ppo.
 
-    Sources: REINFORCE++, Hu et al. 2025 (arXiv:2501.03262); PPO with a KL in the reward, Ouyang et al. 2022 (arXiv:2203.02155); on-policy
-    distillation, Agarwal et al. 2024 (arXiv:2306.13649), as a reward of each token, Thinking Machines Lab 2025.
-
-    Raises:
-        BadReward; BadTokens: one of the lists is missing, of another length than the mask, or not finite on a trained token; ValueError.
+    Sources: REINFORCE++, Hu et al. 2025 (arXiv:2501.03262); PPO with a KL in the reward, Ouyang et al. 2022 (arXiv:2203.02155).
     """
-    of_sample = reward_advantages(config, rewards, groups, rollouts)
-    places = range(len(of_sample)) if own is None else own
-    if len(masks) != len(places):
-        raise ValueError(f"{len(masks)} masks for {len(places)} samples")
-    wanted = needs(config)
-    all_lists = {
-        "kl": (kl, wanted.kl, f"kl_coef {config.kl_coef}"),
-        "values": (values, wanted.values, config.advantage_estimator),
-        "teacher_gap": (teacher_gap, wanted.teacher_gap, "use_opd"),
-    }
-    wanted_lists: dict[str, PerToken] = {}
-    for field, (lists, wants, what_for) in all_lists.items():
-        if not wants:
-            continue
-        if lists is None or len(lists) != len(places):
-            raise BadTokens(field, "(any)", f"{what_for} needs {len(places)} arrays, got {'none' if lists is None else len(lists)}")
-        wanted_lists[field] = lists
-
-    by_custom = custom(of_sample[list(places)]) if custom is not None else None
     advantages, returns = [], []
-    for number, place in enumerate(places):
-        trained = np.asarray(masks[number]) != 0
-        name = f"{place} (rollout {place if rollouts is None else rollouts[place]}, group {groups[place]})"
-        kept = {field: _trained(field, lists[number], trained, name) for field, lists in wanted_lists.items()}
-        if by_custom is None:
-            advantage, learned = _of_one(config, of_sample[place], int(trained.sum()), kept)
+    for index, (reward, mask) in enumerate(zip(rewards, masks, strict=True)):
+        penalty = torch.zeros(int(mask.sum()), dtype=torch.float64)
+        if kl is not None:
+            penalty = config.kl_coef * kl[index][mask].double()
+        if config.advantage_estimator not in ("ppo", "reinforce_plus_plus"):
+            advantages.append(_spread(float(reward) - penalty, mask))
+            continue
+        token_rewards = -penalty
+        token_rewards[-1:] += float(reward)
+        if values is None:
+            advantages.append(_spread(discounted_sum(token_rewards, config.gamma), mask))
         else:
-            advantage = learned = by_custom.advantages[number][trained]
-        if "teacher_gap" in kept:
-            advantage = advantage - config.opd_kl_coef * kept["teacher_gap"]
-        advantages.append(_spread(advantage, trained))
-        returns.append(_spread(learned, trained))
-    if by_custom is not None:
-        return Advantages(advantages, by_custom.returns)
+            found = generalized_advantages(token_rewards, values[index][mask].double(), config.gamma, config.lambd)
+            advantages.append(_spread(found[0], mask))
+            returns.append(_spread(found[1], mask))
     return Advantages(advantages, returns if config.has_critic else None)
 
 
-def _of_one(config: AlgorithmSection, reward: float, tokens: int, kept: dict[str, FloatArray]) -> tuple[FloatArray, FloatArray]:
-    """(advantages, returns) of one sample's trained tokens."""
-    penalty = config.kl_coef * kept["kl"] if "kl" in kept else np.zeros(tokens)
-    if config.advantage_estimator not in ("ppo", "reinforce_plus_plus"):
-        advantage = np.full(tokens, reward) - penalty
-        return advantage, advantage
-    token_rewards = -penalty
-    token_rewards[-1:] += reward
-    if config.has_critic:
-        return generalized_advantages(token_rewards, kept["values"], config.gamma, config.lambd)
-    advantage = discounted_sum(token_rewards, config.gamma)
-    return advantage, advantage
+def distilled(
+    config: AlgorithmSection, advantages: Sequence[Tensor], old: Sequence[Tensor], teacher: Sequence[Tensor], masks: Sequence[Tensor]
+) -> list[Tensor]:
+    """Returns the advantages less ``opd_kl_coef (log pi_old - log pi_teacher)`` on the trained tokens: float64 [R] each.
+
+    Args:
+        old, teacher: log-probs, [R] of each sample.
+
+    Sources: on-policy distillation, Agarwal et al. 2024 (arXiv:2306.13649), as a reward of each token, Thinking Machines Lab 2025.
+    """
+    return [
+        advantage - config.opd_kl_coef * torch.where(mask, (of_old - of_teacher).double(), 0.0)
+        for advantage, of_old, of_teacher, mask in zip(advantages, old, teacher, masks, strict=True)
+    ]
 
 
-def _trained(field: str, values: npt.NDArray[np.floating], trained: npt.NDArray[np.bool_], name: str) -> FloatArray:
-    """Of the trained tokens: float64 [K]."""
-    array = np.asarray(values, dtype=np.float64)
-    if array.shape != trained.shape:
-        raise BadTokens(field, name, f"shape {array.shape} for {trained.size} response tokens")
-    bad = np.flatnonzero(trained & ~np.isfinite(array))
-    if bad.size:
-        problem = f"is {array[bad[0]]} at trained position {bad[0]} ({bad.size} such positions), expected finite numbers"
-        raise BadTokens(field, name, problem)
-    return array[trained]
-
-
-def _spread(values: FloatArray, trained: npt.NDArray[np.bool_]) -> FloatArray:
-    result = np.zeros(trained.shape)
-    result[trained] = values
+def _spread(values: Tensor, mask: Tensor) -> Tensor:
+    result = torch.zeros(mask.shape, dtype=torch.float64)
+    result[mask] = values
     return result

@@ -4,19 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from services.trainer.objective.advantage import Advantages
-from services.trainer.objective.responses import Responses
 from services.trainer.objective.tokens import MaskedTokens, Metrics
 from services.trainer.packing import PackedBatch
 from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, HookFailed, HookSample, load, paths
+
+
+class Responses:
+    """Sum of R over the S samples: F.
+
+    total_lengths, response_lengths: ints [S]. loss_masks: [R] of each, floats.
+    """
+
+    def __init__(self, batch: PackedBatch) -> None:
+        starts = batch.cu_seqlens.tolist()
+        first = [_first_trained(batch.loss_mask, start, end) for start, end in pairwise(starts)]
+        self.total_lengths = [end - start for start, end in pairwise(starts)]
+        self.response_lengths = [end - 1 - at for at, end in zip(first, starts[1:], strict=True)]
+        spans = [torch.arange(at, end - 1) for at, end in zip(first, starts[1:], strict=True)]
+        self._places = torch.cat(spans).to(batch.loss_mask.device)
+        self._size = int(starts[-1])
+        self.loss_masks = self.lists(batch.loss_mask)
+
+    def flat(self, values: Tensor) -> Tensor:
+        """Of [T] the responses', end to end: [F]. Differentiable."""
+        return values[self._places]
+
+    def lists(self, values: Tensor) -> list[Tensor]:
+        """Of [T] the response of each sample: [R] each. Differentiable."""
+        return list(self.flat(values).split(self.response_lengths))
+
+    def packed(self, values: Tensor) -> Tensor:
+        """[F] back in its places, 0 elsewhere: [T]. Differentiable."""
+        return values.new_zeros(self._size).index_copy(0, self._places, values)
+
+    @property
+    def size(self) -> int:
+        """F."""
+        return int(self._places.numel())
+
+
+def _first_trained(mask: Tensor, start: int, end: int) -> int:
+    trained = torch.nonzero(mask[start : end - 1]).flatten()
+    return start + int(trained[0]) if trained.numel() else end - 1
+
 
 LOSS = "algorithm.custom_loss_function_path"
 ADVANTAGE = "algorithm.custom_advantage_function_path"
@@ -102,16 +141,17 @@ class CustomFunctions:
             total = total + 0.0 * pg.sum()
         return total / self.denominator
 
-    def advantages(self, masks: Sequence[npt.NDArray[np.generic]], data: Mapping[str, Any]) -> Advantages:
+    def advantages(self, masks: Sequence[Tensor], data: Mapping[str, Sequence[Any]]) -> Advantages:
         """``custom_advantage_function_path``: what the function sets as ``advantages`` and, if it does, ``returns``: [R] of each sample.
 
         Args:
-            masks: [R] of each of this rank's samples. data: what else ``rollout_data`` holds of them, lists of [R] arrays or of numbers.
+            masks: bool [R] of each of this rank's samples. data: what else ``rollout_data`` holds of them, lists of tensors [R] or numbers.
         """
-        tensors = {field: _tensors(values) for field, values in data.items() if values is not None}
         rollout_data: dict[str, Any] = {
-            **tensors, "loss_masks": _tensors(masks), "response_lengths": [int(np.size(mask)) for mask in masks]
-        }  # fmt: skip
+            **{field: _copied(values) for field, values in data.items()},
+            "loss_masks": _copied(masks),
+            "response_lengths": [mask.numel() for mask in masks],
+        }
         self.call(ADVANTAGE, self.advantage, self.args, rollout_data)
         found = {field: self._per_sample(field, rollout_data.get(field), masks) for field in ("advantages", "returns")}
         if found["advantages"] is None:
@@ -149,19 +189,19 @@ class CustomFunctions:
             raise self._refused(field, f"{what} is {_kind(values)} {shape}; expected a tensor [{size}], one number a response token")
         return values
 
-    def _per_sample(self, field: str, values: Any, masks: Sequence[npt.NDArray[np.generic]]) -> list[npt.NDArray[np.float64]] | None:
+    def _per_sample(self, field: str, values: Any, masks: Sequence[Tensor]) -> list[Tensor] | None:
         if values is None:
             return None
-        arrays = [np.asarray(torch.as_tensor(one).detach().cpu(), dtype=np.float64) for one in values]
-        if len(arrays) != len(masks):
-            raise self._refused(ADVANTAGE, f"{field}: {len(arrays)} arrays for {len(masks)} samples")
-        for number, (array, mask) in enumerate(zip(arrays, masks, strict=True)):
-            if array.shape != np.shape(mask):
-                problem = f"{field} of sample {number}: shape {array.shape} for {np.size(mask)} response tokens"
+        tensors = [torch.as_tensor(value).detach().cpu().double() for value in values]
+        if len(tensors) != len(masks):
+            raise self._refused(ADVANTAGE, f"{field}: {len(tensors)} arrays for {len(masks)} samples")
+        for index, (tensor, mask) in enumerate(zip(tensors, masks, strict=True)):
+            if tensor.shape != mask.shape:
+                problem = f"{field} of sample {index}: shape {tuple(tensor.shape)} for {mask.numel()} response tokens"
                 raise self._refused(ADVANTAGE, problem)
-            if not np.isfinite(array[np.asarray(mask) != 0]).all():
-                raise self._refused(ADVANTAGE, f"{field} of sample {number} is not finite on every trained token")
-        return [np.where(np.asarray(mask) != 0, array, 0.0) for array, mask in zip(arrays, masks, strict=True)]
+            if not torch.isfinite(tensor[mask]).all():
+                raise self._refused(ADVANTAGE, f"{field} of sample {index} is not finite on every trained token")
+        return [torch.where(mask, tensor, torch.zeros_like(tensor)) for tensor, mask in zip(tensors, masks, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -202,8 +242,9 @@ class CustomLoss:
         return loss, {"loss": loss.detach(), **numbers}
 
 
-def _tensors(values: Sequence[Any]) -> list[Any]:
-    return [torch.from_numpy(np.array(one, dtype=np.float64)) if isinstance(one, np.ndarray) else one for one in values]
+def _copied(values: Sequence[Any]) -> list[Any]:
+    """The tensors among the values as copies in float64: a function may write into them."""
+    return [value.to(torch.float64, copy=True) if isinstance(value, Tensor) else value for value in values]
 
 
 def _kind(value: object) -> str:

@@ -1,4 +1,4 @@
-"""The policy loss of a micro-batch, from the log-probs of its tokens under the policy being trained.
+"""The losses of a micro-batch: the policy's, that of supervised fine-tuning, the critic's; and which of them a run has.
 
 Invariants, held by tests:
 
@@ -10,18 +10,20 @@ Invariants, held by tests:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from services.trainer.objective import correction, policy_gradient
-from services.trainer.objective.correction import MissingStatistics
-from services.trainer.objective.custom_objective import CustomFunctions
+from services.trainer.objective.correction import MissingStatistics, Statistics
+from services.trainer.objective.custom_objective import CustomFunctions, CustomLoss
 from services.trainer.objective.importance import second_moment_mask, second_moments
-from services.trainer.objective.kl import LOSS_KL, kl_estimate
-from services.trainer.objective.sequence import sequence_sum
-from services.trainer.objective.statistics import Statistics
-from services.trainer.objective.tokens import MaskedTokens, Metrics, MissingField
+from services.trainer.objective.policy_gradient import LOSS_KL, kl_estimate
+from services.trainer.objective.tokens import MaskedTokens, Metrics, MissingField, sequence_sum
 from services.trainer.packing import PackedBatch
 from shared.config.algorithm import AlgorithmSection
 
@@ -54,10 +56,6 @@ class PolicyLoss:
     batch_version: int | None = None
     statistics: Statistics = field(default_factory=Statistics)
     custom: CustomFunctions = field(default_factory=CustomFunctions)
-
-    def at_version(self, batch_version: int) -> PolicyLoss:
-        """The same loss for a batch that starts from ``batch_version``."""
-        return replace(self, batch_version=batch_version)
 
     def __call__(self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Metrics]:
         """See ``Loss``. Args: log_probs, entropy: [T], of ``batch.labels``. Raises MissingField; HookFailed; ValueError."""
@@ -158,3 +156,86 @@ class PolicyLoss:
         mean = tokens.mean(kl_estimate(tokens.log_probs, reference, config.kl_loss_type or LOSS_KL, ratio))
         metrics["kl_loss"] = mean.detach()
         return config.kl_loss_coef * mean if config.kl_loss_coef != 0.0 else tokens.weights.new_zeros(())
+
+
+@dataclass(frozen=True)
+class SftLoss:
+    """``-sum(weights log p)``; an instance is a ``Loss``.
+
+    With weights of reducer ``token_mean`` it is the batch's mean over trained tokens, with ``rollout_mean`` the mean of
+    the samples' means (slime's default for SFT too). Metrics: loss, and entropy_loss with an entropy.
+
+    Source: maximum likelihood, the cross-entropy of next tokens.
+    """
+
+    def __call__(self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Metrics]:
+        """See ``Loss``. Args: log_probs, entropy: [T], of ``batch.labels``. Raises MissingField; ValueError."""
+        tokens = MaskedTokens(log_probs, batch)
+        loss = tokens.mean(-tokens.log_probs)
+        metrics = {"loss": loss.detach()}
+        if entropy is not None:
+            metrics["entropy_loss"] = tokens.mean(tokens.blank(entropy.detach()))
+        return loss, metrics
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """``sum(weights max((V_clipped - R)^2, (V - R)^2))``, V clipped to ``[V_old - value_clip, V_old + value_clip]``.
+
+    An instance is a ``Loss`` on values. The micro-batch carries fields ``values`` (V_old), ``returns`` (R) and ``weights``. There is no
+    factor 1/2. Metrics: loss, value_loss, value_clipfrac (share of tokens whose clipped term is the larger).
+
+    Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 9; clipped as in OpenAI's implementation of it.
+    """
+
+    value_clip: float = 0.2
+
+    def __call__(self, values: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Metrics]:
+        """See ``Loss``; ``values`` [T]: of the state in which ``batch.labels[t]`` is chosen. Raises MissingField; ValueError."""
+        tokens = MaskedTokens(values, batch)
+        old = tokens.field("values", "the clip of the value loss").detach()
+        returns = tokens.field("returns", "the value loss").detach()
+        current = tokens.log_probs  # here: values
+        bounded = old + (current - old).clamp(-self.value_clip, self.value_clip)
+        free_error, bounded_error = (current - returns).square(), (bounded - returns).square()
+        loss = tokens.mean(torch.maximum(free_error, bounded_error))
+        outside = (tokens.log_probs - old).abs() > self.value_clip  # inside, the two errors differ by rounding alone
+        clipped = (outside & (bounded_error > free_error)).to(tokens.dtype)
+        return loss, {"loss": loss.detach(), "value_loss": loss.detach(), "value_clipfrac": tokens.mean(clipped.detach())}
+
+
+ActorLoss = PolicyLoss | SftLoss | CustomLoss
+
+
+def loss_of(
+    config: AlgorithmSection,
+    custom: CustomFunctions | None = None,
+    *,
+    version: int | None = None,
+    statistics: Statistics | None = None,
+    denominator: float | None = None,
+) -> ActorLoss:
+    """The actor's loss for one optimizer step.
+
+    Args:
+        custom: the user's own functions. version: of the weights at batch start. statistics: where `needs` asks for them.
+        denominator: ``reduce.denominator``, for a reducer of the user's own.
+    """
+    custom = custom or CustomFunctions()
+    if config.loss_type == "custom_loss":
+        return CustomLoss(custom)
+    if config.loss_type == "sft_loss":
+        return SftLoss()
+    return PolicyLoss(config, version, statistics or Statistics(), replace(custom, denominator=denominator))
+
+
+def passing(config: AlgorithmSection, rewards: Sequence[float] | npt.NDArray[np.floating]) -> npt.NDArray[np.bool_]:
+    """Which samples of a batch are trained at all: bool [N].
+
+    All of them, but for ``sft_loss``: those with a reward above ``rejection_threshold``. The others are to be left out before weights are
+    made, so that the loss is the mean over those that pass.
+
+    Source: rejection sampling fine-tuning, Yuan et al. 2023 (arXiv:2308.01825); RAFT, Dong et al. 2023 (arXiv:2304.06767).
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    return values > config.rejection_threshold if config.loss_type == "sft_loss" else np.ones(values.shape, dtype=bool)

@@ -1,4 +1,4 @@
-"""Policy-gradient losses per token, before any weight and any mean.
+"""Policy-gradient losses and estimates of the KL per token, before any weight and any mean.
 
 Symbols: d = log pi_old - log pi_theta, the ratio rho = exp(-d), A the advantage, c the dual clip. All tensors are [T],
 finite everywhere (``loss.py`` blanks what the mask excludes).
@@ -6,12 +6,13 @@ finite everywhere (``loss.py`` blanks what the mask excludes).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from services.trainer.objective.sequence import sequence_mean
+from services.trainer.objective.tokens import sequence_mean
+from shared.config.algorithm import KlType
 
 LOG_RATIO_LIMIT = 20.0
 """Log ratios are clamped to +-20 before ``exp``. Beyond e^20 = 4.9e8 nothing is a policy's neighbour, and float32
@@ -47,7 +48,7 @@ def clipped_surrogate(d: Tensor, advantages: Tensor, clip_low: float, clip_high:
 
 
 def masked_surrogate(d: Tensor, advantages: Tensor, stays: Tensor) -> PolicyGradient:
-    """``-rho A`` where ``stays`` [T] is true, else 0: M2PO's, whose mask takes the place of the clip (``importance.second_moment``)."""
+    """``-rho A`` where ``stays`` [T] is true, else 0: M2PO's, whose mask takes the place of the clip (``second_moment_mask``)."""
     loss = -ratio_of(-d) * advantages
     return PolicyGradient(torch.where(stays, loss, torch.zeros_like(loss)), ~stays)
 
@@ -68,3 +69,41 @@ def clipped_weight(d: Tensor, log_probs: Tensor, advantages: Tensor, clip_low: f
     ratio = ratio_of(-d).detach()
     weight = ratio.clamp(clip_low, clip_high)
     return PolicyGradient(-weight * advantages * log_probs, weight != ratio)
+
+
+LOW_VARIANCE_LIMIT = 10.0
+
+LOSS_KL: Final = "k3"
+"""Unless configured: k1 has no gradient in the mean of the policy's own samples (slime's default is k1)."""
+
+REWARD_KL: Final = "k1"
+"""Unless configured: the unbiased one, and a reward has no gradient anyway."""
+
+
+def kl_estimate(log_probs: Tensor, reference: Tensor, kind: KlType, ratio: Tensor | None = None) -> Tensor:
+    """With x = log pi_theta - log pi_ref: k1 = x, k2 = x^2 / 2, k3 = e^-x - 1 + x; low_var_kl = k3 clamped to +-10.
+
+    Args:
+        log_probs, reference: floats [T], finite. kind: which estimate.
+        ratio: ``pi_theta / pi_old`` [T] with its gradient, if the estimate is to be unbiased off-policy; multiplies
+            before low_var_kl's clamp.
+
+    For k3, x is first clamped to at least -20: beyond, ``exp`` overflows float32, and neither value nor gradient means
+    anything. ``expm1`` because near x = 0, where policies are close, ``exp(-x) - 1`` keeps no digit in float32.
+
+    Source: k1, k2, k3, Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html); k3 as a loss,
+    GRPO (arXiv:2402.03300), eq. 4; unbiased, DeepSeek-V3.2 (arXiv:2512.02556), section 3.1.
+    """
+    x = log_probs - reference
+    if kind == "k1":
+        estimate = x
+    elif kind == "k2":
+        estimate = x.square() / 2
+    else:
+        x = x.clamp(min=-LOG_RATIO_LIMIT)
+        estimate = torch.expm1(-x) + x
+    if ratio is not None:
+        estimate = ratio * estimate
+    if kind == "low_var_kl":
+        estimate = estimate.clamp(-LOW_VARIANCE_LIMIT, LOW_VARIANCE_LIMIT)
+    return estimate

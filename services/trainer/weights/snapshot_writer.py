@@ -170,7 +170,7 @@ class SnapshotWriter:
 
     def _write_beside(self, directory: Path) -> None:
         copy_beside_weights(self._actor.hf_dir, directory)
-        write_config(directory, self._weights.update_weight_dtype or self._actor.config.dtype)
+        write_config(directory, self._weights.update_weight_dtype or self._actor.settings.trainer.train_dtype)
 
     def _finish(self, written: WeightCheckpoint, seconds: float) -> WeightsSnapshot:
         """Announces the snapshot, and removes those that are not needed any more."""

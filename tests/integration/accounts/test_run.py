@@ -131,7 +131,7 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
         await rollout.publish(NAMES.event("service", "joined"), joined)
         lane = WeightChannelAddress(kind="group", name="lane-1", address="a", port=1, backend="gloo", world_size=2)
         offer = WeightsPrepare(version=0, channels=[lane], rank=1, deadline=5)
-        answer = await trainer.request(NAMES.replica_weights("rollout-0", "prepare"), offer, Ready, deadline=60, whom="rollout-0")
+        answer = await trainer.request(NAMES.replica_weights("rollout-0", "prepare"), offer, Ready, deadline=60, awaited_from="rollout-0")
         assert answer.replica == "rollout-0"
 
         player = Player(trainer, roles.stores["rollout"], config, "", tmp_path)
@@ -168,7 +168,7 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
             assert all(await asyncio.to_thread(reader.read, keys))
             now = time.time()
             report = Trained(step=step, version=step + 1, started=now, ended=now, metrics={})
-            await trainer.request(NAMES.trained, report, Accepted, deadline=60, whom="the buffer")
+            await trainer.request(NAMES.trained, report, Accepted, deadline=60, awaited_from="the buffer")
             await trainer.publish(NAMES.event("trainer", "step"), TrainerStep(step=step, version=step, started=now, ended=now, metrics={}))
             if step == 0:  # a killed buffer reads its ledger again
                 buffer.kill()

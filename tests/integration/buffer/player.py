@@ -54,9 +54,12 @@ class Player:
 
     # --- the buffer's process
 
+    def environment(self, instance: str) -> dict[str, str]:
+        """Returns what a buffer of this run needs to know."""
+        return {"NATS_URL": self._nats_url, "MYXO_RUN": self.config.run.name, "MYXO_INSTANCE": instance}
+
     def launch(self, instance: str = "buffer-1") -> ServiceProcess:
-        environment = {"NATS_URL": self._nats_url, "MYXO_RUN": self.config.run.name, "MYXO_INSTANCE": instance}
-        return ServiceProcess("buffer", self._logs / f"{instance}.log", environment)
+        return ServiceProcess("buffer", self._logs / f"{instance}.log", self.environment(instance))
 
     async def ready(self, buffer: ServiceProcess, instance: str = "buffer-1") -> None:
         """Waits until this very process says that it is ready."""
@@ -150,7 +153,7 @@ class Player:
     async def ask(self, step: int) -> BatchAnswer:
         version = step // self.config.weights.update_weights_interval
         return await self.bus.request(
-            self.names.batch, BatchRequest(step=step, version=version), BatchAnswer, deadline=60, whom="the buffer"
+            self.names.batch, BatchRequest(step=step, version=version), BatchAnswer, deadline=60, awaited_from="the buffer"
         )
 
     async def batch(self, step: int, *, working: bool = False) -> Batch:
@@ -172,12 +175,12 @@ class Player:
         interval, total = self.config.weights.update_weights_interval, self.config.rollout.num_rollout
         version = version_after(step + 1, interval, total)
         report = Trained(step=step, version=version, started=time.time(), ended=time.time(), metrics={"loss": 0.1})
-        await self.bus.request(self.names.trained, report, Accepted, deadline=60, whom="the buffer")
+        await self.bus.request(self.names.trained, report, Accepted, deadline=60, awaited_from="the buffer")
         if is_pushed(step + 1, interval, total) and version > self.version:
             await self.live(version)
 
     async def durable(self, steps: int) -> None:
-        await self.bus.request(self.names.durable, Durable(steps=steps), Accepted, deadline=60, whom="the buffer")
+        await self.bus.request(self.names.durable, Durable(steps=steps), Accepted, deadline=60, awaited_from="the buffer")
 
     # --- what became of it
 

@@ -130,7 +130,7 @@ async def test_what_the_server_would_refuse_is_never_sent(bus: Bus, stream: str)
     with pytest.raises(MessageTooLarge, match=f"{limit + 1} bytes for {stream}.a are over the bus's limit of {limit}"):
         await bus.publish(f"{stream}.a", over, msg_id="no")
     with pytest.raises(MessageTooLarge):
-        await bus.request(f"{stream}.b", Refused(reason="x" * limit), Accepted, deadline=1, whom="nobody")
+        await bus.request(f"{stream}.b", Refused(reason="x" * limit), Accepted, deadline=1, awaited_from="nobody")
     assert await bus.publish(f"{stream}.a", Durable(steps=1)) == 2
 
 
@@ -197,38 +197,38 @@ async def asked(bus: Bus, run_name: str) -> str:
 
 
 async def test_a_request_is_answered(bus: Bus, asked: str) -> None:
-    assert (await bus.request(asked, BatchRequest(step=5, version=0), Durable, deadline=30, whom="the echo")).steps == 5
+    assert (await bus.request(asked, BatchRequest(step=5, version=0), Durable, deadline=30, awaited_from="the echo")).steps == 5
 
 
 async def test_a_refusal_carries_who_and_why(bus: Bus, asked: str) -> None:
     with pytest.raises(RequestRefused, match=r"the echo: step 1 was asked for; the next batch is of step 7"):
-        await bus.request(asked, BatchRequest(step=1, version=0), Durable, deadline=30, whom="the echo")
+        await bus.request(asked, BatchRequest(step=1, version=0), Durable, deadline=30, awaited_from="the echo")
 
 
 async def test_a_bug_in_a_handler_is_answered_and_the_next_request_served(bus: Bus, asked: str) -> None:
     with pytest.raises(RequestRefused, match="internal error: ValueError: a bug"):
-        await bus.request(asked, BatchRequest(step=2, version=0), Durable, deadline=30, whom="the echo")
-    assert (await bus.request(asked, BatchRequest(step=5, version=0), Durable, deadline=30, whom="the echo")).steps == 5
+        await bus.request(asked, BatchRequest(step=2, version=0), Durable, deadline=30, awaited_from="the echo")
+    assert (await bus.request(asked, BatchRequest(step=5, version=0), Durable, deadline=30, awaited_from="the echo")).steps == 5
 
 
 async def test_an_answer_too_large_for_the_bus_is_told(bus: Bus, asked: str) -> None:
     with pytest.raises(RequestRefused, match=r"20\d+ bytes for an answer on .* are over the bus's limit"):
-        await bus.request(asked, BatchRequest(step=4, version=0), Durable, deadline=30, whom="the echo")
+        await bus.request(asked, BatchRequest(step=4, version=0), Durable, deadline=30, awaited_from="the echo")
 
 
 async def test_a_request_that_cannot_be_read_is_refused_by_field(bus: Bus, asked: str) -> None:
     with pytest.raises(RequestRefused, match="message kind 'RunDone' where BatchRequest was expected"):
-        await bus.request(asked, RunDone(), Durable, deadline=30, whom="the echo")
+        await bus.request(asked, RunDone(), Durable, deadline=30, awaited_from="the echo")
 
 
 async def test_an_answer_of_another_kind_is_refused(bus: Bus, asked: str) -> None:
     with pytest.raises(BadMessage, match="the echo answered .* with a Durable where Accepted was expected"):
-        await bus.request(asked, BatchRequest(step=5, version=0), Accepted, deadline=30, whom="the echo")
+        await bus.request(asked, BatchRequest(step=5, version=0), Accepted, deadline=30, awaited_from="the echo")
 
 
 async def test_a_slow_handler_holds_up_nobody(bus: Bus, asked: str) -> None:
-    slow = asyncio.create_task(bus.request(asked, BatchRequest(step=3, version=0), Durable, deadline=60, whom="the echo"))
-    assert (await bus.request(asked, BatchRequest(step=5, version=0), Durable, deadline=25, whom="the echo")).steps == 5
+    slow = asyncio.create_task(bus.request(asked, BatchRequest(step=3, version=0), Durable, deadline=60, awaited_from="the echo"))
+    assert (await bus.request(asked, BatchRequest(step=5, version=0), Durable, deadline=25, awaited_from="the echo")).steps == 5
     assert not slow.done()
     slow.cancel()
 
@@ -236,12 +236,14 @@ async def test_a_slow_handler_holds_up_nobody(bus: Bus, asked: str) -> None:
 async def test_nobody_listens_and_the_asker_says_whom_it_waited_for(bus: Bus, run_name: str) -> None:
     for patient, end in ((False, r".* s; nobody listens there"), (True, r"0\.6 s")):
         with pytest.raises(DeadlineExceeded, match=rf"an answer on {run_name}\.ask did not come from the buffer within {end}"):
-            await bus.request(f"{run_name}.ask", BatchRequest(step=0, version=0), Durable, deadline=0.6, whom="the buffer", patient=patient)
+            await bus.request(
+                f"{run_name}.ask", BatchRequest(step=0, version=0), Durable, deadline=0.6, awaited_from="the buffer", patient=patient
+            )
 
 
 async def test_a_patient_asker_waits_for_the_service_to_come(bus: Bus, run_name: str) -> None:
     asking = asyncio.create_task(
-        bus.request(f"{run_name}.ask", BatchRequest(step=5, version=0), Durable, deadline=60, whom="the echo"),
+        bus.request(f"{run_name}.ask", BatchRequest(step=5, version=0), Durable, deadline=60, awaited_from="the echo"),
     )
     await asyncio.sleep(0.5)
     assert not asking.done()
@@ -252,7 +254,7 @@ async def test_a_patient_asker_waits_for_the_service_to_come(bus: Bus, run_name:
 async def test_an_impatient_asker_waits_out_its_deadline_for_an_answer(bus: Bus, asked: str) -> None:
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="the echo within 1 s; given up"):
-        await bus.request(asked, BatchRequest(step=3, version=0), Durable, deadline=1.0, whom="the echo", patient=False)
+        await bus.request(asked, BatchRequest(step=3, version=0), Durable, deadline=1.0, awaited_from="the echo", patient=False)
     assert time.monotonic() - start >= 0.9
 
 

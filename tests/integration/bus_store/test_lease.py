@@ -22,10 +22,10 @@ from shared.schema.messages import LeaseStatus
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 
-LONG = LeaseTiming(600.0, 10.0)
+LONG = LeaseTiming(600.0)
 """Runs out in no test."""
 
-SHORT = LeaseTiming(0.6, 0.2)
+SHORT = LeaseTiming(0.6)
 
 
 @pytest.fixture
@@ -137,6 +137,6 @@ async def test_who_waits_while_the_server_is_away_waits_on(mortal_nats: Embedded
     await other.close()
 
 
-async def test_without_its_bucket_the_run_is_named(bus: Bus) -> None:
+async def test_without_its_bucket_the_run_is_named(bus: Bus, tmp_path: Path) -> None:
     with pytest.raises(MyxoError, match="no bucket for the lease job of run none: does the run exist there?"):
-        await LeaderLease(bus, "none", "job", "x").attempt()
+        await lease(bus, run_config(tmp_path, run={"name": "none"}), "x").attempt()

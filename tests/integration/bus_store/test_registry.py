@@ -1,4 +1,4 @@
-"""Service cards: there while they are renewed, gone soon after."""
+"""Statuses of services are there while they are renewed, and gone soon after."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pytest
 
 from shared.bus import streams
 from shared.bus.connection import Bus
-from shared.bus.registry import HEARTBEAT, Registry
-from shared.bus.streams import SERVICES_TTL
+from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.schema.messages import ServiceStatus
 from tests.support.run_config import run_config
 from tests.support.waiting import until
+
+TTL = 1.0
 
 
 @pytest.fixture
@@ -23,14 +24,14 @@ async def registry(bus: Bus, run_name: str, tmp_path: Path) -> Registry:
     return Registry(bus, run_name)
 
 
-def card(service: str, instance: str, **fields: object) -> ServiceStatus:
+def status(service: str, instance: str, **fields: object) -> ServiceStatus:
     return ServiceStatus(service=service, instance=instance, host="h", pid=1, http="127.0.0.1:1", state="ready", at=time.time(), **fields)
 
 
-async def test_cards_are_seen_by_kind_with_what_they_say(registry: Registry) -> None:
-    await registry.renew(card("rollout", "r-1", version=3, gauges={"tokens_per_s": 5.0}))
-    await registry.renew(card("rollout", "r-2"))
-    await registry.renew(card("buffer", "b-1"))
+async def test_statuses_are_seen_by_kind_with_what_they_say(registry: Registry) -> None:
+    await registry.renew(status("rollout", "r-1", version=3, gauges={"tokens_per_s": 5.0}))
+    await registry.renew(status("rollout", "r-2"))
+    await registry.renew(status("buffer", "b-1"))
     assert sorted(one.instance for one in await registry.alive()) == ["b-1", "r-1", "r-2"]
     assert [one.instance for one in await registry.alive("rollout")] == ["r-1", "r-2"]
     [first, _] = await registry.alive("rollout")
@@ -39,26 +40,28 @@ async def test_cards_are_seen_by_kind_with_what_they_say(registry: Registry) -> 
 
 
 async def test_who_leaves_is_gone_at_once(registry: Registry) -> None:
-    await registry.renew(card("rollout", "r-1"))
-    await registry.leave(card("rollout", "r-1"))
+    await registry.renew(status("rollout", "r-1"))
+    await registry.leave(status("rollout", "r-1"))
     assert await registry.alive() == []
-    await registry.renew(card("rollout", "r-1"))
+    await registry.renew(status("rollout", "r-1"))
     assert len(await registry.alive()) == 1
 
 
-async def test_a_card_of_another_schema_is_not_one_to_work_with(registry: Registry, bus: Bus, run_name: str) -> None:
+async def test_a_status_of_another_schema_is_not_one_to_work_with(registry: Registry, bus: Bus, run_name: str) -> None:
     await bus.put(Subjects(run_name).services_bucket, "rollout.future", b"\x81\xa6schema\x63")
-    await registry.renew(card("rollout", "r-1"))
+    await registry.renew(status("rollout", "r-1"))
     assert [one.instance for one in await registry.alive()] == ["r-1"]
 
 
-async def test_who_stops_renewing_is_gone_after_the_ttl_and_who_renews_stays(registry: Registry) -> None:
-    await registry.renew(card("rollout", "silent"))
+async def test_who_stops_renewing_is_gone_after_the_ttl_and_who_renews_stays(bus: Bus, run_name: str, tmp_path: Path) -> None:
+    await streams.create(bus, run_config(tmp_path, run={"name": run_name}, bus={"registry_ttl": TTL}))
+    registry = Registry(bus, run_name)
+    await registry.renew(status("rollout", "silent"))
     start = time.monotonic()
 
     async def only_the_living() -> bool:
-        await registry.renew(card("rollout", "living"))
+        await registry.renew(status("rollout", "living"))
         return [one.instance for one in await registry.alive()] == ["living"]
 
-    await until(only_the_living, "the end of the silent card", pause=HEARTBEAT / 4)
-    assert time.monotonic() - start >= SERVICES_TTL * 0.9
+    await until(only_the_living, "the end of the silent status", pause=TTL / 20)
+    assert time.monotonic() - start >= TTL * 0.9

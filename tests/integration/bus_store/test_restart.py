@@ -44,7 +44,7 @@ async def test_nats_comes_back_with_every_message_and_its_clients_go_on(mortal_n
     crash(mortal_nats)
 
     during = asyncio.create_task(bus.publish(names.scored, Failed(group="late", attempt=0, reason="x", by="r"), msg_id="late"))
-    asked = asyncio.create_task(bus.request("test.ask", BatchRequest(step=3, version=0), Durable, deadline=60, whom="the other"))
+    asked = asyncio.create_task(bus.request("test.ask", BatchRequest(step=3, version=0), Durable, deadline=60, awaited_from="the other"))
     await asyncio.sleep(0.5)
     assert not during.done()
     mortal_nats.start()

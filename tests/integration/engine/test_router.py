@@ -85,7 +85,7 @@ async def test_an_engine_joins_serves_and_is_taken_off_when_its_replica_is_gone(
     assert len(answer["output_ids"]) == 3
 
     keeping.cancel()  # the replica is gone without a word
-    await first.registry.leave(first.card())
+    await first.registry.leave(first.status())
     others = asyncio.create_task(Router(second, router).keep())
     await has(router, [])
     others.cancel()

@@ -87,7 +87,7 @@ class Trainer:
         await self._ask(self._service.subjects.durable, Durable(steps=steps), Accepted)
 
     async def _ask(self, subject, request, reply):
-        return await self._service.bus.request(subject, request, reply, deadline=120, whom="the buffer")
+        return await self._service.bus.request(subject, request, reply, deadline=120, awaited_from="the buffer")
 
     def _version(self, steps: int) -> int:
         return version_after(steps, self._service.config.weights.update_weights_interval, self._rollout.num_rollout)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
+import torch
 
 from services.trainer.actor_critic_exchange import ActorCriticExchange
 from shared.runtime.embedded_servers import EmbeddedValkey
@@ -20,27 +20,27 @@ def exchange(valkey: EmbeddedValkey, run_name: str) -> Iterator[ActorCriticExcha
 
 
 def test_numbers_come_back_to_the_bit(exchange: ActorCriticExchange) -> None:
-    numbers = {"g1/0": np.asarray([0.1, -2.5], np.float32), "g1/1": np.zeros(0, np.float32)}
+    numbers = {"g1/0": torch.tensor([0.1, -2.5]), "g1/1": torch.zeros(0)}
     assert not exchange.complete("values", 4)
     exchange.write("values", 4, numbers)
-    exchange.write("values", 4, {"g2/0": np.asarray([7.0], np.float32)})  # another rank's
+    exchange.write("values", 4, {"g2/0": torch.tensor([7.0])})  # another rank's
     assert not exchange.complete("values", 4)
     exchange.finish("values", 4)
     assert exchange.complete("values", 4) and not exchange.complete("kl", 4) and not exchange.complete("values", 5)
     first, empty, other = exchange.read("values", 4, ["g1/0", "g1/1", "g2/0"])
-    assert np.array_equal(first, numbers["g1/0"]) and empty.size == 0 and other.tolist() == [7.0]
+    assert torch.equal(first, numbers["g1/0"]) and empty.numel() == 0 and other.tolist() == [7.0]
     assert exchange.read("values", 4, []) == []
 
 
 def test_what_is_not_there_is_named(exchange: ActorCriticExchange) -> None:
-    exchange.write("kl", 2, {"g1/0": np.ones(1, np.float32)})
+    exchange.write("kl", 2, {"g1/0": torch.ones(1)})
     with pytest.raises(PayloadMissing, match=r"the store holds no kl of sample g1/1, step 2"):
         exchange.read("kl", 2, ["g1/0", "g1/1"])
 
 
 def test_steps_behind_a_checkpoint_are_freed(exchange: ActorCriticExchange, valkey: EmbeddedValkey, run_name: str) -> None:
     for step in range(5):
-        exchange.write("values", step, {"g/0": np.ones(1, np.float32)})
+        exchange.write("values", step, {"g/0": torch.ones(1)})
         exchange.finish("values", step)
     exchange.forget("values", 3)
     assert [exchange.complete("values", step) for step in range(5)] == [False, False, False, True, True]
@@ -53,7 +53,7 @@ def test_steps_behind_a_checkpoint_are_freed(exchange: ActorCriticExchange, valk
 def test_what_its_reader_is_past_is_not_written_again(exchange: ActorCriticExchange) -> None:
     exchange.save("critic", 3)
     for step in (2, 3):  # an actor that resumed from an older checkpoint
-        exchange.write("kl", step, {"g/0": np.ones(1, np.float32)})
+        exchange.write("kl", step, {"g/0": torch.ones(1)})
         exchange.finish("kl", step)
     assert [exchange.complete("kl", step) for step in (2, 3)] == [False, True]
 

@@ -100,7 +100,7 @@ def new_bench(
         for name, value in {"NATS_URL": nats.url, "REDIS_URL": valkey.url, "MYXO_RUN": run_name}.items():
             monkeypatch.setenv(name, value)
         links.append(ControlClient().__enter__())
-        return Bench(links[-1], rank_steps.actor(tmp_path / "model", dtype=dtype), nats)
+        return Bench(links[-1], rank_steps.actor(tmp_path / "model", train_dtype=dtype), nats)
 
     yield make
     for link in links:

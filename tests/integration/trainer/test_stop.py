@@ -12,7 +12,7 @@ import pytest
 
 from services.trainer import control_client
 from services.trainer.commands import Leave
-from services.trainer.step_scheduler import Batches, Patience
+from services.trainer.step_scheduler import BatchRequester
 from shared.schema.messages import Trained
 from tests.support.pushing import Replicated
 
@@ -31,7 +31,7 @@ def test_it_leaves_without_waiting_for_the_buffers_deadline(signals: None, tmp_p
     with Replicated(tmp_path, tmp_path, replicas=0) as run:
         asker = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
         asker.start()
-        assert Batches(run.link, Patience(600)).next(0, 0) == Leave(done=False)
+        assert BatchRequester(run.link, None, 600).next(0, 0) == Leave(done=False)
         with pytest.raises(control_client.StopAsked, match="did not come from the buffer within 1 s; the trainer was asked to stop"):
             run.link.trained(Trained(step=0, version=0, started=0.0, ended=0.0))
         asker.join()

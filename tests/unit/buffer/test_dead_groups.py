@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.buffer.buffer_config import BufferConfig
-from services.buffer.dead_groups import RATE_SECONDS, DeadGroups
+from services.buffer.run_failure import RATE_SECONDS, DeadGroups
 from shared.schema.ledger import EvalScored, GroupDead, GroupsAdmitted, GroupsDropped, GroupsScored, LedgerRecord
 from tests.support.run_config import run_config
 

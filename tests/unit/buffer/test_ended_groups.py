@@ -49,12 +49,13 @@ def test_a_trained_batch_ends_its_groups_with_all_that_is_known_of_them() -> Non
     before = state(GroupsScored(groups=[scored(0), scored(1, removed=(1,))], at=1), formed)
     record = BatchTrained(step=0, version=3, started=2, ended=3, at=4.0)
     first, second = ended(before, record)
-    assert (first.group, first.attempt, first.status, first.step, first.version, first.at) == (group_id(0), 0, "trained", 0, 2, 4.0)
+    head = first.record
+    assert (head.group, head.attempt, head.status, head.step, head.version, head.at) == (group_id(0), 0, "trained", 0, 2, 4.0)
     assert (first.keys, first.size, first.rewards, first.parts) == (("k0",), 10, (0.0, 1.0), ({"form": 0.5}, {"form": 1.0}))
-    assert (first.mask_below, first.stale, second.removed) == (1, (0,), (1,))
+    assert (head.mask_below, first.stale, second.removed) == (1, (0,), (1,))
     assert trained_not_durable(before, 5.0) == []
     before.apply(record)
-    assert [one.group for one in trained_not_durable(before, 5.0)] == [group_id(0), group_id(1)]
+    assert [(group.record.group, group.again) for group in trained_not_durable(before, 5.0)] == [(group_id(0), True), (group_id(1), True)]
     before.apply(CheckpointDurable(steps=1, at=5))
     assert trained_not_durable(before, 5.0) == []
 
@@ -62,10 +63,10 @@ def test_a_trained_batch_ends_its_groups_with_all_that_is_known_of_them() -> Non
 def test_dropped_groups_have_their_samples_and_dead_ones_their_reason() -> None:
     before = state(GroupsScored(groups=[scored(0)], at=1))
     back, away = ended(before, GroupsDropped(groups=[group_id(0), group_id(1)], reason="surplus", at=2))
-    assert (back.status, back.reason, back.keys, back.step) == ("dropped", "surplus", ("k0",), None)
-    assert (away.status, away.keys, away.rewards) == ("dropped", (), ())
+    assert (back.record.status, back.record.reason, back.keys, back.record.step) == ("dropped", "surplus", ("k0",), None)
+    assert (away.record.status, away.keys, away.rewards) == ("dropped", (), ())
     (dead,) = ended(before, GroupDead(group=group_id(2), reason="math: hung", payload=Payload(keys=["k2"], bytes=1), at=2))
-    assert (dead.status, dead.reason, dead.keys) == ("dead", "math: hung", ())
+    assert (dead.record.status, dead.record.reason, dead.keys) == ("dead", "math: hung", ())
     assert ended(before, GroupsScored(groups=[scored(3)], at=2)) == []
 
 
@@ -73,10 +74,11 @@ def test_held_out_prompts_end_when_they_come_back() -> None:
     name, payload = eval_group_id("heldout", 3, 7), Payload(keys=["k"], bytes=5)
     before = state(EvalStarted(dataset="heldout", version=3, prompts=9, at=0))
     values = {"group": name, "dataset": "heldout", "version": 3, "oldest": 3, "newest": 3, "payload": payload, "at": 1.0}
-    (one,) = ended(before, EvalScored(**values, rewards=[1.0], parts=({"form": 1.0},)))
-    assert (one.status, one.dataset, one.version, one.keys, one.parts) == ("evaluated", "heldout", 3, ("k",), ({"form": 1.0},))
-    (one,) = ended(before, EvalScored(**values, rewards=[], reason="rollout-0: too long"))
-    assert (one.status, one.reason, one.keys) == ("failed", "rollout-0: too long", ())
+    (group,) = ended(before, EvalScored(**values, rewards=[1.0], parts=({"form": 1.0},)))
+    head = group.record
+    assert (head.status, head.dataset, head.version, group.keys, group.parts) == ("evaluated", "heldout", 3, ("k",), ({"form": 1.0},))
+    (group,) = ended(before, EvalScored(**values, rewards=[], reason="rollout-0: too long"))
+    assert (group.record.status, group.record.reason, group.keys) == ("failed", "rollout-0: too long", ())
 
 
 def test_the_share_is_the_same_in_every_process_and_leaves_evaluations_whole() -> None:
@@ -85,9 +87,12 @@ def test_the_share_is_the_same_in_every_process_and_leaves_evaluations_whole() -
     groups = ended(before, GroupsDropped(groups=list(before.groups), reason="stale", at=1))
     quarter = chosen(groups, 0.25)
     assert 900 < len(quarter) < 1100
-    assert chosen(groups, 0.25) == quarter and set(quarter) <= set(chosen(groups, 0.5))
-    assert [one.group for one in quarter[:3]] == ["g00000000", "g00000005", "g00000008"]
+    assert chosen(groups, 0.25) == quarter
+    assert {group.record.group for group in quarter} <= {group.record.group for group in chosen(groups, 0.5)}
+    assert [group.record.group for group in quarter[:3]] == ["g00000000", "g00000005", "g00000008"]
     assert chosen(groups, 1.0) == groups and chosen(groups, 0.0) == []
     fields = {"dataset": "heldout", "version": 0, "oldest": 0, "newest": 0, "at": 1.0}
-    evaluated = [one for row in range(9) for one in ended(before, EvalScored(group=eval_group_id("heldout", 0, row), rewards=[], **fields))]
+    evaluated = [
+        group for row in range(9) for group in ended(before, EvalScored(group=eval_group_id("heldout", 0, row), rewards=[], **fields))
+    ]
     assert chosen(evaluated, 0.01) == evaluated and chosen(evaluated, 0.0) == []

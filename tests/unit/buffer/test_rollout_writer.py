@@ -1,40 +1,44 @@
-"""The writer of kept responses on a real disk: rotation, the bound, what it does where the disk refuses."""
+"""Kept responses: the writer on a real disk (rotation, the bound, what it does where the disk refuses), and the keeper's bounds."""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from services.buffer import rollout_writer
+from services.buffer import rollout_keeper, rollout_writer
 from services.buffer.ended_groups import EndedGroup
-from services.buffer.rollout_writer import RolloutWriter, WriteJob
+from services.buffer.rollout_keeper import RolloutKeeper
+from services.buffer.rollout_writer import RolloutNotKept, RolloutWriter
 from shared.data import rollout_files
 from shared.data.prompts import Prompt
-from shared.data.rollout_files import RolloutReader
+from shared.data.rollout_files import RolloutReader, RolloutRecord
+from shared.runtime.errors import PayloadMissing
 from shared.schema import sample
 from shared.schema.ledger import group_id
 from shared.schema.sample import Sample
+from tests.support.run_config import run_config
+from tests.support.waiting import until
 
 BOUND = 1 << 20
 
-
-class Log:
-    def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []
-
-    def warning(self, event: str, **fields: Any) -> None:
-        self.lines.append({"event": event, **fields})
+Payload = tuple[EndedGroup, list[bytes], Prompt | None]
 
 
-def job(number: int, text: str = "x" * 1000, **fields: Any) -> WriteJob:
-    one = Sample(
+def ended(number: int, status: str = "trained", attempt: int = 0, reason: str = "", **known: Any) -> EndedGroup:
+    record = RolloutRecord.model_construct(group=group_id(number), attempt=attempt, status=status, at=1.0, reason=reason)
+    return EndedGroup(record, **known)
+
+
+def job(number: int, text: str = "x" * 1000, again: bool = False) -> Payload:
+    made = Sample(
         group=group_id(number),
         index=0,
         prompt=np.array([1], np.int32),
@@ -46,21 +50,20 @@ def job(number: int, text: str = "x" * 1000, **fields: Any) -> WriteJob:
         text=text,
         prompt_text="1+1=",
     )
-    group = EndedGroup(group_id(number), 0, "trained", 1.0, step=number, version=0, keys=("k",), size=9, rewards=(1.0,))
-    return WriteJob(group, sample.encode([one], 1 << 18), **fields)
+    return ended(number, keys=("k",), size=9, rewards=(1.0,), again=again), sample.encode([made], 1 << 18), None
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
-def written(writer: RolloutWriter, *jobs: WriteJob) -> None:
-    for one in jobs:
-        writer.offer(one)
-    until(lambda: writer.idle)
+def written(writer: RolloutWriter, *jobs: Payload) -> tuple[Counter[str], list[str]]:
+    """Writes groups; returns how many are not kept, by reason, and what was said of them."""
+    skipped: Counter[str] = Counter()
+    errors = []
+    for item in jobs:
+        try:
+            writer.write(*item)
+        except RolloutNotKept as error:
+            skipped[error.reason] += 1
+            errors.append(str(error))
+    return skipped, errors
 
 
 def groups(directory: Path) -> list[int]:
@@ -68,19 +71,19 @@ def groups(directory: Path) -> list[int]:
 
 
 def test_files_end_at_a_share_of_the_bound_and_the_oldest_go(tmp_path: Path) -> None:
-    writer = RolloutWriter(tmp_path, BOUND, False, Log())
-    written(writer, *(job(number) for number in range(1500)))
+    writer = RolloutWriter(tmp_path, BOUND, False)
+    assert not written(writer, *(job(number) for number in range(1500)))[0]
     sizes = [path.stat().st_size for path in rollout_files.files(tmp_path)]
     assert sum(sizes) == writer.used <= BOUND and max(sizes) <= BOUND // rollout_writer.FILES
     assert sum(sizes) > BOUND // 2
     left = groups(tmp_path)
     assert left == list(range(left[0], 1500)) and left[0] > 0
-    assert (writer.written, writer.skipped) == (1500, {})
+    assert writer.written == 1500
 
 
 def test_a_new_writer_goes_on_in_a_new_file_under_the_same_bound(tmp_path: Path) -> None:
-    written(RolloutWriter(tmp_path, BOUND, False, Log()), job(0), job(1))
-    writer = RolloutWriter(tmp_path, BOUND, False, Log())
+    written(RolloutWriter(tmp_path, BOUND, False), job(0), job(1))
+    writer = RolloutWriter(tmp_path, BOUND, False)
     written(writer, job(1, again=True), job(2, again=True), *(job(number) for number in range(3, 1500)))
     assert len(RolloutReader(tmp_path).groups([group_id(1), group_id(2)])) == 0, "what the first one wrote was removed with the oldest"
     assert sum(path.stat().st_size for path in rollout_files.files(tmp_path)) <= BOUND
@@ -89,40 +92,28 @@ def test_a_new_writer_goes_on_in_a_new_file_under_the_same_bound(tmp_path: Path)
 
 def test_a_group_without_payload_has_its_prompt(tmp_path: Path) -> None:
     prompt = Prompt("1+1=", np.array([1], np.int32), "2", {"level": 1}, "exact")
-    written(RolloutWriter(tmp_path, BOUND, False, Log()), WriteJob(EndedGroup("g00000001", 2, "dead", 1.0, "too long"), prompt=prompt))
+    written(RolloutWriter(tmp_path, BOUND, False), (ended(1, "dead", 2, "too long"), [], prompt))
     (record,) = RolloutReader(tmp_path).records()
     assert (record.status, record.reason, record.attempt, record.samples) == ("dead", "too long", 2, [])
     assert (record.prompt, record.label, record.metadata) == ("1+1=", "2", {"level": 1})
 
 
-def test_what_cannot_be_kept_is_counted_by_reason_and_the_rest_is_kept(tmp_path: Path) -> None:
-    log = Log()
-    writer = RolloutWriter(tmp_path, BOUND, False, log)
-    odd = WriteJob(EndedGroup("g00000009", 0, "trained", 1.0, keys=("k",), rewards=(1.0, 2.0)), job(9).blobs)
-    written(writer, job(0, "x" * BOUND), WriteJob(job(1).group, [b"no payload"]), odd, job(2))
+def test_what_cannot_be_kept_is_told_by_reason_and_the_rest_is_kept(tmp_path: Path) -> None:
+    odd = (ended(9, keys=("k",), rewards=(1.0, 2.0)), job(9)[1], None)
+    unreadable = (job(1)[0], [b"no payload"], None)
+    skipped, _ = written(RolloutWriter(tmp_path, BOUND, False), job(0, "x" * BOUND), unreadable, odd, job(2))
     assert groups(tmp_path) == [2]
-    assert writer.skipped == {rollout_writer.TOO_LARGE: 1, rollout_writer.UNREADABLE: 2}
-    assert [(line["event"], line["reason"]) for line in log.lines] == [("rollouts_not_kept", "too large")], "one line now and then"
-
-
-def test_a_disk_that_does_not_keep_up_costs_responses_not_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = RolloutWriter(tmp_path, BOUND, False, Log())
-    monkeypatch.setattr(writer, "_thread", type("Hung", (), {"is_alive": lambda self: True})())
-    monkeypatch.setattr(rollout_writer, "QUEUE_BYTES", 10_000)
-    for number in range(20):
-        writer.offer(job(number))
-    assert 0 < writer.skipped[rollout_writer.SLOW_DISK] < 20
-    assert writer._queued_bytes <= 10_000 and not writer.idle
+    assert skipped == {rollout_writer.TOO_LARGE: 1, rollout_writer.UNREADABLE: 2}
 
 
 def test_a_directory_that_cannot_be_made_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocked, log = tmp_path / "rollouts", Log()
+    blocked = tmp_path / "rollouts"
     blocked.write_text("a file stands in the way")
-    writer = RolloutWriter(blocked, BOUND, False, log)
-    written(writer, job(0), job(1))
-    assert writer.skipped == {rollout_writer.DISK: 2} and str(blocked) in log.lines[0]["error"]
+    writer = RolloutWriter(blocked, BOUND, False)
+    skipped, errors = written(writer, job(0), job(1))
+    assert skipped == {rollout_writer.DISK: 2} and str(blocked) in errors[0]
     blocked.unlink()
-    monkeypatch.setattr(writer, "_refused_until", 0.0)
+    monkeypatch.setattr(rollout_writer, "RETRY_SECONDS", 0.0)
     written(writer, job(2))
     assert groups(blocked) == [2]
 
@@ -130,14 +121,15 @@ def test_a_directory_that_cannot_be_made_is_tried_again(tmp_path: Path, monkeypa
 FULL = """
 import resource, sys
 from pathlib import Path
-from tests.unit.buffer.test_rollout_writer import BOUND, Log, RolloutWriter, job, written
-writer, log = RolloutWriter(Path(sys.argv[1]), BOUND, False, Log()), Log()
+from services.buffer import rollout_writer
+from tests.unit.buffer.test_rollout_writer import BOUND, RolloutWriter, job, written
+writer = RolloutWriter(Path(sys.argv[1]), BOUND, False)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
-written(writer, *(job(number) for number in range(20)))
+skipped, _ = written(writer, *(job(number) for number in range(20)))
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-writer._refused_until = 0.0
+rollout_writer.RETRY_SECONDS = 0.0
 written(writer, job(20))
-print(writer.written, dict(writer.skipped))
+print(writer.written, dict(skipped))
 """
 
 
@@ -150,3 +142,51 @@ def test_a_write_that_the_disk_breaks_off_leaves_whole_lines(tmp_path: Path) -> 
     reader = RolloutReader(tmp_path)
     assert [record.group for record in reader.records()] == [group_id(number) for number in (0, 1, 2, 20)]
     assert reader.torn == 0
+
+
+# --- the keeper
+
+
+class Log:
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self.lines.append({"event": event, **fields})
+
+
+class BlobStore:
+    """Payloads by key; reading waits for ``open``."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, bytes] = {}
+        self.open = asyncio.Event()
+
+    async def read(self, keys: tuple[str, ...], deadline: float) -> list[bytes]:
+        await self.open.wait()
+        if any(key not in self.blobs for key in keys):
+            raise PayloadMissing("a payload is gone")
+        return [self.blobs[key] for key in keys]
+
+
+async def test_payloads_are_held_up_to_a_bound_and_freed_once_they_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_keeper, "HELD_BYTES", 30)
+    monkeypatch.setattr(rollout_keeper, "WAITING_GROUPS", 6)
+    store, log, freed = BlobStore(), Log(), []
+    service: Any = SimpleNamespace(config=run_config(tmp_path), store=store, log=log)
+    keeper = RolloutKeeper(service, SimpleNamespace(heldout=None, training=None), freed.extend)  # type: ignore[arg-type]
+    for number in range(7):
+        store.blobs[f"k{number}"] = job(number)[1][0]
+        keeper.take([ended(number, keys=(f"k{number}",), size=10, rewards=(1.0,))])
+    keeper.release(f"k{number}" for number in range(7))
+    assert keeper.skipped == {rollout_keeper.BEHIND: 4}, "one that found no place, and three that were over the bytes held"
+    assert sorted(freed) == ["k3", "k4", "k5", "k6"]
+    assert [(line["event"], line["reason"]) for line in log.lines] == [("rollouts_not_kept", "behind")], "one line now and then"
+    del store.blobs["k1"]
+    running = asyncio.create_task(keeper.run())
+    store.open.set()
+    await until(lambda: len(freed) == 7, "all payloads freed")
+    await keeper.drain(30)
+    running.cancel()
+    directory = service.config.run.root / rollout_files.DIRECTORY
+    assert groups(directory) == [0, 2] and keeper.skipped[rollout_keeper.LOST] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 
 from examples.hooks import objective
-from services.trainer.objective import CustomFunctions, CustomLoss, PolicyLoss, denominator, loss_of, sample_weights, token_advantages
-from services.trainer.packing import PackedBatch, TrainSample, pack
+from services.trainer.objective import CustomFunctions, CustomLoss, PolicyLoss, denominator, loss_of, reward_advantages, sample_weights
+from services.trainer.packing import PackedBatch, pack, spread
 from shared.hooks import HookSample
 from tests.support.run_config import run_config
+from tests.support.train_samples import train_sample
 
 MODULE = "examples.hooks.objective"
 FUNCTIONS = {
@@ -29,20 +31,9 @@ def loaded(directory: Path, **algorithm: Any) -> tuple[Any, CustomFunctions]:
     return config.algorithm, CustomFunctions.of(config)
 
 
-def train_samples(advantages: list[np.ndarray]) -> list[TrainSample]:
-    return [
-        TrainSample(
-            prompt_tokens=np.array([1], np.int32),
-            response_tokens=np.full(len(advantage), 2, np.int32),
-            loss_mask=np.ones(len(advantage), np.uint8),
-            rollout_log_probs=np.full(len(advantage), -1.0, np.float32),
-            versions=np.zeros(len(advantage), np.int32),
-            advantage=advantage,
-            group="g",
-            rollout_id=number,
-        )
-        for number, advantage in enumerate(advantages)
-    ]
+def micro_batch(advantages: list[torch.Tensor], weights: Sequence[float]) -> PackedBatch:
+    samples = [train_sample([1], [2] * len(advantage), index=index) for index, advantage in enumerate(advantages)]
+    return pack(samples, weights, 100).with_fields(advantages=spread(samples, advantages, "advantages"))
 
 
 def test_rewards_to_loss_by_functions_of_ones_own(tmp_path: Path) -> None:
@@ -51,13 +42,11 @@ def test_rewards_to_loss_by_functions_of_ones_own(tmp_path: Path) -> None:
         [HookSample(reward=1.0, response_length=2 * objective.LONG), HookSample(reward=0.0, response_length=3)]
     )
     assert (raw, rewards) == ([1.0, 0.0], [0.8, 0.0])
-    masks = [np.ones(3, np.uint8), np.ones(2, np.uint8)]
-    found = token_advantages(
-        config, rewards, ["g", "g"], [0, 1], masks, custom=lambda of_own: custom.advantages(masks, {"rewards": of_own.tolist()})
-    )
+    masks = [torch.ones(3, dtype=torch.bool), torch.ones(2, dtype=torch.bool)]
+    of_own = reward_advantages(config, rewards, ["g", "g"], [0, 1])
+    found = custom.advantages(masks, {"rewards": of_own.tolist()})
     np.testing.assert_allclose(found.advantages[0], [0.2, 0.4, 0.8])  # the rewards are as the function made them, not compared
-    samples = train_samples(found.advantages)
-    batch = pack(samples, 100, weights=sample_weights([3, 2], [0, 1]))
+    batch = micro_batch(found.advantages, sample_weights([3, 2], [0, 1]).tolist())
     loss = loss_of(config, custom, denominator=denominator([3, 2], [0, 1]))
     assert isinstance(loss, PolicyLoss)
     value, metrics = loss(log_probs(batch, [[-1.0, -1.0, -0.8], [-1.0, -1.0]]), None, batch)
@@ -73,7 +62,7 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     config, custom = loaded(tmp_path, loss_type="custom_loss", custom_loss_function_path=f"{MODULE}:weighted_likelihood")
     loss = loss_of(config, custom)
     assert isinstance(loss, CustomLoss)
-    batch = pack(train_samples([np.full(2, 2.0), np.full(1, -1.0)]), 100, weights=sample_weights([2, 1], [0, 1]))
+    batch = micro_batch([torch.full((2,), 2.0), torch.full((1,), -1.0)], sample_weights([2, 1], [0, 1]).tolist())
     logits = torch.zeros(5, 4, requires_grad=True)  # every token has probability 1/4
     value, metrics = loss(logits, batch)
     assert metrics["log_probs"].item() == pytest.approx(np.log(1 / 4), rel=1e-6)

@@ -11,7 +11,7 @@ import shared
 from myxo.main import COMMANDS, main
 from shared.config import flags
 from shared.runtime import exit_codes
-from shared.runtime.service_base import EXIT_BAD_INPUT
+from shared.runtime.exit_codes import BAD_INPUT
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -50,7 +50,7 @@ def test_wrong_use_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
 
 
 def test_services_and_commands_agree_on_the_code_for_bad_input() -> None:
-    assert exit_codes.BAD_INPUT == EXIT_BAD_INPUT
+    assert exit_codes.BAD_INPUT == BAD_INPUT
 
 
 def test_no_command_needs_torch_or_matplotlib_to_start() -> None:

@@ -13,7 +13,7 @@ from tests.support.run_config import run_config
 
 def test_nothing_is_shared_out_on_a_cpu(tmp_path: Path) -> None:
     config = run_config(tmp_path, rollout={"rollout_device": "cpu"}, trainer={"train_device": "cpu"})
-    assert devices.share_out(config) == {}
+    assert devices.assign_gpus(config) == {}
 
 
 def test_the_trainer_comes_first_then_each_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_the_trainer_comes_first_then_each_engine(tmp_path: Path, monkeypatch: p
         rollout={"rollout_device": "cuda", "rollout_replicas": 2, "rollout_num_gpus_per_engine": 2},
         trainer={"train_device": "cuda", "actor_num_gpus_per_node": 2},
     )
-    assert devices.share_out(config) == {"trainer-0": "0,1", "rollout-0": "2,3", "rollout-1": "4,5"}
+    assert devices.assign_gpus(config) == {"trainer-0": "0,1", "rollout-0": "2,3", "rollout-1": "4,5"}
 
 
 def test_colocated_engines_have_the_trainers_gpus_their_own_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def test_colocated_engines_have_the_trainers_gpus_their_own_first(tmp_path: Path
         rollout={"rollout_replicas": 2, "rollout_num_gpus_per_engine": 2},
         trainer={"actor_num_gpus_per_node": 4, "colocate": True},
     )
-    assert devices.share_out(config) == {"trainer-0": "0,1,2,3", "rollout-0": "0,1,2,3", "rollout-1": "2,3,0,1"}
+    assert devices.assign_gpus(config) == {"trainer-0": "0,1,2,3", "rollout-0": "0,1,2,3", "rollout-1": "2,3,0,1"}
     assert devices.trainer_offloads(config)
     assert devices.engines_release(config)
     assert not devices.engines_back_up(config)
@@ -42,7 +42,7 @@ def test_colocated_engines_have_the_trainers_gpus_their_own_first(tmp_path: Path
 def test_colocated_on_a_cpu_there_is_nothing_to_give_back(tmp_path: Path) -> None:
     where = {"rollout": {"rollout_device": "cpu"}}
     config = run_config(tmp_path, **where, trainer={"train_device": "cpu", "colocate": True})
-    assert devices.share_out(config) == {}
+    assert devices.assign_gpus(config) == {}
     assert not devices.trainer_offloads(config)
     assert not devices.engines_release(config)
     asked = run_config(tmp_path, **where, trainer={"train_device": "cpu", "colocate": True, "offload_train": True, "offload_rollout": True})
@@ -62,11 +62,11 @@ def test_colocated_services_that_turn_out_to_be_on_different_devices_are_refused
     monkeypatch.setattr(devices, "gpus", lambda: 1)
     config = run_config(tmp_path, trainer={"colocate": True, "train_device": "cpu"})
     with pytest.raises(ConfigError, match=r"rollout\.rollout_device = 'cuda'"):
-        devices.share_out(config)
+        devices.assign_gpus(config)
 
 
 def test_too_few_gpus_are_refused_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpus", lambda: 2)
     config = run_config(tmp_path, rollout={"rollout_device": "cuda", "rollout_replicas": 2}, trainer={"train_device": "cuda"})
     with pytest.raises(ConfigError, match=r"needs 3 GPUs \(trainer-0 1, rollout-0 1, rollout-1 1\), this machine has 2"):
-        devices.share_out(config)
+        devices.assign_gpus(config)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shared.bus.leader_lease import LeaseObserver, LeaseTiming
 
-TIMING = LeaseTiming()
+TIMING = LeaseTiming(5.0)
 
 
 def test_a_holder_renews_several_times_before_it_must_stop() -> None:
@@ -19,28 +19,28 @@ def test_a_holder_renews_several_times_before_it_must_stop() -> None:
 
 
 def test_a_revision_must_stand_for_the_whole_duration() -> None:
-    vigil = LeaseObserver(6.0)
-    assert not vigil.see(4, 100.0)
-    assert not vigil.see(4, 105.9)
-    assert vigil.see(4, 106.0)
-    assert vigil.see(4, 107.0)
+    observer = LeaseObserver(6.0)
+    assert not observer.see(4, 100.0)
+    assert not observer.see(4, 105.9)
+    assert observer.see(4, 106.0)
+    assert observer.see(4, 107.0)
 
 
 def test_a_renewal_starts_the_count_anew() -> None:
-    vigil = LeaseObserver(6.0)
-    vigil.see(4, 100.0)
-    assert not vigil.see(5, 105.0)
-    assert not vigil.see(5, 110.9)
-    assert vigil.see(5, 111.0)
-    assert not vigil.see(4, 112.0), "a server that has lost what it had is no reason to take over"
+    observer = LeaseObserver(6.0)
+    observer.see(4, 100.0)
+    assert not observer.see(5, 105.0)
+    assert not observer.see(5, 110.9)
+    assert observer.see(5, 111.0)
+    assert not observer.see(4, 112.0), "a server that has lost what it had is no reason to take over"
 
 
 def test_time_in_which_the_lease_could_not_be_read_does_not_count() -> None:
-    vigil = LeaseObserver(6.0)
-    vigil.see(4, 100.0)
-    vigil.blind()
-    assert not vigil.see(4, 107.0)
-    assert vigil.see(4, 113.0)
+    observer = LeaseObserver(6.0)
+    observer.see(4, 100.0)
+    observer.unreadable()
+    assert not observer.see(4, 107.0)
+    assert observer.see(4, 113.0)
 
 
 @dataclass
@@ -62,7 +62,7 @@ def test_whatever_is_late_or_lost_nobody_takes_the_lease_from_one_who_acts(holde
     """The holder renews and the waiter looks and takes, each at its own pace and by its own clock, through one server."""
     revision = known = 1
     until = TIMING.acts_until(0.0)
-    vigil, wanted = LeaseObserver(TIMING.duration), None
+    observer, wanted = LeaseObserver(TIMING.duration), None
     now = {"holder": 0.0, "waiter": 0.0}
     left = {"holder": list(holder), "waiter": list(waiter)}
     while left["holder"] and left["waiter"]:
@@ -84,12 +84,12 @@ def test_whatever_is_late_or_lost_nobody_takes_the_lease_from_one_who_acts(holde
                 return
             wanted = None
         elif one.lost:
-            vigil.blind()
-        elif vigil.see(revision, now[who] + offset):
+            observer.unreadable()
+        elif observer.see(revision, now[who] + offset):
             wanted = revision
 
 
 @pytest.mark.parametrize("duration", [2.0, 6.0, 60.0])
 def test_every_part_of_a_timing_follows_its_duration(duration: float) -> None:
-    timing = LeaseTiming(duration, duration / 4)
-    assert timing.renewal + timing.patience < timing.acts_until(0.0) < duration
+    timing = LeaseTiming(duration)
+    assert timing.renewal + timing.attempt < timing.acts_until(0.0) < duration

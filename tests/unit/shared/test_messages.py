@@ -25,7 +25,7 @@ SCORED_GROUP = {
     "ended": 2.0,
 }
 PUSH = {"version": 1, "deadline": 5.0}
-LANE = {"kind": "group", "name": "lane-1", "address": "127.0.0.1", "port": 1, "backend": "gloo", "world_size": 2}
+CHANNEL = {"kind": "group", "name": "channel-1", "address": "127.0.0.1", "port": 1, "backend": "gloo", "world_size": 2}
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     "Task": {
@@ -68,11 +68,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "Durable": {"steps": 1},
     "Accepted": {},
     "Refused": {"reason": "no"},
-    "LeaseCard": {"holder": "buffer-0", "term": "t", "mark": "m", "at": 1.0},
+    "LeaseStatus": {"holder": "buffer-0", "term": "t", "mark": "m", "at": 1.0},
     "WeightsOffer": {"version": 3},
-    "WeightsPrepare": {**PUSH, "channels": [LANE], "rank": 1},
+    "WeightsPrepare": {**PUSH, "channels": [CHANNEL], "rank": 1},
     "WeightsReady": {"replica": "r", "version": -1},
-    "WeightsReceive": {**PUSH, "push": 1, "channels": ["lane-1"]},
+    "WeightsReceive": {**PUSH, "push": 1, "channels": ["channel-1"]},
     "WeightsReceived": {"replica": "r", "digest": "0f", "bytes": 10, "seconds": 0.1},
     "WeightsCommit": {**PUSH, "digest": "0f"},
     "WeightsAbort": {"version": 1, "reason": "a peer died"},
@@ -94,12 +94,12 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "source": "r",
         "version": 1,
         "digest": "0f",
-        "channels": [LANE],
+        "channels": [CHANNEL],
     },
     "TrainerStep": {"step": 0, "version": 1, "started": 1.0, "ended": 2.0, "metrics": {"loss": 0.5}},
     "WarmStartEnded": {"steps": 3, "every": 2, "losses": [2.0, 1.0]},
     "ServiceEvent": {"service": "buffer", "instance": "b", "what": "joined", "at": 1.0},
-    "ServiceCard": {"service": "buffer", "instance": "b", "host": "h", "pid": 1, "http": "127.0.0.1:1", "state": "ready", "at": 1.0},
+    "ServiceStatus": {"service": "buffer", "instance": "b", "host": "h", "pid": 1, "http": "127.0.0.1:1", "state": "ready", "at": 1.0},
     "GroupsAdmitted": {"first": 0, "count": 2, "version": 0, "at": 1.0},
     "GroupsScored": {"groups": [SCORED_GROUP], "at": 1.0},
     "GroupRequeued": {"group": "g00000000", "attempt": 1, "reason": "payload lost", "at": 1.0},
@@ -126,7 +126,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 CONCRETE = {
     name: kind
     for name, kind in Message.kinds.items()
-    if not kind.__subclasses__() and kind.__module__.startswith((f"{messages.__name__}.", ledger.__name__))
+    if not kind.__subclasses__() and kind.__module__ in (messages.__name__, ledger.__name__)
 }
 
 

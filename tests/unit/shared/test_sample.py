@@ -118,12 +118,14 @@ def test_meta_covers_the_trained_tokens_and_versions_tile_the_response(one: Samp
         ({"response": np.zeros(4, np.float32)}, "response is not a one-dimensional array of integers"),
         ({"log_probs": np.zeros(4, np.int32)}, "log_probs is not a one-dimensional array of floats"),
         ({"log_probs": [0.0] * 4}, "log_probs is not a one-dimensional array of floats"),
+        ({"mask": np.array([0, 1, 2, 1], np.uint8)}, "mask holds 2; expected 0 and 1"),
+        ({"prompt": np.zeros(0, np.int32)}, "prompt is empty"),
         ({"mask": "1111"}, "mask is not a one-dimensional array of integers"),
     ],
 )
 def test_parts_that_do_not_fit_together_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(BadMessage, match=f"sample g00000000/2: .*{words}"):
-        sample.encode([make(2, **changes)], 1000)
+        make(2, **changes).check()
 
 
 def test_what_is_not_trained_may_lack_a_log_prob() -> None:
@@ -171,6 +173,11 @@ def blob(**changes: Any) -> bytes:
         blob(log_probs=None),
         blob(response=[0, 1, 2, 3]),
         blob(mask=np.ones(3, np.uint8)),
+        blob(mask=np.full(4, 255, np.uint8)),
+        blob(mask=np.full(4, -1, np.int32)),
+        blob(prompt=np.zeros(0, np.int32)),
+        blob(log_probs=np.full(4, np.nan, np.float32)),
+        blob(segments=[[0, 3, 1]]),
         blob(rollout="1"),
         blob(rollout=1.5),
         blob(rollout=None),

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
 from services.trainer import batch_metrics
-from services.trainer.loop import TOKEN_MEANS
-from services.trainer.metrics_logger import SAME
-from services.trainer.metrics_logger.reward_part_metrics import RewardParts
-from services.trainer.sample_stats import BatchMetrics
-from shared.schema.messages import RewardPart
+from services.trainer.batch_metrics import TOKEN_MEANS, SampleStats, empty_table
+from services.trainer.metrics_logger import RewardParts
+from shared.schema.messages import Batch, BatchGroup, Payload, RewardPart
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
@@ -23,10 +20,10 @@ def documented(prefix: str) -> set[str]:
 
 
 def test_every_rollout_metric_has_its_line() -> None:
-    samples = batch_metrics.rollout([1.0, 1.0], [0, 0], [3, 4], truncated=[0, 1], looping=[0, 0], shaped=[0.0, 0.0])
-    names = {re.sub("count_.*", "count_<reward>", name) for name in samples}
-    plain = {field.name for field in dataclasses.fields(BatchMetrics)} - set(SAME)
-    assert documented("rollout") == names | plain | set(TOKEN_MEANS)
+    group = BatchGroup(group="g", payload=Payload(keys=["k"], bytes=1, tokens=(3, 4)), rewards=[1.0, 1.0])
+    found = batch_metrics.rollout_metrics(Batch(step=0, version=0, groups=[group]), SampleStats(empty_table(2)), [0.0, 0.0])
+    names = {re.sub("count_.*", "count_<reward>", name) for name in found}
+    assert documented("rollout") == names | set(TOKEN_MEANS)
     assert documented("passrate") == {re.sub(r"@\d+", "@<k>", name) for name in batch_metrics.passrate([[1.0, 0.0]])}
 
 
@@ -40,17 +37,17 @@ def test_every_metric_of_the_losses_has_its_line() -> None:
 
 
 def test_speeds_on_the_page_are_measured() -> None:
-    sources = "\n".join(path.read_text() for path in (ROOT / "services" / "trainer" / "record").glob("*.py"))
+    sources = "\n".join(path.read_text() for path in (ROOT / "services" / "trainer" / "metrics_logger").glob("*.py"))
     assert documented("perf") == set(re.findall(r'"((?:step_time|wall_tok|actor_train|train_wait|wait_time|update_weights)\w*)"', sources))
 
 
 def test_named_rewards_have_their_lines() -> None:
     found = RewardParts().metrics({"<part>": RewardPart(samples=2, mean=0.5, std=0.5, min=0.0, max=1.0)})
-    assert documented("rewards") == {name.removeprefix("rewards/").replace("_part_", "<part>") for name in found}
+    assert documented("rewards") == {name.replace("_part_", "<part>") for name in found}
 
 
 def test_names_of_rewards_are_made_legal_and_bounded() -> None:
     parts, one = RewardParts(), RewardPart(samples=1, mean=1.0, std=0.0, min=1.0, max=1.0)
-    assert set(parts.metrics({"is it short?\n": one})) == {f"rewards/is_it_short__/{what}" for what in ("mean", "std", "min", "max")}
+    assert set(parts.metrics({"is it short?\n": one})) == {f"is_it_short__/{what}" for what in ("mean", "std", "min", "max")}
     assert len(parts.metrics({str(number): one for number in range(100)})) == 4 * 63, "with the one before 64"
     assert len(parts.metrics({"5": one, "99": one})) == 4

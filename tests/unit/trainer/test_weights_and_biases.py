@@ -16,7 +16,7 @@ from tests.support.waiting import until
 
 def test_offline_a_runs_numbers_are_in_its_files(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    from services.trainer.metrics_logger.weights_and_biases import WeightsAndBiases
+    from services.trainer.metrics_logger.writers import WeightsAndBiases
 
     asked = {"use_wandb": True, "wandb_mode": "offline", "wandb_project": "sums", "wandb_dir": str(tmp_path / "w")}
     config = run_config(tmp_path, monitoring=asked, reward={"rm_type": "remote_rm", "rm_url": "http://judge:8080"})

@@ -14,26 +14,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.actor import Actor, ActorConfig, SaveFailed, StepResult
+from services.trainer.actor import Actor, SaveFailed, StepResult
 from services.trainer.megatron import checkpoint, runtime
 from services.trainer.megatron.checkpoint_writer import StagedShards
 from services.trainer.megatron.frozen_weights import FrozenWeights
 from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
 from services.trainer.megatron.likelihood import VocabularySlice, log_probs_and_entropy
 from services.trainer.objective import PolicyLoss
-from services.trainer.objective.value_loss import ValueLoss
+from services.trainer.objective.loss import ValueLoss
 from services.trainer.packing import PackedBatch
-from services.trainer.weights.stage_export import StageExport, view
+from services.trainer.trainer_settings import TrainerSettings
+from services.trainer.weights.stage_export import StageExport
 from shared.config.algorithm import AlgorithmSection
+from shared.config.trainer_section import TrainerSection
 from shared.runtime.errors import MyxoError
+from shared.transfer.bucket_ring import slot_view
 from tests.unit.trainer.megatron.tiny import VOCAB, pack, sequences
 
 TIMEOUT_SECONDS = 60.0
 MICRO_BATCHES = 4
 
 
-def actor(hf_dir: Path, **config: Any) -> Actor:
-    return Actor.create(ActorConfig(**{"timeout_seconds": TIMEOUT_SECONDS, "lr": 3e-3, **config}), hf_dir)
+OWN = {"train_dtype": "float32", "collective_timeout": TIMEOUT_SECONDS, "lr": 3e-3, "weight_decay": 0.01, "adam_beta2": 0.999}
+"""What these tests have instead of the defaults of ``[trainer]``."""
+
+
+def actor(hf_dir: Path, *, role: Any = "actor", updates: int = 0, temperature: float = 1.0, **trainer: Any) -> Actor:
+    return Actor.create(TrainerSettings(TrainerSection(**{**OWN, **trainer}), role, updates, temperature), hf_dir)
 
 
 def weighted_loss(log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -129,7 +136,7 @@ def reinforce(hf_dir: Path, config: dict[str, Any]) -> dict[str, Any]:
     ppo = policy.train_step(rl_batches(policy, 1, per_token=True), ppo_loss, need_entropy=True)
     whole = pack(sequences(6, seed=9))
     report = {"grpo": grpo, "ppo": ppo, "log_probs": policy.log_probs([whole])[0], "weights": exported(policy)}
-    critic = actor(hf_dir, **{**config, "lr": 0.03, "value_head": True})
+    critic = actor(hf_dir, **{**config, "lr": 0.03, "role": "critic"})
     for step in range(3):  # the first moves the head alone, which is zero
         report[f"critic {step}"] = critic.train_step(rl_batches(critic, step, per_token=True), ValueLoss(value_clip=0.5))
     report["values"] = critic.values([whole])[0]
@@ -260,18 +267,18 @@ def load_and_export(hf_dir: Path, config: dict[str, Any]) -> tuple[dict[str, Ten
 
 
 def pushed(model: Actor, bucket_bytes: int = 4096) -> dict[str, Tensor]:
-    """What the lane of this rank's pipeline stage would carry, if this is its source; the last of two pushes over two buffers."""
-    cargo = GatherPlan(model.model, GatherGroups.own())
-    stage = StageExport(cargo, bucket_bytes)
+    """What the channel of this rank's pipeline stage would carry, if this is its source; the last of two pushes over two buffers."""
+    plan = GatherPlan(model.model, GatherGroups.own())
+    stage = StageExport(plan, bucket_bytes)
     buckets, found = stage.manifest.buckets, {}
     ring = [torch.zeros(max(bucket.nbytes for bucket in buckets), dtype=torch.uint8) for _ in range(2)]
     for _ in range(2):
         for number, bucket in enumerate(buckets):
-            flat = ring[number % 2][: bucket.nbytes].zero_() if cargo.is_source else None
+            flat = ring[number % 2][: bucket.nbytes].zero_() if plan.is_source else None
             stage.fill(number, flat)
             if flat is not None:
-                found |= {slot.name: view(flat, slot).clone() for slot in bucket.slots}
-    cargo.groups.leave()
+                found |= {slot.name: slot_view(flat, slot).clone() for slot in bucket.slots}
+    plan.groups.leave()
     return found
 
 
@@ -331,7 +338,7 @@ def _wait_for(path: Path) -> None:
 def wait_for_a_sleeper(hf_dir: Path, woken: Path) -> tuple[str, str] | None:
     """Rank 1 sleeps inside its loss function until rank 0 has given up on it."""
     actor(hf_dir)  # the ranks have met; only the groups of the next model have the short deadline
-    model = actor(hf_dir, timeout_seconds=6.0)
+    model = actor(hf_dir, collective_timeout=6.0)
 
     def slow(log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         if model.data_parallel_rank == 1:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.megatron.flag_tables import ARCHITECTURE
+from docs.flag_tables import ARCHITECTURE
 from shared.config.run_config import load
 from shared.model.architecture_flags import architecture_of, check, flags_of
 from shared.model.families import hf_tensors, read_architecture
@@ -90,14 +90,14 @@ def test_without_embeddings_it_has_them_too(name):
 
 @pytest.mark.parametrize("name", [*PARAMETERS, *WITH_DRAFT_LAYER, *WITHOUT_EMBEDDINGS])
 def test_a_configs_layout_divides_its_model(name):
-    from services.trainer.actor import ActorConfig
     from services.trainer.megatron.flag_sorting import resolve
-    from shared.model.parallel_layout import check_divisible
+    from shared.config.trainer_section import TrainerSection
+    from shared.model.parallel_layout import ParallelLayout, check_divisible
 
     given = config(name)
     assert 1 <= given.pop("actor_num_gpus_per_node") <= 8
     flags = resolve(given.pop("megatron"))
-    check_divisible(shape(name), ActorConfig(**given).layout, flags.transformer)
+    check_divisible(shape(name), ParallelLayout.of(TrainerSection(**given)), flags.transformer)
     check(flags.architecture, shape(name))
 
 

@@ -10,7 +10,7 @@ import torch
 from services.trainer.actor import SaveFailed, latest_step
 from services.trainer.megatron import checkpoint
 from services.trainer.megatron.checkpoint import CheckpointMissing
-from services.trainer.objective.value_loss import ValueLoss
+from services.trainer.objective.loss import ValueLoss
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.world import RankFailed
@@ -33,10 +33,10 @@ def assert_exact(outcome):
     [
         ("qwen3_tied", {}),
         ("qwen3", {"use_distributed_optimizer": False}),
-        ("qwen3", {"dtype": "bfloat16"}),
-        ("qwen3", {"dtype": "bfloat16", "use_distributed_optimizer": False}),
+        ("qwen3", {"train_dtype": "bfloat16"}),
+        ("qwen3", {"train_dtype": "bfloat16", "use_distributed_optimizer": False}),
         ("qwen3_moe", {}),
-        ("qwen3", {"lr_warmup_steps": 3, "lr_decay_style": "cosine", "lr_decay_steps": 9}),
+        ("qwen3", {"lr_warmup_iters": 3, "lr_decay_style": "cosine", "updates": 9}),
     ],
 )
 def test_one_process_resumes_exactly(kind, config, alone, hf, tmp_path):
@@ -48,7 +48,7 @@ def test_one_process_resumes_exactly(kind, config, alone, hf, tmp_path):
     [
         ("qwen3_tied", {}),
         ("qwen3", {"use_distributed_optimizer": False}),
-        ("qwen3", {"dtype": "bfloat16"}),
+        ("qwen3", {"train_dtype": "bfloat16"}),
         ("qwen3_tied", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
         ("qwen3_tied", {"pipeline_model_parallel_size": 2}),
         ("deep_moe", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
@@ -116,11 +116,11 @@ def test_a_checkpoints_weights_stand_in_for_the_models_own(after, hf, two_ranks,
 
 
 def test_resetting_the_optimizer_loads_the_weights_only(make_actor, tmp_path):
-    actor = make_actor("qwen3", lr_warmup_steps=4)
+    actor = make_actor("qwen3", lr_warmup_iters=4)
     rank_steps.steps(actor, 2)
     actor.save_checkpoint(tmp_path, 2, {"at": 2})
     weights = rank_steps.exported(actor)
-    again = make_actor("qwen3", lr_warmup_steps=4, use_distributed_optimizer=False)
+    again = make_actor("qwen3", lr_warmup_iters=4, use_distributed_optimizer=False)
     rank_steps.steps(again, 1)
     assert again.load_checkpoint(tmp_path, reset_optimizer_states=True) == {"at": 2}
     assert all(torch.equal(tensor, weights[name]) for name, tensor in rank_steps.exported(again).items())
@@ -128,11 +128,11 @@ def test_resetting_the_optimizer_loads_the_weights_only(make_actor, tmp_path):
 
 
 def test_a_critics_checkpoint_holds_its_head_and_is_no_policys(make_actor, tmp_path):
-    critic = make_actor("qwen3_tied", value_head=True)
+    critic = make_actor("qwen3_tied", role="critic")
     critic.train_step(rank_steps.rl_batches(critic, 0, per_token=True), ValueLoss())
     critic.save_checkpoint(tmp_path, 1)
     straight = critic.train_step(rank_steps.rl_batches(critic, 1, per_token=True), ValueLoss())
-    again = make_actor("qwen3_tied", value_head=True)
+    again = make_actor("qwen3_tied", role="critic")
     again.load_checkpoint(tmp_path)
     assert again.train_step(rank_steps.rl_batches(again, 1, per_token=True), ValueLoss()) == straight
     with pytest.raises(ConfigError, match="value_head"):
@@ -232,7 +232,7 @@ def test_another_architecture_is_refused_with_names_and_numbers(make_actor, hf, 
     with pytest.raises(ConfigError, match="tied_embeddings"):
         make_actor("qwen3_tied").load_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match="dtype"):
-        make_actor("qwen3", dtype="bfloat16").load_checkpoint(tmp_path)
+        make_actor("qwen3", train_dtype="bfloat16").load_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match="use_distributed_optimizer"):
         make_actor("qwen3", use_distributed_optimizer=False).load_checkpoint(tmp_path)
 

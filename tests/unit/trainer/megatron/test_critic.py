@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.trainer.objective.value_loss import ValueLoss
+from services.trainer.objective.loss import ValueLoss
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import pack, sequences
@@ -11,7 +11,7 @@ from tests.unit.trainer.megatron.tiny import pack, sequences
 
 @pytest.fixture
 def critic(make_actor):
-    return make_actor("qwen3_tied", value_head=True, lr=0.01)
+    return make_actor("qwen3_tied", role="critic", lr=0.01)
 
 
 def test_values_are_zero_at_first_and_learn_their_returns(critic):

@@ -66,7 +66,7 @@ def test_buckets_keep_to_their_size_and_to_the_models_order(hf, make_actor):
 
 
 def test_tensors_are_contiguous_and_in_the_models_dtype(make_actor):
-    for bucket in make_actor("qwen2", dtype="bfloat16").export(4096):
+    for bucket in make_actor("qwen2", train_dtype="bfloat16").export(4096):
         for name, tensor in bucket:
             assert tensor.is_contiguous() and tensor.dtype == torch.bfloat16, name
 
@@ -103,7 +103,7 @@ def test_saved_model_loads_in_transformers_and_scores_the_same(hf, make_actor, t
 def test_saving_replaces_an_older_model_and_states_the_dtype(hf, make_actor, tmp_path):
     make_actor("qwen3").save_hf(tmp_path / "out")
     (tmp_path / "out" / "left-over").write_text("x")
-    make_actor("qwen3", dtype="bfloat16").save_hf(tmp_path / "out")
+    make_actor("qwen3", train_dtype="bfloat16").save_hf(tmp_path / "out")
     assert not (tmp_path / "out" / "left-over").exists()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}

@@ -53,7 +53,7 @@ def test_a_layout_changes_nothing(kind, config, hf, two_ranks, one_process):
 
 def test_router_biases_keep_float32_in_a_bfloat16_model(hf, make_actor):
     loaded = load_file(hf("deepseek_v3") / "model.safetensors")
-    actor = make_actor("deepseek_v3", dtype="bfloat16")
+    actor = make_actor("deepseek_v3", train_dtype="bfloat16")
     out = rank_steps.exported(actor)
     float32 = {name for name, tensor in out.items() if tensor.dtype == torch.float32}
     assert float32 == {"model.layers.1.mlp.gate.e_score_correction_bias"}

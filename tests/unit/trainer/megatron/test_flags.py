@@ -11,8 +11,10 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 
+from docs import flag_tables, megatron_catalogue
+from docs.flags import CATALOGUE
 from services.trainer import trainer_settings
-from services.trainer.megatron import flag_sorting, flag_tables, megatron_catalogue
+from services.trainer.megatron import flag_sorting
 from shared.config import megatron_flags
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
@@ -20,14 +22,14 @@ from tests.unit.trainer.megatron.tiny import make_checkpoint
 
 
 def test_the_catalogue_is_current() -> None:
-    assert flag_sorting.CATALOGUE.read_text() == megatron_catalogue.text()
+    assert CATALOGUE.read_text() == megatron_catalogue.text()
 
 
 def test_every_field_of_the_dataclasses_is_in_the_catalogue_or_no_text_can_say_it() -> None:
     known = {name for flag in megatron_flags.catalogue().values() for name in (flag.name, *flag.spellings)}
     unsaid = {
         field.name: str(field.type)
-        for models in megatron_catalogue.GROUPS.values()
+        for models in flag_sorting.GROUPS.values()
         for model in models
         for field in dataclasses.fields(model)
         if field.name not in known and not field.name.startswith("_")
@@ -37,7 +39,7 @@ def test_every_field_of_the_dataclasses_is_in_the_catalogue_or_no_text_can_say_i
 
 
 def test_the_tables_name_flags_that_there_are() -> None:
-    fields = {field.name for models in megatron_catalogue.GROUPS.values() for model in models for field in dataclasses.fields(model)}
+    fields = {field.name for models in flag_sorting.GROUPS.values() for model in models for field in dataclasses.fields(model)}
     assert [name for name in (*flag_tables.FIXED, *flag_tables.DEFAULTS, *flag_tables.TRANSFORMER_ENGINE) if name not in fields] == []
     catalogue = megatron_flags.catalogue()
     assert [name for name, _ in flag_tables.SPELLINGS.values() if name not in catalogue] == []
@@ -59,25 +61,24 @@ def test_flags_go_to_their_dataclasses_with_their_types() -> None:
     assert found.ddp == {"bucket_size": 1000, "check_for_nan_in_grad": False}
     assert found.optimizer == {"apply_wd_to_qk_layernorm": True}
     assert found.architecture == {"num_layers": 28, "num_experts": 8}
-    assert found.fields() == {"transformer": found.transformer, "optimizer": found.optimizer, "ddp": found.ddp}
     DistributedDataParallelConfig(**found.ddp)
     OptimizerConfig(**found.optimizer)
 
 
 def test_plain_data_becomes_what_the_field_holds() -> None:
-    assert flag_sorting._converted("transformer", "attention_backend", "flash") is AttnBackend.flash
-    assert flag_sorting._converted("transformer", "window_size", [128, 0]) == (128, 0)
-    assert flag_sorting._converted("optimizer", "exp_avg_dtype", "bfloat16") is torch.bfloat16
-    assert flag_sorting._converted("transformer", "pipeline_dtype", "float32") is torch.float32
-    assert flag_sorting._converted("transformer", "fp8", None) is None
+    assert flag_sorting.converted("transformer", "attention_backend", "flash") is AttnBackend.flash
+    assert flag_sorting.converted("transformer", "window_size", [128, 0]) == (128, 0)
+    assert flag_sorting.converted("optimizer", "exp_avg_dtype", "bfloat16") is torch.bfloat16
+    assert flag_sorting.converted("transformer", "pipeline_dtype", "float32") is torch.float32
+    assert flag_sorting.converted("transformer", "fp8", None) is None
 
 
 def test_the_actor_gets_what_is_given_and_the_checkpoint_is_compared(tmp_path: Path) -> None:
     make_checkpoint("qwen3", tmp_path / "model")
     given = {"fp32_residual_connection": True, "ddp_bucket_size": 1000, "num_layers": 2, "hidden_size": 32, "swiglu": True}
     config = run_config(tmp_path, trainer={"megatron": given})
-    expected = {"transformer": {"fp32_residual_connection": True}, "ddp": {"bucket_size": 1000}}
-    assert trainer_settings.actor_config(config).megatron == expected
+    found = trainer_settings.TrainerSettings.from_run(config).megatron
+    assert (found.transformer, found.optimizer, found.ddp) == ({"fp32_residual_connection": True}, {}, {"bucket_size": 1000})
     trainer_settings.check_architecture(config)
     wrong = run_config(tmp_path, trainer={"megatron": {**given, "num_layers": 36}})
     with pytest.raises(ConfigError, match=r"trainer.megatron.num_layers = 36: 2, as the checkpoint has"):

@@ -93,7 +93,7 @@ def test_two_ranks_equal_one_process(case, hf, one_process, two_ranks):
     assert moved and moved < set(loaded)
 
 
-@pytest.mark.parametrize("config", [{"recompute": True}, {**WHOLE, "dtype": "bfloat16"}])
+@pytest.mark.parametrize("config", [{"recompute": True}, {**WHOLE, "train_dtype": "bfloat16"}])
 def test_one_process_resumes_exactly(config, alone, hf, tmp_path):
     assert_exact(alone.resume(hf("qwen3_tied"), {**NO_EMBEDDING, **config}, tmp_path))
 
@@ -121,10 +121,10 @@ def test_a_checkpoint_of_other_frozen_parameters_is_refused(make_actor, tmp_path
 
 
 def test_the_exporter_knows_what_is_frozen(make_actor):
-    frozen = Exporter(make_actor("qwen3", **UPPER).model).cargo.frozen
+    frozen = Exporter(make_actor("qwen3", **UPPER).model).plan.frozen
     assert "embedding.word_embeddings.weight" in frozen and "decoder.layers.0.mlp.linear_fc1.weight" in frozen
     assert not any("layers.1." in name or name == "output_layer.weight" for name in frozen)
-    assert not Exporter(make_actor("qwen3").model).cargo.frozen
+    assert not Exporter(make_actor("qwen3").model).plan.frozen
 
 
 def test_names_count_layers_over_the_whole_model(hf, two_ranks):
@@ -142,7 +142,6 @@ def test_names_count_layers_over_the_whole_model(hf, two_ranks):
         ("qwen3", {"only_train_params_name_list": ("q_proj",)}, ["only_train_params", "q_proj", "Megatron"]),
         ("qwen3_tied", {"freeze_params_name_list": ("output_layer",)}, ["freeze_params", "output_layer"]),
         ("qwen3", {"freeze_params_name_list": (".",)}, ["freeze_params", "all is frozen"]),
-        ("qwen3", {"freeze_params_name_list": ("(",)}, ["freeze_params", "regular expression"]),
         ("qwen2", {"freeze_params_name_list": (r"linear_qkv\.weight",)}, ["freeze_params", "together", "linear_qkv.bias"]),
     ],
 )

@@ -71,7 +71,7 @@ def test_temperature_divides_the_logits(make_actor, reference):
 
 def test_bfloat16_is_close(make_actor, reference):
     seqs = sequences(6)
-    (packed,) = make_actor("qwen3", dtype="bfloat16").log_probs([pack(seqs)])
+    (packed,) = make_actor("qwen3", train_dtype="bfloat16").log_probs([pack(seqs)])
     ours = torch.cat(per_sequence(packed, seqs))
     theirs = torch.cat(reference("qwen3", seqs))
     assert (ours - theirs).abs().mean() < 0.05

@@ -28,10 +28,10 @@ TWO_RANKS = {
     "CP2 tied, whole optimizer": ("qwen3_tied", {**CP2, **WHOLE}),
     "CP2 recompute attention": ("qwen3", {**CP2, "recompute_granularity": "selective", "recompute_modules": ("core_attn",)}),
     "PP2 tied": ("qwen3_tied", PP2),
-    "PP2 uneven": ("deep", {**PP2, "megatron": {"transformer": {"num_layers_in_first_pipeline_stage": 3}}}),
+    "PP2 uneven": ("deep", {**PP2, "megatron": {"num_layers_in_first_pipeline_stage": 3}}),
     "PP2 VPP2": ("deep", VPP2),
     "PP2 VPP2 whole optimizer": ("deep", {**VPP2, **WHOLE}),
-    "overlapped gradient reduction": ("deep", {**VPP2, "megatron": {"ddp": {"overlap_grad_reduce": True}}}),
+    "overlapped gradient reduction": ("deep", {**VPP2, "megatron": {"overlap_grad_reduce": True}}),
     "MoE DP2 whole optimizer": ("qwen3_moe", WHOLE),
     "MoE EP2": ("qwen3_moe", EP2),
     "MoE EP2 mixed layers, whole optimizer": ("qwen3_moe_mixed", {**EP2, **WHOLE}),
@@ -139,7 +139,7 @@ def test_micro_batches_that_fill_no_round_of_the_interleaved_schedule(alone, hf,
 
 
 def test_bfloat16_trains_in_parallel(hf, two_ranks):
-    first, second = two_ranks.run(rank_steps.train, hf("qwen3"), {**TP2_SP, "dtype": "bfloat16"}, 3)
+    first, second = two_ranks.run(rank_steps.train, hf("qwen3"), {**TP2_SP, "train_dtype": "bfloat16"}, 3)
     assert first["steps"] == second["steps"]
     assert all(step.skipped is None and step.grad_norm > 0.1 for step in first["steps"])
 
@@ -171,20 +171,16 @@ def test_deterministic_runs_give_the_same_bits(alone, hf):
         ("qwen3", {"tensor_model_parallel_size": 4}, ["tensor_model_parallel_size", "4", "2 key/value heads"]),
         ("qwen3", {"pipeline_model_parallel_size": 3}, ["pipeline_model_parallel_size", "3", "2 layers"]),
         ("qwen3", VPP2, ["virtual_pipeline_model_parallel_size", "2", "1, the layers of each of the 2 stages"]),
-        ("qwen3", {"virtual_pipeline_model_parallel_size": 2}, ["virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size"]),
         ("qwen3", EP2, ["expert_model_parallel_size", "2", "no experts"]),
         ("qwen3_moe", {"expert_model_parallel_size": 3}, ["expert_model_parallel_size", "3", "4 experts"]),
         ("qwen3_moe", etp(5), ["expert_tensor_parallel_size", "5", "24 MLP channels"]),
         ("qwen3_moe", TP2, ["sequence_parallel"]),
         ("qwen3", CP2, ["context_parallel_size", "1 x 1 x 2", "world size, 1"]),
         ("qwen3_moe", etp(2), ["expert_tensor_parallel_size", "2", "the 1 ranks of a stage"]),
-        ("qwen3", {"context_parallel_size": 0}, ["context_parallel_size", "0", "at least 1"]),
-        ("deep", {**PP2, "megatron": {"transformer": {"num_layers_in_last_pipeline_stage": 4}}}, ["num_layers_in_last", "4"]),
-        ("deep", {"megatron": {"transformer": {"num_layers_in_last_pipeline_stage": 1}}}, ["num_layers_in_last", "pipeline"]),
-        ("qwen3", {"megatron": {"transformer": {"no_such_field": 1}}}, ["no_such_field", "TransformerConfig"]),
-        ("qwen3", {"megatron": {"transformer": {"transformer_impl": "transformer_engine"}}}, ["transformer_impl", "not installed"]),
-        ("qwen3", {"recompute_method": "block"}, ["recompute_method", "block", "full"]),
-        ("qwen3", {"recompute_granularity": "selective", "recompute_modules": ("everything",)}, ["everything"]),
+        ("deep", {**PP2, "megatron": {"num_layers_in_last_pipeline_stage": 4}}, ["num_layers_in_last", "4"]),
+        ("deep", {"megatron": {"num_layers_in_last_pipeline_stage": 1}}, ["num_layers_in_last", "pipeline"]),
+        ("qwen3", {"megatron": {"no_such_field": 1}}, ["no_such_field", "unknown"]),
+        ("qwen3", {"megatron": {"transformer_impl": "transformer_engine"}}, ["transformer_impl", "not installed"]),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_with_names_and_numbers(kind, config, words, make_actor):

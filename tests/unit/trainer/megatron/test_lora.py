@@ -162,12 +162,12 @@ def test_recompute_changes_nothing(recompute, hf, one_process, alone):
     assert_equal(one_process("qwen3", ("all-linear",)), [lora_steps.train(hf("qwen3"), {**LORA, **recompute})])
 
 
-@pytest.mark.parametrize("config", [{}, {"dtype": "bfloat16", "use_distributed_optimizer": False}])
+@pytest.mark.parametrize("config", [{}, {"train_dtype": "bfloat16", "use_distributed_optimizer": False}])
 def test_one_process_resumes_exactly(config, alone, hf, tmp_path):
     assert_exact(alone.resume(hf("qwen3"), {**LORA, **config}, tmp_path))
 
 
-@pytest.mark.parametrize("config", [pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.extra), TP2_SP, PP2])
+@pytest.mark.parametrize("config", [pytest.param({"train_dtype": "bfloat16"}, marks=pytest.mark.extra), TP2_SP, PP2])
 def test_two_ranks_resume_exactly(config, hf, two_ranks, tmp_path):
     for outcome in two_ranks.run(rank_steps.resume, hf("qwen3_tied"), {**LORA, **config}, tmp_path):
         assert_exact(outcome)
@@ -221,7 +221,7 @@ def test_a_saved_model_is_merged_and_beside_it_lie_the_adapters(config, hf, two_
 
 
 def test_a_policy_of_before_takes_its_adapters_only(hf, two_ranks, tmp_path):
-    for rank in two_ranks.run(lora_steps.saved_policies, hf("qwen3"), {**LORA, **TP2_SP, "dtype": "bfloat16"}, tmp_path):
+    for rank in two_ranks.run(lora_steps.saved_policies, hf("qwen3"), {**LORA, **TP2_SP, "train_dtype": "bfloat16"}, tmp_path):
         for live, saved in zip(rank["live"], rank["saved"], strict=True):
             assert torch.equal(live, saved)  # not so through merged weights, which bfloat16 rounds
         assert not torch.equal(rank["live"][0], rank["live"][2])
@@ -267,16 +267,10 @@ def test_a_push_carries_each_stages_adapters_and_nothing_else(config, hf, two_ra
 @pytest.mark.parametrize(
     ("kind", "config", "words"),
     [
-        ("qwen3", {"lora_rank": 0}, ["lora_rank", "at least 1"]),
-        ("qwen3", {"lora_rank": 4, "lora_alpha": 0.0}, ["lora_alpha"]),
         ("qwen3", {"lora_rank": 4, "target_modules": ("query_proj",)}, ["target_modules", "query_proj", "q_proj"]),
-        ("qwen3", {"lora_rank": 4, "target_modules": ("q_proj", "all-linear")}, ["target_modules", "alone"]),
-        ("qwen3", {"lora_rank": 4, "target_modules": ()}, ["target_modules"]),
         ("qwen3_moe", {"lora_rank": 4}, ["target_modules", "experts", "q_proj, k_proj, v_proj, o_proj"]),
         ("qwen3_moe_mixed", {"lora_rank": 4, "target_modules": ("up_proj",)}, ["target_modules", "experts"]),
         ("glm4", {"lora_rank": 4, "target_modules": ("gate_up_proj",), **TP2}, ["target_modules", "one matrix", "down_proj"]),
-        ("qwen3", {"lora_rank": 4, "value_head": True}, ["lora_rank", "critic"]),
-        ("qwen3", {"lora_rank": 4, "freeze_params_name_list": ("embedding",)}, ["freeze_params_name_list", "lora_rank"]),
     ],
 )
 def test_what_cannot_be_adapted_is_refused_with_the_fields_name(kind, config, words, make_actor):

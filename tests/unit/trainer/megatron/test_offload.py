@@ -37,10 +37,10 @@ def storages(actor: Actor) -> int:
     ("kind", "config"),
     [
         ("qwen3_tied", {}),
-        ("qwen3", {"dtype": "bfloat16"}),
-        ("qwen3", {"dtype": "bfloat16", "use_distributed_optimizer": False}),
+        ("qwen3", {"train_dtype": "bfloat16"}),
+        ("qwen3", {"train_dtype": "bfloat16", "use_distributed_optimizer": False}),
         ("qwen3", {"use_distributed_optimizer": False}),
-        ("qwen3_moe", {"dtype": "bfloat16"}),
+        ("qwen3_moe", {"train_dtype": "bfloat16"}),
     ],
 )
 def test_a_round_trip_changes_no_bit(kind: str, config: dict[str, Any], make_actor: Any) -> None:
@@ -60,7 +60,7 @@ def test_a_round_trip_changes_no_bit(kind: str, config: dict[str, Any], make_act
 
 
 def test_steps_between_turns_are_those_of_a_run_that_never_moved(make_actor: Any) -> None:
-    still, moved = make_actor("qwen3", dtype="bfloat16"), make_actor("qwen3", dtype="bfloat16")
+    still, moved = make_actor("qwen3", train_dtype="bfloat16"), make_actor("qwen3", train_dtype="bfloat16")
     offload = Offload(moved.model, moved.optimizer)
     for step in range(3):
         straight = rank_steps.steps(still, 1, step)
@@ -71,7 +71,7 @@ def test_steps_between_turns_are_those_of_a_run_that_never_moved(make_actor: Any
 
 
 def test_the_weights_can_be_read_while_the_optimizer_is_away(make_actor: Any) -> None:
-    actor = make_actor("qwen3", dtype="bfloat16")
+    actor = make_actor("qwen3", train_dtype="bfloat16")
     rank_steps.steps(actor, 1)
     wanted = {name: tensor.clone() for bucket in actor.export(1 << 20) for name, tensor in bucket if tensor is not None}
     offload = Offload(actor.model, actor.optimizer)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from services.trainer.megatron.passes import BadLoss
+from shared.config.learning_rate import LearningRateSchedule
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.rank_steps import exported, share, steps, weighted_loss
@@ -122,20 +123,13 @@ def test_reset_makes_a_fresh_optimizer_over_the_present_weights(make_actor, tmp_
     for _ in range(3):
         actor.train_step(share(actor, 7), negative_log_likelihood)
     actor.save_hf(tmp_path / "warm")
-    actor.reset_optimizer(lr=5e-4, lr_warmup_steps=2)
+    actor.reset_optimizer(LearningRateSchedule(5e-4, warmup_steps=2))
     continued = steps(actor, 3)
-    fresh = steps(rank_steps.actor(tmp_path / "warm", lr=5e-4, lr_warmup_steps=2), 3)
+    fresh = steps(rank_steps.actor(tmp_path / "warm", lr=5e-4, lr_warmup_iters=2), 3)
     assert [step.lr for step in continued] == [2.5e-4, 5e-4, 5e-4]
     for ours, theirs in zip(continued, fresh, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, abs=1e-6)
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, abs=1e-5)
-
-
-def test_set_lr_moves_the_peak_and_keeps_the_position(make_actor):
-    actor = make_actor("qwen3", lr=1e-3, lr_decay_style="linear", lr_decay_steps=4)
-    assert [step.lr for step in steps(actor, 2)] == pytest.approx([1e-3, 7.5e-4])
-    actor.set_lr(2e-3)
-    assert steps(actor, 1, first=2)[0].lr == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize(

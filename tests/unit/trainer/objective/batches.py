@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
 from services.trainer.objective import PolicyLoss, batch_statistics, needs, sample_weights
-from services.trainer.packing import PackedBatch, TrainSample, pack
+from services.trainer.packing import PackedBatch, pack
+from services.trainer.packing import spread as layout
 from shared.config.algorithm import AlgorithmSection
+from shared.schema.sample import Sample
+from tests.support.train_samples import train_sample
 
 from .reference import Sequence
 
@@ -110,19 +115,18 @@ def configs(draw: st.DrawFn) -> AlgorithmSection:
     )
 
 
-def train_samples(sequences: list[Sequence]) -> list[TrainSample]:
+def train_samples(sequences: list[Sequence]) -> list[Sample]:
     return [
-        TrainSample(
-            prompt_tokens=np.arange(1, s.prompt + 1, dtype=np.int32),
-            response_tokens=np.arange(50, 50 + len(s.mask), dtype=np.int32),
-            loss_mask=np.array(s.mask, dtype=np.uint8),
-            rollout_log_probs=np.array(s.rollout, dtype=np.float32),
-            versions=np.array(s.versions, dtype=np.int32),
-            advantage=s.advantage,
-            group="group",
-            rollout_id=s.rollout_id,
+        train_sample(
+            range(1, s.prompt + 1),
+            range(50, 50 + len(s.mask)),
+            s.versions,
+            mask=np.array(s.mask, dtype=np.uint8),
+            log_probs=np.array(s.rollout, dtype=np.float32),
+            index=index,
+            rollout=s.rollout_id,
         )
-        for s in sequences
+        for index, s in enumerate(sequences)
     ]
 
 
@@ -139,7 +143,7 @@ def spread(sequences: list[Sequence], values: list[list[float]], blank: float = 
 
 def packed(sequences: list[Sequence], weights: np.ndarray, dtype: torch.dtype = torch.float64) -> PackedBatch:
     """The micro-batch that ``pack`` makes, with the trainer's own log-probs, in ``dtype``."""
-    batch = pack(train_samples(sequences), BUDGET, weights=weights)
+    batch = plainly_packed(sequences, weights)
     exact = spread(sequences, [[float(w) * m for m in s.mask] for s, w in zip(sequences, weights, strict=True)])
     torch.testing.assert_close(batch.fields["weights"].double(), exact, rtol=1e-7, atol=0)
     fields = {"weights": exact, "ref_log_probs": spread(sequences, [s.reference for s in sequences])}
@@ -148,6 +152,14 @@ def packed(sequences: list[Sequence], weights: np.ndarray, dtype: torch.dtype = 
     batch = batch.with_fields(**fields)
     floats = {name: field.to(dtype) for name, field in batch.fields.items() if field.is_floating_point()}
     return batch.with_fields(**floats)
+
+
+def plainly_packed(sequences: list[Sequence], weights: Iterable[float]) -> PackedBatch:
+    """The micro-batch that ``pack`` makes, with the advantages."""
+    samples = train_samples(sequences)
+    advantages = [torch.full((len(s.mask),), s.advantage, dtype=torch.float64) for s in sequences]
+    packed = pack(samples, [float(weight) for weight in weights], BUDGET)
+    return packed.with_fields(advantages=layout(samples, advantages, "advantages"))
 
 
 def policy_loss(sequences: list[Sequence], config: AlgorithmSection, batch: PackedBatch, version: int | None = None) -> PolicyLoss:

@@ -2,13 +2,11 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
 from services.trainer.objective import CustomFunctions, CustomLoss, PolicyLoss, SftLoss
-from services.trainer.objective.custom_objective import ADVANTAGE, LOSS, REDUCER, REWARDS, TIS
-from services.trainer.objective.responses import Responses
+from services.trainer.objective.custom_objective import ADVANTAGE, LOSS, REDUCER, REWARDS, TIS, Responses
 from shared.config.algorithm import AlgorithmSection
 from shared.hooks import HookFailed, HookSample
 
@@ -135,8 +133,8 @@ def doubled(args, rollout_data):
 
 
 def test_advantages_of_ones_own():
-    masks = [np.array([1, 0], np.uint8), np.array([], np.uint8)]
-    found = functions(advantage=doubled).advantages(masks, {"rewards": [1.5, 2.0], "values": None})
+    masks = [torch.tensor([True, False]), torch.zeros(0, dtype=torch.bool)]
+    found = functions(advantage=doubled).advantages(masks, {"rewards": [1.5, 2.0]})
     assert [one.tolist() for one in found.advantages] == [[3.0, 0.0], []]
     assert found.returns is None
 
@@ -170,7 +168,7 @@ def call(field, given):
     elif field == LOSS:
         CustomLoss(functions(loss=function))(torch.zeros(batch.tokens.numel(), 8, requires_grad=True), batch)
     elif field == ADVANTAGE:
-        functions(advantage=function).advantages([np.ones(2)], {"rewards": [1.0]})
+        functions(advantage=function).advantages([torch.ones(2, dtype=torch.bool)], {"rewards": [1.0]})
     else:
         functions(rewards=function).post_processed([HookSample(), HookSample()])
 

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.trainer.objective import MissingField, MissingStatistics, PolicyLoss
-from services.trainer.packing import pack
 from services.trainer.placement import balance
 from shared.config.algorithm import AlgorithmSection
 
@@ -109,7 +108,7 @@ def test_without_proximal_log_probs_the_policy_is_its_own_proximal_policy(seed, 
     weights = batches.weights_of(sequences, config)
     current = batches.currents(sequences, dtype)
     loss, metrics = PolicyLoss(config)(current, None, batches.packed(sequences, weights, torch.float32))
-    batch = pack(batches.train_samples(sequences), batches.BUDGET, weights=weights)
+    batch = batches.plainly_packed(sequences, weights)
     assert metrics["ppo_kl"].item() == 0.0
     assert metrics["pg_clipfrac"].item() == 0.0
     assert metrics["ois"].item() == batch.fields["weights"].to(metrics["ois"].dtype).sum().item()  # ratio exactly 1
@@ -243,7 +242,7 @@ def test_metrics_are_detached_scalars():
 
 
 def test_a_filler_adds_nothing_and_keeps_its_graph():
-    batch = pack([], batches.BUDGET, weights=[])
+    batch = batches.plainly_packed([], [])
     current = torch.randn(batch.tokens.shape, requires_grad=True)
     loss, metrics = PolicyLoss(AlgorithmSection(), batch_version=4)(current, torch.rand(batch.tokens.shape), batch)
     loss.backward()
@@ -257,7 +256,7 @@ def test_agreement_counts_only_sequences_wholly_of_the_batch_version():
     batch = batches.packed(sequences, batches.weights_of(sequences, AlgorithmSection()))
     counts = []
     for version in (3, 4, 5, 6):
-        metrics = PolicyLoss(AlgorithmSection()).at_version(version)(batches.currents(sequences), None, batch)[1]
+        metrics = PolicyLoss(AlgorithmSection(), version)(batches.currents(sequences), None, batch)[1]
         wholly = [s for s in sequences if all(v == version for v, m in zip(s.versions, s.mask, strict=True) if m)]
         differences = [abs(p - r) for s in wholly for p, r, m in zip(s.proximal, s.rollout, s.mask, strict=True) if m]
         counts.append(len(differences))

@@ -6,26 +6,45 @@ import statistics
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.trainer.objective import (
     Advantages,
     BadReward,
-    BadTokens,
     Moments,
     Needs,
+    distilled,
     needs,
-    reward_kl,
+    reward_advantages,
     token_advantages,
-    whiten,
     whitened,
 )
-from services.trainer.objective.returns import discounted_sum
+from services.trainer.objective.advantage import discounted_sum
 from shared.config.algorithm import AlgorithmSection
 
 many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "ppo")
+
+
+def tensors(arrays):
+    return None if arrays is None else [torch.as_tensor(np.asarray(array, dtype=np.float64)) for array in arrays]
+
+
+def advantages_of(config, rewards, groups, rollouts, masks, *, kl=None, values=None, teacher_gap=None, own=None):
+    """From the batch's rewards to this rank's advantages, as arrays."""
+    own = list(range(len(rewards))) if own is None else own
+    trained = [torch.as_tensor(np.asarray(mask) != 0) for mask in masks]
+    of_own, wanted = reward_advantages(config, rewards, groups, rollouts)[own], needs(config)
+    found = token_advantages(
+        config, of_own, trained, kl=tensors(kl) if wanted.kl else None, values=tensors(values) if wanted.values else None
+    )
+    advantages = found.advantages
+    if wanted.teacher_gap:
+        advantages = distilled(config, advantages, tensors(teacher_gap), [torch.zeros(mask.shape) for mask in trained], trained)
+    returns = None if found.returns is None else [item.numpy() for item in found.returns]
+    return Advantages([item.numpy() for item in advantages], returns)
 
 
 def expected_of_one(config, reward, mask, kl, values, gap):
@@ -103,7 +122,7 @@ def test_every_estimator_equals_its_recurrence_on_any_part_of_the_batch(batch, p
     own = sorted(part.sample(range(len(masks)), part.randint(0, len(masks))))
     poisoned = [[np.where(m != 0, row, np.nan) for row, m in zip(rows, masks, strict=True)] for rows in (kl, values, gap)]
     lists = [[rows[i] for i in own] for rows in poisoned]  # what the mask excludes is not looked at
-    found = token_advantages(
+    found = advantages_of(
         config, rewards, groups, rollouts, [masks[i] for i in own], kl=lists[0], values=lists[1], teacher_gap=lists[2], own=own
     )
     of_sample = expected_rewards(config, rewards, groups, rollouts)
@@ -127,13 +146,13 @@ def test_a_discounted_sum_over_many_blocks_equals_the_recurrence(size, factor, s
     for value in values[::-1]:
         behind = value + factor * behind
         expected.append(behind)
-    np.testing.assert_allclose(discounted_sum(values, factor), expected[::-1], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(discounted_sum(torch.as_tensor(values), factor).numpy(), expected[::-1], rtol=1e-12, atol=1e-12)
 
 
 def test_gae_by_hand():
     # the masked token in the middle takes no time; deltas 0.9*2-1 = 0.8 and 3-2 = 1; A = 0.8 + 0.9*0.5*1
     config = AlgorithmSection(advantage_estimator="ppo", gamma=0.9, lambd=0.5)
-    found = token_advantages(config, [3.0], ["g"], None, [np.array([1, 0, 1, 0])], values=[np.array([1.0, 9.0, 2.0, 9.0])])
+    found = advantages_of(config, [3.0], ["g"], None, [np.array([1, 0, 1, 0])], values=[np.array([1.0, 9.0, 2.0, 9.0])])
     np.testing.assert_allclose(found.advantages[0], [1.25, 0, 1, 0])
     np.testing.assert_allclose(found.returns[0], [2.25, 0, 3, 0])
 
@@ -141,53 +160,23 @@ def test_gae_by_hand():
 def test_without_discount_the_advantage_is_what_is_still_to_come_less_the_value():
     config = AlgorithmSection(advantage_estimator="ppo", kl_coef=0.5)
     kl, values = np.array([1.0, 2.0, 4.0]), np.array([0.5, -1.0, 7.0])
-    found = token_advantages(config, [10.0], ["g"], None, [np.ones(3)], kl=[kl], values=[values])
+    found = advantages_of(config, [10.0], ["g"], None, [np.ones(3)], kl=[kl], values=[values])
     np.testing.assert_allclose(found.advantages[0], [6.5 - 0.5, 7.0 + 1.0, 8.0 - 7.0])
     np.testing.assert_allclose(found.returns[0], [6.5, 7.0, 8.0])
 
 
-ONE = (["g"], ["r"], [np.array([1, 0, 1])])
-
-
-@pytest.mark.parametrize(
-    ("config", "lists", "words"),
-    [
-        ({"advantage_estimator": "ppo"}, {}, r"values of sample \(any\): ppo needs 1 arrays, got none"),
-        ({"advantage_estimator": "ppo"}, {"values": []}, r"ppo needs 1 arrays, got 0"),
-        ({"advantage_estimator": "ppo"}, {"values": [np.zeros(2)]}, r"of sample 0 \(rollout r, group g\): shape \(2,\) for 3 response"),
-        ({"advantage_estimator": "ppo"}, {"values": [np.array([0, 0, np.inf])]}, r"is inf at trained position 2 \(1 such positions\)"),
-        ({"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1}, {"kl": [np.array([np.nan, 0, 0])]}, r"kl of sample 0 .* is nan"),
-        ({"use_opd": True, "opd_type": "sglang"}, {}, r"teacher_gap of sample \(any\): use_opd needs 1 arrays, got none"),
-    ],
-)
-def test_numbers_that_do_not_fit_their_sample_are_refused_by_name(config, lists, words):
-    with pytest.raises(BadTokens, match=words):
-        token_advantages(AlgorithmSection(**config), [1.0], *ONE, **lists)
-
-
-def test_rewards_and_masks_that_do_not_fit_are_refused():
+def test_rewards_that_do_not_fit_are_refused():
     with pytest.raises(BadReward, match="is nan"):
-        token_advantages(AlgorithmSection(advantage_estimator="ppo"), [math.nan], *ONE, values=[np.zeros(3)])
-    with pytest.raises(ValueError, match="1 masks for 2 samples"):
-        token_advantages(AlgorithmSection(), [0.0, 1.0], ["g", "g"], ["r", "s"], [np.ones(2)])
-    with pytest.raises(ValueError, match="0 masks for 1 samples"):
-        token_advantages(AlgorithmSection(), [0.0, 1.0], ["g", "g"], ["r", "s"], [], own=[1])
+        advantages_of(AlgorithmSection(advantage_estimator="ppo"), [math.nan], ["g"], ["r"], [[1, 0, 1]], values=[np.zeros(3)])
+    with pytest.raises(ValueError, match="zip"):
+        advantages_of(AlgorithmSection(), [0.0, 1.0], ["g", "g"], ["r", "s"], [[1, 1]])
 
 
-def test_functions_of_ones_own_take_the_place_of_the_estimator_and_not_of_distillation():
-    config = AlgorithmSection(use_opd=True, opd_type="sglang", opd_kl_coef=2.0)
-    seen = []
-
-    def double(rewards):
-        seen.append(rewards.tolist())
-        return Advantages([np.full(3, 2 * reward) for reward in rewards], [np.ones(3)])
-
-    gap = [np.array([0.5, np.nan, 1.0])]
-    mask = [np.array([1, 0, 1])]
-    found = token_advantages(config, [0.0, 1.0], ["g", "g"], ["r", "s"], mask, teacher_gap=gap, own=[1], custom=double)
-    assert seen == [[pytest.approx(math.sqrt(0.5), rel=1e-5)]]
-    np.testing.assert_allclose(found.advantages[0], [math.sqrt(2) - 1, 0, math.sqrt(2) - 2], rtol=1e-5)
-    assert found.returns is not None
+def test_distillation_is_taken_off_whatever_made_the_advantages():
+    config = AlgorithmSection(use_opd=True, opd_type="megatron", opd_teacher_load="teacher", opd_kl_coef=2.0)
+    mask, gap = torch.tensor([True, False, True]), torch.tensor([0.5, math.nan, 1.0])
+    (found,) = distilled(config, [torch.tensor([3.0, 0.0, 3.0], dtype=torch.float64)], [gap + 1], [torch.ones(3)], [mask])
+    assert found.tolist() == [2.0, 0.0, 1.0]
 
 
 def test_what_an_objective_needs():
@@ -208,28 +197,18 @@ def test_what_an_objective_needs():
         assert needs(AlgorithmSection(**changes), steps) == dataclasses.replace(nothing, **dict.fromkeys(wanted, True))
 
 
-def test_the_kl_in_the_reward():
-    old, reference, mask = np.array([-1.0, np.nan, -2.0]), np.array([-1.5, 0.0, -1.0]), np.array([1, 0, 1])
-    config = AlgorithmSection(advantage_estimator="ppo", kl_coef=0.1)
-    np.testing.assert_allclose(reward_kl(config, old, reference, mask), [0.5, 0, -1.0])
-    by_k2 = config.model_copy(update={"kl_loss_type": "k2"})
-    np.testing.assert_allclose(reward_kl(by_k2, old, reference, mask), [0.125, 0, 0.5])
-    with pytest.raises(ValueError, match=r"log-probs \(3,\) and \(2,\) for a mask \(3,\)"):
-        reward_kl(config, old, reference[:2], mask)
-
-
 @many
 @given(seed=st.integers(0, 2**32 - 1), parts=st.integers(1, 5), scale=st.sampled_from([1e-3, 1.0, 1e4]))
 def test_moments_of_parts_merge_into_those_of_the_whole(seed, parts, scale):
     generator = np.random.default_rng(seed)
-    values = [generator.normal(3.0, scale, int(n)) for n in generator.integers(0, 6, 8)]
-    masks = [generator.integers(0, 2, v.size) for v in values]
+    values = [torch.as_tensor(generator.normal(3.0, scale, int(n))) for n in generator.integers(0, 6, 8)]
+    masks = [torch.as_tensor(generator.integers(0, 2, v.numel()) != 0) for v in values]
     cuts = sorted(int(c) for c in generator.integers(0, 9, parts - 1))
     spans = list(zip([0, *cuts], [*cuts, 8], strict=True))
     merged = Moments.merged([Moments.of(values[a:b], masks[a:b]) for a, b in spans])
     kept = [float(x) for v, m in zip(values, masks, strict=True) for x, k in zip(v, m, strict=True) if k]
     assert merged.count == len(kept)
     assert merged.variance == pytest.approx(statistics.variance(kept) if len(kept) > 1 else 0.0, rel=1e-9, abs=1e-12)
-    whole = whiten(np.concatenate(values), np.concatenate(masks))
-    by_parts = np.concatenate([whitened(v, m, merged) for v, m in zip(values, masks, strict=True)])
-    np.testing.assert_allclose(by_parts, whole, rtol=1e-7, atol=1e-7)
+    whole = whitened(torch.cat(values), torch.cat(masks), Moments.of(values, masks))
+    by_parts = torch.cat([whitened(v, m, merged) for v, m in zip(values, masks, strict=True)])
+    np.testing.assert_allclose(by_parts.numpy(), whole.numpy(), rtol=1e-7, atol=1e-7)

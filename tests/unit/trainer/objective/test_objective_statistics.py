@@ -19,7 +19,6 @@ from services.trainer.objective import (
     passing,
 )
 from services.trainer.objective.importance import second_moment_limit
-from services.trainer.packing import pack
 from shared.config.algorithm import AlgorithmSection
 
 from . import batches, reference
@@ -77,7 +76,7 @@ def test_nothing_is_gathered_that_nothing_asks_for():
 
 def test_a_batch_without_trained_tokens_has_statistics():
     config = AlgorithmSection(use_m2po=True, tis_batch_normalize=True)
-    filler = pack([], batches.BUDGET, weights=[])
+    filler = batches.plainly_packed([], [])
     with pytest.raises(MissingField, match="proximal_log_probs"):
         batch_statistics(config, [filler])
     filler = filler.with_fields(proximal_log_probs=torch.zeros(filler.tokens.shape))

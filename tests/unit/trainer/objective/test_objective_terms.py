@@ -8,9 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.trainer.objective.importance import importance_weight, off_policy_sequence_mask
-from services.trainer.objective.kl import kl_estimate
-from services.trainer.objective.policy_gradient import clipped_surrogate, clipped_weight, ratio_of, sequence_log_ratio
-from services.trainer.objective.sequence import sequence_mean, sequence_sum
+from services.trainer.objective.policy_gradient import clipped_surrogate, clipped_weight, kl_estimate, ratio_of, sequence_log_ratio
+from services.trainer.objective.tokens import sequence_mean, sequence_sum
 
 TWO_SEQUENCES = torch.tensor([0, 3, 5], dtype=torch.int32)
 

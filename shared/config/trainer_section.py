@@ -1,0 +1,159 @@
+"""The run's [trainer]: how a model is shared among ranks and trained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+
+from shared.config.learning_rate import DecayStyle
+from shared.config.section import LARGEST_SEED, MUTABLE, Rule, Section
+from shared.hub import hub_names
+from shared.runtime.errors import nearest
+
+ALL_LINEAR = "all-linear"
+"""All matrices that adapters can be laid on."""
+
+RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+"""Modules of a layer, as Megatron-Core 0.16 names them."""
+
+
+class TrainerSection(Section):
+    """Megatron-Core: layout, batches, optimizer, checkpoints."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "virtual_pipeline_model_parallel_size",
+            lambda trainer, given: given is not None and given > 1 and trainer.pipeline_model_parallel_size == 1,
+            "none, or a pipeline_model_parallel_size above 1",
+        ),
+        Rule(
+            "sequence_parallel",
+            lambda trainer, given: given and trainer.tensor_model_parallel_size == 1,
+            "false, or a tensor_model_parallel_size above 1",
+        ),
+        Rule(
+            "recompute",
+            lambda trainer, given: given and trainer.recompute_granularity == "selective",
+            "false beside recompute_granularity = selective; it is short for full",
+        ),
+        Rule(
+            ("recompute_method", "recompute_num_layers"),
+            lambda trainer, given: given is not None and not trainer.recomputes_layers,
+            "none, or recompute_granularity = full",
+        ),
+        Rule(
+            "recompute_modules",
+            lambda trainer, given: given and trainer.recompute_granularity != "selective",
+            "none, or recompute_granularity = selective",
+        ),
+        Rule(
+            ("only_train_params_name_list", "freeze_params_name_list"),
+            lambda trainer, given: given and trainer.lora_rank is not None,
+            "none beside lora_rank, which trains adapters and nothing else",
+        ),
+        Rule(
+            "target_modules",
+            lambda _, given: ALL_LINEAR in given and len(given) > 1,
+            "all-linear alone, or names of matrices",
+        ),
+    )
+
+    actor_num_gpus_per_node: int = Field(default=1, ge=1, le=8, description="trainer ranks on this node (processes on a CPU)")
+    critic_num_gpus_per_node: int | None = Field(default=None, ge=1, le=8, description="the critic's ranks (ppo); default: the actor's")
+    critic_lr: float | None = Field(default=None, gt=0, description="the critic's learning rate; default: lr")
+    critic_load: Annotated[Path | None, AfterValidator(hub_names.checked_model)] = Field(
+        default=None, description="HF checkpoint that the critic starts from, named as hf_checkpoint; default: that"
+    )
+    tensor_model_parallel_size: int = Field(default=1, ge=1, description="tensor parallel size")
+    pipeline_model_parallel_size: int = Field(default=1, ge=1, description="pipeline stages")
+    virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1, description="model chunks of each pipeline stage")
+    context_parallel_size: int = Field(default=1, ge=1, description="ranks that share each sequence")
+    expert_model_parallel_size: int = Field(default=1, ge=1, description="ranks that share the experts of a layer")
+    expert_tensor_parallel_size: int | None = Field(
+        default=None, ge=1, description="ranks that share each expert's matrices; default: 1 with expert parallelism, else the tensor's"
+    )
+    sequence_parallel: bool = Field(default=False, description="sequence parallelism inside the tensor-parallel group")
+    use_distributed_optimizer: bool = Field(default=True, description="shard the optimizer over data-parallel ranks")
+    recompute: bool = Field(default=False, description="recompute every layer in the backward pass; short for full, uniform, 1")
+    recompute_granularity: Literal["full", "selective"] | None = Field(default=None, description="recompute whole layers, or modules")
+    recompute_method: Literal["uniform", "block"] | None = Field(default=None, description="full: every layer, or a stage's first ones")
+    recompute_num_layers: int | None = Field(default=None, gt=0, description="full: layers of a unit (uniform), of a stage (block)")
+    recompute_modules: list[str] = Field(default=[], description="selective: core_attn, mlp, moe, shared_experts, mla_up_proj, ...")
+    deterministic: bool = Field(default=False, description="the same bits in every run, at a price on GPUs")
+    train_dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="parameter type in training")
+    max_tokens_per_gpu: int = Field(default=8192, gt=0, description="tokens of a packed micro-batch")
+    num_steps_per_rollout: int = Field(default=1, gt=0, description="optimizer steps over one rollout batch")
+    global_batch_size: int | None = Field(
+        default=None, gt=0, description="samples of an optimizer step; default: what rollout_batch_size, samples and steps make it"
+    )
+    lr: float = Field(default=1e-6, gt=0, description="learning rate")
+    min_lr: float = Field(default=0.0, ge=0, description="floor of the decay")
+    lr_warmup_iters: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
+    lr_decay_style: DecayStyle = Field(default="constant", description="learning rate decay over the run")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Adam β1")
+    adam_beta2: float = Field(default=0.98, ge=0, lt=1, description="Adam β2")
+    adam_eps: float = Field(default=1e-8, gt=0, description="Adam ε")
+    clip_grad: float = Field(default=1.0, ge=0, description="gradient norm clip; 0 = off")
+    only_train_params_name_list: list[str] = Field(
+        default=[],
+        description="regular expressions: the actor's parameters in whose Megatron names (decoder.layers.7.mlp.linear_fc1.weight) none is "
+        "found are frozen",
+    )
+    freeze_params_name_list: list[str] = Field(
+        default=[], description="regular expressions: the actor's parameters in whose Megatron names one is found are frozen"
+    )
+    lora_rank: int | None = Field(
+        default=None, gt=0, description="rank of low-rank adapters (LoRA), which then are all of the actor that trains; default: none"
+    )
+    lora_alpha: float = Field(default=16, gt=0, description="adapters are scaled by lora_alpha / lora_rank")
+    target_modules: list[str] = Field(
+        default=[ALL_LINEAR], min_length=1, description="matrices with adapters, by PEFT's names (q_proj, ..., down_proj), or all-linear"
+    )
+    seed: int = Field(default=1234, ge=0, le=LARGEST_SEED, description="the trainer's random seed")
+    save_interval: int = Field(default=20, gt=0, description="steps between checkpoints", **MUTABLE)
+    async_save: bool = Field(default=True, description="write checkpoints while the next steps train", **MUTABLE)
+    keep_checkpoints: int = Field(default=2, gt=0, description="checkpoints kept", **MUTABLE)
+    save_hf: bool = Field(default=True, description="write the final policy as HF safetensors", **MUTABLE)
+    batch_timeout: float = Field(default=1800, gt=0, description="seconds the trainer waits for a batch", **MUTABLE)
+    collective_timeout: float = Field(default=600, gt=0, description="seconds for a collective among trainer ranks", **MUTABLE)
+    train_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the trainer runs")
+    colocate: bool = Field(default=False, description="trainer and engines share the trainer's GPUs and compute in turns", **MUTABLE)
+    offload_train: bool | None = Field(
+        default=None,
+        description="colocated: while engines generate, weights and optimizer lie in host memory; default: on CUDA yes, on a CPU no",
+        **MUTABLE,
+    )
+    offload_rollout: bool | None = Field(
+        default=None,
+        description="colocated: while the trainer computes, engines give their GPU memory back; default: on CUDA; a CPU has none to give",
+        **MUTABLE,
+    )
+    torch_threads: int | None = Field(default=None, gt=0, description="CPU threads of a trainer rank", **MUTABLE)
+    megatron: dict[str, Any] = Field(
+        default={}, description="Megatron's own flags, as moe_router_dtype = 'fp32'; `myxo flags` lists them, see docs/megatron-flags.md"
+    )
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether the backward pass runs whole layers again."""
+        return self.recompute_granularity == "full" or (self.recompute and self.recompute_granularity is None)
+
+    def _misfits(self) -> Iterator[str]:
+        for field in ("only_train_params_name_list", "freeze_params_name_list"):
+            for pattern in getattr(self, field):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    yield f"trainer.{field}: {pattern!r} is no regular expression ({error})"
+        for name in self.recompute_modules:
+            if name not in RECOMPUTABLE:
+                yield f"trainer.recompute_modules: {name!r} is no module of a layer; {nearest(name, list(RECOMPUTABLE))}"
+
+    def ranks(self, role: str) -> int:
+        """Processes of a role of the trainer: actor or critic."""
+        return self.actor_num_gpus_per_node if role == "actor" else self.critic_num_gpus_per_node or self.actor_num_gpus_per_node

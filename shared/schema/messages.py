@@ -1,0 +1,575 @@
+"""The wire schema: every message that crosses the control plane.
+
+Each message is a pydantic model with strict fields, in MessagePack as ``{"schema": 1, "kind": <class name>, ...fields}``. A receiver
+refuses an unknown schema version, an unknown kind and a field that does not fit, with a `BadMessage` that names it.
+The catalogue in ``docs/messages.md`` is generated from these models.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from shared.runtime.errors import BadMessage
+from shared.schema import codec
+
+SCHEMA = 1
+"""Version of the wire schema. It grows when a field changes its meaning."""
+
+_LARGEST_TOKEN = np.iinfo(np.int32).max
+
+
+def _token_array(value: object) -> np.ndarray[Any, Any]:
+    if isinstance(value, list) and all(isinstance(token, int) and abs(token) <= _LARGEST_TOKEN for token in value):
+        value = np.asarray(value, dtype=np.int64)
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
+        if len(value) and (value.min() < 0 or value.max() > _LARGEST_TOKEN):
+            raise ValueError(f"token ids lie between 0 and {_LARGEST_TOKEN}")
+        return value.astype(np.int32, copy=False)
+    raise ValueError("expected a one-dimensional array of token ids")
+
+
+Tokens = Annotated[Any, BeforeValidator(_token_array)]
+"""Token ids: int32 [T]."""
+
+
+class Message(BaseModel):
+    """Base of all messages: strict fields, MessagePack both ways."""
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    kinds: ClassVar[dict[str, type[Message]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Message.kinds[cls.__name__] = cls
+
+    def encode(self) -> bytes:
+        """Returns the MessagePack bytes of the envelope."""
+        return codec.pack({"schema": SCHEMA, "kind": type(self).__name__, **self.model_dump(mode="python")})
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Reads a message of this class (or, on a base class, any of its subclasses).
+
+        Raises BadMessage, naming the field, for anything else.
+        """
+        fields = codec.unpack(data)
+        if not isinstance(fields, dict):
+            raise BadMessage(f"expected a {cls.__name__} message, got a {type(fields).__name__}")
+        schema, kind = fields.pop("schema", None), fields.pop("kind", None)
+        if schema != SCHEMA:
+            raise BadMessage(f"{kind or cls.__name__}: schema version {schema!r} is unknown here; this side speaks {SCHEMA}")
+        model = Message.kinds.get(str(kind))
+        if model is None or not issubclass(model, cls):
+            raise BadMessage(f"message kind {kind!r} where {cls.__name__} was expected")
+        try:
+            return model.model_validate(fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise BadMessage(f"{kind}.{where}: {first['msg']}") from error
+
+
+class Part(BaseModel):
+    """Base of the records inside messages."""
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+
+# --- the flow of a group: task, generated, scored
+
+
+class Sampling(Part):
+    """The sampling parameters of the engine. ``max_new_tokens``: tokens. ``stop`` holds strings, ``stop_token_ids`` ids."""
+
+    temperature: float = Field(ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = -1
+    max_new_tokens: int = Field(gt=0)
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+
+
+class Payload(Part):
+    """Says where a group's samples lie in the store: in one or more blobs of ``bytes`` in all.
+
+    ``tokens``: the length of each sample, prompt and response together, so that a batch can be partitioned before anybody reads it.
+    """
+
+    keys: list[str] = Field(min_length=1)
+    bytes: int = Field(ge=0)
+    tokens: tuple[int, ...] = ()
+
+
+# Neither of the next two is a `Part`: there is one for every sample, and in slots they take a tenth of the memory, and less time.
+@dataclass(slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class SampleMeta:
+    """The figures of one sample that decisions need without reading its payload.
+
+    ``tokens``: length of the response. ``oldest``/``newest``: weight versions of its oldest and newest trained token.
+    """
+
+    tokens: int = Field(ge=0)
+    oldest: int = Field(ge=0)
+    newest: int = Field(ge=0)
+    finish: Literal["stop", "length", "abort"]
+
+
+@dataclass(slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class Score:
+    """The reward of one sample, finite; ``parts`` holds named rewards where the environment gives several.
+
+    ``removed``: a sample filter took the sample out of the loss; its reward still counts in the group.
+    """
+
+    reward: float = Field(allow_inf_nan=False)
+    parts: dict[str, float] = Field(default_factory=dict)
+    removed: bool = False
+
+
+class Task(Message):
+    """A group to generate: ``n`` samples of one prompt. Subject ``<run>.task.<class>``.
+
+    ``min_version``: a replica on an older version hands the task back. ``attempt`` grows when a group is generated anew.
+    ``partial``: samples of an earlier attempt to go on from; of those that had ended, the ones whose newest token is older than version
+    ``renew_below`` are generated anew.
+    """
+
+    group: str
+    attempt: int = Field(default=0, ge=0)
+    n: int = Field(gt=0)
+    prompt: str | list[dict[str, Any]]
+    prompt_tokens: Tokens
+    label: str | None = None
+    metadata: dict[str, Any] = {}
+    environment: str
+    sampling: Sampling
+    min_version: int = Field(ge=0)
+    partial: Payload | None = None
+    renew_below: int = Field(default=0, ge=0)
+
+
+class Generated(Message):
+    """Samples of a group, finished and in the store, to be scored. Subject ``<run>.generated.<environment>``.
+
+    ``started``/``ended``: seconds since the epoch, of the generation. ``rollouts``: of each sample, which of the task's n rollouts it comes
+    from; empty where each gave one sample.
+    """
+
+    group: str
+    attempt: int
+    payload: Payload
+    samples: list[SampleMeta]
+    rollouts: tuple[int, ...] = ()
+    replica: str
+    started: float
+    ended: float
+
+
+class Outcome(Message):
+    """Base of the messages to the buffer about one attempt at a group. Subject ``<run>.scored``."""
+
+    group: str
+    attempt: int
+
+
+class Scored(Outcome):
+    """Rewards of a group. ``scores`` has one entry a sample, in order; ``rollouts`` as in `Generated`.
+
+    ``filtered``: why the dynamic sampling filter does not keep the group; None: it is kept.
+    """
+
+    payload: Payload
+    samples: list[SampleMeta]
+    scores: list[Score]
+    rollouts: tuple[int, ...] = ()
+    filtered: str | None = None
+    replica: str
+    environment: str
+    started: float
+    ended: float
+
+
+class Failed(Outcome):
+    """Generation or scoring (``by``) gave the group up; the buffer makes it ``dead`` and frees its payload, where it has one."""
+
+    reason: str
+    by: str
+    payload: Payload | None = None
+
+
+class Interrupted(Outcome):
+    """A replica stopped generating the group before its end; ``payload`` holds what its samples have so far, if they have anything.
+
+    ``stale``: their oldest tokens have fallen behind the bound. Otherwise the replica leaves, or had to make room.
+    """
+
+    stale: bool
+    replica: str
+    payload: Payload | None = None
+
+
+def outcome_id(message: Generated | Outcome) -> str:
+    """Returns the id to publish an outcome under.
+
+    A repeated outcome counts once. What another replica made of the same attempt has an id of its own: the buffer frees its payload.
+    """
+    payload: Payload | None = getattr(message, "payload", None)
+    return payload.keys[0] if payload is not None and payload.keys else f"{message.group}.{message.attempt}"
+
+
+# --- the trainer's side of the buffer, request and reply: batches, and what became of them
+
+
+class BatchRequest(Message):
+    """Trainer asks for the batch of ``step``, to be trained on weights of ``version``. Subject ``<run>.buffer.batch``.
+
+    Idempotent: a step that was batched before is answered with the very same groups. ``hold``: wait a moment for a batch that is not there
+    yet; without it the answer comes at once.
+    """
+
+    step: int = Field(ge=0)
+    version: int = Field(ge=0)
+    hold: bool = True
+
+
+class BatchGroup(Part):
+    """One group of a batch, with the rewards of its samples in payload order.
+
+    ``removed``: positions of samples that a filter took out of the loss. ``stale``: positions of those that leave it because all their
+    tokens are older than the batch's ``mask_below``.
+    """
+
+    group: str
+    payload: Payload
+    rewards: list[float]
+    removed: tuple[int, ...] = ()
+    stale: tuple[int, ...] = ()
+
+
+class RewardPart(Part):
+    """One named reward over the ``samples`` of a batch that have it. ``std``: the population's."""
+
+    samples: int
+    mean: float
+    std: float
+    min: float
+    max: float
+
+
+class BatchAnswer(Message):
+    """Base of the answers to a `BatchRequest`."""
+
+
+class Batch(BatchAnswer):
+    """The groups of one training step. ``version``: the weight version that staleness was bounded against.
+
+    ``mask_below``: tokens of older versions leave the loss. ``parts``: named rewards of its samples.
+    """
+
+    step: int
+    version: int
+    mask_below: int = 0
+    groups: list[BatchGroup]
+    parts: dict[str, RewardPart] = {}
+
+
+class BatchPending(BatchAnswer):
+    """No batch yet: ``have`` of ``need`` groups are ready; ``waiting_for`` says in words who has the rest."""
+
+    step: int
+    have: int
+    need: int
+    waiting_for: str
+
+
+class RunDone(BatchAnswer):
+    """Every step is trained and durable and the last evaluation is in, or the run has failed for ``reason``: the trainer may leave.
+
+    ``rewards``: mean reward of each held-out dataset under ``version``, the newest that was evaluated; empty where none was.
+    """
+
+    version: int = -1
+    rewards: dict[str, float] = {}
+    reason: str = ""
+
+
+class Trained(Message):
+    """Trainer reports ``step`` as trained into weights of ``version``. Subject ``<run>.buffer.trained``. Idempotent.
+
+    ``started``/``ended``: seconds since the epoch. ``metrics``: the step's metrics.
+    """
+
+    step: int = Field(ge=0)
+    version: int = Field(ge=0)
+    started: float
+    ended: float
+    metrics: dict[str, float] = {}
+
+
+class Durable(Message):
+    """A checkpoint holding every step below ``steps`` is on disk: their payloads may go. Subject ``<run>.buffer.durable``."""
+
+    steps: int = Field(ge=0)
+
+
+class Accepted(Message):
+    """The receiver has done it, or recorded it durably."""
+
+
+class Refused(Message):
+    """The receiver will not do it; ``reason`` says why in one line."""
+
+    reason: str
+
+
+# --- events and registry: who is there, what it does, what a step measured
+
+
+class TrainerStep(Message):
+    """Event ``<run>.trainer.step``: the metrics of one step, for progress, charts and the summary."""
+
+    step: int
+    version: int
+    started: float
+    ended: float
+    metrics: dict[str, float]
+
+
+class WarmStartEnded(Message):
+    """Event ``<run>.trainer.warm_start``: the supervised warm start took ``steps`` steps. ``losses``: the mean loss (nats a token) of each
+    ``every`` steps in order, the last of them of what is left over."""
+
+    steps: int
+    every: int
+    losses: list[float]
+
+    @classmethod
+    def of(cls, losses: list[float], points: int = 200) -> WarmStartEnded:
+        """Returns the message for the losses of all steps, in at most ``points`` numbers."""
+        every = -(-len(losses) // points) or 1
+        parts = [losses[begin : begin + every] for begin in range(0, len(losses), every)]
+        return cls(steps=len(losses), every=every, losses=[sum(part) / len(part) for part in parts])
+
+
+class ServiceEvent(Message):
+    """Event ``<run>.service.<what>``: a service joined, left, was fenced, failed."""
+
+    service: str
+    instance: str
+    what: str
+    detail: str = ""
+    at: float
+
+
+class ServiceStatus(Message):
+    """KV ``services/<service>.<instance>``: who is alive and what it serves. Renewed by heartbeat, gone after its TTL.
+
+    ``version``: weights served (-1: none). ``state``: starting, ready, updating, fenced, stopping, … ``gauges``: small live figures.
+    ``ranks``: how many ranks its engine has in a process group. ``incarnation`` changes whenever what the service holds in memory (an
+    engine's weights) is lost. ``detail``: the reason of the state, in words; of a buffer: why the newest dead group died, if any did.
+    ``last_error``: the newest error that it logged in this life, at ``last_error_at`` (seconds since the epoch). Service `environment`
+    is none of Myxo's: the reward services keep its status, with its URL as ``http``.
+    """
+
+    service: str
+    instance: str
+    host: str
+    pid: int
+    http: str
+    engine: str = ""
+    state: str
+    version: int = -1
+    incarnation: str = ""
+    ranks: int = 1
+    gauges: dict[str, float] = {}
+    detail: str = ""
+    last_error: str = ""
+    last_error_at: float = 0.0
+    at: float
+
+
+class LeaseStatus(Message):
+    """KV ``leases/<job>``: who holds a leader's lease. ``term``: of one holder's one life; empty: free. ``mark``:
+    `shared.runtime.liveness`."""
+
+    holder: str
+    term: str
+    mark: str
+    at: float
+
+
+# --- a push of weights, request and reply, and the event that says what is live
+
+
+class WeightChannelAddress(Part):
+    """One stream of buckets, from one of the trainer's ranks to every replica of a push.
+
+    ``kind``: ``group``, a process group over ``backend`` (gloo or nccl) in which the source is rank 0; ``memory``, buffers that both sides
+    map (`colocate`). ``address``, ``port``: of the source's TCP store, which has manifests and buffers; ``name``: the channel's, new
+    whenever it is made. ``world_size``: the source and all engines' ranks.
+    """
+
+    kind: Literal["group", "memory"]
+    name: str
+    address: str
+    port: int
+    backend: str
+    world_size: int
+
+
+class WeightsOffer(Message):
+    """Trainer asks whether a replica can take ``version`` now, before it builds a group.
+
+    Subject ``<run>.rollout.<replica>.weights.offer``.
+    """
+
+    version: int
+
+
+class WeightsReady(Message):
+    """Replica's answer: it holds ``version`` now (-1: none yet) and can take part; to a `WeightsPrepare`: its engine joins the channels.
+
+    ``digest``: of the version that it holds, as its engine knows it; empty where it does not know every tensor's.
+    """
+
+    replica: str
+    version: int
+    digest: str = ""
+
+
+class WeightsPrepare(Message):
+    """Trainer names the channels that will carry ``version``, and the replica's ``rank`` in all of them, of its engine's first process.
+
+    The engine joins in the background and goes on generating. Subject ``<run>.rollout.<replica>.weights.prepare``.
+    """
+
+    version: int
+    channels: list[WeightChannelAddress] = Field(min_length=1)
+    rank: int = Field(ge=1)
+    deadline: float = Field(gt=0)
+
+
+class WeightsReceive(Message):
+    """Replica stops generating and takes every bucket of ``version`` from the channels that it has joined.
+
+    ``push``: number of this push in the trainer's life; the channels' stores have its manifests under it. ``check``: compare with what the
+    engine holds instead of loading. Subject ``<run>.rollout.<replica>.weights.receive``.
+    """
+
+    version: int
+    push: int
+    channels: list[str] = Field(min_length=1)
+    check: bool = False
+    deadline: float = Field(gt=0)
+
+
+class WeightsReceived(Message):
+    """Replica's answer to a `WeightsReceive`: every bucket has been loaded (or compared).
+
+    ``digest``: of the version, over all tensors that the engine knows (`shared.transfer.digest`). ``bytes``: received. ``seconds``: from
+    the first wait for a bucket to the last one's loading. ``differences``: of a check, name of a tensor → elements that differ.
+    """
+
+    replica: str
+    digest: str
+    bytes: int
+    seconds: float
+    differences: dict[str, int] = {}
+
+
+class WeightsCommit(Message):
+    """Every bucket of ``version`` is loaded: serve it, if its digest is ``digest``.
+
+    Subject ``<run>.rollout.<replica>.weights.commit``.
+    """
+
+    version: int
+    digest: str
+    deadline: float = Field(gt=0)
+
+
+class WeightsAbort(Message):
+    """The push of ``version`` failed for ``reason``: the replica is fenced until one succeeds."""
+
+    version: int
+    reason: str
+
+
+class WeightsLive(Message):
+    """Event and KV value ``weights/live``: ``version`` is served by ``replicas``; ``seconds``, ``bytes`` of its push, ``digest`` of it."""
+
+    version: int
+    replicas: list[str]
+    seconds: float
+    bytes: int
+    digest: str = ""
+    at: float
+
+
+class WeightsSnapshot(Message):
+    """KV value ``weights/snapshot``: the newest version on disk (`shared.transfer.weight_checkpoint`).
+
+    ``form``: a whole checkpoint, or what changed. ``path``: of its directory, where the trainer sees it; the others of its chain lie
+    beside it. ``bytes``: written for it. ``seconds``: that writing took.
+    """
+
+    version: int
+    digest: str
+    form: Literal["full", "delta"]
+    path: str
+    bytes: int
+    seconds: float
+    at: float
+
+
+class PeerTransferRequest(Message):
+    """A replica, the destination, asks another, which serves ``version``, for its engine's parameters.
+
+    ``ranks``: of the asking engine; rank r takes from rank r. ``deadline``: seconds for all of it. Subject
+    ``<run>.rollout.<replica>.weights.transfer``.
+    """
+
+    destination: str
+    version: int
+    ranks: int = Field(ge=1)
+    deadline: float = Field(gt=0)
+
+
+class PeerTransferOffer(Message):
+    """The source's answer to a `PeerTransferRequest`: where its engine's ranks wait for the asking engine's, and what they will send."""
+
+    source: str
+    version: int
+    digest: str
+    channels: list[WeightChannelAddress] = Field(min_length=1)
+
+
+class WeightsSleep(Message):
+    """Trainer takes the GPUs that it shares with the replica, which stops generating, keeps what it has and gives memory back.
+
+    ``lasts``: seconds after which a replica that was not asked again takes the trainer for gone, and wakes. ``deadline``: for the engine to
+    be idle and out of the way. Subject ``<run>.rollout.<replica>.weights.sleep``.
+    """
+
+    lasts: float = Field(gt=0)
+    deadline: float = Field(gt=0)
+
+
+class WeightsAsleep(Message):
+    """Replica's answer: its engine computes nothing; it holds ``version`` (-1: what it held went with its memory)."""
+
+    replica: str
+    version: int
+
+
+class WeightsWake(Message):
+    """Trainer gives the GPUs back: the replica takes its memory again and serves what it holds; without weights it stays fenced.
+
+    Subject ``<run>.rollout.<replica>.weights.wake``.
+    """
+
+    deadline: float = Field(gt=0)

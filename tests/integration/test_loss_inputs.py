@@ -1,0 +1,134 @@
+"""The user's own functions on a batch out of the real store, and what ranks gather."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from services.trainer import batches
+from services.trainer.batch_metrics import SampleStats
+from services.trainer.loss_inputs import gathered, scored, with_advantages
+from services.trainer.objective import CustomFunctions
+from services.trainer.packing import BadSample
+from services.trainer.partition import partition_batch
+from services.trainer.shard_reader import ShardReader
+from shared.config.algorithm import AlgorithmSection
+from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.runtime.errors import ConfigError
+from shared.store.payload_store import BlockingStore
+from tests.integration.test_batches import assemble_all, read, stored
+from tests.support.run_config import run_config
+
+REWARDS = [[1.0, 0.0], [3.0, 2.0, 2.5]]
+
+
+def test_every_sample_comes_with_its_reward(valkey: EmbeddedValkey, run_name: str) -> None:
+    partition = partition_batch(asyncio.run(stored(valkey.url, run_name, REWARDS)), 1, 1, 100)
+    samples = scored(partition, BlockingStore(valkey.url))
+    assert [sample.reward for sample in samples] == [1.0, 0.0, 3.0, 2.0, 2.5]
+    assert [(sample.group_index, sample.index, sample.response_length) for sample in samples] == [
+        (0, 0, 1), (0, 1, 2), (1, 0, 1), (1, 1, 2), (1, 2, 3),
+    ]  # fmt: skip
+
+
+def test_a_function_of_ones_own_makes_the_advantages(
+    valkey: EmbeddedValkey, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("hooks_of_this_test")
+    seen: dict[str, object] = {}
+
+    def advantage(args: object, rollout_data: dict[str, list[object]]) -> None:
+        seen.update(rollout_data)
+        rollout_data["advantages"] = [torch.full((length,), 2.0 * raw) for raw, length in zip(
+            rollout_data["raw_reward"], rollout_data["response_lengths"], strict=True)]  # type: ignore[call-overload, operator]  # fmt: skip
+
+    module.advantage = advantage  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hooks_of_this_test", module)
+    config = run_config(tmp_path, algorithm={"custom_advantage_function_path": "hooks_of_this_test:advantage"})
+    objective = config.algorithm
+    batch = asyncio.run(stored(valkey.url, run_name, REWARDS))
+    for item in assemble_all(batch, valkey.url, 1, 2, objective):
+        made = with_advantages(item, objective, item.partition.rewards, lambda own: own, CustomFunctions.of(config))
+        raw = [reward for group in REWARDS for reward in group]
+        assert {index: set(values.tolist()) for index, values in made.per_sample("advantages").items()} == {
+            index: {2.0 * raw[index]} for index in item.indices
+        }
+        assert seen.keys() >= {"rewards", "raw_reward", "rollout_log_probs", "loss_masks", "response_lengths"}
+        assert len(seen["rollout_log_probs"]) == len(item.indices)  # type: ignore[arg-type]
+
+
+def test_a_function_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
+    config = run_config(tmp_path, algorithm={"custom_tis_function_path": "no_such_module:f"})
+    with pytest.raises(ConfigError, match=r"algorithm\.custom_tis_function_path"):
+        CustomFunctions.of(config)
+    assert CustomFunctions().tis is None
+
+
+def test_samples_that_do_not_pass_weigh_nothing(valkey: EmbeddedValkey, run_name: str) -> None:
+    batch = asyncio.run(stored(valkey.url, run_name, REWARDS))
+    objective = AlgorithmSection(loss_type="sft_loss", rejection_threshold=2.0)
+    (alone,) = read(batch, valkey.url, objective=objective)
+    weights = alone.per_sample("weights")
+    assert [weights[number].tolist() for number in (0, 1, 3)] == [[0.0], [0.0, 0.0], [0.0, 0.0]]
+    np.testing.assert_allclose(weights[2], [1 / 2])
+    np.testing.assert_allclose(weights[4], [1 / 6] * 3)
+    (none,) = read(batch, valkey.url, objective=AlgorithmSection(loss_type="sft_loss", rejection_threshold=9.0))
+    assert all(not values.any() for values in none.per_sample("weights").values())
+
+
+def test_what_sums_are_divided_by_is_the_optimizer_steps(valkey: EmbeddedValkey, run_name: str) -> None:
+    batch = asyncio.run(stored(valkey.url, run_name, REWARDS))
+    (alone,) = read(batch, valkey.url)
+    assert alone.denominators == (5.0,)
+    (by_token,) = read(batch, valkey.url, objective=AlgorithmSection(calculate_per_token_loss=True))
+    assert by_token.denominators == (9.0,)
+
+
+def test_the_teachers_log_probs_come_with_the_samples(valkey: EmbeddedValkey, run_name: str) -> None:
+    objective = AlgorithmSection(use_opd=True, opd_type="sglang", opd_kl_coef=0.5, off_policy="rollout")
+    partition = partition_batch(asyncio.run(stored(valkey.url, run_name, REWARDS)), 1, 1, 100)
+    shard = ShardReader(BlockingStore(valkey.url), 0, 100).take(partition)
+
+    def assembled() -> batches.TrainBatch:
+        return batches.assemble(shard, SampleStats(shard.stats), objective, rank=0, max_tokens=100)
+
+    with pytest.raises(BadSample, match=r"metadata has no teacher_log_probs, one number a response token"):
+        assembled()
+    for sample in shard.samples.values():
+        sample.metadata["teacher_log_probs"] = [-0.5 - at for at in range(len(sample.response))]
+    batch = assembled()
+    made = with_advantages(batch, objective, partition.rewards, lambda own: own).per_sample("advantages")
+    plain = with_advantages(batch, objective.model_copy(update={"use_opd": False}), partition.rewards, lambda own: own)
+    for index, values in plain.per_sample("advantages").items():
+        gap = torch.arange(len(shard.samples[index].response))  # log π_old is -0.5 everywhere
+        np.testing.assert_allclose(made[index], values - 0.5 * gap, rtol=1e-6)
+
+
+def test_tensors_of_any_length_are_gathered_in_order() -> None:
+    parts = [torch.tensor([1.0, 2.0]), torch.zeros(0), torch.tensor([3.0])]
+    barrier, tables = threading.Barrier(3), [np.zeros(0)] * 3
+    found: list[torch.Tensor] = [torch.zeros(0)] * 3
+
+    def rank(number: int) -> None:
+        def total(table: np.ndarray) -> np.ndarray:
+            tables[number] = table
+            barrier.wait(30)
+            result: np.ndarray = np.sum(tables, axis=0)
+            barrier.wait(30)
+            return result
+
+        found[number] = gathered(parts[number].double(), number, 3, total)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [values.tolist() for values in found] == [[1.0, 2.0, 3.0]] * 3

@@ -1,0 +1,134 @@
+"""What a training step leaves behind: TensorBoard's files, Prometheus' gauges, the event on the bus; over the real bus."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from services.trainer.actor import StepResult
+from services.trainer.batch_metrics import BatchMetrics, SampleStats
+from services.trainer.batches import TrainBatch
+from services.trainer.control_client import ControlClient
+from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
+from services.trainer.partition import partition_batch
+from services.trainer.weights.push_schedule import PushResult
+from shared.bus import runs, stream_replay
+from shared.bus.connection import Bus
+from shared.bus.registry import Registry
+from shared.bus.subjects import Subjects
+from shared.config.run_config import RunConfig
+from shared.model.architecture import Architecture, Rope
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.schema.messages import Batch, BatchGroup, Payload, RewardPart, ServiceStatus, TrainerStep, WarmStartEnded
+from tests.support.run_config import run_config
+from tests.support.waiting import until
+
+SPEED = TrainingSpeed(Architecture("qwen3", 2, 64, 96, 8, 2, 16, 128, 512, 1e-6, False, Rope(1e4)), ranks=2, peak=1e12)
+
+
+def batch(step: int, rewards: list[list[float]]) -> TrainBatch:
+    """Groups of samples of 2 prompt tokens and 3, 4, … response tokens, the last of each truncated."""
+    groups = []
+    for number, values in enumerate(rewards):
+        payload = Payload(keys=[f"k{number}"], bytes=1, tokens=tuple(5 + index for index in range(len(values))))
+        groups.append(BatchGroup(group=f"g{number}", payload=payload, rewards=values))
+    parts = {"is short?": RewardPart(samples=4, mean=0.25 + step, std=0.5, min=0.0, max=1.0)}
+    given = Batch(step=step, version=step, groups=groups, parts=parts)
+    rows = [(3 + index, 0, 3 + index, index, step, index == len(values) - 1, 0) for values in rewards for index in range(len(values))]
+    known = SampleStats(np.array(rows, dtype=np.float64))
+    return TrainBatch(partition_batch(given, 1, 1, 1000), known, BatchMetrics.of(given, known), [])
+
+
+def result(loss: float) -> StepResult:
+    return StepResult(loss, {"loss": loss, "agreement_abs_diff": 1.0, "agreement_tokens": 4.0}, grad_norm=2 * loss, lr=1e-3)
+
+
+def recorded(config: RunConfig, directory: Path) -> str:
+    """Two steps, a push; returns what Prometheus would read."""
+    with ControlClient() as link:
+        asyncio.run(until(lambda: link.evaluations, "the evaluation on the buffer's card"))
+        record = MetricsLogger(link, directory, config, SPEED)
+        record.sft(1, 2, result(4.0))
+        assert "sft_seconds_left" not in link.service.metrics.values
+        record.sft(2, 2, result(2.0))
+        assert link.service.metrics.values["sft_seconds_left"] == 0
+        now = time.time()
+        first, second = batch(0, [[1.0, 1.0], [0.0, 1.0]]), batch(1, [[0.0, 0.0], [0.0, 1.0]])
+        record.step(first, [result(1.0), result(3.0)], now, now + 2, optimized=1.0, token_means={"log_probs": -0.5})
+        pushed = {"seconds": 0.5, "wire_seconds": 0.4, "engine_seconds": 0.3, "stall": 0.1}
+        record.push(PushResult(version=1, replicas=["rollout-0"], bytes=100, digest="d", **pushed))
+        record.step(second, [result(1.0)], now + 3, now + 4, optimized=1.0, token_means={})
+        with urllib.request.urlopen(f"http://{link.service.status().http}/metrics", timeout=30) as answer:
+            text: str = answer.read().decode()
+        record.close()
+        return text
+
+
+async def evaluated(bus: Bus, run: str) -> None:
+    """Keeps a buffer's card up that says what the first evaluation came to."""
+    gauges = {"eval_heldout": 0.75, "eval_heldout_version": 0.0}
+    while True:
+        card = ServiceStatus(service="buffer", instance="b", host="h", pid=1, http="", state="ready", gauges=gauges, at=time.time())
+        await Registry(bus, run).renew(card)
+        await asyncio.sleep(1)
+
+
+async def test_a_step_is_written_everywhere(
+    nats: EmbeddedNats, valkey: EmbeddedValkey, bus: Bus, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(tmp_path, run={"name": run_name}, monitoring={"log_passrate": True})
+    await runs.create(bus, config, valkey.url)
+    monkeypatch.setenv("NATS_URL", nats.url)
+    monkeypatch.setenv("MYXO_RUN", run_name)
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # a link takes the signals of the process's main thread, which this is not
+    buffer = asyncio.create_task(evaluated(bus, run_name))
+    scraped = await asyncio.to_thread(recorded, config, tmp_path / "tensorboard")
+    buffer.cancel()
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    written = {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert written["train/loss"] == [2.0, 1.0]
+    assert written["train/agreement_tokens"] == [8.0, 4.0]
+    assert written["sft/loss"] == [4.0, 2.0]
+    assert written["train/grad_norm"] == [6.0, 2.0]
+    assert written["rollout/raw_reward"] == [0.75, 0.25]
+    assert written["rollout/rewards"] == pytest.approx([0.0, 0.0], abs=1e-6)
+    assert written["rollout/response_len/max"] == [4.0, 4.0]
+    assert written["rollout/truncated_ratio"] == [0.5, 0.5]
+    assert written["rollout/repetition_frac"] == [0.0, 0.0]
+    assert written["rollout/log_probs"] == [-0.5]
+    assert written["rollout/zero_std/count_1"] == [1.0, 0.0]
+    assert written["rollout/zero_std/count_0"] == [1.0]
+    assert written["rewards/is_short_/mean"] == [0.25, 1.25]
+    assert written["rewards/is_short_/max"] == [1.0, 1.0]
+    assert written["passrate/pass@1"] == [0.75, 0.25]
+    assert written["passrate/pass@2"] == [1.0, 0.5]
+    assert written["eval/heldout"] == [0.75]
+    assert written["perf/step_time"] == pytest.approx([2.0, 1.0])
+    assert written["perf/train_wait_time"] == pytest.approx([0.0, 1.0])
+    assert written["perf/wait_time_ratio"] == pytest.approx([0.0, 0.5])
+    assert written["perf/actor_train_tok_per_s"] == pytest.approx([22.0, 22.0])
+    assert written["perf/wall_tok_per_s"] == pytest.approx([11.0]), "from the second step on: 22 tokens in 1 s of waiting and 1 s of work"
+    wall = written["perf/train_wait_time"][1] + written["perf/step_time"][1]
+    assert written["perf/wall_tok_per_s"][0] * wall == pytest.approx(22), "rate times wall time is what was trained"
+    expected = SPEED.of_step([5, 6, 5, 6], 1.0)
+    assert written["perf/actor_train_tflops"] == pytest.approx([expected["actor_train_tflops"]] * 2)
+    assert written["perf/actor_train_mfu"] == pytest.approx([expected["actor_train_mfu"]] * 2)
+    assert written["perf/update_weights_time"] == [0.5]
+
+    assert 'myxo_train_loss{instance="' in scraped and "myxo_rollout_zero_std_count_0{" in scraped
+    assert "myxo_passrate_pass_1{" in scraped and "myxo_rewards_is_short__mean{" in scraped
+    names = Subjects(run_name)
+    steps = stream_replay.read(bus, names.events_stream, TrainerStep, subject=names.event("trainer", "step"))
+    told = [event async for _, event in steps]
+    ended = stream_replay.read(bus, names.events_stream, WarmStartEnded, subject=names.event("trainer", "warm_start"))
+    assert [event async for _, event in ended] == [WarmStartEnded(steps=2, every=1, losses=[4.0, 2.0])]
+    assert [event.metrics["loss"] for event in told] == [2.0, 1.0]
+    assert told[0].metrics["agreement_abs_diff"] == 2.0

@@ -1,0 +1,129 @@
+"""Metrics of a batch: loops, lengths, equal groups, passes; sums over ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.trainer import batch_metrics
+from services.trainer.batch_metrics import LOOP_LONGEST, LOOP_TIMES, LOOP_TOKENS, SampleStats, StatColumn, empty_table, token_means
+from services.trainer.packing import PackedBatch, pack, spread
+from shared.schema.messages import Batch, BatchGroup, Payload
+from tests.support.train_samples import train_sample
+
+
+def says(*tokens: int, times: int = 1) -> list[int]:
+    return list(tokens) * times
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ([], False),
+        (says(7, times=LOOP_TOKENS - 1), False),
+        (says(7, times=LOOP_TOKENS), True),
+        (list(range(500)) + says(7, times=LOOP_TOKENS), True),
+        ([*says(7, times=LOOP_TOKENS), 2], False),  # it found its end
+        (says(*range(10), times=LOOP_TIMES), True),
+        (says(*range(10), times=LOOP_TIMES - 1), False),
+        ([99, *says(*range(10), times=LOOP_TIMES)], True),
+        (says(*range(10), times=LOOP_TIMES) + says(0, 1, 2), True),  # cut off in the middle of the phrase
+        (says(*range(LOOP_LONGEST), times=LOOP_TIMES), True),
+        (says(*range(LOOP_LONGEST + 1), times=2 * LOOP_TIMES), False),
+        (list(range(4000)), False),
+    ],
+)
+def test_a_response_that_ends_in_a_loop_is_known(response: list[int], expected: bool) -> None:
+    assert batch_metrics.loops(np.array(response, dtype=np.int32)) is expected
+
+
+def test_random_text_does_not_loop() -> None:
+    tokens = np.random.default_rng(0).integers(0, 50, size=(200, 400))
+    assert not any(batch_metrics.loops(row) for row in tokens)
+
+
+def batch_of(rewards: list[list[float]], lengths: list[int], truncated: list[int], looping: list[int]) -> tuple[Batch, SampleStats]:
+    groups = [
+        BatchGroup(group=f"g{index}", payload=Payload(keys=["k"], bytes=1, tokens=(2,) * len(of_group)), rewards=of_group)
+        for index, of_group in enumerate(rewards)
+    ]
+    table = empty_table(len(lengths))
+    for column, values in ((StatColumn.RESPONSE, lengths), (StatColumn.TRUNCATED, truncated), (StatColumn.LOOPING, looping)):
+        table[:, column] = values
+    return Batch(step=0, version=0, groups=groups), SampleStats(table)
+
+
+def test_metrics_of_the_samples() -> None:
+    batch, stats = batch_of([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]], [10, 20, 30, 40, 50, 90], [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1])
+    found = batch_metrics.rollout_metrics(batch, stats, [0.0, 0.0, 0.0, 0.0, -0.5, 0.5])
+    expected = {
+        "response_len/mean": 40,
+        "response_len/median": 35,
+        "response_len/max": 90,
+        "response_len/min": 10,
+        "truncated_ratio": 0.5,
+        "repetition_frac": 1 / 6,
+        "raw_reward": 0.5,
+        "rewards": 0.0,
+        "zero_std/count_0": 1,
+        "zero_std/count_1": 1,
+        "zero_std_groups": 2 / 3,
+        "tokens": 12,
+        "response_tokens": 240,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert "rewards" not in batch_metrics.rollout_metrics(batch, stats, None)
+
+
+def test_equal_groups_are_told_by_their_reward() -> None:
+    groups = [[-1.0, -1.0], [0.04, 0.04], [-0.04, -0.04], [0.5, 0.5], [0.5, 0.5], [0.5, 0.4], [3.0]]
+    assert batch_metrics.zero_std(groups) == {"zero_std/count_-1": 1, "zero_std/count_0": 2, "zero_std/count_0.5": 2}
+
+
+def test_pass_at_k_goes_as_far_as_every_group_does() -> None:
+    assert batch_metrics.passrate([[1.0] * 8, [0.0] * 8]) == {"pass@1": 0.5, "pass@2": 0.5, "pass@4": 0.5, "pass@8": 0.5}
+    assert list(batch_metrics.passrate([[1.0] * 8, [0.0] * 7])) == ["pass@1", "pass@2", "pass@4"]
+    assert batch_metrics.passrate([]) == {}
+    assert batch_metrics.passrate([[0.4, 0.6]], threshold=0.5) == {"pass@1": 0.5, "pass@2": 1.0}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=4, max_size=7), min_size=1, max_size=3))
+def test_pass_at_k_is_the_mean_over_all_draws(groups: list[list[float]]) -> None:
+    found = batch_metrics.passrate(groups)
+    for k in (1, 2, 4):
+        drawn = [[max(draw) >= 1.0 for draw in itertools.combinations(rewards, k)] for rewards in groups]
+        assert found[f"pass@{k}"] == pytest.approx(np.mean([np.mean(draws) for draws in drawn]))
+
+
+def micro_batch(seed: int, mask: list[int]) -> PackedBatch:
+    response = len(mask)
+    sample = train_sample([1], range(response), mask=np.array(mask, np.uint8))
+    values = torch.as_tensor(np.random.default_rng(seed).normal(size=response))
+    packed = pack([sample], [1.0], 100)
+    return packed.with_fields(kl=spread([sample], [values], "kl"), advantages=spread([sample], [2 * values], "advantages"))
+
+
+def test_sums_of_ranks_give_the_means_of_all_tokens() -> None:
+    ranks = [[micro_batch(1, [1, 0, 1]), micro_batch(2, [0])], [micro_batch(3, [1, 1, 1, 0, 1])]]
+    sums: list[np.ndarray] = []
+
+    def kept(table: np.ndarray) -> np.ndarray:
+        sums.append(table)
+        return table
+
+    for own in ranks:
+        token_means(own, kept)
+    total = token_means(ranks[0], lambda _: np.sum(sums, axis=0))
+    for name in ("kl", "advantages"):
+        values = torch.cat([batch.fields[name][batch.loss_mask > 0] for own in ranks for batch in own])
+        assert total[name] == pytest.approx(values.mean().item())
+
+
+def test_where_nothing_is_trained_there_is_no_mean() -> None:
+    assert token_means([micro_batch(0, [0, 0, 0])], lambda table: table) == {}
