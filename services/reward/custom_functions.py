@@ -1,4 +1,4 @@
-"""What the user's own functions make of a group: its scores, whether it is kept, and which of its samples are trained.
+"""Has the user's own functions score a group, decide whether it is kept, and which of its samples are trained.
 
 The order is slime's: score; keep or drop (``dynamic_sampling_filter_path``); of groups that are kept, take samples out of the loss
 (``rollout_sample_filter_path``); show every group (``rollout_all_samples_process_path``). What a later function changes in a sample's
@@ -36,14 +36,14 @@ LONGEST_REASON = 100
 
 @dataclass(frozen=True)
 class FilterResult:
-    """What becomes of a scored group. filtered: why it is not kept, None: it is. scores: one a sample, in order."""
+    """What becomes of a scored group. ``filtered``: why it is not kept, None where it is. ``scores``: one a sample, in order."""
 
     filtered: str | None
     scores: list[Score]
 
 
 class Functions:
-    """The functions of a run's config that the reward service calls. Raises ConfigError for one that cannot be imported."""
+    """Holds the functions of a run's config that the reward service calls. Raises ConfigError for one that cannot be imported."""
 
     def __init__(self, config: RunConfig) -> None:
         self._paths = paths(config, "reward")
@@ -54,18 +54,18 @@ class Functions:
             self._paths[KEEP], self._functions[KEEP] = name, BUILT_IN[name]
 
     def waiting(self) -> list[str]:
-        """The verbs, score and select, whose functions are all async: while one waits, others may be called."""
+        """Returns which of the verbs score and select have async functions only: while one waits, others may be called."""
         found = {"score": [self._functions[field] for field in self._functions if field == SCORE]}
         found["select"] = [self._functions[field] for field in self._functions if field != SCORE]
         return [verb for verb, functions in found.items() if functions and all(map(_is_async, functions))]
 
     async def score(self, stored: list[StoredSample]) -> list[Score]:
-        """One score a sample, by ``custom_rm_path``. Raises HookFailed.
+        """Returns one score a sample, by ``custom_rm_path``. Raises HookFailed.
 
         The function gets one sample after the other; all samples of the group at once with ``group_rm``; those of one rollout at once
         where it gave several.
         """
-        samples = [from_stored(one) for one in stored]
+        samples = [from_stored(sample) for sample in stored]
         if self._group_rm:
             values = await self._list_of(samples)
         else:
@@ -74,8 +74,8 @@ class Functions:
         return [self._read(SCORE, value, index) for index, value in enumerate(values)]
 
     async def select(self, stored: list[StoredSample], scores: list[Score]) -> FilterResult:
-        """What becomes of a scored group. Raises HookFailed."""
-        samples = [from_stored(one, score, self._key) for one, score in zip(stored, scores, strict=True)]
+        """Returns what becomes of a scored group. Raises HookFailed."""
+        samples = [from_stored(sample, score, self._key) for sample, score in zip(stored, scores, strict=True)]
         given = [copy.deepcopy(sample.reward) for sample in samples]
         filtered = self._reason(await self._call(KEEP, list(samples))) if KEEP in self._functions else None
         if REMOVE in self._functions and filtered is None:
@@ -106,7 +106,7 @@ class Functions:
             raise self._failed(field, f"sample {index}: {error}") from None
 
     def _reason(self, output: Any) -> str | None:
-        """Why a group is dropped, None: it is kept."""
+        """Returns why a group is dropped, None where it is kept."""
         keep = output.keep if isinstance(output, DynamicFilterOutput) else output
         keep = keep.item() if hasattr(keep, "item") else keep  # as comparisons of arrays and tensors give them
         if not isinstance(keep, bool):
@@ -117,7 +117,7 @@ class Functions:
         return str(reason or self._paths[KEEP].rpartition(":")[2])[:LONGEST_REASON]
 
     async def _call(self, field: str, *given: Any) -> Any:
-        """What a plain or an async function gives. Raises HookFailed."""
+        """Returns what a plain or an async function gives. Raises HookFailed."""
         function: Callable[..., Any] = self._functions[field]
         try:
             result = function(self._args, *given)

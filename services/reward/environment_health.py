@@ -1,4 +1,5 @@
-"""Watching one environment outside of Myxo: described every few seconds, shown by a card, and not given work while nobody is there.
+"""Watches one environment outside of Myxo: it is asked to describe itself every few seconds, its status is published, and it is given no
+work while nobody is there.
 
 States: `starting` until the first answer; `ready`; `away`: nobody can be connected to; `refused`: what answers is no environment of this
 protocol version; `late`: it takes connections and does not answer in time. While it is starting, away or refused, its groups wait in the
@@ -21,7 +22,7 @@ from shared.schema.messages import ServiceStatus
 
 
 class EnvironmentHealthCheck:
-    """See the module's docstring. Every reward service watches for itself; they write the same card."""
+    """Every reward service watches for itself; they publish the same status."""
 
     def __init__(self, service: Service, environment: Environment) -> None:
         self._service, self._environment = service, environment
@@ -33,21 +34,21 @@ class EnvironmentHealthCheck:
     async def run(self) -> None:
         """Watches until cancelled."""
         while True:
-            await self._look()
+            await self._describe()
             with contextlib.suppress(MyxoError, *TRANSIENT):  # the next heartbeat is near
-                await self._service.registry.renew(self._card())
+                await self._service.registry.renew(self._status())
             await asyncio.sleep(self._service.heartbeat)
 
     async def leave(self) -> None:
-        """Takes the card away; where another reward service watches too, it is back within a heartbeat."""
+        """Takes the status away; where another reward service watches too, it is back within a heartbeat."""
         with contextlib.suppress(MyxoError, *TRANSIENT):
-            await self._service.registry.leave(self._card())
+            await self._service.registry.leave(self._status())
 
     def lost(self, reason: str) -> None:
-        """Somebody else found that it cannot be reached: no more groups until it has described itself again."""
+        """Takes no more groups until it has described itself again: somebody else found that it cannot be reached."""
         self._say("away", reason)
 
-    async def _look(self) -> None:
+    async def _describe(self) -> None:
         try:
             description = await self._environment.describe(self._describe_seconds)
         except EnvironmentAway as error:
@@ -70,7 +71,7 @@ class EnvironmentHealthCheck:
         else:
             self.reachable.clear()
 
-    def _card(self) -> ServiceStatus:
+    def _status(self) -> ServiceStatus:
         return ServiceStatus(
             service=ENVIRONMENT,
             instance=self._environment.name,

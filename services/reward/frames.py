@@ -1,4 +1,4 @@
-"""Requests and answers between the service and its worker processes: MessagePack behind its length in four bytes."""
+"""Carries requests and answers between the service and its worker processes: MessagePack behind its length in four bytes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from shared.runtime.errors import BadMessage
 from shared.schema import codec
 
 LONGEST = 1 << 28
-"""Bytes of a frame. Less than any four characters of text say when they are read as a length."""
+"""A frame's bytes. Any four characters of text, read as a length, say more."""
 
 _HEAD = 4
 
 
 def frame(value: object) -> bytes:
-    """The bytes of one request or answer. Raises TypeError for what MessagePack does not carry, BadMessage for what is too long."""
+    """Returns the bytes of one request or answer. Raises TypeError for what MessagePack does not carry, BadMessage for what is too long."""
     body = codec.pack(value)
     return _checked(len(body)).to_bytes(_HEAD, "big") + body
 
 
 async def read(stream: asyncio.StreamReader) -> Any:
-    """The next frame. Raises EOFError where there is none, BadMessage for anything else."""
+    """Returns the next frame. Raises EOFError where there is none, BadMessage for anything else."""
     try:
         head = await stream.readexactly(_HEAD)
         size = int.from_bytes(head, "big")
@@ -35,8 +35,8 @@ async def read(stream: asyncio.StreamReader) -> Any:
 
 
 class FrameStream:
-    """A worker's end. From here on its standard input is empty and its standard output is its standard error, so that nothing that a
-    library prints or reads can get in between."""
+    """A worker's end of the pipes. From here on its standard input is empty and its standard output is its standard error, so that nothing
+    that a library prints or reads can get in between."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -47,14 +47,14 @@ class FrameStream:
         os.close(nothing)
 
     def receive(self) -> Any:
-        """The next request. Raises EOFError once the service is gone."""
+        """Returns the next request. Raises EOFError once the service is gone."""
         head = self._requests.read(_HEAD)
         if len(head) < _HEAD:
             raise EOFError
         return codec.unpack(self._requests.read(int.from_bytes(head, "big")))
 
     async def stream(self) -> asyncio.StreamReader:
-        """The requests from here on, for `read`."""
+        """Returns the requests from here on, for `read`."""
         stream = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), self._requests)
         return stream

@@ -21,10 +21,10 @@ from shared.schema.sample import Sample
 
 
 class GroupConsumer:
-    """One environment's queue and the groups in its hands: a slow environment holds up its own groups alone."""
+    """Holds one environment's queue and the groups in its hands: a slow environment holds up its own groups alone."""
 
-    def __init__(self, service: Service, scorer: Scorer, selection: GroupFilter) -> None:
-        self._service, self._scorer, self._selection = service, scorer, selection
+    def __init__(self, service: Service, scorer: Scorer, group_filter: GroupFilter) -> None:
+        self._service, self._scorer, self._filter = service, scorer, group_filter
         self._queue = WorkQueue(service.bus, generated_consumer(service.run, service.config.bus, scorer.name), Generated)
         self.in_hand: set[asyncio.Task[None]] = set()
 
@@ -47,7 +47,7 @@ class GroupConsumer:
         await self._scorer.close()
 
     async def _may_fetch(self) -> bool:
-        """Whether the environment takes work; waits a while for it where it does not."""
+        """Returns whether the environment takes work; it waits a while for one that does not."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._scorer.open.wait(), FETCH_SECONDS)
         return self._scorer.open.is_set()
@@ -72,7 +72,7 @@ class GroupConsumer:
         try:
             samples = await self._samples(group)
             scores = await self._timed(group, samples)
-            verdict = await self._selection.verdict(group.group, samples, scores)
+            decided = await self._filter.decide(group.group, samples, scores)
         except (PayloadMissing, BadMessage, WorkerFailed, EnvironmentFailed, DeadlineExceeded) as error:
             log.warning("group_not_scored", error=str(error))
             return self._failed(group, str(error))
@@ -83,9 +83,9 @@ class GroupConsumer:
             attempt=group.attempt,
             payload=group.payload,
             samples=group.samples,
-            scores=verdict.scores,
+            scores=decided.scores,
             rollouts=group.rollouts,
-            filtered=verdict.filtered,
+            filtered=decided.filtered,
             replica=group.replica,
             environment=self._scorer.name,
             started=group.started,

@@ -1,4 +1,4 @@
-"""Which scored groups are kept, and which of their samples are trained: the run's filters, on training groups alone."""
+"""Decides which scored groups are kept, and which of their samples are trained, by the run's filters, for training groups alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.schema.sample import Sample
 
 
 class GroupFilter:
-    """The filters of a run.
+    """Applies the filters of a run.
 
     Args:
         pool: runs the user's own; None where the run has none.
@@ -24,8 +24,8 @@ class GroupFilter:
         self._built_in = BUILT_IN.get(config.rollout.dynamic_sampling_filter_path or "")
         self._args = hooks.Arguments(config)
 
-    async def verdict(self, group: str, samples: list[Sample], scores: list[Score]) -> FilterResult:
-        """What becomes of a scored group. Raises DeadlineExceeded, WorkerFailed or BadMessage: the group is given up."""
+    async def decide(self, group: str, samples: list[Sample], scores: list[Score]) -> FilterResult:
+        """Returns what becomes of a scored group. Raises DeadlineExceeded, WorkerFailed or BadMessage: the group is given up."""
         if is_evaluation(group):
             return FilterResult(None, scores)
         if self._pool is not None:

@@ -1,4 +1,4 @@
-"""The processes that run the user's own functions."""
+"""Runs the user's own functions in processes apart."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _SCORE = TypeAdapter(Score)
 
 
 class HooksPool(WorkerPool):
-    """``reward_workers`` processes with all functions of the config that the reward service calls. Its calls raise as `ask` does."""
+    """Has ``reward_workers`` processes, each with all functions of the config that the reward service calls. Calls raise as `ask` does."""
 
     def __init__(self, config: RunConfig, module: str = "services.reward.hooks_worker") -> None:
         self._waiting: set[str] = set()
         self._config, found = config, paths(config, "reward")
         self._scoring = f"{SCORE} = {found.get(SCORE)}"
         self._selecting = ", ".join(f"{field} = {path}" for field, path in found.items() if field != SCORE)
-        whom = f"the functions {', '.join(found.values())}"
-        super().__init__(whom, config.reward.reward_workers, module, [], {"config": config.model_dump_json()})
+        name = f"the functions {', '.join(found.values())}"
+        super().__init__(name, config.reward.reward_workers, module, [], {"config": config.model_dump_json()})
 
     async def start(self) -> None:
         await super().start()
@@ -35,35 +35,35 @@ class HooksPool(WorkerPool):
 
     @property
     def scores_at_once(self) -> int | None:
-        """Groups that the async ``custom_rm_path`` may have in hand; None: it is plain, a worker has one. Known once started."""
+        """Returns how many groups an async ``custom_rm_path`` may have in hand; None where it is plain, or before the start."""
         return self._config.reward.environment_concurrency if "score" in self._waiting else None
 
     async def score(self, samples: list[Sample]) -> list[Score]:
-        """One score a sample, by ``custom_rm_path``."""
+        """Returns one score a sample, by ``custom_rm_path``."""
         request = {"verb": "score", "samples": self._blobs(samples)}
         answer = await self._asked(request, f"{len(samples)} rewards", self._scoring)
         return self._scores(answer, len(samples))
 
     async def select(self, samples: list[Sample], scores: list[Score]) -> FilterResult:
-        """What the filters make of a scored group."""
+        """Returns what the filters make of a scored group."""
         request = {"verb": "select", "samples": self._blobs(samples), "scores": [asdict(score) for score in scores]}
         answer = await self._asked(request, "a verdict", self._selecting)
         filtered = answer.get("filtered")
         return FilterResult(None if filtered is None else str(filtered), self._scores(answer, len(samples)))
 
-    async def _asked(self, request: Mapping[str, object], what: str, whom: str) -> dict[str, object]:
+    async def _asked(self, request: Mapping[str, object], awaited: str, awaited_from: str) -> dict[str, object]:
         timeout = self._config.reward.reward_timeout
-        return await self.ask(request, what, whom, timeout, waits=request["verb"] in self._waiting)
+        return await self.ask(request, awaited, awaited_from, timeout, waits=request["verb"] in self._waiting)
 
     def _blobs(self, samples: list[Sample]) -> list[bytes]:
         return sample.encode(samples, self._config.store.blob_bytes)
 
     def _scores(self, answer: dict[str, object], count: int) -> list[Score]:
-        """The scores of an answer, checked: functions share a process with what answers for them."""
+        """Returns the scores of an answer, checked: functions share a process with what answers for them."""
         scores = answer.get("scores")
         if not isinstance(scores, list) or len(scores) != count:
-            raise WorkerFailed(f"{self._whom} gave {str(scores)[:80]} for {count} samples")
+            raise WorkerFailed(f"{self._name} gave {str(scores)[:80]} for {count} samples")
         try:
             return [_SCORE.validate_python(score) for score in scores]
         except ValidationError as error:
-            raise WorkerFailed(f"{self._whom} gave no scores: {error.errors()[0]['msg']}") from None
+            raise WorkerFailed(f"{self._name} gave no scores: {error.errors()[0]['msg']}") from None

@@ -1,4 +1,4 @@
-"""The user's own functions in a process apart, killed from outside when they hold it up.
+"""Runs the user's own functions in a process apart, which is killed from outside when they hold it up.
 
 ``python -m services.reward.hooks_worker``; it speaks as `services.reward.worker_pool.WorkerPool` says. In, once: ``{"config": JSON}``; out:
 ``{"ready": True, "waits": [verb, …]}`` with the verbs whose functions are async, or ``{"refused": [field, value, expected]}`` where a
@@ -30,13 +30,13 @@ the next one's deadline begins, although its function is async."""
 def main() -> None:
     """Answers requests until the service is gone."""
     channel = FrameStream()
-    number, setup = channel.receive()
+    call_id, setup = channel.receive()
     try:
         functions = Functions(RunConfig.model_validate_json(setup["config"]))
     except ConfigError as error:
-        channel.send([number, {"refused": [error.field, str(error.value), error.expected]}])
+        channel.send([call_id, {"refused": [error.field, str(error.value), error.expected]}])
         return
-    channel.send([number, {"ready": True, "waits": functions.waiting()}])
+    channel.send([call_id, {"ready": True, "waits": functions.waiting()}])
     try:
         asyncio.run(_serve(channel, functions))  # one loop for all calls: functions may keep connections
     except* EOFError:
@@ -48,25 +48,25 @@ async def _serve(channel: FrameStream, functions: Functions) -> None:
     requests, calls, waiting = await channel.stream(), dict[int, asyncio.Task[None]](), functions.waiting()
     async with asyncio.TaskGroup() as running:
         while True:
-            number, request = await frames.read(requests)
+            call_id, request = await frames.read(requests)
             if request is None:  # it is late
-                if number in calls:
-                    calls[number].cancel()
-                channel.send([number, {"error": "cancelled"}])
+                if call_id in calls:
+                    calls[call_id].cancel()
+                channel.send([call_id, {"error": "cancelled"}])
                 continue
-            channel.send([number, None])
-            calls[number] = running.create_task(_call(channel, functions, number, request))
-            calls[number].add_done_callback(lambda _, number=number: calls.pop(number))  # type: ignore[misc]
+            channel.send([call_id, None])
+            calls[call_id] = running.create_task(_call(channel, functions, call_id, request))
+            calls[call_id].add_done_callback(lambda _, call_id=call_id: calls.pop(call_id))  # type: ignore[misc]
             if request["verb"] in waiting:
                 await asyncio.sleep(FIRST_STEPS_SECONDS)
 
 
-async def _call(channel: FrameStream, functions: Functions, number: int, request: dict[str, Any]) -> None:
+async def _call(channel: FrameStream, functions: Functions, call_id: int, request: dict[str, Any]) -> None:
     try:
         answer = await _answer(functions, request)
     except asyncio.CancelledError:  # late, or the function's own doing
         answer = {"error": "the call was cancelled"}
-    channel.send([number, answer])
+    channel.send([call_id, answer])
 
 
 async def _answer(functions: Functions, request: dict[str, Any]) -> dict[str, object]:
@@ -74,8 +74,8 @@ async def _answer(functions: Functions, request: dict[str, Any]) -> dict[str, ob
     try:
         if request["verb"] == "score":
             return {"scores": [asdict(score) for score in await functions.score(samples)]}
-        verdict = await functions.select(samples, [Score(**score) for score in request["scores"]])
-        return {"filtered": verdict.filtered, "scores": [asdict(score) for score in verdict.scores]}
+        result = await functions.select(samples, [Score(**score) for score in request["scores"]])
+        return {"filtered": result.filtered, "scores": [asdict(score) for score in result.scores]}
     except HookFailed as error:
         return {"error": str(error)}
 

@@ -23,7 +23,7 @@ class Reward:
 
     def __init__(self, service: Service) -> None:
         self._service, config = service, service.config.reward
-        self._watches: list[EnvironmentHealthCheck] = []
+        self._health_checks: list[EnvironmentHealthCheck] = []
         names = config.environment_names()
         verifiers = {name: VerifierScorer(name, config) for name in VERIFIERS if name in names}
         self._first = verifiers.get(config.rm_type)
@@ -33,10 +33,10 @@ class Reward:
             scorers.append(CustomScorer(self._functions, config))
         for name, url in config.external.items():
             environment = open_environment(name, url, service.bus, service.run)
-            self._watches.append(EnvironmentHealthCheck(service, environment))
-            scorers.append(ExternalScorer(environment, self._watches[-1], service.run, config))
-        selection = GroupFilter(service.config, self._functions)
-        self._intakes = [GroupConsumer(service, scorer, selection) for scorer in scorers]
+            self._health_checks.append(EnvironmentHealthCheck(service, environment))
+            scorers.append(ExternalScorer(environment, self._health_checks[-1], service.run, config))
+        group_filter = GroupFilter(service.config, self._functions)
+        self._consumers = [GroupConsumer(service, scorer, group_filter) for scorer in scorers]
 
     async def run(self) -> None:
         """Scores until asked to stop. Raises ConfigError for a function that cannot be imported."""
@@ -45,18 +45,18 @@ class Reward:
         if self._first is not None:  # the run's own verifier: its first group should not wait for imports
             await self._first.start()
         self._service.state = "ready"
-        work = [*(watch.run() for watch in self._watches), *(intake.run() for intake in self._intakes), self._count()]
+        work = [*(check.run() for check in self._health_checks), *(consumer.run() for consumer in self._consumers), self._count()]
         try:
             async with self._service.background(*work):
                 await self._service.stopping.wait()
         finally:
-            await asyncio.gather(*(intake.close() for intake in self._intakes), *(watch.leave() for watch in self._watches))
+            await asyncio.gather(*(consumer.close() for consumer in self._consumers), *(check.leave() for check in self._health_checks))
             if self._functions is not None:
                 await self._functions.close()
 
     async def _count(self) -> None:
         while True:
-            self._service.metrics.set("scoring", sum(len(intake.in_hand) for intake in self._intakes))
+            self._service.metrics.set("scoring", sum(len(consumer.in_hand) for consumer in self._consumers))
             await asyncio.sleep(POLL_INTERVAL_S)
 
 

@@ -1,4 +1,4 @@
-"""From what a function or an environment gave for a sample to its score: one number that counts, the others beside it by name."""
+"""Makes a score of what a function or an environment gave for a sample: one number that counts, the others beside it by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REWARD = "reward"
 
 
 def read(value: object, key: str | None) -> Score:
-    """The score that a function of the user's own gave.
+    """Returns the score that a function of the user's own gave.
 
     Args:
         value: a number, or named ones; what is no number among those (slime's ``pred``) is left out. key: which of them counts.
@@ -32,7 +32,7 @@ def read(value: object, key: str | None) -> Score:
 
 
 def counted(score: Score, key: str | None) -> Score:
-    """An environment's score, by the reward named ``key``; one that came without others counts as it is. Raises ValueError."""
+    """Returns an environment's score by the reward named ``key``; one that came without others counts as it is. Raises ValueError."""
     return _counted({REWARD: score.reward, **score.parts}, key) if score.parts and key not in (None, REWARD) else score
 
 
@@ -46,7 +46,7 @@ def _counted(named: dict[str, float], key: str | None) -> Score:
 
 
 def _plain(value: Any) -> float | None:
-    """A Python number of a number of any kind (numpy's, a tensor of one element), None for anything else."""
+    """Returns a number of any kind (numpy's, a tensor of one element) as a float, None for anything else."""
     if not isinstance(value, int | float | str | bytes) and callable(getattr(value, "item", None)):
         try:
             value = value.item()

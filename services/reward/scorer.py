@@ -1,4 +1,4 @@
-"""What scores the groups of one environment: a verifier of our own, or an environment outside of Myxo."""
+"""Scores the groups of one environment: by a verifier of our own, by the user's function, or by an environment outside of Myxo."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Scorer(ABC):
 
     @property
     def limit(self) -> int:
-        """Groups in hand at once."""
+        """Returns how many groups may be in hand at once."""
         return self._limit
 
     @abstractmethod
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
-        """One score a sample, in order, within the run's `reward_timeout`.
+        """Returns one score a sample, in order, within the run's `reward_timeout`.
 
         Raises WorkerFailed, EnvironmentFailed, BadMessage or DeadlineExceeded: the group is given up.
         """
@@ -70,7 +70,7 @@ class VerifierScorer(Scorer):
         label = samples[0].label
         if label is None:
             raise WorkerFailed(f"verifier {self.name} needs a label and the prompt has none")
-        values = await self._pool.score([one.text for one in samples], label, self._timeout)
+        values = await self._pool.score([sample.text for sample in samples], label, self._timeout)
         return [Score(reward=value) for value in values]
 
     async def close(self) -> None:
@@ -87,48 +87,48 @@ class CustomScorer(Scorer):
 
     @property
     def limit(self) -> int:
-        """As is known once the pool has started: those that wait at once in an async function."""
+        """Returns more once the pool has started, where an async function may have many groups waiting at once."""
         return max(self._limit, self._pool.scores_at_once or 0)
 
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
         return await self._pool.score(samples)
 
     async def close(self) -> None:
-        """Nothing is its own."""
+        """Closes nothing: the pool is not its own."""
 
 
 class ExternalScorer(Scorer):
-    """An environment outside of Myxo. Its watch says whether it can be reached; what is in hand when it goes is tried again and again."""
+    """An environment outside of Myxo. Its health check says whether it can be reached; what is in hand when it goes is tried again."""
 
-    def __init__(self, environment: Environment, watch: EnvironmentHealthCheck, run: str, config: RewardSection) -> None:
+    def __init__(self, environment: Environment, health: EnvironmentHealthCheck, run: str, config: RewardSection) -> None:
         super().__init__(environment.name, config.environment_concurrency)
-        self._environment, self._watch, self._run, self._timeout = environment, watch, run, config.reward_timeout
+        self._environment, self._health, self._run, self._timeout = environment, health, run, config.reward_timeout
         self._key = config.reward_key
-        self.open = watch.reachable
+        self.open = health.reachable
 
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
         request = _request(self._run, group, samples)
         end, pause = time.monotonic() + self._timeout, FIRST_PAUSE
-        why = ""
+        reason = ""
         while (left := end - time.monotonic()) > 0:
             try:
                 return self._counted(await self._environment.score(request, left))
             except EnvironmentAway as error:
-                why = error.reason
-                self._watch.lost(why)
+                reason = error.reason
+                self._health.lost(reason)
                 await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
                 pause = min(2 * pause, LONGEST_PAUSE)
             except DeadlineExceeded:
-                why = f"it did not answer; before that: {why}" if why else "it did not answer"
+                reason = f"it did not answer; before that: {reason}" if reason else "it did not answer"
                 break
-        then = f"the group is given up ({why})"
-        raise DeadlineExceeded(f"{len(samples)} rewards", self._environment.label, self._timeout, then)
+        next_action = f"the group is given up ({reason})"
+        raise DeadlineExceeded(f"{len(samples)} rewards", self._environment.label, self._timeout, next_action)
 
     async def close(self) -> None:
         await self._environment.close()
 
     def _counted(self, scores: list[Score]) -> list[Score]:
-        """The scores by the reward that the run's `reward_key` names."""
+        """Returns the scores by the reward that the run's `reward_key` names."""
         try:
             return [rewards.counted(score, self._key) for score in scores]
         except ValueError as error:
@@ -146,8 +146,8 @@ def _request(run: str, group: Generated, samples: list[Sample]) -> ScoreRequest:
             label=first.label,
             metadata=first.metadata,
             samples=[
-                ScoreSample(index=index, response=one.text, tokens=len(one.response), finish=one.finish)
-                for index, one in enumerate(samples)
+                ScoreSample(index=index, response=sample.text, tokens=len(sample.response), finish=sample.finish)
+                for index, sample in enumerate(samples)
             ],
         )
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""A verifier in a process of its own, killed from outside when it takes too long.
+"""Runs a verifier in a process of its own, which is killed from outside when it takes too long.
 
 ``python -m services.reward.worker math``; it speaks as `services.reward.worker_pool.WorkerPool` says. In, once: ``{}``; out, when
 everything is loaded: ``{"ready": True}``; then in: ``{"responses": [text, …], "label": text}``; out: ``{"rewards": [float, …]}`` or
@@ -20,16 +20,16 @@ def main() -> None:
     verifier = VERIFIERS[name]
     verifier("", "x")  # loads what it imports on first use: sympy takes seconds, and no call's deadline should pay them
     with contextlib.suppress(EOFError):
-        number, _ = channel.receive()
-        channel.send([number, {"ready": True}])
+        call_id, _ = channel.receive()
+        channel.send([call_id, {"ready": True}])
         while True:
-            number, request = channel.receive()
-            channel.send([number, None])
+            call_id, request = channel.receive()
+            channel.send([call_id, None])
             try:
                 answer: dict[str, object] = {"rewards": [float(verifier(text, request["label"])) for text in request["responses"]]}
             except Exception as error:  # whatever a verifier raises is the sample's fate, not this process's
                 answer = {"error": f"verifier {name}: {type(error).__name__}: {error}"}
-            channel.send([number, answer])
+            channel.send([call_id, answer])
 
 
 if __name__ == "__main__":

@@ -18,21 +18,21 @@ __all__ = ["START_SECONDS", "VerifierPool", "WorkerFailed", "WorkerPool"]
 
 
 class WorkerPool:
-    """``size`` processes, and at most as many that end with what they have in hand.
+    """Keeps ``size`` processes, and at most as many others that end with what they have in hand.
 
     Args:
-        whom: what they are, for errors. module: what they run; arguments: of it. It reads and writes `services.reward.frames`: a request
-            is ``[number, request]`` and is answered with ``[number, None]`` when it is taken up and with ``[number, answer]``, a map, when
-            it is done; the request None cancels the call of its number, which is answered at once.
+        name: what they are, for errors. module: what they run; arguments: of it. It reads and writes `services.reward.frames`: a request
+            is ``[id, request]`` and is answered with ``[id, None]`` when it is taken up and with ``[id, answer]``, a map, when it is done;
+            the request None cancels the call of its id, which is answered at once.
         setup: the first request, answered when the process is ready: ``{"ready": True}`` or ``{"refused": [field, value, expected]}``.
     """
 
-    def __init__(self, whom: str, size: int, module: str, arguments: list[str], setup: object) -> None:
-        self._whom, self._size, self._command = whom, size, ["-m", module, *arguments]
+    def __init__(self, name: str, size: int, module: str, arguments: list[str], setup: object) -> None:
+        self._name, self._size, self._command = name, size, ["-m", module, *arguments]
         self._setup = setup
         self._workers = [self._fresh() for _ in range(size)]
         self._leaving: set[Worker] = set()
-        self._line = asyncio.Lock()  # first come, first served: a call that needs a process of its own gets one
+        self._lock = asyncio.Lock()  # first come, first served: a call that needs a process of its own gets one
         self._changed = asyncio.Event()
 
     async def start(self) -> None:
@@ -45,7 +45,7 @@ class WorkerPool:
 
     @property
     def ready(self) -> dict[str, Any]:
-        """What the first worker said when it was ready."""
+        """Returns what the first worker said when it was ready."""
         return self._workers[0].ready
 
     @property
@@ -54,21 +54,24 @@ class WorkerPool:
         found = [worker.process for worker in (*self._workers, *self._leaving) if worker.process is not None]
         return [process for process in found if process.running()]
 
-    async def ask(self, request: object, what: str, whom: str, deadline: float, *, waits: bool = False) -> dict[str, object]:
-        """The answer of a worker, without an error in it.
+    async def ask(self, request: object, awaited: str, awaited_from: str, deadline: float, *, waits: bool = False) -> dict[str, object]:
+        """Returns the answer of a worker, without an error in it.
 
         Args:
-            what: is awaited. whom: from whom. deadline: seconds from when a worker takes the request up. waits: the call gives way to
-                others while it waits (it is async): a worker may have many such in hand.
+            awaited, awaited_from: for the error at the deadline. deadline: seconds from when a worker takes the request up. waits: the call
+                gives way to others while it waits (it is async): a worker may have many such in hand.
 
         Raises DeadlineExceeded (the call is cancelled, or its worker killed and replaced), WorkerFailed, BadMessage for a request that is
         too long, or ConfigError where a fresh worker refuses the run.
         """
-        answer = await self._once(request, what, whom, deadline, waits, exclusive=False)
-        if answer is None:
-            answer = await self._once(request, what, whom, deadline, waits, exclusive=True)
+        try:
+            answer = await self._once(request, deadline, waits, exclusive=False)
+            if answer is None:
+                answer = await self._once(request, deadline, waits, exclusive=True)
+        except TimeoutError as late:
+            raise DeadlineExceeded(awaited, awaited_from, deadline, f"{late}, the group is given up") from None
         if answer is None:  # alone in its process a call has an answer or an error of its own, unless the pool was closed
-            raise WorkerFailed(f"{self._whom}'s process was ended")
+            raise WorkerFailed(f"{self._name}'s process was ended")
         if "error" in answer:
             raise WorkerFailed(str(answer["error"]))
         return answer
@@ -77,8 +80,8 @@ class WorkerPool:
         """Kills every worker."""
         await asyncio.gather(*(worker.kill() for worker in (*self._workers, *self._leaving)))
 
-    async def _once(self, request: object, what: str, whom: str, deadline: float, waits: bool, exclusive: bool) -> dict[str, object] | None:
-        """An answer; None where its process ended with several calls in hand."""
+    async def _once(self, request: object, deadline: float, waits: bool, exclusive: bool) -> dict[str, object] | None:
+        """Returns an answer, None where its process ended with several calls in hand. Raises TimeoutError that says what was done."""
         worker = await self._place(waits, exclusive)
         ended = True
         try:
@@ -90,12 +93,12 @@ class WorkerPool:
             ended = False
             raise
         except TimeoutError:
-            raise DeadlineExceeded(what, whom, deadline, "its call was cancelled, the group is given up") from None
+            raise TimeoutError("its call was cancelled") from None
         except WorkerBlocked:
             alone = worker.calls == 1 and not worker.retired
             await worker.kill()
             if alone:
-                raise DeadlineExceeded(what, whom, deadline, "its process was killed, the group is given up") from None
+                raise TimeoutError("its process was killed") from None
             return None
         except WorkerGone as error:
             if error.alone:
@@ -108,15 +111,15 @@ class WorkerPool:
             await self._tidy()
 
     async def _place(self, waits: bool, exclusive: bool) -> Worker:
-        """The worker with the fewest calls that may take one more."""
-        async with self._line:
+        """Returns the worker with the fewest calls that may take one more."""
+        async with self._lock:
             while True:
                 await self._tidy()
                 self._changed.clear()
                 if found := [worker for worker in self._workers if self._may_take(worker, waits, exclusive)]:
                     break
                 await self._changed.wait()
-            worker = min(found, key=lambda one: (one.calls, one.process is None))
+            worker = min(found, key=lambda worker: (worker.calls, worker.process is None))
             worker.calls += 1
             worker.blocking, worker.exclusive = worker.blocking or not waits, exclusive
             return worker
@@ -138,11 +141,11 @@ class WorkerPool:
         self._changed.set()
 
     def _fresh(self) -> Worker:
-        return Worker(self._whom, self._command, self._setup)
+        return Worker(self._name, self._command, self._setup)
 
 
 class VerifierPool(WorkerPool):
-    """Worker processes for one verifier.
+    """Runs one verifier.
 
     Args:
         name: the verifier, a key of `services.reward.verifiers.VERIFIERS`.
@@ -152,12 +155,12 @@ class VerifierPool(WorkerPool):
         super().__init__(f"verifier {name}", size, module, [name], {})
 
     async def score(self, responses: list[str], label: str, deadline: float) -> list[float]:
-        """One finite reward a response. Raises DeadlineExceeded (the worker is killed and replaced) or WorkerFailed."""
+        """Returns one finite reward a response. Raises DeadlineExceeded (the worker is killed and replaced) or WorkerFailed."""
         request = {"responses": responses, "label": label}
-        rewards = (await self.ask(request, f"{len(responses)} rewards", self._whom, deadline)).get("rewards")
+        rewards = (await self.ask(request, f"{len(responses)} rewards", self._name, deadline)).get("rewards")
         if not isinstance(rewards, list) or len(rewards) != len(responses):
-            raise WorkerFailed(f"{self._whom} gave {rewards!r} for {len(responses)} responses")
+            raise WorkerFailed(f"{self._name} gave {rewards!r} for {len(responses)} responses")
         for reward in rewards:
             if not isinstance(reward, int | float) or not math.isfinite(reward):
-                raise WorkerFailed(f"{self._whom} gave reward {reward!r}; expected a finite number")
+                raise WorkerFailed(f"{self._name} gave reward {reward!r}; expected a finite number")
         return [float(reward) for reward in rewards]

@@ -1,4 +1,4 @@
-"""One worker process and the calls that it has in hand; answers find their calls by number, in whatever order they come."""
+"""One worker process and the calls that it has in hand; answers find their calls by an id, in whatever order they come."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOOP_SECONDS = 3.0
 """How long the event loop of a process may be held up, after a call was late, before the process counts as blocked and is killed."""
 
 _CREDENTIALS = ("NATS_URL", "REDIS_URL")
-"""Beginnings of variables that no worker needs, and that what it starts (code of a model's, say) should not inherit."""
+"""Variables whose names begin so are withheld: no worker needs them, and what it starts (code of a model's, say) should not have them."""
 
 
 class WorkerFailed(MyxoError):
@@ -43,7 +43,7 @@ class WorkerGone(WorkerFailed):
 
 @dataclass(frozen=True)
 class _Call:
-    """begun: set when the process takes it up. answer: what it answers; an exception where the process ends before."""
+    """One call. ``begun`` is set when the process takes it up; ``answer`` is an exception where the process ends before."""
 
     begun: asyncio.Future[None]
     answer: asyncio.Future[dict[str, Any]]
@@ -53,21 +53,22 @@ class Worker:
     """A process that is started with its first call.
 
     Args:
-        whom: what it is, for errors. command: arguments of Python. setup: the first request.
+        name: what it is, for errors. command: arguments of Python. setup: the first request.
 
-    calls: that it has in hand or that wait for its start. blocking: whether one of them holds up its event loop. exclusive: whether it
-    is kept for one call. retired: it gets no more calls. ready: what it said when it was ready.
+    Attributes:
+        calls: how many it has in hand, or wait for its start. blocking: one of them holds up its event loop.
+        exclusive: it is kept for one call. retired: it gets no more calls. ready: what it said when it was ready.
     """
 
-    def __init__(self, whom: str, command: list[str], setup: object) -> None:
-        self._whom, self._command, self._setup = whom, command, setup
+    def __init__(self, name: str, command: list[str], setup: object) -> None:
+        self._name, self._command, self._setup = name, command, setup
         self.calls, self.blocking, self.exclusive, self.retired = 0, False, False, False
         self.process: ChildProcess | None = None
-        self._requests: asyncio.StreamWriter | None = None
         self.ready: dict[str, Any] = {}
+        self._requests: asyncio.StreamWriter | None = None
         self._starting: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._numbers = count(1)
+        self._call_ids = count(1)
         self._open: dict[int, _Call] = {}
 
     async def start(self) -> None:
@@ -77,32 +78,32 @@ class Worker:
         await asyncio.shield(self._starting)
 
     async def ask(self, request: object, deadline: float, *, waits: bool = False) -> dict[str, Any]:
-        """The answer to a request.
+        """Returns the answer to a request.
 
         Args:
-            deadline: seconds from when the process takes the request up; what it has in hand before may take as long, each. waits: the
-                call does not hold up the process's event loop, so that it can be cancelled.
+            deadline: seconds from when the process takes the request up; what it has in hand before may take as long, each.
+            waits: the call does not hold up the process's event loop, so that it can be cancelled.
 
         Raises TimeoutError, once the process has confirmed that the call is cancelled and goes on with the others. Raises WorkerBlocked
         where it is late and does not confirm it, WorkerGone where the process ended, and BadMessage for a request that is too long.
         """
-        loop, number = asyncio.get_running_loop(), next(self._numbers)
-        data = frames.frame([number, request])
-        call = self._open[number] = _Call(loop.create_future(), loop.create_future())
+        loop, call_id = asyncio.get_running_loop(), next(self._call_ids)
+        data = frames.frame([call_id, request])
+        call = self._open[call_id] = _Call(loop.create_future(), loop.create_future())
         try:
             if self._reading is None or self._reading.done():
                 raise self._gone("process ended before it was asked")
             await self._take_up(call, data, deadline * len(self._open))
             done, _ = await asyncio.wait({call.answer}, timeout=deadline)
             if not done:
-                await self._cancel(number, call, waits)
+                await self._cancel(call_id, call, waits)
                 raise TimeoutError
             return call.answer.result()
         finally:
-            del self._open[number]
+            del self._open[call_id]
             call.begun.cancel()
             if not call.answer.cancel():
-                call.answer.exception()  # seen: nobody else asks for it
+                call.answer.exception()  # marks it as seen: nobody else asks for it
 
     async def kill(self) -> None:
         """Kills the process and what it started, and waits for its end."""
@@ -116,16 +117,16 @@ class Worker:
     async def _start(self) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_CREDENTIALS)}
         # under the watchdog: what a function starts is killed with it
-        self.process = ChildProcess(self._whom, [sys.executable, *self._command], None, environment, watchdog=True)
+        self.process = ChildProcess(self._name, [sys.executable, *self._command], None, environment, watchdog=True)
         answers, self._requests = await _streams(self.process)
         self._reading = asyncio.create_task(self._read(answers))
         try:
             self.ready = await self.ask(self._setup, START_SECONDS)
         except WorkerBlocked:
-            raise DeadlineExceeded("its first answer", self._whom, START_SECONDS, "its process was killed") from None
+            raise DeadlineExceeded("its first answer", self._name, START_SECONDS, "its process was killed") from None
         except WorkerFailed as error:
             words = "process ended before it was ready; its last words are in the service's log"
-            raise WorkerFailed(f"{self._whom}'s {words} ({error})") from error
+            raise WorkerFailed(f"{self._name}'s {words} ({error})") from error
         if isinstance(refused := self.ready.get("refused"), list):
             raise ConfigError(*refused)
 
@@ -144,16 +145,16 @@ class Worker:
                 first: set[asyncio.Future[Any]] = {call.begun, call.answer}
                 await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
-            raise WorkerBlocked(f"{self._whom}'s process takes up no call") from None
+            raise WorkerBlocked(f"{self._name}'s process takes up no call") from None
 
-    async def _cancel(self, number: int, call: _Call, waits: bool) -> None:
+    async def _cancel(self, call_id: int, call: _Call, waits: bool) -> None:
         """Returns once the process has confirmed that a late call is cancelled."""
-        blocked = WorkerBlocked(f"{self._whom}'s process is held up")
+        blocked = WorkerBlocked(f"{self._name}'s process is held up")
         if not waits:
             raise blocked
         try:
             async with asyncio.timeout(LOOP_SECONDS):
-                await self._write(frames.frame([number, None]))
+                await self._write(frames.frame([call_id, None]))
                 await asyncio.wait({call.answer})
         except TimeoutError:
             raise blocked from None
@@ -164,8 +165,8 @@ class Worker:
         reason = "process ended in the middle of a call"
         try:
             while True:
-                number, answer = _parsed(await frames.read(answers))
-                if (call := self._open.get(number)) is None:
+                call_id, answer = _parsed(await frames.read(answers))
+                if (call := self._open.get(call_id)) is None:
                     continue
                 if not call.begun.done():
                     call.begun.set_result(None)
@@ -185,7 +186,7 @@ class Worker:
                     call.answer.set_exception(gone)
 
     def _gone(self, reason: str) -> WorkerGone:
-        return WorkerGone(f"{self._whom}'s {reason}", alone=self.calls <= 1 and not self.retired)
+        return WorkerGone(f"{self._name}'s {reason}", alone=self.calls <= 1 and not self.retired)
 
 
 async def _streams(process: ChildProcess) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -197,10 +198,10 @@ async def _streams(process: ChildProcess) -> tuple[asyncio.StreamReader, asyncio
 
 
 def _parsed(frame: object) -> tuple[int, dict[str, Any] | None]:
-    """Number and answer of a frame; None in place of the answer: it takes the call up. Raises BadMessage."""
+    """Returns a frame's call and its answer, None in place of the answer where the call is taken up. Raises BadMessage."""
     match frame:
-        case [int(number), None]:
-            return number, None
-        case [int(number), dict(answer)]:
-            return number, answer
+        case [int(call_id), None]:
+            return call_id, None
+        case [int(call_id), dict(answer)]:
+            return call_id, answer
     raise BadMessage(f"{str(frame)[:80]!r}")

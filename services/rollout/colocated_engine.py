@@ -45,7 +45,7 @@ class ColocatedEngine:
         """Takes memory for weights that are about to be received. The caller holds the update lock."""
         client = self._replica.client
         if client is not None:
-            await client.occupation.take_back(WEIGHTS, deadline=deadline)
+            await client.memory.take_back(WEIGHTS, deadline=deadline)
 
     async def _wait_for_memory(self) -> None:
         """Returns when an engine may take memory: while the trainer does not compute. A trainer that dies leaves the registry."""
@@ -93,7 +93,7 @@ class ColocatedEngine:
         if replica.client is None:  # a starting one is put to sleep when it is up
             return
         try:
-            await replica.client.occupation.sleep(EVERYTHING if self._releases else (), deadline=deadline)
+            await replica.client.memory.sleep(EVERYTHING if self._releases else (), deadline=deadline)
             if self._loses:
                 await replica.client.adopt(NO_WEIGHTS, {}, deadline=deadline)  # what it knows of its weights is over
         except MyxoError as error:

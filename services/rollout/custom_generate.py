@@ -1,4 +1,4 @@
-"""Generating with the user's own function: ``rollout.custom_generate_function_path``, called once for each rollout of a group.
+"""Generates with the user's own function, ``rollout.custom_generate_function_path``, called once for each rollout of a group.
 
 The function runs on an event loop in a thread of its own: one that blocks there holds up its like, and neither heartbeats nor pushes.
 What it was doing while the replica's weights turned out to be untrusted (a push that failed, an engine that died) is thrown away.
@@ -43,7 +43,7 @@ class CustomGenerate:
         self._path = hooks.paths(service.config, "rollout")[FIELD]
         self._function = hooks.load(FIELD, self._path)
         parameters = inspect.signature(self._function).parameters
-        self._says_evaluation = "evaluation" in parameters
+        self._takes_evaluation = "evaluation" in parameters
         self._plain = not inspect.iscoroutinefunction(self._function)
         self._service, self._replica, self._config = service, replica, service.config
         self._arguments: tuple[str, Arguments] | None = None
@@ -52,84 +52,84 @@ class CustomGenerate:
         SupervisedThread(self._loop.run_forever, "custom-generate").start()
 
     async def group(self, task: Task) -> list[Sample]:
-        """All samples of the task's n rollouts, in the rollouts' order.
+        """Returns all samples of the task's n rollouts, in the rollouts' order.
 
         Raises DeadlineExceeded (no weights, or no end within `generate_timeout` of having them), HookFailed where the function failed
         `ENGINE_TRIES` times in a row, BadMessage where it gave what is no sample, or nothing to train.
         """
         deadline = self._config.rollout.generate_timeout
         await self._replica.wait_serving(task.min_version, deadline)
-        rollouts = [asyncio.create_task(self._rollout(task, number)) for number in range(task.n)]
+        rollouts = [asyncio.create_task(self._rollout(task, index)) for index in range(task.n)]
         try:
             async with asyncio.timeout(deadline):
                 finished = await asyncio.gather(*rollouts)
         except TimeoutError:
-            then = "the group goes back to the queue"
-            raise DeadlineExceeded(f"{task.n} rollouts of {task.group}", f"{FIELD} = {self._path}", deadline, then) from None
+            next_action = "the group goes back to the queue"
+            raise DeadlineExceeded(f"{task.n} rollouts of {task.group}", f"{FIELD} = {self._path}", deadline, next_action) from None
         finally:
             await cancelled(rollouts)
-        outcomes = [(number, one, served) for number, (given, served) in enumerate(finished) for one in given]
+        given = [(sample, rollout, served) for rollout, (samples, served) in enumerate(finished) for sample in samples]
         # a sample that fits no micro-batch would end the trainer
         bounds = Bounds(self._vocabulary, None if is_evaluation(task.group) else self._config.trainer.max_tokens_per_gpu)
-        samples = [to_stored(one, task.group, index, number, served, bounds) for index, (number, one, served) in enumerate(outcomes)]
-        if not any(one.mask.any() for one in samples) and not is_evaluation(task.group):
+        samples = [to_stored(sample, task.group, index, rollout, served, bounds) for index, (sample, rollout, served) in enumerate(given)]
+        if not any(sample.mask.any() for sample in samples) and not is_evaluation(task.group):
             raise BadMessage(f"{FIELD} = {self._path}: no token of group {task.group} is trained: the loss mask is 0 on all of them")
         return samples
 
-    async def _rollout(self, task: Task, number: int) -> tuple[list[hooks.HookSample], Served]:
-        """What the function gave for one rollout, and the versions that were served meanwhile."""
+    async def _rollout(self, task: Task, rollout: int) -> tuple[list[hooks.HookSample], Served]:
+        """Returns what the function gave for one rollout, and the versions that were served meanwhile."""
         failures, replica = 0, self._replica
         while True:
             client = await replica.wait_serving(task.min_version, self._config.rollout.generate_timeout)
             begun, life = replica.version, replica.incarnation
             self._vocabulary = client.capabilities.limits.vocab_size
             try:
-                given = self._checked(await self._call(task, number, client))
+                given = self._checked(await self._call(task, rollout, client))
             except Exception as error:  # whatever a function raises is its group's fate, not this service's
                 failures += replica.incarnation == life  # an engine that died is not its fault
-                self._service.log.warning("custom_generate_failed", group=task.group, rollout=number, error=str(error), exc_info=error)
+                self._service.log.warning("custom_generate_failed", group=task.group, rollout=rollout, error=str(error), exc_info=error)
                 if failures >= ENGINE_TRIES:
                     reason = str(error) if isinstance(error, HookFailed) else f"{type(error).__name__}: {error}"
                     raise HookFailed(FIELD, self._path, f"{reason}; it failed {failures} times in a row") from error
                 await asyncio.sleep(RETRY_PAUSE * failures)
                 continue
-            if replica.incarnation == life and not any(one.status is Status.ABORTED for one in given):
+            if replica.incarnation == life and not any(sample.status is Status.ABORTED for sample in given):
                 return given, Served(begun, replica.version, client.late_versions)
             await asyncio.sleep(RETRY_PAUSE)  # the push that ended the engine's requests is still going on
 
     def _checked(self, given: object) -> list[hooks.HookSample]:
         samples: list[hooks.HookSample] = []
-        for one in given if isinstance(given, list) else [given]:
-            if not isinstance(one, hooks.HookSample):
-                raise self._refusal(f"gave a {type(one).__name__}; expected a shared.hooks.Sample or a list of them")
-            if one.status is Status.FAILED:
+        for sample in given if isinstance(given, list) else [given]:
+            if not isinstance(sample, hooks.HookSample):
+                raise self._refusal(f"gave a {type(sample).__name__}; expected a shared.hooks.HookSample or a list of them")
+            if sample.status is Status.FAILED:
                 raise self._refusal("gave a sample of status FAILED")
-            samples.append(one)
+            samples.append(sample)
         if not samples:
             raise self._refusal("gave an empty list; expected at least one sample")
         return samples
 
-    async def _call(self, task: Task, number: int, client: EngineClient) -> object:
+    async def _call(self, task: Task, rollout: int, client: EngineClient) -> object:
         sample = hooks.HookSample(
             group_index=group_index(task.group),
-            index=number,
-            rollout_id=number,
-            session_id=f"{task.group}.{task.attempt}.{number}",
+            index=rollout,
+            rollout_id=rollout,
+            session_id=f"{task.group}.{task.attempt}.{rollout}",
             prompt=copy.deepcopy(task.prompt),
             tokens=task.prompt_tokens.tolist(),
             label=task.label,
             metadata=copy.deepcopy(task.metadata),
         )
-        says = {"evaluation": is_evaluation(task.group)} if self._says_evaluation else {}
-        work = self._guarded(self._args(client.url), sample, _parameters(task.sampling), says)
+        evaluation = {"evaluation": is_evaluation(task.group)} if self._takes_evaluation else {}
+        work = self._guarded(self._args(client.url), sample, _parameters(task.sampling), evaluation)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
-    async def _guarded(self, args: Arguments, sample: hooks.HookSample, parameters: dict[str, Any], says: dict[str, Any]) -> object:
-        """The call itself, on the thread's loop: nothing that it raises may end the loop, or look like our own cancellation."""
+    async def _guarded(self, args: Arguments, sample: hooks.HookSample, parameters: dict[str, Any], evaluation: dict[str, Any]) -> object:
+        """Makes the call, on the thread's loop: nothing that it raises may end the loop, or look like our own cancellation."""
         this = asyncio.current_task()
         assert this is not None
         try:
-            call = functools.partial(self._function, args, sample, parameters, **says)
+            call = functools.partial(self._function, args, sample, parameters, **evaluation)
             result = await _in_thread(call) if self._plain else call()
             return await result if inspect.isawaitable(result) else result
         except asyncio.CancelledError:
@@ -140,7 +140,7 @@ class CustomGenerate:
             raise self._refusal(f"{type(error).__name__}: {error}") from error
 
     def _args(self, url: str) -> Arguments:
-        """``args`` with the engine's present address."""
+        """Returns ``args`` with the engine's present address."""
         if self._arguments is None or self._arguments[0] != url:
             engine = urlsplit(url)
             self._arguments = (url, Arguments(self._config, sglang_router_ip=engine.hostname, sglang_router_port=engine.port))
@@ -151,7 +151,7 @@ class CustomGenerate:
 
 
 async def _in_thread(call: Callable[[], object]) -> object:
-    """What a plain function gives, called in a daemon thread: one of an executor's would keep the process from ending while it hangs."""
+    """Returns what a plain function gives, in a daemon thread: one of an executor's would keep the process from ending while it hangs."""
     loop, done = asyncio.get_running_loop(), concurrent.futures.Future[object]()
 
     def run() -> None:
@@ -166,7 +166,7 @@ async def _in_thread(call: Callable[[], object]) -> object:
 
 
 def _parameters(sampling: Sampling) -> dict[str, Any]:
-    """``sampling_params`` as slime hands them on, which are SGLang's. Stop strings stay in the text, as their tokens do in the tokens."""
+    """Returns ``sampling_params`` as slime hands them on, which are SGLang's. Stop strings stay in the text, as do their tokens."""
     return {
         **sampling.model_dump(),
         "skip_special_tokens": False,

@@ -1,4 +1,4 @@
-"""Generating one group: n samples of a prompt, each carried on after every interruption until it has ended.
+"""Generates one group: n samples of a prompt, each carried on after every interruption until it has ended.
 
 A sample keeps the tokens, log-probs and version spans that it already has; going on means handing prompt and tokens back to the engine.
 """

@@ -1,4 +1,4 @@
-"""What the engine is generating for training, and why it may be stopped: nothing will be trained of it, or the replica leaves.
+"""Knows what the engine is generating for training, and stops it where nothing will be trained of it, or the replica leaves.
 
 A group that is lost to its age (`shared.schema.versions.is_lost`) is not generated to its end: that would be lost time.
 """
@@ -35,7 +35,7 @@ class Stopped(MyxoError):
 class _Asked:
     """Requests of one group. ``oldest``: the version that its oldest token may be of."""
 
-    ids: list[str]
+    rids: list[str]
     oldest: int
 
 
@@ -49,7 +49,7 @@ class InFlight:
 
     @contextlib.contextmanager
     def asked(self, group: str, partials: Sequence[Partial], requests: Sequence[GenerationRequest], version: int) -> Iterator[None]:
-        """While the engine, which serves ``version``, holds these requests of a group that has ``partials``.
+        """Notes, for the body, that the engine, which serves ``version``, holds these requests of a group that has ``partials``.
 
         Raises Stopped where they are not to be made at all.
         """
@@ -67,7 +67,7 @@ class InFlight:
 
     async def stop_stale(self, client: EngineClient, version: int) -> None:
         """Has the engine end what serving ``version`` makes stale. Raises as `EngineClient.abort`."""
-        if stale := [id for asked in self._asked if self._is_lost(asked.oldest, version) for id in asked.ids]:
+        if stale := [rid for asked in self._asked if self._is_lost(asked.oldest, version) for rid in asked.rids]:
             await client.abort(stale)
 
     async def leave(self, client: EngineClient | None) -> None:

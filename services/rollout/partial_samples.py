@@ -1,4 +1,4 @@
-"""What a sample has so far: its tokens, their log-probs and versions, kept over every interruption, in this replica or the next."""
+"""Holds what a sample has so far, its tokens, log-probs and versions, over every interruption, in this replica or the next."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Partial:
 
 
 def restored(samples: Sequence[Sample], task: Task) -> list[Partial]:
-    """What a task goes on from: the samples of its earlier attempt, with new ones in place of those that nothing is left to train of.
+    """Returns what a task goes on from: the samples of its earlier attempt, with new ones where nothing is left to train of.
 
-    Anew begin samples that had ended and whose newest token is older than ``task.renew_below``; where the earlier attempt does not fit
-    the task (another number of samples, more tokens than may be generated), all do.
+    Samples that had ended and whose newest token is older than ``task.renew_below`` begin anew; where the earlier attempt does not fit the
+    task (another number of samples, more tokens than may be generated), all do.
     """
     longest = task.sampling.max_new_tokens
     if len(samples) != task.n or any(len(sample.response) > longest for sample in samples):

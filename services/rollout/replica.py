@@ -113,8 +113,8 @@ class Replica:
 
         Raises as `EngineMemory.wake`.
         """
-        if not self.served.asleep and self.client is not None and self.client.occupation.asleep:
-            await self.client.occupation.wake(deadline=deadline)
+        if not self.served.asleep and self.client is not None and self.client.memory.asleep:
+            await self.client.memory.wake(deadline=deadline)
         self.served.serve(version, digest)
         self._service.metrics.set("version", version)
         await self.publish()

@@ -25,7 +25,7 @@ from shared.hooks import HookFailed
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, PayloadMissing, raise_problems
 from shared.runtime.service_base import Service
-from shared.schema import sample
+from shared.schema import sample as sample_codec
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Failed, Generated, Interrupted, Payload, Task, outcome_id
 from shared.schema.sample import Sample
@@ -140,41 +140,41 @@ class Rollout:
         else:
             samples = await self._custom.group(task)
         ended = time.time()
-        self._tokens += sum(len(one.response) for one in samples)
+        self._tokens += sum(len(sample.response) for sample in samples)
         return Generated(
             group=task.group,
             attempt=task.attempt,
             payload=await self._stored(task, samples),
-            samples=[one.meta() for one in samples],
-            rollouts=sample.rollouts(samples),
+            samples=[sample.meta() for sample in samples],
+            rollouts=sample_codec.rollouts(samples),
             replica=self._service.instance,
             started=started,
             ended=ended,
         )
 
     async def _interrupted(self, task: Task, partials: list[Partial], stopped: Stopped) -> Interrupted:
-        """What becomes of a group that was stopped: it is handed on with what it has, unless that is too old."""
+        """Returns what becomes of a group that was stopped: it is handed on with what it has, unless that is too old."""
         kept = not stopped.stale and any(len(partial.tokens) for partial in partials)
         payload = await self._stored(task, samples_of(task, partials, self._tokenizer)) if kept else None
         self._service.log.info("group_interrupted", group=task.group, attempt=task.attempt, stale=stopped.stale, kept=kept)
         return Interrupted(group=task.group, attempt=task.attempt, stale=stopped.stale, replica=self._service.instance, payload=payload)
 
     async def _earlier(self, task: Task) -> list[Sample]:
-        """The samples that the task goes on from; none where they are lost: then the group begins anew."""
+        """Returns the samples that the task goes on from; none where they are lost, so that the group begins anew."""
         if task.partial is None:
             return []
         try:
-            return sample.decode(await self._service.store.read(task.partial.keys))
+            return sample_codec.decode(await self._service.store.read(task.partial.keys))
         except (PayloadMissing, BadMessage) as error:
             self._service.log.warning("partial_lost", group=task.group, attempt=task.attempt, error=str(error))
             return []
 
     async def _stored(self, task: Task, samples: list[Sample]) -> Payload:
         """Writes samples, before anybody hears of them, under keys that nobody else writes: what a reference names never changes."""
-        blobs, generation = sample.encode(samples, self._config.store.blob_bytes), uuid.uuid4().hex[:8]
+        blobs, generation = sample_codec.encode(samples, self._config.store.blob_bytes), uuid.uuid4().hex[:8]
         keys = [self._service.subjects.payload_key(task.group, task.attempt, part, generation) for part in range(len(blobs))]
         await self._service.store.write(dict(zip(keys, blobs, strict=True)))
-        tokens = tuple(len(one.prompt) + len(one.response) for one in samples)
+        tokens = tuple(len(sample.prompt) + len(sample.response) for sample in samples)
         return Payload(keys=keys, bytes=sum(len(blob) for blob in blobs), tokens=tokens)
 
     async def _stop_stale(self) -> None:
@@ -213,7 +213,7 @@ class Rollout:
 
 
 async def serve(service: Service) -> None:
-    """The body of the rollout service. Raises ConfigError, or Problems, for flags that the installed SGLang does not take."""
+    """Runs the rollout service. Raises ConfigError, or Problems, for flags that the installed SGLang does not take."""
     await _check_engine_flags(service)
     await Rollout(service).run()
 

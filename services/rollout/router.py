@@ -1,7 +1,7 @@
-"""The replica's place among the workers of an sglang-router: there while its engine answers, gone with it.
+"""Keeps the replica's engine among the workers of an sglang-router while it answers.
 
 The router fronts the engines for agents that speak to one address. It learns of an engine from the engine's own replica, again after the
-router was restarted; an engine whose replica died without a word is taken off by any replica that still lives, by the registry's cards.
+router was restarted; an engine whose replica died without a word is taken off by any replica that still lives, by the registry.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CALL_SECONDS = 5.0
 
 
 def router_url() -> str | None:
-    """``MYXO_ROUTER_URL``, None where it is unset or empty. Raises ConfigError."""
+    """Returns ``MYXO_ROUTER_URL``, None where it is unset or empty. Raises ConfigError."""
     url = os.environ.get(ROUTER_VARIABLE, "").rstrip("/")
     if url and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
         raise ConfigError(ROUTER_VARIABLE, url, "expected http://host:port of an sglang-router, or nothing")
@@ -76,12 +76,12 @@ class Router:
     async def _settle(self, session: aiohttp.ClientSession) -> None:
         own, workers = self._service.engine, await self._workers(session)
         if own and own not in {worker["url"] for worker in workers}:
-            await self._service.announce()  # first the card: others take off what no card names
+            await self._service.announce()  # first the registry: others take off what is not in it
             async with session.post(f"{self._url}/workers", json={"url": own}) as answer:
                 answer.raise_for_status()
             self._service.log.info("router_joined", url=self._url, engine=own)
         self._known = own or self._known
-        alive = {card.engine for card in await self._service.registry.alive("rollout")} | {own}
+        alive = {status.engine for status in await self._service.registry.alive("rollout")} | {own}
         for worker in workers:
             if worker["url"] not in alive:
                 await self._remove(session, worker)

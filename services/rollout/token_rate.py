@@ -1,4 +1,4 @@
-"""How fast the engine generates: its own count of drawn tokens, read now and then, and the rate over a sliding window.
+"""Measures how fast the engine generates, by its own count of drawn tokens, as a rate over a sliding window.
 
 A count that grows when a group ends jumps when several end together. The engine counts each token as it is drawn.
 """
@@ -14,11 +14,11 @@ from shared.runtime.errors import DeadlineExceeded
 WINDOW_SECONDS = 5.0
 
 READ_SECONDS = 5.0
-"""Deadline for reading an engine's count. While it does not answer, no new tokens are known, and the rate falls."""
+"""How long reading an engine's count may take. While it does not answer, no new tokens are known, and the rate falls."""
 
 
 class TokenRate:
-    """Tokens a second over the last ``window_s`` seconds.
+    """Measures tokens a second over the last ``window_s`` seconds.
 
     A reading divides what came in the window by the whole window, also at the start, so that the rate's integral over a run is the run's
     tokens; it is 0 once nothing has come for a window. Between two readings tokens count as evenly drawn.
@@ -37,7 +37,7 @@ class TokenRate:
         return (tokens - self._at(begin)) / self._window_s
 
     def _at(self, moment: float) -> float:
-        """Tokens that had been drawn at ``moment``, which is not after the second of the readings that are left."""
+        """Returns the tokens that had been drawn at ``moment``, which is not after the second of the readings that are left."""
         (earlier, low), (later, high) = self._readings[0], self._readings[min(1, len(self._readings) - 1)]
         if moment <= earlier or later == earlier:
             return low
@@ -67,7 +67,7 @@ class DrawnTokens:
         if client is None:
             return self.total
         try:
-            drawn = await client.drawn.read(deadline=READ_SECONDS)
+            drawn = await client.drawn_tokens(deadline=READ_SECONDS)
         except (DeadlineExceeded, EngineError):  # `Replica.keep_engine` deals with an engine that is gone
             return self.total
         if drawn is None:

@@ -293,7 +293,7 @@ class WeightCatchUp:
         replica.show()
         try:
             await client.pause(self._service.config.rollout.in_flight_on_push, deadline=seconds)
-            await client.update_weights_from_disk(str(checkpoint.path.absolute()), checkpoint.version, flush=False, deadline=seconds)
+            await client.update_weights_from_disk(str(checkpoint.path.absolute()), checkpoint.version, deadline=seconds)
             if self._service.config.trainer.lora_rank is None:  # else versions are known by their adapters, which are not in the snapshot
                 digest = await client.adopt(checkpoint.version, checkpoint.tensors, deadline=seconds)
                 if digest != checkpoint.digest:

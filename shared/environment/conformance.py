@@ -1,4 +1,4 @@
-"""Does a live environment keep the protocol? Each check asks it something real and says in a line what came of it."""
+"""Checks whether a live environment keeps the protocol. Each check asks it something real and says in a line what came of it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Conformance:
         self._slowest, self._unanswered = 0.0, False
 
     async def checks(self) -> AsyncIterator[Check]:
-        """All checks, each as it is done. Where describe fails, or no answer comes at all, the others are not tried."""
+        """Yields all checks, each as it is done. Where describe fails, or no answer comes at all, the others are not tried."""
         responses = list(self._example.responses)
         four = [responses[index % len(responses)] for index in range(4)]
         yield (described := await self._check("describe", self._describe))

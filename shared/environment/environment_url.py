@@ -1,4 +1,4 @@
-"""Where an environment is: ``http(s)://host[:port][/path]`` or ``nats:NAME``; and which addresses are never connected to. Pure.
+"""Reads where an environment is, ``http(s)://host[:port][/path]`` or ``nats:NAME``, and knows which addresses are never connected to. Pure.
 
 Addresses come from the run's config alone, never from a message or a prompt.
 """
@@ -57,13 +57,13 @@ def parse(text: str) -> EnvironmentUrl:
     if why := blocked(host):
         raise ValueError(f"{host} is {why}, which is never connected to")
     path = parts.path.rstrip("/")
-    place = f"[{host}]" if ":" in host else host
-    shown = f"{parts.scheme}://{place}{'' if port is None else f':{port}'}{path}"
+    shown_host = f"[{host}]" if ":" in host else host
+    shown = f"{parts.scheme}://{shown_host}{'' if port is None else f':{port}'}{path}"
     return EnvironmentUrl(f"{parts.scheme}://{parts.netloc}{path}", "", shown)
 
 
 def blocked(host: str) -> str:
-    """Why an IP address is refused: link-local (where clouds keep their metadata services) or unspecified; "" where it is not, or no IP."""
+    """Returns why an IP address is refused: link-local (clouds keep metadata services there) or unspecified; "" for any other host."""
     try:
         address: ipaddress.IPv4Address | ipaddress.IPv6Address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:

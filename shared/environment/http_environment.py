@@ -136,6 +136,6 @@ class HttpEnvironment(Environment):
 
 
 def _reason(error: Exception) -> str:
-    """The operating system's words rather than the library's."""
+    """Returns the operating system's words rather than the library's."""
     cause: BaseException = getattr(error, "os_error", None) or error
     return words(getattr(cause, "strerror", None) or str(cause) or type(cause).__name__)

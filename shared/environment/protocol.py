@@ -157,13 +157,13 @@ def _map(answer: object, environment: str) -> Mapping[str, object]:
 
 
 def words(text: object) -> str:
-    """An environment's own words on one line of bounded length, with nothing in it that a terminal would obey."""
+    """Returns an environment's own words on one line of bounded length, with nothing in it that a terminal would obey."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in str(text)).split())
     return line if len(line) <= 3 * _SHOWN else line[: 3 * _SHOWN] + " …"
 
 
 def shown(value: object) -> str:
-    """A value of an answer as an error shows it: short, with its kind where the text alone would mislead."""
+    """Returns a value of an answer as an error shows it: short, with its kind where the text alone would mislead."""
     if isinstance(value, Mapping):
         return f"an object of {len(value)}"
     if isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) > 8:

@@ -15,7 +15,7 @@ from shared.runtime.errors import ConfigError
 
 
 def main() -> int:
-    """The command line. Returns the exit code."""
+    """Runs the command line and returns the exit code."""
     config = RunConfig.model_validate_json(sys.stdin.read())
     try:
         for field, path in paths(config).items():

@@ -1,4 +1,4 @@
-"""Filters of scored groups: the verdict of a dynamic sampling filter, and those that come with Myxo."""
+"""Filters of scored groups: what a dynamic sampling filter decides, and those that come with Myxo."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 class HookSample:
     """One trajectory.
 
-    group_index: number of the group. index: place in the group. rollout_id: which of the group's n rollouts it comes from.
+    group_index: index of the group. index: of the sample in its group. rollout_id: which of the group's n rollouts it comes from.
     prompt: as it stands in the file. tokens: ids of the rendered prompt, then of the response; response: the text of its last
     ``response_length`` tokens. loss_mask: one entry a response token, 1 where it is trained; None: all of them.
     rollout_log_probs: one a response token, the engine's; 0.0 where the mask is 0.
@@ -47,11 +47,11 @@ class HookSample:
 
     @property
     def effective_response_length(self) -> int:
-        """Trained tokens."""
+        """Returns the number of trained tokens."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Any) -> float:
-        """The reward that counts: of named ones that of ``args.reward_key``, else ``reward``. Raises ValueError where there is none."""
+        """Returns the reward that counts: of named ones that of ``args.reward_key`` or ``reward``. Raises ValueError without one."""
         if isinstance(self.reward, Mapping):
             key = args.reward_key or "reward"
             if key not in self.reward:
@@ -79,20 +79,15 @@ class HookSample:
 
         Raises ValueError.
         """
-        count = len(tokens)
-        if trainable and count and log_probs is None:
-            raise ValueError(f"{count} trainable tokens without log_probs")
-        if trainable and log_probs is not None and len(log_probs) != count:
-            raise ValueError(f"{len(log_probs)} log_probs for {count} tokens")
-        before = self.response_length
-        mask = [1] * before if self.loss_mask is None else list(self.loss_mask)
+        count, before = len(tokens), self.response_length
+        given = _checked_log_probs(count, log_probs) if trainable else [0.0] * count
+        mask = [1] * before if self.loss_mask is None else self.loss_mask
         if self.rollout_log_probs is None and any(mask):
             raise ValueError(f"the {before} response tokens before these have no rollout_log_probs")
-        known = [0.0] * before if self.rollout_log_probs is None else list(self.rollout_log_probs)
-        versions = list(self.weight_versions) if len(self.weight_versions) == before else [None] * before
-        self.loss_mask = mask + [int(trainable)] * count
-        self.rollout_log_probs = known + (list(log_probs) if trainable and log_probs is not None else [0.0] * count)
-        self.weight_versions = versions + _versions(meta_info or {}, count)
+        versions = self.weight_versions if len(self.weight_versions) == before else [None] * before
+        self.loss_mask = [*mask, *[int(trainable)] * count]
+        self.rollout_log_probs = [*(self.rollout_log_probs or [0.0] * before), *given]
+        self.weight_versions = [*versions, *_versions(meta_info or {}, count)]
         self.tokens = [*self.tokens, *(int(token) for token in tokens)]
         self.response += text
         self.response_length = before + count
@@ -106,8 +101,16 @@ FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Statu
 """By the engine's ``finish_reason``."""
 
 
+def _checked_log_probs(count: int, log_probs: Sequence[float] | None) -> Sequence[float]:
+    if log_probs is None and count:
+        raise ValueError(f"{count} trainable tokens without log_probs")
+    if log_probs is not None and len(log_probs) != count:
+        raise ValueError(f"{len(log_probs)} log_probs for {count} tokens")
+    return log_probs or ()
+
+
 def _versions(meta_info: Mapping[str, Any], count: int) -> list[int | None]:
-    """The version of each of ``count`` tokens, as the engine tells it; None where it does not (its name for the last one is no answer)."""
+    """Returns the version of each of ``count`` tokens, None where the engine does not name it (its version at the end says nothing)."""
     versions: list[int | None] = [None] * count
     for span in meta_info.get("weight_versions") or ():
         for at in range(span["start"], min(span["end"], count)):

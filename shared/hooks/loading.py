@@ -1,4 +1,4 @@
-"""From ``package.module:function`` to the function, and which service imports which."""
+"""Imports the function at ``package.module:function``, and knows which service imports which."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HookFailed(MyxoError):
 
 
 def paths(config: RunConfig, service: str | None = None) -> dict[str, str]:
-    """The functions that a run names, by field; those that ``service`` calls, where one is given. Built-in filters are none of them."""
+    """Returns the functions that a run names, by field, or those that ``service`` calls. Built-in filters are none of them."""
     found = {}
     for field, runs_in in RUN_BY.items():
         section, _, name = field.partition(".")
@@ -50,7 +50,7 @@ def paths(config: RunConfig, service: str | None = None) -> dict[str, str]:
 
 
 def load(field: str, path: str) -> Callable[..., Any]:
-    """The function at ``path``. Raises ConfigError for ``field``: what is wrong with it and what to do."""
+    """Returns the function at ``path``. Raises ConfigError for ``field`` that says what is wrong with it and what to do."""
     module, _, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""Between samples as they lie in the store and samples as hooks have them.
+"""Converts between samples as they lie in the store and samples as hooks have them.
 
 The weight versions of a sample that a hook made, in ``weight_versions``:
 
@@ -56,38 +56,38 @@ class Bounds:
 
 
 def group_index(group: str) -> int:
-    """The number in a group's id: of its admission, or of its held-out prompt."""
+    """Returns the index in a group's id: that of its admission, or of its held-out prompt."""
     digits = re.search(r"(\d+)\Z", group)
     return int(digits[1]) if digits else 0
 
 
-def from_stored(one: StoredSample, score: Score | None = None, reward_key: str | None = None) -> HookSample:
-    """A stored sample as hooks have it; with its reward, where it has been scored."""
+def from_stored(stored: StoredSample, score: Score | None = None, reward_key: str | None = None) -> HookSample:
+    """Returns a stored sample as hooks have it, with its reward where it has been scored."""
     reward: float | dict[str, Any] | None = None
     if score is not None:
         reward = {reward_key or "reward": score.reward, **score.parts} if score.parts else score.reward
     return HookSample(
-        group_index=group_index(one.group),
-        index=one.index,
-        rollout_id=one.rollout,
-        session_id=f"{one.group}.{one.rollout}",
-        prompt=one.prompt_text,
-        tokens=[*one.prompt.tolist(), *one.response.tolist()],
-        response=one.text,
-        response_length=len(one.response),
-        label=one.label,
+        group_index=group_index(stored.group),
+        index=stored.index,
+        rollout_id=stored.rollout,
+        session_id=f"{stored.group}.{stored.rollout}",
+        prompt=stored.prompt_text,
+        tokens=[*stored.prompt.tolist(), *stored.response.tolist()],
+        response=stored.text,
+        response_length=len(stored.response),
+        label=stored.label,
         reward=reward,
-        loss_mask=one.mask.tolist(),
-        rollout_log_probs=one.log_probs.tolist(),
-        weight_versions=one.versions().tolist(),
+        loss_mask=stored.mask.tolist(),
+        rollout_log_probs=stored.log_probs.tolist(),
+        weight_versions=stored.versions().tolist(),
         remove_sample=False if score is None else score.removed,
-        status=FINISHED[one.finish],
-        metadata=one.metadata,
+        status=FINISHED[stored.finish],
+        metadata=stored.metadata,
     )
 
 
 def to_stored(given: HookSample, group: str, index: int, rollout: int, served: Served, bounds: Bounds) -> StoredSample:
-    """What a hook generated as it goes into the store.
+    """Returns what a hook generated in the form that goes into the store, checked.
 
     Args:
         index: of the sample in its group. rollout: which rollout it comes from.
@@ -162,7 +162,7 @@ def _mask(given: HookSample, where: str) -> NDArray[np.uint8]:
 
 
 def _log_probs(given: HookSample, mask: NDArray[np.uint8], where: str) -> NDArray[np.float32] | None:
-    """float32 [R], 0 where nothing is trained; None: missing where some are needed."""
+    """Returns float32 [R], 0 where nothing is trained; None where some are needed and missing."""
     if given.rollout_log_probs is None:
         return None if mask.any() else np.zeros(len(mask), np.float32)
     values = _array(given.rollout_log_probs, "fiu", f"{where}: rollout_log_probs", "numbers").astype(np.float32)
@@ -174,18 +174,18 @@ def _log_probs(given: HookSample, mask: NDArray[np.uint8], where: str) -> NDArra
     return np.where(mask, values, np.float32(0))
 
 
-def _array(values: object, kinds: str, what: str, of: str) -> NDArray[Any]:
+def _array(values: object, kinds: str, name: str, content: str) -> NDArray[Any]:
     try:
         array = np.asarray(values) if len(values) else np.empty(0, np.int64)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         array = np.empty((0, 0))
     if array.ndim != 1 or array.dtype.kind not in kinds:
-        raise BadMessage(f"{what} is not a list of {of}")
+        raise BadMessage(f"{name} is not a list of {content}")
     return array
 
 
 def _versions(given: Sequence[Any], mask: NDArray[np.uint8], served: Served, where: str) -> NDArray[np.int32]:
-    """The version of each response token: int32 [R]; see the module's docstring."""
+    """Returns the version of each response token, int32 [R], by the module's rules."""
     versions = _named(list(given), len(mask), served, where)
     if versions.size and versions.max() > served.newest:
         raise BadMessage(f"{where}: weight_versions names {versions.max()}; the newest that this replica served is {served.newest}")
@@ -204,19 +204,14 @@ def _versions(given: Sequence[Any], mask: NDArray[np.uint8], served: Served, whe
 
 
 def _named(given: list[Any], length: int, served: Served, where: str) -> NDArray[np.int32]:
-    """What the hook says itself; `_UNKNOWN` where it says nothing."""
-    versions = np.full(length, _UNKNOWN, np.int32)
+    """Returns the versions that the hook names itself, int32 [R]; `_UNKNOWN` where it names none."""
     try:
         if len(given) == length and all(entry is None or isinstance(entry, int | np.integer) for entry in given):
-            versions[:] = [_UNKNOWN if entry is None else int(entry) for entry in given]
-        elif given and all(isinstance(entry, dict | tuple | list) for entry in given):
-            for entry in given:
-                start, end, version = (entry["start"], entry["end"], entry["version"]) if isinstance(entry, dict) else entry
-                if not 0 <= start <= end <= length:
-                    raise BadMessage(f"{where}: weight_versions has a span {start} to {end} of {length} response tokens")
-                versions[start:end] = int(version)
-        elif given:
-            versions[:] = min(served.begun, *(int(entry) for entry in given))
+            versions = np.array([_UNKNOWN if entry is None else int(entry) for entry in given], np.int32)
+        elif all(isinstance(entry, dict | tuple | list) for entry in given):
+            versions = _of_spans(given, length, where)
+        else:
+            versions = np.full(length, min(served.begun, *map(int, given)), np.int32)
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise BadMessage(f"{where}: weight_versions is {str(given)[:80]}: {type(error).__name__}: {error}") from None
     if versions.size and versions.min() < _UNKNOWN:
@@ -224,8 +219,18 @@ def _named(given: list[Any], length: int, served: Served, where: str) -> NDArray
     return versions
 
 
+def _of_spans(spans: list[Any], length: int, where: str) -> NDArray[np.int32]:
+    versions = np.full(length, _UNKNOWN, np.int32)
+    for span in spans:
+        start, end, version = (span["start"], span["end"], span["version"]) if isinstance(span, dict) else span
+        if not 0 <= start <= end <= length:
+            raise BadMessage(f"{where}: weight_versions has a span {start} to {end} of {length} response tokens")
+        versions[start:end] = int(version)
+    return versions
+
+
 def _segments(versions: NDArray[np.int32]) -> list[tuple[int, int, int]]:
-    """Spans (start, end, version) that tile the versions of the response's tokens."""
+    """Returns spans (start, end, version) that tile the versions of the response's tokens."""
     if not versions.size:
         return []
     edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]

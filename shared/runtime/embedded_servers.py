@@ -48,7 +48,7 @@ def free_port() -> int:
 
 
 def _first_ephemeral_port() -> int:
-    """proc(5), ip_local_port_range; where there is none of it, or no room below it, Linux's default."""
+    """Returns the start of ip_local_port_range, see proc(5); Linux's default where there is none of it, or no room below it."""
     try:
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -78,7 +78,7 @@ class EmbeddedServer(ABC):
 
     @abstractmethod
     def _command(self) -> list[str]:
-        """The command line, its config files written."""
+        """Writes the config files and returns the command line."""
 
     @abstractmethod
     def _answers(self) -> bool:
@@ -135,8 +135,8 @@ class EmbeddedNats(EmbeddedServer):
 
     def _answers(self) -> bool:
         try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as link:
-                return link.recv(4) == b"INFO"
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                return connection.recv(4) == b"INFO"
         except OSError:
             return False
 
@@ -174,11 +174,11 @@ class EmbeddedValkey(EmbeddedServer):
 
     def _answers(self) -> bool:
         try:
-            with socket.socket(socket.AF_UNIX) as link:
-                link.settimeout(1)
-                link.connect(str(self._socket))
-                link.sendall(b"PING\r\n")
-                return link.recv(5) == b"+PONG"
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(1)
+                connection.connect(str(self._socket))
+                connection.sendall(b"PING\r\n")
+                return connection.recv(5) == b"+PONG"
         except OSError:
             return False
 
@@ -201,7 +201,7 @@ def valkey_binary() -> Path:
 
 
 def _installed(distribution: str, binary: str, prefer: str = "") -> Path:
-    """The binary among a distribution's files; ``prefer`` picks one of several platforms'."""
+    """Returns the binary among a distribution's files; ``prefer`` picks one of several platforms'."""
     try:
         files = importlib.metadata.files(distribution) or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What one engine can do, and how much: read from it once, when a client connects.
+"""What one engine can do, read from it once, when a client connects; and how many tokens it has drawn.
 
 Two generations of SGLang are in use. From 0.5.21 on, a weight push lies between ``/begin_weight_update`` and
 ``/end_weight_update``, and is refused outside; before, there are no such endpoints.
@@ -19,16 +19,18 @@ from shared.config.engine_limits import longest_sequence
 
 NOT_CHANGED = "nothing was changed"
 
+DRAWN, BEGUN = "sglang:realtime_tokens_total", "sglang:queue_time_seconds_count"
+"""Metrics of an engine: tokens by the kind of step that processed them, and requests whose prefill began."""
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine said about itself.
+    """Holds what an engine said about itself.
 
     Args:
         release: SGLang's version, ``0.5.20``. model_path: what it was launched with, or last loaded from disk.
-        limits: vocabulary and longest sequence. max_running: requests that it decodes at once; more wait in its queue.
+        limits: vocabulary and longest sequence.
         weight_sessions: a push must lie between begin and end.
-        prefix_cache: keys and values of finished requests are kept for others (the radix cache).
         overlaps: one step is being computed while the one before is being taken in. A pause in place leaves it half-way.
         ranks: processes that each hold a part of the model (tensor parallelism).
     """
@@ -36,47 +38,34 @@ class Capabilities:
     release: str
     model_path: str
     limits: SequenceLimits
-    max_running: int
     weight_sessions: bool
-    prefix_cache: bool
     overlaps: bool
     ranks: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """What an engine is doing; it counts every few steps, so this may be some steps old.
+def parse_drawn_tokens(page: str, overlaps: bool) -> int | None:
+    """Returns the tokens that an engine has drawn, by its Prometheus page; None where the page does not tell.
 
-    Args:
-        running: requests being decoded. waiting: in its queue. used_tokens, token_capacity: of its KV cache.
-        throughput: tokens per second generated lately, as the engine counts it.
+    SGLang counts what its decode steps draw, step by step. The first token of a sample is drawn by its prefill, and is not among them; it
+    is taken from the number of samples whose prefill began. An engine that ``overlaps`` its steps computes, and counts, one token beyond
+    each sample's end in exchange.
     """
-
-    running: int
-    waiting: int
-    used_tokens: int
-    token_capacity: int
-    throughput: float
+    if DRAWN not in page:
+        return None
+    drawn = _sum_of(page, DRAWN, 'mode="decode"')
+    return int(drawn if overlaps else drawn + _sum_of(page, BEGUN, ""))
 
 
-def parse_load(answer: dict[str, Any]) -> EngineLoad:
-    """The sum over an engine's data-parallel ranks, from ``/v1/loads``."""
-    ranks = answer["loads"]
-    return EngineLoad(
-        running=sum(rank["num_running_reqs"] for rank in ranks),
-        waiting=sum(rank["num_waiting_reqs"] for rank in ranks),
-        used_tokens=sum(rank["num_used_tokens"] for rank in ranks),
-        token_capacity=sum(rank["max_total_num_tokens"] for rank in ranks),
-        throughput=sum(rank["gen_throughput"] for rank in ranks),
-    )
+def _sum_of(page: str, name: str, label: str) -> float:
+    """Returns the sum of a metric's lines that carry the label."""
+    lines = (line for line in page.splitlines() if line.startswith(name + "{") and label in line)
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-async def read_capabilities(transport: EngineTransport, vocab_size: int | None, deadline: float) -> Capabilities:
-    """Ask the engine.
+async def read_capabilities(transport: EngineTransport, deadline: float) -> Capabilities:
+    """Asks the engine what it can do.
 
     Args:
-        vocab_size: None reads it from ``config.json`` where the engine has its model; an engine on another machine, or
-            one that was given a hub name, needs it told.
         deadline: seconds, for each of the four requests.
 
     Raises:
@@ -88,17 +77,14 @@ async def read_capabilities(transport: EngineTransport, vocab_size: int | None, 
     # Without a body and by GET nothing happens: an endpoint for POST alone answers 405, a missing one 404.
     begin = await transport.status("GET", "/begin_weight_update", deadline)
     try:
-        state = (info.get("internal_states") or [{}])[0]
         return Capabilities(
             release=info["version"],
             model_path=model["model_path"],
             limits=SequenceLimits(
-                vocab_size=vocab_size or _vocab_size(Path(model["model_path"]), transport.url),
+                vocab_size=_vocab_size(Path(model["model_path"]), transport.url),
                 max_sequence=_longest_sequence(info, served["data"][0]["max_model_len"]),
             ),
-            max_running=state.get("effective_max_running_requests_per_dp") or info["max_running_requests"],
             weight_sessions=begin != HTTPStatus.NOT_FOUND,
-            prefix_cache=not info["disable_radix_cache"],
             overlaps=not info["disable_overlap_schedule"],
             ranks=int(info.get("tp_size") or 1),
         )
@@ -114,6 +100,6 @@ def _vocab_size(model_path: Path, url: str) -> int:
     try:
         config = json.loads((model_path / "config.json").read_text())
     except (OSError, json.JSONDecodeError) as error:
-        reason = f"its vocabulary is unknown: no readable config.json in {model_path}; give vocab_size"
+        reason = f"its vocabulary is unknown: no readable config.json in {model_path}"
         raise EngineError(url, reason) from error
     return int(config["vocab_size"] if "vocab_size" in config else config["text_config"]["vocab_size"])

@@ -1,4 +1,4 @@
-"""Start SGLang's own HTTP server on a CPU, from PyPI's wheels alone.
+"""Starts SGLang's own HTTP server on a CPU, from PyPI's wheels alone.
 
     PYTHONPATH=ENGINE_SITE python cpu_launcher.py --model-path MODEL --device cpu ...    (sglang.launch_server's flags)
 
@@ -85,7 +85,7 @@ class InertFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds one package and everything below it as ``InertModule``."""
 
     def __init__(self, package: str, attributes: dict[str, dict[str, Any]]) -> None:
-        """``attributes``: per module name, the few values that must be real."""
+        """Takes in ``attributes``, by module name, the few values that must be real."""
         self.package, self.attributes = package, attributes
 
     def find_spec(
@@ -103,13 +103,11 @@ class InertFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def load_torchvision_operators() -> torch.library.Library | None:
-    """Load torchvision's C++ operators as its own import will, or declare the two that its Python part registers fake kernels for.
+    """Loads torchvision's C++ operators as its own import will, or declares the two that its Python part registers fake kernels for.
 
     Whether the extension loads is found out by loading it: it needs the libraries of the torch that it was built beside. It cannot be
-    left to torchvision's import, since an operator that is declared here and registered there ends the process.
-
-    Returns:
-        What declares the operators, which are gone with it; None where the extension has registered its own.
+    left to torchvision's import, since an operator that is declared here and registered there ends the process. Returns what declares the
+    operators, which are gone with it; None where the extension has registered its own.
     """
     package = importlib.util.find_spec("torchvision")
     extension = package and importlib.machinery.PathFinder.find_spec("_C", package.submodule_search_locations)
@@ -126,7 +124,7 @@ def load_torchvision_operators() -> torch.library.Library | None:
 
 
 def stand_in_for_sgl_kernel() -> None:
-    """A ``sgl_kernel`` whose CPU kernels can be imported and refuse to run."""
+    """Puts up a ``sgl_kernel`` whose CPU kernels can be imported and refuse to run."""
     module = types.ModuleType("sgl_kernel")
 
     def kernel(name: str) -> Callable[..., None]:
@@ -143,7 +141,7 @@ def stand_in_for_sgl_kernel() -> None:
 
 
 def stand_in_for_triton() -> None:
-    """An inert ``triton``, before an installed one is found."""
+    """Puts up an inert ``triton``, before an installed one is found."""
     attributes: dict[str, dict[str, Any]] = {
         "triton": {
             "__version__": "3.0.0",
@@ -156,7 +154,7 @@ def stand_in_for_triton() -> None:
 
 
 def absorb_latent_attention(model_path: str) -> None:
-    """Let models with latent attention (DeepSeek-V3) prefill as they decode, in the low rank.
+    """Lets models with latent attention (DeepSeek-V3) prefill as they decode, in the low rank.
 
     Torch's native attention takes keys and values from the cache, which holds low-rank vectors; SGLang would have a prompt's
     projected first, for backends that take them as they come, and knows none but these and its GPU kernels.
@@ -171,7 +169,7 @@ def absorb_latent_attention(model_path: str) -> None:
 
 
 def fork_children() -> None:
-    """Let ``multiprocessing.set_start_method`` choose fork, whatever is asked; keep the parent's objects shared."""
+    """Lets ``multiprocessing.set_start_method`` choose fork, whatever is asked, and keeps the parent's objects shared."""
     choose = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force=False: choose("fork", force)
     os.register_at_fork(before=gc.freeze)  # or the children's collector would touch, and so copy, every page

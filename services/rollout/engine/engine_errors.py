@@ -1,4 +1,4 @@
-"""The named errors of the engine adapter."""
+"""The named errors of calls to an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a generation and what comes back: validation before sending, parsing after. Pure; no I/O.
+"""Validates what is asked of a generation, and parses what comes back. It is pure and does no I/O.
 
 Versions: a span says which weights drew its tokens. Where an engine reports them per token (``weight_versions``: in
 0.5.20, not in 0.5.16), they are taken over. Where it only names the version at the end, a request whose version at
@@ -89,7 +89,7 @@ class SequenceLimits:
 
 
 def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, limits: SequenceLimits, cache_key: str) -> dict[str, Any]:
-    """The body of one ``/generate`` call for a group.
+    """Returns the body of one ``/generate`` call for a group.
 
     Args:
         cache_key: prefixes are shared among requests of the same key only.
@@ -116,14 +116,14 @@ def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, limits
 
 
 def wire_rid(rid: str) -> str:
-    """The request id as the engine gets it. Raises InvalidRequest if it is empty or holds the end mark."""
+    """Returns the request id as the engine gets it. Raises InvalidRequest if it is empty or holds the end mark."""
     if not rid or RID_END in rid:
         raise InvalidRequest(f"request id {rid!r}: must not be empty, nor hold {RID_END!r}")
     return rid + RID_END
 
 
 def parse_group(answer: Any, requests: Sequence[GenerationRequest], version_before: int, late: Set[int], where: str) -> list[Generation]:
-    """The generations of a ``/generate`` answer, in the order of ``requests``.
+    """Returns the generations of a ``/generate`` answer, in the order of ``requests``.
 
     Args:
         version_before: the version the engine served when the request was sent.
@@ -138,7 +138,7 @@ def parse_group(answer: Any, requests: Sequence[GenerationRequest], version_befo
 
 
 def parse_version(text: Any, where: str) -> int:
-    """A weight version as an integer. Raises EngineError for any other, as an engine has that Myxo did not launch."""
+    """Returns a weight version as an integer. Raises EngineError for any other, which an engine has that Myxo did not launch."""
     try:
         return int(text)
     except (TypeError, ValueError):
@@ -171,7 +171,7 @@ def _parse_sample(sample: Mapping[str, Any], request: GenerationRequest, version
 
 
 def _spans(meta: Mapping[str, Any], count: int, version_before: int, late: Set[int], where: str) -> tuple[Span, ...]:
-    """The spans of ``count`` tokens; see the module's docstring."""
+    """Returns the spans of ``count`` tokens, by the module's rules."""
     if count == 0:
         return ()
     reported = meta.get("weight_versions")
@@ -188,7 +188,7 @@ def _spans(meta: Mapping[str, Any], count: int, version_before: int, late: Set[i
 
 
 def _begun_late(spans: tuple[Span, ...], version_before: int, late: Set[int]) -> tuple[Span, ...]:
-    """The spans with every late version's beginning moved by one token, which goes to the version before it.
+    """Returns the spans with every late version's beginning moved by one token, which goes to the version before it.
 
     The first span's too, where its version came in after the request was sent: the first token may have been on its way
     then, or the request may only have waited, which cannot be told apart; the older version is the safe answer.
@@ -202,7 +202,7 @@ def _begun_late(spans: tuple[Span, ...], version_before: int, late: Set[int]) ->
 
 
 def _sampling_parameters(request: GenerationRequest, sampling: Sampling) -> dict[str, Any]:
-    """SGLang's ``sampling_params`` of one sample.
+    """Returns SGLang's ``sampling_params`` of one sample.
 
     Log-probs come from the temperature-scaled distribution over the whole vocabulary; ``top_p`` and ``top_k`` cut what
     is drawn but are not renormalised in.
@@ -222,7 +222,7 @@ def _sampling_parameters(request: GenerationRequest, sampling: Sampling) -> dict
 
 
 def _checked_tokens(request: GenerationRequest, limits: SequenceLimits) -> NDArray[np.int32]:
-    """The request's tokens as int32 [P]. Raises InvalidRequest that names the request and what is wrong with it."""
+    """Returns the request's tokens as int32 [P]. Raises InvalidRequest that names the request and what is wrong with it."""
     ids, name = np.asarray(request.tokens), f"request {request.rid}"
     if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
         raise InvalidRequest(f"{name}: token ids are integers [P], P at least 1, not {ids.dtype} {list(ids.shape)}")

@@ -1,8 +1,8 @@
-"""The command that launches an engine: argv and environment, from the run's configuration. Nothing is started here.
+"""Makes the command that launches an engine, argv and environment, from the run's configuration. Nothing is started here.
 
-Precedence, lowest first: the defaults below for the device, the arguments of ``engine_command``, the run's ``sglang``
-table. A flag of that table goes through verbatim, also one that this module has never heard of, and its value wins.
-Only what the rollout service itself must know (where the engine listens, what it serves) cannot be overridden.
+Precedence, lowest first: the defaults below for the device, the arguments of ``engine_command``, the run's ``sglang`` table. A flag of that
+table goes through verbatim, also one that this module has never heard of, and its value wins. Only what the rollout service itself must
+know (where the engine listens, what it serves) cannot be overridden.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FlagValue = bool | int | float | str | list[str] | list[int] | None
 ENGINE_SITE_VARIABLE = "MYXO_ENGINE_SITE"
 CPU_LAUNCHER = Path(__file__).with_name("cpu_launcher.py")
 
-RECEIVER_LOADER = "services.rollout.engine.receiver.load"
+RECEIVER_LOADER = "services.rollout.engine.receiver.loader.load"
 """What an engine calls, in each of its schedulers, to take weights."""
 
 CPU_FLAGS: dict[str, FlagValue] = {
@@ -44,6 +44,7 @@ CPU_FLAGS: dict[str, FlagValue] = {
 
 COMMON_FLAGS: dict[str, FlagValue] = {
     "log-level-http": "warning",  # one access line per request otherwise
+    "enable-metrics": True,  # at /metrics, from which the service takes how many tokens were drawn
 }
 
 
@@ -67,21 +68,17 @@ def engine_command(
     port: int,
     *,
     device: str,
-    weight_version: int = 0,
     random_seed: int | None = None,
-    enable_metrics: bool = True,
     flags: Mapping[str, FlagValue] | None = None,
     threads: int | None = None,
     exposed: bool = False,
 ) -> EngineCommand:
-    """Build the launch command of an engine.
+    """Returns the launch command of an engine. It labels its tokens with weight version 0 until it is told another.
 
     Args:
         model_path: a Hugging Face checkpoint: a directory, or on CUDA also a name of the hub.
         port: of 127.0.0.1, free. device: ``cpu`` or ``cuda``.
-        weight_version: the version that ``model_path`` holds; the engine labels its tokens with it.
         random_seed: of the engine's sampling; None lets SGLang draw one.
-        enable_metrics: serve Prometheus metrics at ``/metrics``, from which the service takes how many tokens were drawn.
         flags: the run's ``sglang`` table, names with or without the leading dashes, ``-`` or ``_``.
         threads: torch's threads per engine process on a CPU; None leaves it to torch.
         exposed: listen on all addresses, for a router; control calls (one of them unpickles) then need a key.
@@ -92,7 +89,7 @@ def engine_command(
     if device not in ("cpu", "cuda"):
         raise ConfigError("rollout.rollout_device", device, "'cpu' or 'cuda'")
     given = _normalised(flags or {})
-    chosen: dict[str, FlagValue] = {**COMMON_FLAGS}
+    chosen: dict[str, FlagValue] = COMMON_FLAGS | {"random-seed": random_seed}
     env: dict[str, str] = {
         "TOKENIZERS_PARALLELISM": "false",
         # its server would close idle connections after 5 s, and a request sent into that moment looks like a dead engine
@@ -110,7 +107,6 @@ def engine_command(
     else:
         launcher = ["-m", "sglang.launch_server"]
         env |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}  # both ends of a weight push must agree on them
-    chosen |= {"random-seed": random_seed, "enable-metrics": enable_metrics}
     chosen |= given
     if chosen.get("enable-memory-saver") and (runtime := _cuda_runtime()):
         env["LD_LIBRARY_PATH"] = os.pathsep.join([*runtime, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
@@ -120,7 +116,7 @@ def engine_command(
         "host": "0.0.0.0" if exposed else "127.0.0.1",
         "port": port,
         "device": device,
-        "weight-version": str(weight_version),
+        "weight-version": "0",
         "admin-api-key": admin_key,
         "custom-weight-loader": RECEIVER_LOADER,
     }
@@ -129,16 +125,12 @@ def engine_command(
 
 
 def engine_site() -> Path:
-    """The directory of the engine's own torchvision: ``$MYXO_ENGINE_SITE``, else ``engine-site`` in this prefix.
-
-    Raises:
-        ConfigError: there is no torchvision in it.
-    """
-    place = os.environ.get(ENGINE_SITE_VARIABLE)
-    site = Path(place) if place else Path(sys.prefix) / "engine-site"
+    """Returns where the engine's own torchvision is: ``$MYXO_ENGINE_SITE``, else ``engine-site`` in this prefix. Raises ConfigError."""
+    given = os.environ.get(ENGINE_SITE_VARIABLE)
+    site = Path(given) if given else Path(sys.prefix) / "engine-site"
     if not (site / "torchvision" / "__init__.py").is_file():
         raise ConfigError(
-            f"${ENGINE_SITE_VARIABLE}" if place else "the engine site",
+            f"${ENGINE_SITE_VARIABLE}" if given else "the engine site",
             str(site),
             "no torchvision there, which SGLang imports. Install it for the engine alone (it would break a trainer's "
             f"transformers): pip install --no-deps --target {site} torchvision==0.28.0",
@@ -147,15 +139,15 @@ def engine_site() -> Path:
 
 
 def _cuda_runtime() -> list[str]:
-    """Where pip has put CUDA's runtime. The memory saver is loaded before torch, which finds it by itself; where the loader cannot find the
-    runtime it leaves the saver out with a line in the log, and nothing would ever be released."""
+    """Returns where pip has put CUDA's runtime. The memory saver is loaded before torch, which finds it by itself; where the loader
+    does not find it, it leaves the saver out with a line in the log, and nothing would ever be released."""
     found = importlib.util.find_spec("nvidia")
-    places = [] if found is None else list(found.submodule_search_locations or [])
-    return sorted({str(library.parent) for place in places for library in Path(place).glob("*/lib/libcudart.so.*")})
+    roots = [] if found is None else list(found.submodule_search_locations or [])
+    return sorted({str(library.parent) for root in roots for library in Path(root).glob("*/lib/libcudart.so.*")})
 
 
 def _normalised(flags: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
-    """The flags with names as SGLang spells them, without the leading dashes."""
+    """Returns the flags with names as SGLang spells them, without the leading dashes."""
     result: dict[str, FlagValue] = {}
     for name, value in flags.items():
         flag = plain_name(name)
@@ -168,7 +160,7 @@ def _normalised(flags: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
 
 
 def _arguments(flags: Mapping[str, FlagValue]) -> list[str]:
-    """The flags as command line arguments, in order."""
+    """Returns the flags as command line arguments, in order."""
     arguments: list[str] = []
     for name, value in flags.items():
         if value is None or value is False:
@@ -180,7 +172,7 @@ def _arguments(flags: Mapping[str, FlagValue]) -> list[str]:
 
 
 def _engine_path(device: str) -> str:
-    """PYTHONPATH of an engine: on a CPU the engine site, then what was there, then where the receiver is, which its schedulers import."""
+    """Returns an engine's PYTHONPATH: on a CPU the engine site, then what was there, then where its schedulers find the receiver."""
     inherited = os.environ.get("PYTHONPATH")
     own = str(Path(shared.__file__).parents[1])
     installed = own in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # then it is found anyway

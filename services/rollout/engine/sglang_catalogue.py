@@ -1,4 +1,4 @@
-"""The flags of the installed SGLang's parser, as `shared.config.sglang_flags` reads them. It imports SGLang, which takes seconds.
+"""Lists the flags of the installed SGLang's parser, as `shared.config.sglang_flags` reads them. It imports SGLang, which takes seconds.
 
 python -m services.rollout.engine.sglang_catalogue               print the catalogue
 python -m services.rollout.engine.sglang_catalogue --write       write the one of the SGLang that Myxo is made with
@@ -21,7 +21,7 @@ KINDS: dict[Any, str] = {int: "int", float: "float", json.loads: "json"}
 
 
 def text() -> str:
-    """The catalogue as JSON, one flag a line."""
+    """Returns the catalogue as JSON, one flag a line."""
     if not devices.gpus():  # the stand-ins with which SGLang can be imported beside CPU torch
         sys.path.insert(0, str(engine_site()))
         from services.rollout.engine import cpu_launcher  # noqa: F401
@@ -35,7 +35,7 @@ def text() -> str:
 
 
 def _row(action: argparse.Action) -> dict[str, Any]:
-    """The fields of `shared.config.sglang_flags.EngineFlag`, those that differ from its defaults."""
+    """Returns the fields of `shared.config.sglang_flags.EngineFlag`, those that differ from its defaults."""
     kind = "switch" if action.nargs == 0 else _kind(action.type)
     row: dict[str, Any] = {"spellings": [word.removeprefix("--") for word in action.option_strings if word.startswith("--")], "kind": kind}
     if action.nargs in ("+", "*"):
@@ -52,7 +52,7 @@ def _kind(reader: Any) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit code."""
+    """Runs the command line and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m services.rollout.engine.sglang_catalogue", description=__doc__.split("\n\n")[0])
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--write", action="store_true", help=f"write {sglang_flags.CATALOGUE.name}")

@@ -1,4 +1,4 @@
-"""JSON over HTTP to one engine, a deadline on every call, the engine's own words in every error."""
+"""Sends JSON over HTTP to one engine, with a deadline on every call and the engine's own words in every error."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from services.rollout.engine.engine_errors import EngineError, EngineUnreachable
 from shared.runtime.errors import DeadlineExceeded
 
 IDLE_SECONDS = 3.0
-"""Idle connections are closed after this. SGLang's server closes its side after 5 s; a request sent into that moment
-would look like a dead engine."""
+"""Idle connections are closed after this. SGLang's server closes its side after 5 s; a request sent then would look like a dead engine."""
 
 
 class EngineTransport:
@@ -30,33 +29,40 @@ class EngineTransport:
         self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None))
 
     async def close(self) -> None:
-        """Close the session and its connections."""
+        """Closes the session and its connections."""
         await self._session.close()
 
-    async def get(self, path: str, deadline: float, then: str) -> Any:
-        """GET; see ``call``."""
-        return await self.call("GET", path, None, deadline, then)
+    async def get(self, path: str, deadline: float, next_action: str) -> Any:
+        """Sends a GET; see `call`."""
+        return await self.call("GET", path, None, deadline, next_action)
 
-    async def post(self, path: str, body: Any, deadline: float, then: str) -> Any:
-        """POST; see ``call``."""
-        return await self.call("POST", path, body, deadline, then)
+    async def post(self, path: str, body: Any, deadline: float, next_action: str) -> Any:
+        """Sends a POST; see `call`."""
+        return await self.call("POST", path, body, deadline, next_action)
 
-    async def call(self, method: str, path: str, body: Any, deadline: float, then: str) -> Any:
-        """One request and its answer.
+    async def call(self, method: str, path: str, body: Any, deadline: float, next_action: str) -> Any:
+        """Sends one request and returns the parsed JSON; None for an empty answer, the text of an answer that is no JSON.
 
         Args:
             method: GET or POST. path: with its leading slash. body: what orjson takes, numpy arrays too; None for none.
             deadline: seconds for everything, connecting and reading included.
-            then: what happens next should the deadline pass, for its error.
-
-        Returns:
-            The parsed JSON; None for an empty answer; the text of an answer that is no JSON.
+            next_action: what happens should the deadline pass, for its error.
 
         Raises:
-            DeadlineExceeded: no complete answer in time.
-            EngineError: a status other than 2xx, with the engine's message.
-            EngineUnreachable: no connection, or it broke.
+            DeadlineExceeded: no complete answer came in time.
+            EngineError: the status is other than 2xx; with the engine's message.
+            EngineUnreachable: there is no connection, or it broke.
         """
+        status, answer = await self._exchange(method, path, body, deadline, next_action)
+        if not 200 <= status < 300:
+            raise EngineError(self.url + path, message_of(answer), status)
+        return answer
+
+    async def status(self, method: str, path: str, deadline: float) -> int:
+        """Returns the HTTP status of a request without a body. Raises as `call` does, but for no status."""
+        return (await self._exchange(method, path, None, deadline, "nothing was changed"))[0]
+
+    async def _exchange(self, method: str, path: str, body: Any, deadline: float, next_action: str) -> tuple[int, Any]:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:
@@ -64,37 +70,20 @@ class EngineTransport:
                 asyncio.timeout(deadline),
                 self._session.request(method, self.url + path, data=data, headers=headers) as response,
             ):
-                status, answer = response.status, _parsed(await response.read())
+                return response.status, _parsed(await response.read())
         except TimeoutError:
-            raise DeadlineExceeded(f"the answer to {method} {path}", f"the engine at {self.url}", deadline, then) from None
-        except aiohttp.ClientError as error:
-            raise EngineUnreachable(self.url + path, f"{type(error).__name__}: {error}") from error
-        if not 200 <= status < 300:
-            raise EngineError(self.url + path, message_of(answer), status)
-        return answer
-
-    async def status(self, method: str, path: str, deadline: float) -> int:
-        """The HTTP status alone, of a request without a body. Raises as ``call`` does, but for no status."""
-        try:
-            async with asyncio.timeout(deadline), self._session.request(method, self.url + path) as response:
-                return response.status
-        except TimeoutError:
-            raise DeadlineExceeded(f"the status of {method} {path}", f"the engine at {self.url}", deadline, "nothing was changed") from None
+            raise DeadlineExceeded(f"the answer to {method} {path}", f"the engine at {self.url}", deadline, next_action) from None
         except aiohttp.ClientError as error:
             raise EngineUnreachable(self.url + path, f"{type(error).__name__}: {error}") from error
 
 
 def message_of(answer: Any) -> str:
-    """The engine's message in an error answer; SGLang has four shapes for it."""
+    """Returns the engine's message in an error answer; SGLang has four shapes for it."""
     if isinstance(answer, dict):
         error = answer.get("error")
-        for message in (
-            error.get("message") if isinstance(error, dict) else error,
-            answer.get("message"),
-            answer.get("detail"),
-        ):
-            if message:
-                return str(message)
+        named = error.get("message") if isinstance(error, dict) else error
+        if message := named or answer.get("message") or answer.get("detail"):
+            return str(message)
     return str(answer) if answer else "(no message)"
 
 

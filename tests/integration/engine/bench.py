@@ -15,7 +15,7 @@ from shared.runtime.service_base import Service
 from shared.schema import sample
 from shared.schema.messages import Failed, Generated, Outcome, Sampling, Task
 from shared.schema.sample import Sample
-from tests.integration.engine.load import prompts
+from tests.integration.engine.load import load, prompts
 from tests.support.waiting import until
 
 PROMPT = prompts(1)[0]
@@ -52,7 +52,7 @@ class Bench:
         async def seen() -> str | None:
             if self.rollout._tokens > tokens:
                 return "over"
-            decoding = self.client._generating > 0 and (await self.client.load()).used_tokens > len(PROMPT) + 2 * n
+            decoding = self.client._generating > 0 and (await load(self.client)).used_tokens > len(PROMPT) + 2 * n
             return "in decode" if decoding else None
 
         await self.task(group, n, **changes)

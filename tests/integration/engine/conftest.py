@@ -24,6 +24,7 @@ from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, free_p
 from shared.runtime.service_base import Service
 from shared.store.payload_store import Store
 from tests.integration.engine.bench import Bench, NewBench
+from tests.integration.engine.load import asked
 from tests.support.run_config import run_config
 from tests.support.tiny_model import TinyModelShape, write_tiny_model
 
@@ -82,7 +83,7 @@ async def fresh_client(engine: EngineProcess, checkpoint: Checkpoint) -> AsyncIt
         await client.resume()
         await client.open_receiver(engine.receiver)
         await client.update_weights_from_disk(str(checkpoint.path), 0)
-        await client.flush_cache()
+        await asked(client, "POST", "/flush_cache")
         yield client
 
 

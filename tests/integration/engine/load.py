@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
+import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,6 +44,33 @@ async def whole(client: EngineClient, request: GenerationRequest) -> Generation:
     raise AssertionError("the engine has handed the request back five times")
 
 
+@dataclass(frozen=True)
+class Load:
+    """What an engine is doing, as it counts every few steps: requests in decode and in its queue, tokens in its cache."""
+
+    running: int
+    waiting: int
+    used_tokens: int
+
+
+async def asked(client: EngineClient, method: str, path: str) -> Any:
+    """What the engine itself answers; a turn of its scheduler has gone by then."""
+    async with aiohttp.ClientSession() as session, session.request(method, client.url + path) as response:
+        response.raise_for_status()
+        text = await response.text()
+    return json.loads(text) if text.startswith("{") else text
+
+
+async def load(client: EngineClient) -> Load:
+    (rank,) = (await asked(client, "GET", "/v1/loads?include=core"))["loads"]
+    return Load(rank["num_running_reqs"], rank["num_waiting_reqs"], rank["num_used_tokens"])
+
+
+async def served_version(client: EngineClient) -> str:
+    """The weight version that the engine itself names."""
+    return str((await asked(client, "GET", "/model_info"))["weight_version"])
+
+
 @dataclass
 class Running:
     """Requests on their way. ``result()`` waits for them to end."""
@@ -68,12 +98,12 @@ async def generating(client: EngineClient, count: int) -> AsyncIterator[Running]
 
 
 async def resting(client: EngineClient) -> bool:
-    load = await client.load()
-    return load.running == load.waiting == 0
+    now = await load(client)
+    return now.running == now.waiting == 0
 
 
 async def decoding(client: EngineClient, count: int, task: asyncio.Task[list[Generation]]) -> bool:
     """Whether ``count`` requests are running, and some tokens long beyond their prompts of 12."""
     assert not task.done(), "the requests ended before they were seen running"
-    load = await client.load()
-    return load.running == count and load.used_tokens > count * 16
+    now = await load(client)
+    return now.running == count and now.used_tokens > count * 16

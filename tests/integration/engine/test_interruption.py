@@ -14,7 +14,7 @@ from shared.schema.messages import Interrupted, Payload, Sampling, WeightsCommit
 from shared.schema.sample import Sample
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
-from tests.integration.engine.load import LONG
+from tests.integration.engine.load import LONG, load
 from tests.integration.engine.reference import log_probs
 from tests.integration.engine.source import Source
 
@@ -36,7 +36,7 @@ async def caught(desk: Bench) -> str:
         group = f"g{number:08d}"
         if await desk.in_decode(group, **LONG_TASK):
             await desk.client.pause("in_place")
-            if (await desk.client.load()).running:
+            if (await load(desk.client)).running:
                 return group
             await desk.client.resume()
         await desk.generated()  # a test process that was kept waiting came too late

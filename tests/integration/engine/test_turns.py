@@ -15,7 +15,7 @@ from services.rollout.engine.generation import GenerationRequest
 from shared.schema.messages import Accepted, Message, Sampling, WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
-from tests.integration.engine.load import LONG
+from tests.integration.engine.load import LONG, asked, load
 from tests.integration.engine.reference import log_probs
 from tests.support.waiting import until
 
@@ -63,7 +63,7 @@ async def test_what_was_running_waits_for_the_turns_end_and_goes_on_from_its_tok
     assert not desk.replica.serving
     assert desk.service.state == "asleep"
     assert desk.client._generating == 0
-    await desk.client.flush_cache()  # which the engine refuses while a request is in it
+    await asked(desk.client, "POST", "/flush_cache")  # which the engine refuses while a request is in it
     await desk.client.resume()  # as a push that is broken off does: an engine that is asleep stays so
     late = asyncio.create_task(
         desk.client.generate_group([GenerationRequest(tokens=PROMPT, max_new_tokens=2)], Sampling(temperature=1.0, max_new_tokens=2))
@@ -119,7 +119,7 @@ async def test_weights_that_went_with_the_memory_come_back_by_a_push_only(desk: 
     monkeypatch.setattr(desk.client, "adopt", adopt)
     assert (await sleep(desk)).version == -1
     assert adopted == [-1]
-    occupation = desk.client.occupation
+    occupation = desk.client.memory
     assert occupation.released == set(EVERYTHING)
     assert (await ask(desk, "wake", WeightsWake(deadline=MINUTES), WeightsReady)).version == -1
     assert not desk.replica.serving
@@ -142,13 +142,13 @@ async def test_an_engine_ends_what_it_is_asked_to_and_takes_new_requests_once_it
     running = asyncio.create_task(client.generate_group(requests, sampling))
 
     async def drawn() -> bool:
-        return (await client.load()).used_tokens > len(PROMPT) + 8
+        return (await load(client)).used_tokens > len(PROMPT) + 8
 
     await until(drawn, "tokens", MINUTES)
-    await client.occupation.sleep((), deadline=MINUTES)
+    await client.memory.sleep((), deadline=MINUTES)
     stopped = await running
     assert {one.finish for one in stopped} == {"abort"}
     assert all(len(one.tokens) for one in stopped)
-    await client.occupation.wake(deadline=MINUTES)
+    await client.memory.wake(deadline=MINUTES)
     [after] = await client.generate_group([GenerationRequest(tokens=PROMPT, max_new_tokens=3, ignore_eos=True)], sampling)
     assert len(after.tokens) == 3

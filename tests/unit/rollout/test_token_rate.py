@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from services.rollout.engine.drawn_count import parse_drawn
+from services.rollout.engine.capabilities import parse_drawn_tokens
 from services.rollout.engine.engine_errors import EngineUnreachable
 from services.rollout.token_rate import WINDOW_SECONDS, DrawnTokens, TokenRate
 
@@ -52,18 +52,18 @@ sglang:queue_time_seconds_sum{dp_rank="0"} 0.5
 
 
 def test_the_engines_own_count() -> None:
-    assert parse_drawn(PAGE, overlaps=False) == 19136 + 4 + 64
-    assert parse_drawn(PAGE, overlaps=True) == 19136 + 4
-    assert parse_drawn("sglang:gen_throughput{} 3.0\n", overlaps=False) is None
+    assert parse_drawn_tokens(PAGE, overlaps=False) == 19136 + 4 + 64
+    assert parse_drawn_tokens(PAGE, overlaps=True) == 19136 + 4
+    assert parse_drawn_tokens("sglang:gen_throughput{} 3.0\n", overlaps=False) is None
 
 
 class Engine:
     """What `DrawnTokens` asks of a client."""
 
     def __init__(self, *answers: int | Exception | None) -> None:
-        self._answers, self.drawn = list(answers), self
+        self._answers = list(answers)
 
-    async def read(self, *, deadline: float) -> int | None:
+    async def drawn_tokens(self, *, deadline: float) -> int | None:
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
