@@ -33,7 +33,7 @@ class ReadProgress:
         self._progress: Progress | None = None
 
     def at(self, done: int) -> None:
-        """So far. Cheap, but looks at the clock: call it now and then, not for every line."""
+        """Shows how much is done. It is cheap, but looks at the clock: call it now and then, not for every line."""
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=done)
         elif time.monotonic() < self._due:
