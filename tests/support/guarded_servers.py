@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shared.accounts.credentials import NATS_URL, REDIS_URL, Deployment, ServerAddress, make
 from shared.accounts.render import NatsPlace, RedisPlace
-from shared.runtime.embedded_servers import EmbeddedServer, _nats_binary, _valkey_binary, free_port
+from shared.runtime.embedded_servers import EmbeddedServer, free_port, nats_binary, valkey_binary
 
 
 class GuardedNats(EmbeddedServer):
@@ -25,7 +25,7 @@ class GuardedNats(EmbeddedServer):
         return f"nats://127.0.0.1:{self.port}"
 
     def _command(self) -> list[str]:
-        return [str(_nats_binary()), "-c", str(self._config)]
+        return [str(nats_binary()), "-c", str(self._config)]
 
     def _answers(self) -> bool:
         return _says(self.port, b"", b"INFO")
@@ -45,7 +45,7 @@ class GuardedValkey(EmbeddedServer):
         return f"redis://127.0.0.1:{self.port}"
 
     def _command(self) -> list[str]:
-        return [str(_valkey_binary()), str(self._config)]
+        return [str(valkey_binary()), str(self._config)]
 
     def _answers(self) -> bool:
         return _says(self.port, b"PING\r\n", b"-NOAUTH")

@@ -77,7 +77,7 @@ def math(response: str, label: str) -> float:
     read = f"${number}$" if number is not None else _latex(answer) if answer != response else _mixed(inside) or response
     found = parse(read)
     truths = [truth.number or truth.expression, *([f"{truth.number}\\%"] if truth.percent else [])]
-    return 1.0 if any(verify(_parsed(one), found) for one in truths) else 0.0
+    return 1.0 if any(verify(_parsed(expected), found) for expected in truths) else 0.0
 
 
 def read(label: str) -> str:
@@ -117,7 +117,7 @@ def _parsed(expression: str) -> list[Any]:
     from math_verify import parse
 
     found: list[Any] = parse(f"${expression}$") or parse(expression)
-    return found if any(not isinstance(one, str) for one in found) else []
+    return found if any(not isinstance(expression, str) for expression in found) else []
 
 
 def _answer(response: str) -> str:
