@@ -1,1 +1,1 @@
-"""Accounts on NATS and Redis, one a kind of service: what each may do, the servers' configs, passwords and certificates."""
+"""Accounts on NATS and Redis, one for each kind of service: what each may do, the servers' configs, passwords and certificates."""

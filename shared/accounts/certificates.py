@@ -1,4 +1,4 @@
-"""A certificate authority and the servers' certificates, for connections within one deployment.
+"""Makes a certificate authority and the servers' certificates, for connections within one deployment.
 
 The authority's private key is never written: where a certificate has to be made anew, a new authority makes them all. Whoever connects
 reads the authority's certificate at its start.
@@ -35,14 +35,14 @@ class KeyPair:
 
 @dataclass(frozen=True)
 class Chain:
-    """The authority's certificate, PEM, and what it has signed, by server."""
+    """The authority's certificate, PEM, and the key pairs that it has signed, by server."""
 
     authority: bytes
     servers: dict[str, KeyPair]
 
 
 def make(hosts: Mapping[str, Sequence[str]], now: datetime | None = None) -> Chain:
-    """A new authority and one certificate a server.
+    """Returns a new authority and one certificate for each server.
 
     Args:
         hosts: by server, the names and IP addresses that clients reach it under.
@@ -77,7 +77,7 @@ def make(hosts: Mapping[str, Sequence[str]], now: datetime | None = None) -> Cha
 
 
 def stale(chain: Chain, hosts: Mapping[str, Sequence[str]], now: datetime | None = None) -> str | None:
-    """Why a chain has to be made anew; None where it serves ``hosts`` for longer than `RENEW`."""
+    """Returns why a chain has to be made anew; None where it serves ``hosts`` for longer than `RENEW`."""
     limit = (now or datetime.now(UTC)) + RENEW
     try:
         authority = x509.load_pem_x509_certificate(chain.authority)

@@ -1,4 +1,4 @@
-"""Files with credentials, one directory a container: made once, kept on later calls, configs written anew each time.
+"""Makes the files with credentials, one directory for each container. They are kept on later calls; configs are written anew each time.
 
     DIR/nats/      nats.conf, certificate.pem, key.pem
     DIR/redis/     redis.conf, health (password of the account that may only ping), certificate.pem, key.pem
@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shared.accounts.permissions import HEALTH, ROLES, Rights, rights
-from shared.accounts.render import CERTIFICATE, KEY, NatsPlace, RedisPlace, nats_conf, redis_conf
+from shared.accounts.render import CERTIFICATE, KEY, NatsSettings, RedisSettings, nats_conf, redis_conf
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError, MyxoError
 
@@ -35,7 +35,7 @@ PASSWORD_BYTES = 32
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where services reach a server."""
+    """The address at which services reach a server."""
 
     host: str
     port: int
@@ -46,11 +46,11 @@ class ServerAddress:
 
 @dataclass(frozen=True)
 class Deployment:
-    """What accounts are made for.
+    """The servers and the run that accounts are made for.
 
     Args:
         run: the run's id. nats, redis: as services reach them. tls: encrypt both.
-        nats_place, redis_place: what the servers find where; the ports are those of the addresses in compose.
+        nats_settings, redis_settings: of the servers; by default those of compose, on the ports of the addresses.
         mounted: where a server sees its own directory.
     """
 
@@ -58,17 +58,17 @@ class Deployment:
     nats: ServerAddress
     redis: ServerAddress
     tls: bool = False
-    nats_place: NatsPlace | None = None
-    redis_place: RedisPlace | None = None
+    nats_settings: NatsSettings | None = None
+    redis_settings: RedisSettings | None = None
     mounted: str = "/credentials"
 
 
 class AuthorityMissing(MyxoError):
-    """TLS is asked for and the library that makes certificates is not installed."""
+    """TLS is wanted and the library that makes certificates is not installed."""
 
 
 def make(directory: Path, deployment: Deployment) -> list[str]:
-    """Makes what is missing and writes the configs. Returns what was done, in lines for a person.
+    """Makes what is missing and writes the configs. Returns lines for a person that say what was done.
 
     Raises ConfigError for a directory that cannot be written and for a file there that is not what it should be.
     """
@@ -95,11 +95,11 @@ def _make(directory: Path, deployment: Deployment) -> list[str]:
     for role in roles:
         written += _urls(directory, deployment, role, bus[role.role], store.get(role.role))
     tls = deployment.mounted if deployment.tls else None
-    nats_place = deployment.nats_place or NatsPlace(listen=f"0.0.0.0:{deployment.nats.port}")
-    redis_place = deployment.redis_place or RedisPlace(port=deployment.redis.port)
+    nats_settings = deployment.nats_settings or NatsSettings(listen=f"0.0.0.0:{deployment.nats.port}")
+    redis_settings = deployment.redis_settings or RedisSettings(port=deployment.redis.port)
     configs = {
-        directory / NATS / "nats.conf": nats_conf(roles, bus, replace(nats_place, tls=tls)),
-        directory / REDIS / "redis.conf": redis_conf(roles, store, replace(redis_place, tls=tls)),
+        directory / NATS / "nats.conf": nats_conf(roles, bus, replace(nats_settings, tls=tls)),
+        directory / REDIS / "redis.conf": redis_conf(roles, store, replace(redis_settings, tls=tls)),
         directory / REDIS / HEALTH: store[HEALTH],
     }
     written += [str(path.relative_to(directory)) for path, text in configs.items() if write(path, text.encode(), EVERYBODY)]
@@ -119,7 +119,7 @@ def _urls(directory: Path, deployment: Deployment, role: Rights, bus: str, store
 
 
 def _passwords(directory: Path, file: str, roles: list[str]) -> tuple[dict[str, str], int]:
-    """The passwords of the roles, by role: those of their URL files, new ones where there is none. And how many are new."""
+    """Returns the passwords by role, from their URL files or new where there is none, and how many are new."""
     found = {role: _password(directory / role / file) for role in roles}
     known = {role: password for role, password in found.items() if password is not None}
     return {role: known.get(role) or _new_password() for role in roles}, len(found) - len(known)

@@ -1,4 +1,4 @@
-"""Who may do what on the bus and in the store of one run, derived from the names that the code itself uses. Pure.
+"""Derives who may do what on the bus and in the store of one run from the names that the code itself uses. Pure.
 
 Everything that is not listed here is refused by the servers. A right is granted to a role, not to one process: all replicas of the
 rollout service are one account.
@@ -27,10 +27,10 @@ ANY, REST = "*", ">"
 API = "$JS.API"
 
 _SHORT_ANSWER, _LONG_ANSWER = 600, 3600
-"""Seconds within which a request may be answered. The server remembers every delivered message's reply subject for so long."""
+"""Seconds within which a request may be answered: for so long the server remembers every delivered message's reply subject."""
 
 _CONNECTION = ("ping",)
-"""What every client of the store sends. Not CLIENT SETINFO, by which redis-py names itself and does without where it may not: servers
+"""Every client of the store sends these. CLIENT SETINFO, by which redis-py names itself, is not among them: it does without, and servers
 before 7.2 do not start with a rule that names it."""
 
 
@@ -58,7 +58,7 @@ class StoreRights:
 
 @dataclass(frozen=True)
 class Rights:
-    """All that one role may do. ``store`` is None where it has no account there."""
+    """Everything that one role may do. ``store`` is None where it has no account there."""
 
     role: str
     user: str
@@ -67,12 +67,12 @@ class Rights:
 
 
 def user_name(role: str, run: str) -> str:
-    """The account's name on both servers; it needs no escaping in a URL."""
+    """Returns the account's name on both servers; it needs no escaping in a URL."""
     return f"{role}.{run}"
 
 
 def rights(run: str) -> tuple[Rights, ...]:
-    """The rights of every role in the order of `ROLES`.
+    """Returns the rights of every role in the order of `ROLES`.
 
     Args:
         run: the run's id, matching `RUN_ID`.
@@ -89,18 +89,18 @@ def rights(run: str) -> tuple[Rights, ...]:
 
 
 def covers(pattern: str, subject: str) -> bool:
-    """Whether every subject that ``subject`` (which may hold wildcards itself) stands for is one of ``pattern``'s."""
+    """Returns whether ``pattern`` matches every subject that ``subject`` (which may hold wildcards itself) stands for."""
     wanted, given = pattern.split("."), subject.split(".")
-    for place, token in enumerate(wanted):
+    for index, token in enumerate(wanted):
         if token == REST:
-            return len(given) > place
-        if place >= len(given) or given[place] == REST or (token not in (ANY, given[place])):
+            return len(given) > index
+        if index >= len(given) or given[index] == REST or (token not in (ANY, given[index])):
             return False
     return len(wanted) == len(given)
 
 
 def allowed(patterns: Iterable[str], subject: str) -> bool:
-    """Whether one of the patterns covers the subject."""
+    """Returns whether one of the patterns covers the subject."""
     return any(covers(pattern, subject) for pattern in patterns)
 
 
@@ -112,17 +112,17 @@ def _stream_info(stream: str) -> str:
 
 
 def _read(bucket: str) -> tuple[str, str]:
-    """Opening a KV bucket, listing its keys, reading one."""
+    """Returns what opens a KV bucket, lists its keys and reads one."""
     return _stream_info(f"KV_{bucket}"), f"{API}.STREAM.MSG.GET.KV_{bucket}"
 
 
 def _take(stream: str, consumer: str) -> tuple[str, str]:
-    """Fetching work from a queue; acking it, handing it back, extending it."""
+    """Returns what fetches work from a queue, and acks it, hands it back or extends it."""
     return f"{API}.CONSUMER.MSG.NEXT.{stream}.{consumer}", f"$JS.ACK.{stream}.{consumer}.{REST}"
 
 
 def _service(names: Subjects, role: str) -> tuple[str, ...]:
-    """What `shared.runtime.service_base` does for every service: prove JetStream, read the config, keep a card, tell of itself."""
+    """Returns what `shared.runtime.service_base` does for every service: read the config, renew a status, publish events."""
     return (
         f"{API}.INFO",
         _stream_info(names.ledger_stream),  # whether the run is there
@@ -181,7 +181,7 @@ def _reward(names: Subjects) -> BusRights:
         *_take(names.generated_stream, generated_consumer(names.run, BusSection(), ANY).name),
         names.scored,
         names.environment(ANY, ANY),
-        f"$KV.{names.services_bucket}.{registry.ENVIRONMENT}.{ANY}",  # the cards of the environments that it scores with
+        f"$KV.{names.services_bucket}.{registry.ENVIRONMENT}.{ANY}",  # the statuses of the environments that it scores with
     )
     return BusRights(publish, (_inbox(names, REWARD),))
 
@@ -206,7 +206,7 @@ def _trainer(names: Subjects) -> BusRights:
 
 
 def _operator(names: Subjects) -> BusRights:
-    """Everything of the run but answering for a service: nobody else may listen where requests are made."""
+    """Returns everything of the run but answering for a service: nobody else may listen where requests are made."""
     publish = (
         f"{names.run}.{REST}",
         f"{API}.INFO",

@@ -1,6 +1,6 @@
-"""The config files of NATS and Redis, from a run's rights and passwords. Pure: text in, text out.
+"""Renders the config files of NATS and Redis from a run's rights and passwords. Pure: text in, text out.
 
-NATS is told the passwords as they are (its file is mounted into no other container), Redis their SHA-256.
+NATS gets the passwords as they are (its file is mounted into no other container), Redis their SHA-256.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _ACCESS = {"R": "%R~", "W": "%W~", "RW": "~"}
 
 
 @dataclass(frozen=True)
-class NatsPlace:
-    """Where the server listens and what it finds where, as it sees it itself.
+class NatsSettings:
+    """Says where the server listens and where its files are, as it sees them itself.
 
     Args:
         tls: the directory of `KEY` and `CERTIFICATE`, None for plain connections. monitor: address of the HTTP side, for health checks
@@ -41,8 +41,8 @@ class NatsPlace:
 
 
 @dataclass(frozen=True)
-class RedisPlace:
-    """As `NatsPlace`. ``socket``: for health checks inside the container, where there is no network to cross."""
+class RedisSettings:
+    """The same for Redis. ``socket``: for health checks inside the container, where there is no network to cross."""
 
     bind: str = "* -::*"
     port: int = 6379
@@ -52,25 +52,25 @@ class RedisPlace:
     appendfsync: str = "everysec"
 
 
-def nats_conf(rights: Iterable[Rights], passwords: Mapping[str, str], place: NatsPlace) -> str:
-    """nats.conf.
+def nats_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings: NatsSettings) -> str:
+    """Returns nats.conf.
 
     Args:
         passwords: by role.
     """
     lines = [
-        f"listen: {_quoted(place.listen)}",
-        f"http: {_quoted(place.monitor)}",
-        f"max_payload: {place.max_payload}",
-        f"jetstream {{ store_dir: {_quoted(place.store)} }}",
+        f"listen: {_quoted(settings.listen)}",
+        f"http: {_quoted(settings.monitor)}",
+        f"max_payload: {settings.max_payload}",
+        f"jetstream {{ store_dir: {_quoted(settings.store)} }}",
     ]
-    if place.tls is not None:
-        files = f"cert_file: {_quoted(f'{place.tls}/{CERTIFICATE}')}, key_file: {_quoted(f'{place.tls}/{KEY}')}"
+    if settings.tls is not None:
+        files = f"cert_file: {_quoted(f'{settings.tls}/{CERTIFICATE}')}, key_file: {_quoted(f'{settings.tls}/{KEY}')}"
         lines.append(f"tls {{ {files}, timeout: {TLS_SECONDS} }}")
     lines += ["authorization {", "  users: ["]
-    for one in rights:
-        lines += [f"    {{ user: {_quoted(one.user)}, password: {_quoted(passwords[one.role])},", "      permissions: {"]
-        lines += [f"        {line}" for line in _permissions(one.bus)]
+    for role in rights:
+        lines += [f"    {{ user: {_quoted(role.user)}, password: {_quoted(passwords[role.role])},", "      permissions: {"]
+        lines += [f"        {line}" for line in _permissions(role.bus)]
         lines += ["      } }"]
     return "\n".join([*lines, "  ]", "}", ""])
 
@@ -87,30 +87,30 @@ def _permissions(bus: BusRights) -> list[str]:
     return lines
 
 
-def redis_conf(rights: Iterable[Rights], passwords: Mapping[str, str], place: RedisPlace) -> str:
-    """redis.conf, for Redis from 7.0 and Valkey.
+def redis_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings: RedisSettings) -> str:
+    """Returns redis.conf, for Redis from 7.0 and Valkey.
 
     Args:
         passwords: by role, and that of `HEALTH`.
     """
     lines = [
-        f"bind {place.bind}",
-        f"unixsocket {_quoted(place.socket)}",
+        f"bind {settings.bind}",
+        f"unixsocket {_quoted(settings.socket)}",
         "unixsocketperm 700",
-        f"dir {_quoted(place.data)}",
+        f"dir {_quoted(settings.data)}",
         "appendonly yes",
-        f"appendfsync {place.appendfsync}",
+        f"appendfsync {settings.appendfsync}",
         'save ""',
         "maxmemory-policy noeviction",  # a payload that is evicted is a group lost
         "daemonize no",
     ]
-    if place.tls is None:
-        lines.append(f"port {place.port}")
+    if settings.tls is None:
+        lines.append(f"port {settings.port}")
     else:
-        lines += ["port 0", f"tls-port {place.port}", "tls-auth-clients no"]
-        lines += [f"tls-cert-file {_quoted(f'{place.tls}/{CERTIFICATE}')}", f"tls-key-file {_quoted(f'{place.tls}/{KEY}')}"]
+        lines += ["port 0", f"tls-port {settings.port}", "tls-auth-clients no"]
+        lines += [f"tls-cert-file {_quoted(f'{settings.tls}/{CERTIFICATE}')}", f"tls-key-file {_quoted(f'{settings.tls}/{KEY}')}"]
     lines.append("user default off resetpass resetkeys resetchannels -@all")
-    lines += [_user(one.user, passwords[one.role], one.store) for one in rights if one.store is not None]
+    lines += [_user(role.user, passwords[role.role], role.store) for role in rights if role.store is not None]
     lines.append(_user(HEALTH, passwords[HEALTH], StoreRights(("ping",), "", "")))
     return "\n".join([*lines, ""])
 

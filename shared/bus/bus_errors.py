@@ -1,4 +1,4 @@
-"""What can go wrong on the control plane, what of it is worth another attempt, and how attempts are spaced."""
+"""The errors of the control plane: which of them are worth another attempt, and how attempts are spaced."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RequestRefused(MyxoError):
 
 
 class PermissionErrors:
-    """What the server has refused a connection lately. It says so beside the request, which itself just stays without an answer."""
+    """Remembers the server's latest refusals. They come beside the request, which itself just stays without an answer."""
 
     def __init__(self, inbox: str) -> None:
         self._inbox = inbox.lower()  # the client library gives the server's words in lower case

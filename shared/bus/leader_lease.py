@@ -86,7 +86,7 @@ class LeaseTiming:
 
 
 class LeaseObserver:
-    """What a process that waits has seen of the lease, and whether it may ask for it. It is pure: it is given revisions and times.
+    """Decides from the revisions that a waiting process has read whether it may ask for the lease. It is pure: it is given the times.
 
     Args:
         duration: of the lease in seconds.

@@ -1,4 +1,4 @@
-"""Who is alive: every service keeps its status in KV ``services`` by heartbeat, and one that is not renewed is gone after its TTL.
+"""The registry says who is alive: every service renews its status in KV ``services`` by heartbeat, and else it is gone after its TTL.
 
 The server alone decides that a status is over (``bus.registry_ttl``): the clocks of two machines may differ by more than a TTL.
 """

@@ -1,4 +1,4 @@
-"""What the run's streams, consumers and buckets look like: every policy set on purpose, none left at a default.
+"""Makes the run's streams, consumers and buckets, with every policy set on purpose and none left at a default.
 
 Work queues and the ledger discard *new* on full (back-pressure: a publisher waits, nothing is lost). Only the events stream, which
 nothing decides by, lets its oldest go.

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}\Z")
-"""What a run may be called: it becomes part of subject, stream and key names."""
+"""The form of a run's id, which becomes part of subject, stream and key names."""
 
 TRAIN = "train"
 EVAL = "eval"
 """Task classes."""
 
 
-@dataclass(frozen=True)
 class Subjects:
     """All names of one run.
 
@@ -21,97 +19,57 @@ class Subjects:
         run: the run's id, matching `RUN_ID`.
     """
 
-    run: str
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.scored = f"{run}.scored"  # a work queue like `task` and `generated`
+        # request and reply
+        self.batch = f"{run}.buffer.batch"
+        self.trained = f"{run}.buffer.trained"
+        self.durable = f"{run}.buffer.durable"
+        # streams and buckets (no dots allowed in their names)
+        self.task_stream = f"{run}-task"
+        self.generated_stream = f"{run}-generated"
+        self.scored_stream = f"{run}-scored"
+        self.ledger_stream = f"{run}-ledger"
+        self.events_stream = f"{run}-events"
+        self.config_bucket = f"{run}-config"
+        self.services_bucket = f"{run}-services"
+        self.weights_bucket = f"{run}-weights"
+        self.leases_bucket = f"{run}-leases"
 
-    # work queues
     def task(self, task_class: str) -> str:
         return f"{self.run}.task.{task_class}"
 
     def generated(self, environment: str) -> str:
         return f"{self.run}.generated.{environment}"
 
-    @property
-    def scored(self) -> str:
-        return f"{self.run}.scored"
-
-    # audit trail and events
     def ledger(self, event: str) -> str:
         return f"{self.run}.ledger.{event}"
 
     def event(self, plane: str, what: str) -> str:
-        """``plane`` is one of weights, trainer, service."""
+        """Returns the subject of an event; ``plane`` is one of weights, trainer, service."""
         return f"{self.run}.{plane}.{what}"
-
-    # request and reply
-    @property
-    def batch(self) -> str:
-        return f"{self.run}.buffer.batch"
-
-    @property
-    def trained(self) -> str:
-        return f"{self.run}.buffer.trained"
-
-    @property
-    def durable(self) -> str:
-        return f"{self.run}.buffer.durable"
 
     def replica_weights(self, replica: str, verb: str) -> str:
         return f"{self.run}.rollout.{replica}.weights.{verb}"
 
     def environment(self, name: str, verb: str) -> str:
-        """Where an environment on the bus answers; ``verb`` is describe or score."""
+        """Returns the subject on which an environment on the bus answers; ``verb`` is describe or score."""
         return f"{self.run}.environment.{name}.{verb}"
 
     def inbox(self, role: str) -> str:
-        """Prefix of the reply subjects of one kind of service, so that none can listen to another's."""
+        """Returns the prefix of the reply subjects of one kind of service, so that none can listen to another's."""
         return f"_INBOX.{self.run}.{role}"
-
-    # streams and buckets (no dots allowed in their names)
-    @property
-    def task_stream(self) -> str:
-        return f"{self.run}-task"
-
-    @property
-    def generated_stream(self) -> str:
-        return f"{self.run}-generated"
-
-    @property
-    def scored_stream(self) -> str:
-        return f"{self.run}-scored"
-
-    @property
-    def ledger_stream(self) -> str:
-        return f"{self.run}-ledger"
-
-    @property
-    def events_stream(self) -> str:
-        return f"{self.run}-events"
-
-    @property
-    def config_bucket(self) -> str:
-        return f"{self.run}-config"
-
-    @property
-    def services_bucket(self) -> str:
-        return f"{self.run}-services"
-
-    @property
-    def weights_bucket(self) -> str:
-        return f"{self.run}-weights"
-
-    @property
-    def leases_bucket(self) -> str:
-        return f"{self.run}-leases"
 
     # payload keys in the store
     def payload_prefix(self, group: str, attempt: int) -> str:
-        """What all keys of an attempt at a group begin with."""
+        """Returns the beginning of all keys of an attempt at a group."""
         return f"{self.run}:group:{group}:{attempt}:"
 
     def payload_key(self, group: str, attempt: int, part: int, generation: str = "0") -> str:
-        """``generation``: tells apart what was made of one attempt, which two may work at where a lease ran out."""
+        """Returns the key of one blob; ``generation`` tells apart the work of two replicas on one attempt, where a lease ran out."""
         return f"{self.payload_prefix(group, attempt)}{generation}:{part}"
 
     def exchange_key(self, kind: str, what: str) -> str:
-        """Of what the trainer's roles tell each other."""
+        """Returns the key of what the trainer's roles exchange."""
         return f"{self.run}:exchange:{kind}:{what}"

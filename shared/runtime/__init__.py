@@ -1,1 +1,1 @@
-"""What every process needs: the base of a service, HTTP endpoints, embedded servers, telemetry, errors and how a failure ends a process."""
+"""The needs of every process: the base of a service, child processes, servers, HTTP endpoints, telemetry, errors, files."""

@@ -1,1 +1,1 @@
-"""What crosses between services: messages, ledger records, samples and their encoding."""
+"""The data that crosses between services: messages, ledger records, samples and their encoding."""

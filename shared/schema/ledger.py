@@ -1,4 +1,4 @@
-"""The ledger: every transition of a group, once, in order. The buffer's state is the fold of these records; the audit replays them.
+"""The ledger holds every transition of a group, once, in order. The buffer's state is the fold of these records; the audit replays them.
 
 Subject ``<run>.ledger.<event>``; the stream keeps them all. Groups carry one of the ends ``trained``, ``dropped``, ``dead``.
 """
@@ -21,7 +21,7 @@ class LedgerRecord(Message):
 
     @classmethod
     def event(cls) -> str:
-        """The record's name in its subject, for example ``groups_admitted``."""
+        """Returns the record's name in its subject, for example ``groups_admitted``."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
@@ -34,7 +34,7 @@ class GroupsAdmitted(LedgerRecord):
 
 
 class ScoredGroup(Part):
-    """What the ledger keeps of a scored group: enough to hand out its batch again.
+    """The entry of a scored group, which suffices to hand out its batch again.
 
     ``parts``: named rewards of each sample, empty where there are none. ``rollouts`` as in `Generated`; ``removed`` as in `BatchGroup`.
     """
@@ -159,27 +159,27 @@ class RunFinished(LedgerRecord):
     steps: int
 
 
-def group_id(number: int) -> str:
-    """The id of the group that was admitted as ``number`` (from 0)."""
-    return f"g{number:08d}"
+def group_id(index: int) -> str:
+    """Returns the id of the group that was admitted as the ``index``-th (from 0)."""
+    return f"g{index:08d}"
 
 
 def group_number(group: str) -> int:
-    """The admission number of a training group's id."""
+    """Returns how many groups were admitted before a training group, from its id."""
     return int(group[1:])
 
 
 def is_evaluation(group: str) -> bool:
-    """Whether a group's id is that of a held-out prompt."""
+    """Returns whether a group's id is that of a held-out prompt."""
     return group.startswith("eval.")
 
 
 def eval_group_id(dataset: str, version: int, row: int) -> str:
-    """The id of a held-out prompt in the evaluation of ``version``."""
+    """Returns the id of a held-out prompt in the evaluation of ``version``."""
     return f"eval.{dataset}.{version}.{row}"
 
 
 def eval_group_parts(group: str) -> tuple[str, int, int] | None:
-    """(dataset, version, row) of an evaluation group's id; None for a training group's."""
+    """Returns (dataset, version, row) of an evaluation group's id; None for a training group's."""
     match = _EVAL_GROUP.match(group)
     return (match[1], int(match[2]), int(match[3])) if match else None

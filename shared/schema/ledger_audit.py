@@ -31,7 +31,7 @@ from shared.schema.ledger import (
 
 @dataclass
 class AuditReport:
-    """What the replay found. ``violations`` is empty when every invariant holds.
+    """The result of the replay. ``violations`` is empty when every invariant holds.
 
     staleness: trained samples by age, in versions. masked: samples that lost some or all tokens to their age; removed: those that a filter
     took out.

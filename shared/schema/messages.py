@@ -549,7 +549,7 @@ class PeerTransferOffer(Message):
 
 
 class WeightsSleep(Message):
-    """Trainer takes its turn on the GPUs that it shares with the replica, which stops generating, keeps what it has, gives memory back.
+    """Trainer takes the GPUs that it shares with the replica, which stops generating, keeps what it has and gives memory back.
 
     ``lasts``: seconds after which a replica that was not asked again takes the trainer for gone, and wakes. ``deadline``: for the engine to
     be idle and out of the way. Subject ``<run>.rollout.<replica>.weights.sleep``.
@@ -567,7 +567,7 @@ class WeightsAsleep(Message):
 
 
 class WeightsWake(Message):
-    """The trainer's turn is over: the replica takes its memory back and serves what it holds; without weights it stays fenced.
+    """Trainer gives the GPUs back: the replica takes its memory again and serves what it holds; without weights it stays fenced.
 
     Subject ``<run>.rollout.<replica>.weights.wake``.
     """

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 
 def version_after(steps: int, interval: int, total: int) -> int:
-    """The version that ``steps`` finished steps amount to, of ``total``."""
+    """Returns the version that ``steps`` finished steps amount to, of ``total``."""
     last = -(-total // interval)
     return last if steps >= total else steps // interval
 
 
 def is_pushed(steps: int, interval: int, total: int) -> bool:
-    """Whether a new version is pushed once ``steps`` steps are finished."""
+    """Returns whether a new version is pushed once ``steps`` steps are finished."""
     return steps >= total or steps % interval == 0
 
 
 def admissible_steps(live: int, max_staleness: int, interval: int, total: int) -> int:
-    """How many steps' worth of groups may be admitted while ``live`` is served.
+    """Returns for how many steps groups may be admitted while ``live`` is served.
 
     Step k trains on version ⌊k/u⌋, so groups begun now stay within the bound for every k with ⌊k/u⌋ ≤ live + max_staleness.
     """
@@ -28,7 +28,7 @@ def admissible_steps(live: int, max_staleness: int, interval: int, total: int) -
 
 
 def is_lost(oldest: int, live: int, max_staleness: int, policy: str) -> bool:
-    """Whether nothing will be trained of a group whose oldest token is of version ``oldest``, however soon it ends.
+    """Returns whether nothing will be trained of a group whose oldest token is of version ``oldest``, however soon it ends.
 
     No batch that is still to be formed trains on a version before the live one; ``drop`` and ``requeue`` train no group that is over a
     batch's bound, the other policies mask its stale tokens.

@@ -1,1 +1,1 @@
-"""Redis: where the payloads of samples are kept."""
+"""The payloads of samples in Redis or Valkey."""

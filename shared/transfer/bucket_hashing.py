@@ -1,52 +1,61 @@
-"""The digests of a push's tensors, taken bucket by bucket as they pass: on the CPU at once, on a GPU in the current stream's order."""
+"""The digests of a push's tensors, taken bucket by bucket as they pass, at both ends in the same way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections import deque
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from shared.transfer import digest
 from shared.transfer.digest import TensorDigest
-from shared.transfer.manifest import Bucket
+from shared.transfer.manifest import Manifest
 
 
-class Hasher:
-    """Of one sequence of pushes. No torch here: tensors come from outside.
+class ManifestHasher:
+    """Hashes the buckets of one manifest, at every push anew: on a CPU at once, on a GPU in the current stream's order."""
 
-    Args:
-        to_device: a copy of an int64 array on the buckets' device.
-    """
+    def __init__(self, manifest: Manifest, device: torch.device) -> None:
+        self._buckets = manifest.buckets
+        self._tables = [torch.from_numpy(digest.leaf_table(bucket)).to(device) for bucket in manifest.buckets]
+        self._leaves: list[Tensor] = []  # on the host, where the device's results go
+        if device.type == "cuda":
+            self._leaves = [torch.empty(len(table), dtype=torch.int64, pin_memory=True) for table in self._tables]
+        self.begin()
 
-    def __init__(self, to_device: Callable[[NDArray[np.int64]], Any]) -> None:
-        self._to_device = to_device
-        self._tables: dict[int, tuple[Bucket, Any]] = {}
-        self._found: list[tuple[Bucket, Any]] = []
+    def begin(self) -> None:
+        """Forgets the push before."""
+        self._found: dict[str, TensorDigest] = {}
+        self._pending: deque[tuple[int, torch.cuda.Event]] = deque()
 
-    def take(self, bucket: Bucket, flat: Any) -> None:
-        """Args: flat: uint8 tensor [bucket.nbytes]; on a GPU it must not be written again before this stream has come so far."""
-        if flat.is_cuda:
-            from shared.transfer import digest_kernel
+    def take(self, index: int, flat: Tensor) -> None:
+        """Hashes bucket ``index``: uint8 [bytes]. On a GPU it must not be written again before this stream has come so far."""
+        if not flat.is_cuda:
+            self._note(index, digest.leaves(flat.numpy(), self._tables[index].numpy()))
+            return
+        from shared.transfer import digest_kernel  # needs Triton, which machines without a GPU need not have
 
-            self._found.append((bucket, digest_kernel.leaves(flat, self._table(bucket, flat.is_cuda))))
-        else:
-            self._found.append((bucket, digest.leaves(flat.numpy(), self._table(bucket, flat.is_cuda))))
+        self._leaves[index].copy_(digest_kernel.leaves(flat, self._tables[index]), non_blocking=True)
+        hashed = torch.cuda.Event()
+        hashed.record()
+        self._pending.append((index, hashed))
 
-    def known(self) -> dict[str, TensorDigest]:
-        """The tensors of all buckets since the last call. On a GPU it waits for them."""
-        found, self._found = self._found, []
-        known: dict[str, TensorDigest] = {}
-        for bucket, leaves in found:
-            values = leaves if isinstance(leaves, np.ndarray) else leaves.cpu().numpy().view(np.uint64)
-            known |= digest.tensors(bucket, values)
-        return known
+    def poll(self) -> None:
+        """Takes up what the device has hashed by now."""
+        while self._pending and self._pending[0][1].query():
+            self._take_up()
 
-    def _table(self, bucket: Bucket, on_device: bool) -> Any:
-        """Kept: the buckets of a run are the same at every push."""
-        kept = self._tables.get(id(bucket))
-        if kept is None or kept[0] is not bucket:
-            table = digest.leaf_table(bucket)
-            kept = self._tables[id(bucket)] = (bucket, self._to_device(table) if on_device else table)
-        return kept[1]
+    def digests(self) -> dict[str, TensorDigest]:
+        """Returns the tensors of all buckets that were taken, once the device has hashed them."""
+        while self._pending:
+            self._pending[0][1].synchronize()
+            self._take_up()
+        return self._found
+
+    def _take_up(self) -> None:
+        index, _ = self._pending.popleft()
+        self._note(index, self._leaves[index].numpy().view(np.uint64))
+
+    def _note(self, index: int, leaves: np.typing.NDArray[np.uint64]) -> None:
+        self._found |= digest.tensors(self._buckets[index], leaves)

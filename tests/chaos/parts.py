@@ -20,6 +20,7 @@ from services.rollout.engine.capabilities import Capabilities
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import SequenceLimits
 from services.rollout.engine.receiver.command_session import CommandSession
+from services.rollout.engine.receiver.receiver import Receiver
 from services.rollout.engine.receiver_client import ReceiverClient
 from services.rollout.replica import Replica
 from services.rollout.weight_receiver import WeightsReceiver
@@ -29,6 +30,7 @@ from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights.pusher import Pusher
 from shared.config.trainer_section import TrainerSection
 from shared.runtime.service_base import attended, connect
+from tests.support.engine_process import serve
 
 BUCKET_BYTES = 40_000
 """The tiny model travels in about a dozen buckets, so that a death in the middle of one is likely."""
@@ -75,8 +77,9 @@ def replica(instance: str, directory: str, model: str, environment: dict[str, st
     torch.set_num_threads(1)
     place = Path(directory, f"{instance}-{os.getpid()}")
     place.mkdir()
-    weights, session = Weights(Path(model)), CommandSession(place, 0)
-    threading.Thread(target=session.serve, args=(weights,), daemon=True).start()
+    weights = Weights(Path(model))
+    session = CommandSession(place, Receiver(weights, 0, "cpu"))
+    threading.Thread(target=serve, args=(session, threading.Event()), daemon=True).start()
 
     async def live() -> None:
         service = await connect("rollout")

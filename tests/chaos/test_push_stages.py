@@ -15,14 +15,14 @@ from services.trainer.actor import Actor
 from services.trainer.control_client import ControlClient
 from services.trainer.megatron import runtime
 from services.trainer.trainer_settings import TrainerSettings
-from services.trainer.weights.group_channel import GroupWeightChannel
-from services.trainer.weights.push_requests import Asked, PushRequests
+from services.trainer.weights.push_protocol import PushProtocol, PushRequest
 from services.trainer.weights.pusher import Pusher
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.config.trainer_section import TrainerSection
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.messages import ServiceStatus
+from shared.transfer.group_channel import GroupSender
 from tests.chaos.parts import BUCKET_BYTES, PUSH_SECONDS
 from tests.chaos.test_weights import Parts
 from tests.support.run_config import run_config
@@ -33,16 +33,16 @@ BUCKET = 3
 """In whose middle a replica dies."""
 
 
-class Stages(PushRequests):
+class Stages(PushProtocol):
     """Has something done just before the replicas are asked for a step."""
 
     def __init__(self, link: ControlClient) -> None:
         super().__init__(link)
         self.before: dict[str, Callable[[], None]] = {}
 
-    def each(self, members: Any, verb: str, *rest: Any) -> Asked:
+    def request(self, members: Any, verb: str, *rest: Any) -> PushRequest[Any]:
         self.before.pop(verb, lambda: None)()
-        return super().each(members, verb, *rest)
+        return super().request(members, verb, *rest)
 
 
 class Trainer:
@@ -53,7 +53,7 @@ class Trainer:
         weights = link.config.weights.model_copy(update={"update_weight_buffer_size": BUCKET_BYTES, "push_timeout": PUSH_SECONDS})
         self.actor = Actor.create(TrainerSettings(TrainerSection(train_dtype="float32")), model)
         self.pusher = Pusher(link, self.actor.model, weights)
-        self.stages = self.pusher._calls = Stages(link)
+        self.stages = self.pusher.protocol = Stages(link)
         self.version = -1
 
     def next_version(self) -> None:
@@ -101,14 +101,14 @@ def replicas(
 
 @pytest.mark.timeout(900)
 def test_a_death_at_each_stage(replicas: Parts, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    send, dying = GroupWeightChannel.send, list[str]()
+    send, dying = GroupSender.send, list[str]()
 
-    def send_or_kill(lane: GroupWeightChannel, number: int, flat: torch.Tensor) -> None:
-        if dying and number == BUCKET:
+    def send_or_kill(channel: GroupSender, index: int, flat: torch.Tensor) -> None:
+        if dying and index == BUCKET:
             replicas.kill(dying.pop())
-        send(lane, number, flat)
+        send(channel, index, flat)
 
-    monkeypatch.setattr(GroupWeightChannel, "send", send_or_kill)
+    monkeypatch.setattr(GroupSender, "send", send_or_kill)
     with ControlClient() as link:
         trainer = Trainer(link, tiny_model)
         try:
@@ -120,7 +120,7 @@ def test_a_death_at_each_stage(replicas: Parts, tiny_model: Path, tmp_path: Path
                     dying.append(VICTIM)
                 elif stage != "after":
                     if stage == "prepare":
-                        trainer.pusher._members = ()  # lanes are made anew only where that is needed
+                        trainer.pusher.schedule.members = ()  # channels are made anew only where that is needed
                     trainer.stages.before[stage] = lambda: replicas.kill(VICTIM)
                 trainer.until(f"the survivor's version after a death at {stage}", lambda cards: serve(cards, trainer.version, SURVIVOR))
                 if stage == "after":

@@ -18,10 +18,16 @@ SPECS = [
 
 def test_leaves_equal_those_of_the_cpu():
     from shared.transfer import digest, digest_kernel
+    from shared.transfer.bucket_hashing import ManifestHasher
     from shared.transfer.manifest import lay_out
 
-    (bucket,) = lay_out(SPECS, 10**9).buckets
+    manifest = lay_out(SPECS, 10**9)
+    (bucket,) = manifest.buckets
     flat = torch.randint(0, 256, (bucket.nbytes,), dtype=torch.uint8, device="cuda")
     table = digest.leaf_table(bucket)
     found = digest_kernel.leaves(flat, torch.from_numpy(table).cuda()).cpu().numpy().view(np.uint64)
     assert (found == digest.leaves(flat.cpu().numpy(), table)).all()
+    here, there = (ManifestHasher(manifest, place.device) for place in (flat.cpu(), flat))
+    here.take(0, flat.cpu())
+    there.take(0, flat)
+    assert there.digests() == here.digests()

@@ -17,7 +17,7 @@ from services.trainer.batches import TrainBatch
 from services.trainer.control_client import ControlClient
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
 from services.trainer.partition import partition_batch
-from services.trainer.weights.push_result import PushResult
+from services.trainer.weights.push_schedule import PushResult
 from shared.bus import runs, stream_replay
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from shared.accounts.credentials import NATS_URL, REDIS_URL, Deployment, ServerAddress, make
-from shared.accounts.render import NatsPlace, RedisPlace
+from shared.accounts.render import NatsSettings, RedisSettings
 from shared.runtime.embedded_servers import EmbeddedServer, free_port, nats_binary, valkey_binary
 
 
@@ -79,8 +79,8 @@ class GuardedServers:
             ServerAddress("127.0.0.1", nats_port),
             ServerAddress("127.0.0.1", redis_port),
             tls=tls,
-            nats_place=NatsPlace(f"0.0.0.0:{nats_port}", f"127.0.0.1:{free_port()}", str(directory / "nats")),
-            redis_place=RedisPlace("127.0.0.1", redis_port, str(self.socket), str(directory / "valkey")),
+            nats_settings=NatsSettings(f"0.0.0.0:{nats_port}", f"127.0.0.1:{free_port()}", str(directory / "nats")),
+            redis_settings=RedisSettings("127.0.0.1", redis_port, str(self.socket), str(directory / "valkey")),
             mounted=str(self.accounts / certificates),
         )
         self.said = make(self.accounts, self.deployment)

@@ -1,7 +1,4 @@
-"""The trainer's end of a group channel, as a trainer has it: a store with manifests, a process group, flat buckets by broadcast.
-
-The group is torch's own construction beside a default one, as trainers make it; the engine's end builds the same keys by other means.
-"""
+"""The trainer's end of group channels, without a trainer: whole models of plain tensors, pushed to engines."""
 
 from __future__ import annotations
 
@@ -9,19 +6,16 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any, Self
+from typing import Self
 
 import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.receiver_client import ReceiveReport
-from shared.schema.messages import WeightChannelAddress
 from shared.transfer import digest
+from shared.transfer.bucket_ring import bucket_views
 from shared.transfer.digest import TensorDigest
+from shared.transfer.group_channel import GroupSender
 from shared.transfer.manifest import Bucket, Manifest, lay_out
 
 Tensors = Mapping[str, torch.Tensor]
@@ -31,59 +25,27 @@ BUCKET_BYTES = 96 * 1024
 """So that a tiny model takes more buckets than an engine has buffers."""
 
 
-class WeightsGroup:
-    """One channel over gloo, of which this process is the source. Joining and broadcasting block, so they are done in threads."""
+class WeightsGroup(GroupSender):
+    """One channel over gloo, of which this process is the source. Joining and sending block, so they are done in threads."""
 
     def __init__(self, name: str, world_size: int = 2) -> None:
-        """Opens the store. The group is made by `join`."""
-        self.name, self.world_size = name, world_size
-        self.store = TCPStore("127.0.0.1", 0, world_size, is_master=True, timeout=timedelta(seconds=JOIN_SECONDS), wait_for_workers=False)
-        self._group: Any = None
-        self._announced = ""
+        super().__init__(name, "127.0.0.1", world_size, torch.device("cpu"))
 
-    @property
-    def channel(self) -> WeightChannelAddress:
-        """What engines are told of it."""
-        return WeightChannelAddress(
-            kind="group", name=self.name, address="127.0.0.1", port=self.store.port, backend="gloo", world_size=self.world_size
-        )
-
-    def meet(self) -> None:
-        """Returns once every engine has joined. Raises torch's ``DistStoreError`` after ``JOIN_SECONDS``."""
-        self._group, _ = _new_process_group_helper(
-            self.world_size,
-            0,
-            [],
-            dist.Backend("gloo"),
-            PrefixStore(self.name, self.store),
-            group_name=self.name,
-            timeout=timedelta(seconds=JOIN_SECONDS),
-        )
-        _world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.world_size)}
-        dist.broadcast(torch.zeros(1, dtype=torch.uint8), 0, group=self._group)
-
-    def announce(self, push: int, manifest: Manifest) -> None:
-        """Says what the buckets of a push hold."""
-        repeated, self._announced = manifest.id == self._announced, manifest.id
-        self.store.set(f"manifest/{push}", b"=" if repeated else b"M" + manifest.encoded)
-
-    def send(
-        self,
-        manifest: Manifest,
-        tensors: Tensors,
-        only: slice = slice(None),
-        then: Callable[[WeightsGroup], None] = lambda group: None,
+    def push(
+        self, manifest: Manifest, tensors: Tensors, only: slice = slice(None), then: Callable[[WeightsGroup], None] = lambda group: None
     ) -> None:
         """Sends the buckets, or ``only`` these, and does ``then``."""
-        for bucket in manifest.buckets[only]:
-            dist.broadcast(flat_of(bucket, tensors), 0, group=self._group)
+        for index, bucket in enumerate(manifest.buckets[only]):
+            flat = self.buffer(index, bucket.nbytes)
+            flat.copy_(flat_of(bucket, tensors))
+            self.send(index, flat)
+        self.finish()
         then(self)
 
-    def leave(self) -> None:
+    def die(self) -> None:
         """Leaves the group and ends the store, as when this process dies. The object is of no use afterwards."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-        self._group, self.store = None, None  # type: ignore[assignment]  # gloo and the store close their sockets with the last reference
+        self.close()
+        vars(self).pop("store", None)  # its sockets are closed with the last reference
 
 
 @dataclass
@@ -106,9 +68,9 @@ class Pusher:
         """Channels of these names, to all clients' engines; left at the end."""
         channels = [WeightsGroup(name, 1 + len(clients)) for name in names]
         for number, client in enumerate(clients):
-            await client.join_channels([channel.channel for channel in channels], 1 + number, timeout=JOIN_SECONDS)
+            await client.join_channels([channel.address for channel in channels], 1 + number, timeout=JOIN_SECONDS)
         for channel in channels:
-            await asyncio.to_thread(channel.meet)
+            await asyncio.to_thread(channel.join, JOIN_SECONDS)
         pusher = cls(clients, channels)
         try:
             yield pusher
@@ -116,7 +78,7 @@ class Pusher:
             for client in clients:
                 await client.leave_channels()
             for channel in channels:
-                channel.leave()
+                channel.die()
 
     @property
     def digest(self) -> str:
@@ -143,9 +105,9 @@ class Pusher:
         for number, channel in enumerate(self.channels):
             share = {name: tensors[name] for name in names[number :: len(self.channels)]}
             manifest = manifest_of(share)
-            channel.announce(self.pushes, manifest)
+            channel.announce(self.pushes, manifest, deadline)
             self.known |= known_of(manifest, share)
-            work.append(asyncio.to_thread(channel.send, manifest, share, only, then))
+            work.append(asyncio.to_thread(channel.push, manifest, share, only, then))
         for client in self.clients:
             await client.begin_weight_update()
         channels = [channel.name for channel in self.channels]
@@ -175,8 +137,8 @@ def parameters(tensors: Tensors | torch.nn.Module) -> Tensors:
 def flat_of(bucket: Bucket, tensors: Tensors) -> torch.Tensor:
     """A bucket's bytes: uint8."""
     flat = torch.zeros(bucket.nbytes, dtype=torch.uint8)
-    for slot in bucket.slots:
-        flat[slot.offset : slot.offset + slot.nbytes] = tensors[slot.name].detach().contiguous().view(-1).view(torch.uint8)
+    for name, view in bucket_views(bucket, flat):
+        view.copy_(tensors[name].detach())
     return flat
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy
 
-from services.buffer.simulation.workload_model import DECILES, Floats, WorkloadModel
+from services.buffer.simulation.workload_model import DECILES, WorkloadModel
 
-_KINDS = ("trained", "discarded", "batched_tokens", "discarded_tokens", "masked_tokens")
+
+@dataclass(frozen=True)
+class LengthShare:
+    """A part of the samples or tokens, from 0 to 1: overall, and by decile of length, shortest first (0 where there is nothing)."""
+
+    overall: float
+    by_decile: list[float]
 
 
 class LengthTally:
@@ -24,7 +31,8 @@ class LengthTally:
     def __init__(self, model: WorkloadModel, first: int) -> None:
         self._edges, self._first = model.edges.tolist(), first
         self._formed_at: list[float] = []
-        self._counts = {kind: [0.0] * DECILES for kind in _KINDS}
+        self._trained, self._discarded = [0.0] * DECILES, [0.0] * DECILES
+        self._batched_tokens, self._masked_tokens, self._discarded_tokens = [0.0] * DECILES, [0.0] * DECILES, [0.0] * DECILES
         self.ages: Counter[int] = Counter()  # of trained samples, in versions
 
     def formed(self, step: int, now: float) -> None:
@@ -34,26 +42,22 @@ class LengthTally:
 
     def trained(self, length: float, masked: float, age: int | None) -> None:
         """A sample of ``length`` tokens is in a batch, ``masked`` of them not trained. age: of its oldest trained token, if it has one."""
-        if self._counts_now:
-            self._add(length, trained=1, batched_tokens=length, masked_tokens=masked)
-            if age is not None:
-                self.ages[age] += 1
+        if len(self._formed_at) <= self._first:
+            return
+        decile = bisect_left(self._edges, length)
+        self._trained[decile] += 1
+        self._batched_tokens[decile] += length
+        self._masked_tokens[decile] += masked
+        if age is not None:
+            self.ages[age] += 1
 
     def discarded(self, length: float, drawn: float) -> None:
         """A sample that would have had ``length`` tokens is thrown away with the ``drawn`` ones that it has."""
-        if self._counts_now:
-            self._add(length, discarded=1, discarded_tokens=drawn)
-
-    @property
-    def _counts_now(self) -> bool:
-        return len(self._formed_at) > self._first
-
-    def _add(self, length: float, **amounts: float) -> None:
+        if len(self._formed_at) <= self._first:
+            return
         decile = bisect_left(self._edges, length)
-        for kind, amount in amounts.items():
-            self._counts[kind][decile] += amount
-
-    # --- what it comes to; parts are float64 [10] and 0 where there is nothing
+        self._discarded[decile] += 1
+        self._discarded_tokens[decile] += drawn
 
     @property
     def step_seconds(self) -> float:
@@ -63,22 +67,23 @@ class LengthTally:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a step trains, the masked ones left out. Mean over steps."""
-        return (sum(self._counts["batched_tokens"]) - sum(self._counts["masked_tokens"])) / (len(self._formed_at) - self._first)
+        """Tokens that a step trains, the masked ones left out; the mean over steps."""
+        return (sum(self._batched_tokens) - sum(self._masked_tokens)) / (len(self._formed_at) - self._first)
 
-    def discarded_samples(self) -> tuple[float, Floats]:
-        """Discarded samples as a part of all: overall and by decile."""
-        return self._part("discarded", "trained", "discarded")
+    def discarded_samples(self) -> LengthShare:
+        """Returns the discarded samples as a part of all."""
+        return _share(self._discarded, self._trained, self._discarded)
 
-    def discarded_tokens(self) -> tuple[float, Floats]:
-        """Discarded tokens as a part of all that were generated: overall and by decile."""
-        return self._part("discarded_tokens", "batched_tokens", "discarded_tokens")
+    def discarded_tokens(self) -> LengthShare:
+        """Returns the discarded tokens as a part of all that were generated."""
+        return _share(self._discarded_tokens, self._batched_tokens, self._discarded_tokens)
 
-    def masked_tokens(self) -> tuple[float, Floats]:
-        """Masked tokens as a part of those in batches: overall and by decile."""
-        return self._part("masked_tokens", "batched_tokens")
+    def masked_tokens(self) -> LengthShare:
+        """Returns the masked tokens as a part of those in batches."""
+        return _share(self._masked_tokens, self._batched_tokens)
 
-    def _part(self, what: str, *of: str) -> tuple[float, Floats]:
-        part, whole = numpy.array(self._counts[what]), numpy.sum([self._counts[kind] for kind in of], axis=0)
-        deciles = numpy.divide(part, whole, out=numpy.zeros(DECILES), where=whole > 0)
-        return float(part.sum() / whole.sum()), deciles
+
+def _share(counts: list[float], *of: list[float]) -> LengthShare:
+    part, whole = numpy.array(counts), numpy.sum(of, axis=0)
+    deciles = numpy.divide(part, whole, out=numpy.zeros(DECILES), where=whole > 0)
+    return LengthShare(float(part.sum() / whole.sum()), deciles.tolist())

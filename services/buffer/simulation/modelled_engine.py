@@ -1,4 +1,11 @@
-"""The rollout GPUs as one engine: responses run side by side, all at the same speed, which falls when there are more than saturate it."""
+"""The rollout GPUs as one engine: responses run side by side, all at the same speed, which falls when there are more than saturate it.
+
+Speed-ups are over the synchronous run, in which all N GPUs generate a batch and then all of them train it. Symbols as in
+`services.buffer.simulation.workload_model`; M, seconds that all N GPUs take to generate a batch, its longest responses last. A synchronous
+step takes T_sync = M + h/N. However the work is spread, a step takes at least (g + h)/N + w, so nothing is faster than the synchronous run
+by more than the limit T_sync/((g + h)/N + w). U_sync = (g + h)/(N · T_sync) is the part of its GPUs' time that the synchronous run uses;
+where w = 0, the limit is 1/U_sync.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +17,24 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
 
+import numpy
+from numpy.random import Generator
+
 from services.buffer.simulation.workload_model import WorkloadModel
+
+MAKESPANS = 10_000
+"""Batches that M is the mean of; of those played event by event, a fiftieth."""
 
 
 @dataclass(eq=False, slots=True)
 class Response:
-    """One sample's generation. ``length``: tokens. ``job``: whatever its owner needs to know it by.
+    """One sample's generation of ``length`` tokens. ``task``: what it belongs to.
 
-    ``began``: the engine's `ModelledEngine.work` when its first token was drawn. ``oldest``/``newest``: versions of its first and last
-    token.
+    ``began``: the engine's ``work`` when its first token was drawn. ``oldest``/``newest``: versions of its first and last token.
     """
 
     length: float
-    job: Any
+    task: Any
     began: float = 0.0
     oldest: int = -1
     newest: int = -1
@@ -30,7 +42,7 @@ class Response:
 
 
 class ModelledEngine:
-    """See the module's docstring. ``work``: tokens that a response would have which had run from the beginning on.
+    """Runs responses in simulated time. ``work``: tokens that a response would have which had run from the beginning on.
 
     All that run have the same speed, so a response that begins at work w ends at work w + its length, whatever happens until then.
 
@@ -49,8 +61,8 @@ class ModelledEngine:
         self.work = 0.0
 
     @classmethod
-    def alone(cls, model: WorkloadModel, gpus: int, lengths: Sequence[float]) -> float:
-        """Seconds until all of a batch have ended."""
+    def makespan(cls, model: WorkloadModel, gpus: int, lengths: Sequence[float]) -> float:
+        """Returns the seconds until all responses of a batch have ended."""
         engine = cls(model, gpus, lambda _: None)
         engine.add([Response(length, None) for length in lengths])
         while engine.running:
@@ -64,7 +76,7 @@ class ModelledEngine:
         self._fill()
 
     def next_end(self) -> float:
-        """When the next response ends; infinity while none runs."""
+        """Returns when the next response ends; infinity while none runs."""
         while self._ends and self._ends[0][2].status != "running":
             heapq.heappop(self._ends)
         if not self._ends:
@@ -82,7 +94,7 @@ class ModelledEngine:
         self._now = now
 
     def take_ended(self) -> Response:
-        """The response that ends now; one that waits takes its room."""
+        """Returns the response that ends now; one that waits takes its room."""
         end, _, response = heapq.heappop(self._ends)
         self.work = max(self.work, end)  # what rounding left over
         response.status = "ended"
@@ -98,7 +110,7 @@ class ModelledEngine:
         self._fill()
 
     def drawn(self, response: Response) -> float:
-        """Tokens that a response has by now, if it was not stopped."""
+        """Returns the tokens that a response has by now, if it was not stopped."""
         if response.status == "running":
             return min(response.length, self.work - response.began)
         return response.length if response.status == "ended" else 0.0
@@ -111,3 +123,33 @@ class ModelledEngine:
                 heapq.heappush(self._ends, (self.work + response.length, next(self._serial), response))
                 self.running += 1
                 self._begins(response)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The synchronous run. ``makespan``: M, ``step``: T_sync, in seconds. ``utilisation``: U_sync."""
+
+    makespan: float
+    step: float
+    utilisation: float
+    limit: float
+
+    @classmethod
+    def of(cls, model: WorkloadModel, rng: Generator) -> Baseline:
+        makespan, ideal = mean_makespan(model, rng), (model.generation + model.train) / model.gpus
+        step = makespan + model.train / model.gpus
+        return cls(makespan, step, ideal / step, step / (ideal + model.push))
+
+
+def mean_makespan(model: WorkloadModel, rng: Generator) -> float:
+    """Returns M, in seconds."""
+    if model.batch > model.concurrency * model.gpus:
+        batches = model.batches(rng, MAKESPANS // 50).tolist()
+        return sum(ModelledEngine.makespan(model, model.gpus, lengths) for lengths in batches) / len(batches)
+    # all responses run at once, so the k-th shortest ends a known time after the one before it
+    rates = numpy.array([model.rate(running, model.gpus) for running in range(model.batch, 0, -1)])
+    rows, seconds = max(1, 1_000_000 // model.batch), 0.0
+    for first in range(0, MAKESPANS, rows):
+        lengths = numpy.sort(model.batches(rng, min(rows, MAKESPANS - first)), axis=1)
+        seconds += float((numpy.diff(lengths, axis=1, prepend=0.0) / rates).sum())
+    return seconds / MAKESPANS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import fields
@@ -11,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from services.buffer.simulation import picture, simulation_report
-from services.buffer.simulation.simulation_run import ORDERS, POLICIES, PolicyOutcome, Setting, SimulationPlan, settings
+from services.buffer.simulation import simulation_report
+from services.buffer.simulation.simulation_run import ORDERS, POLICIES, Setting, SimulationPlan, settings
 from services.buffer.simulation.workload_model import WorkloadModel
 from shared.runtime import exit_codes
 from shared.runtime.command_line import Parser, ended
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All options."""
+    """Returns the parser of all options."""
     top = Parser(prog=PROGRAM, description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     what = top.add_argument_group("what is compared")
     what.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="staleness policies (default all)")
@@ -69,56 +70,37 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _with_model(group: argparse._ArgumentGroup) -> None:
-    about = {
-        "gpus": "GPUs of rollout and trainer together",
-        "rollout_gpus": "of them, those that generate (default: in the proportion of the work)",
-        "batch": "samples a step",
-        "samples": "samples a group",
-        "sigma": "of the lognormal response lengths",
-        "cap": "longest response, in means",
-        "correlation": "of the logarithms of two lengths of one prompt",
-        "mean_tokens": "mean response",
-        "token_rate": "tokens per second of a response on a GPU that is not saturated",
-        "saturation": "responses that saturate a GPU; more of them share its throughput",
-        "concurrency": "responses that a GPU takes at once; more of them wait",
-        "training": "GPU time of training over that of generation, h/g",
-        "push": "seconds that a weight push stops everything",
-    }
     for field in fields(WorkloadModel):
-        name, default = field.name, field.default
+        default, about = field.default, field.metadata["about"]
         kind = float if isinstance(default, float) else int
-        shown = about[name] if default is None else f"{about[name]} (default {default:g})"
-        group.add_argument("--" + name.replace("_", "-"), type=kind, default=default, metavar="X" if kind is float else "N", help=shown)
+        shown = about if default is None else f"{about} (default {default:g})"
+        name = "--" + field.name.replace("_", "-")
+        group.add_argument(name, type=kind, default=default, metavar="X" if kind is float else "N", help=shown)
 
 
 def _check(given: argparse.Namespace) -> None:
-    if min(given.bounds) < 0:
-        raise ConfigError("--bounds", min(given.bounds), "at least 0")
     if given.steps < 2:
         raise ConfigError("--steps", given.steps, "at least 2, for time is measured between steps")
-    if given.warm_up < 0:
-        raise ConfigError("--warm-up", given.warm_up, "at least 0")
-    if given.seed < 0:
-        raise ConfigError("--seed", given.seed, "at least 0")
+    for name, least in (("--bounds", min(given.bounds)), ("--warm-up", given.warm_up), ("--seed", given.seed)):
+        if least < 0:
+            raise ConfigError(name, least, "at least 0")
     for name, path in (("--json", given.json), ("--chart", given.chart)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(name, str(path), "a file in a directory that is there")
-    if given.chart is not None and not picture.available():
+    if given.chart is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--chart", str(given.chart), "needs matplotlib: pip install 'myxo[report]'")
 
 
 def _simulate(plan: SimulationPlan, json_path: Path | None, chart: Path | None) -> None:
     baseline = plan.baseline()
-    outcomes: list[PolicyOutcome] = []
     columns = (TextColumn("{task.description:36}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        total = len(plan.settings) * len(plan.bounds) * (plan.steps + plan.warm_up)
-        bar = progress.add_task("", total=total)
+        bar = progress.add_task("", total=len(plan.settings) * len(plan.bounds) * (plan.steps + plan.warm_up))
 
         def stepped(setting: Setting, bound: int) -> None:
             progress.update(bar, advance=1, description=f"{setting.name}, bound {bound}")
 
-        outcomes += plan.outcomes(baseline, stepped)
+        outcomes = list(plan.outcomes(baseline, stepped))
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
@@ -126,4 +108,4 @@ def _simulate(plan: SimulationPlan, json_path: Path | None, chart: Path | None) 
     if json_path is not None:
         json_path.write_text(json.dumps(simulation_report.as_json(plan, baseline, outcomes), indent=2, ensure_ascii=False) + "\n")
     if chart is not None:
-        picture.draw(baseline, outcomes, chart)
+        simulation_report.draw(baseline, outcomes, chart)

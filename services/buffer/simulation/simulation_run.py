@@ -11,8 +11,8 @@ from numpy.random import default_rng
 
 from services.buffer.batch_order import Order
 from services.buffer.buffer_config import BufferConfig
-from services.buffer.simulation.baseline import Baseline
-from services.buffer.simulation.length_tally import LengthTally
+from services.buffer.simulation.length_tally import LengthShare, LengthTally
+from services.buffer.simulation.modelled_engine import Baseline
 from services.buffer.simulation.workload_model import WorkloadModel
 from services.buffer.simulation.world import World
 from services.buffer.staleness import Policy
@@ -48,8 +48,8 @@ class PolicyOutcome:
     """What one setting came to at one bound.
 
     speedup: of steps per second, token_speedup: of trained tokens per second, both over the synchronous run. max_age: over the whole run,
-    in versions; ages: trained samples by age, after the warm-up. dropped, dropped_tokens: parts of the samples and of the generated
-    tokens that were thrown away; masked: part of the tokens in batches that was not trained. Each also by decile of length, shortest first.
+    in versions; ages: trained samples by age, after the warm-up. dropped, dropped_tokens: samples and generated tokens that were thrown
+    away; masked: tokens in batches that were not trained.
     """
 
     setting: Setting
@@ -60,12 +60,9 @@ class PolicyOutcome:
     samples_per_second: float
     max_age: int
     ages: dict[int, int]
-    dropped: float
-    dropped_by_decile: list[float]
-    dropped_tokens: float
-    dropped_tokens_by_decile: list[float]
-    masked: float
-    masked_by_decile: list[float]
+    dropped: LengthShare
+    dropped_tokens: LengthShare
+    masked: LengthShare
 
     @property
     def mean_age(self) -> float:
@@ -74,7 +71,7 @@ class PolicyOutcome:
 
 @dataclass(frozen=True)
 class SimulationPlan:
-    """What is simulated. steps: that are measured, after ``warm_up`` others. interrupting: see `World`."""
+    """What is simulated. steps: that are measured, after ``warm_up`` others. interrupting: as for `World`."""
 
     model: WorkloadModel
     settings: Sequence[Setting]
@@ -85,36 +82,24 @@ class SimulationPlan:
     interrupting: bool = True
 
     def baseline(self) -> Baseline:
-        """The synchronous run of the model."""
+        """Returns the synchronous run of the model."""
         return Baseline.of(self.model, default_rng(self.seed))
 
     def outcomes(self, baseline: Baseline, stepped: Callable[[Setting, int], None] = lambda *_: None) -> Iterable[PolicyOutcome]:
-        """Simulates one after the other. stepped: called with setting and bound at every batch. Raises Broken."""
+        """Simulates one after the other. stepped: called with setting and bound at every batch. Raises SimulationBroken."""
         for setting, bound in product(self.settings, self.bounds):
             yield self._outcome(setting, bound, baseline, stepped)
 
     def _outcome(self, setting: Setting, bound: int, baseline: Baseline, stepped: Callable[[Setting, int], None]) -> PolicyOutcome:
         model, tally = self.model, LengthTally(self.model, self.warm_up)
 
-        def record(record: LedgerRecord) -> None:
+        def see(record: LedgerRecord) -> None:
             if isinstance(record, BatchFormed):
                 stepped(setting, bound)
 
-        world = World(
-            model,
-            limits(model, setting, bound),
-            default_rng(self.seed),
-            tally,
-            enforced=setting.policy != "unbounded",
-            interrupting=self.interrupting,
-            record=record,
-        )
+        config, enforced = buffer_config(model, setting, bound), setting.policy != "unbounded"
+        world = World(model, config, default_rng(self.seed), tally, enforced=enforced, interrupting=self.interrupting, see=see)
         report = world.run(self.warm_up + self.steps)
-        (dropped, by_sample), (tokens, by_token), (masked, by_mask) = (
-            tally.discarded_samples(),
-            tally.discarded_tokens(),
-            tally.masked_tokens(),
-        )
         speedup = baseline.step / tally.step_seconds
         return PolicyOutcome(
             setting=setting,
@@ -125,17 +110,14 @@ class SimulationPlan:
             samples_per_second=model.batch / tally.step_seconds,
             max_age=report.max_staleness,
             ages=dict(sorted(tally.ages.items())),
-            dropped=dropped,
-            dropped_by_decile=by_sample.tolist(),
-            dropped_tokens=tokens,
-            dropped_tokens_by_decile=by_token.tolist(),
-            masked=masked,
-            masked_by_decile=by_mask.tolist(),
+            dropped=tally.discarded_samples(),
+            dropped_tokens=tally.discarded_tokens(),
+            masked=tally.masked_tokens(),
         )
 
 
-def limits(model: WorkloadModel, setting: Setting, bound: int) -> BufferConfig:
-    """The buffer's limits for a setting at a bound."""
+def buffer_config(model: WorkloadModel, setting: Setting, bound: int) -> BufferConfig:
+    """Returns the buffer's config for a setting at a bound."""
     policy: Policy = "drop" if setting.policy == "unbounded" else setting.policy
     rollout = RolloutSection(
         num_rollout=1,
@@ -149,7 +131,7 @@ def limits(model: WorkloadModel, setting: Setting, bound: int) -> BufferConfig:
 
 
 def settings(policies: Sequence[Simulated], orders: Sequence[Order] | None, windows: Sequence[int]) -> list[Setting]:
-    """Each policy in each order, once for every window where the order has one. orders None: all for ``drop``, one for the others."""
+    """Returns each policy in each order, once for every window where the order has one. orders None: all for ``drop``, else one."""
     wanted = []
     for policy in policies:
         for order in orders or (ORDERS if policy == "drop" else ("completion",)):

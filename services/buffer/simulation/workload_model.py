@@ -6,9 +6,10 @@ Symbols: N GPUs; g and h, GPU-seconds of generation and of training a step; w, s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import NormalDist
+from typing import Any
 
 import numpy
 from numpy.random import Generator
@@ -23,54 +24,42 @@ DECILES = 10
 _NORMAL = NormalDist()
 
 
+def _option(default: float | None, about: str) -> Any:
+    return field(default=default, metadata={"about": about})
+
+
 @dataclass(frozen=True)
 class WorkloadModel:
-    """See the module's docstring.
+    """The lengths of responses and the speed of GPUs; each field is an option of ``myxo simulate``. Raises ConfigError."""
 
-    Args:
-        gpus: N. rollout_gpus: of them, those that generate; the others train. None: the split g/(g + h), rounded.
-        batch: samples of a step. samples: of a group. sigma: of the lognormal response lengths. cap: longest response, in means.
-        correlation: of the logarithms of two lengths of one prompt. mean_tokens: mean response before the cap. token_rate: tokens per
-        second of a response that has its GPU's full attention. saturation: responses that one GPU generates at that rate; with more it
-        divides the same throughput evenly. concurrency: responses that one GPU takes at once, the others wait. training: h/g. push: w,
-        seconds.
-
-    Raises ConfigError.
-    """
-
-    gpus: int = 16
-    rollout_gpus: int | None = None
-    batch: int = 512
-    samples: int = 1
-    sigma: float = 0.5
-    cap: float = 6.0
-    correlation: float = 0.0
-    mean_tokens: float = 2000.0
-    token_rate: float = 50.0
-    saturation: float = 36.0
-    concurrency: int = 80
-    training: float = 1.0
-    push: float = 0.0
+    gpus: int = _option(16, "GPUs of rollout and trainer together")
+    rollout_gpus: int | None = _option(None, "of them, those that generate (default: in the proportion of the work)")
+    batch: int = _option(512, "samples a step")
+    samples: int = _option(1, "samples a group")
+    sigma: float = _option(0.5, "of the lognormal response lengths")
+    cap: float = _option(6.0, "longest response, in means")
+    correlation: float = _option(0.0, "of the logarithms of two lengths of one prompt")
+    mean_tokens: float = _option(2000.0, "mean response")
+    token_rate: float = _option(50.0, "tokens per second of a response on a GPU that is not saturated")
+    saturation: float = _option(36.0, "responses that saturate a GPU; more of them share its throughput")
+    concurrency: int = _option(80, "responses that a GPU takes at once; more of them wait")
+    training: float = _option(1.0, "GPU time of training over that of generation, h/g")
+    push: float = _option(0.0, "seconds that a weight push stops everything")
 
     def __post_init__(self) -> None:
         for name in ("mean_tokens", "token_rate", "saturation", "training", "cap", "batch", "samples", "concurrency"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ConfigError(_flag(name), value, "more than 0")
+            self._require(name, 0 < getattr(self, name) < math.inf, "more than 0")
         for name in ("sigma", "push"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ConfigError(_flag(name), value, "at least 0")
-        if not 0 <= self.correlation <= 1:
-            raise ConfigError("--correlation", self.correlation, "between 0 and 1")
-        if self.gpus < 2:
-            raise ConfigError("--gpus", self.gpus, "at least 2, one that generates and one that trains")
-        if self.rollout_gpus is not None and not 0 < self.rollout_gpus < self.gpus:
-            raise ConfigError("--rollout-gpus", self.rollout_gpus, f"between 1 and {self.gpus - 1}, for the trainer needs some too")
-        if self.batch % self.samples:
-            raise ConfigError("--batch", self.batch, f"whole groups: a multiple of --samples {self.samples}")
+            self._require(name, 0 <= getattr(self, name) < math.inf, "at least 0")
+        self._require("correlation", 0 <= self.correlation <= 1, "between 0 and 1")
+        self._require("gpus", self.gpus >= 2, "at least 2, one that generates and one that trains")
+        split = f"between 1 and {self.gpus - 1}, for the trainer needs some too"
+        self._require("rollout_gpus", self.rollout_gpus is None or 0 < self.rollout_gpus < self.gpus, split)
+        self._require("batch", self.batch % self.samples == 0, f"whole groups: a multiple of --samples {self.samples}")
 
-    # --- what follows from it
+    def _require(self, name: str, fits: bool, expected: str) -> None:
+        if not fits:
+            raise ConfigError("--" + name.replace("_", "-"), getattr(self, name), expected)
 
     @property
     def groups(self) -> int:
@@ -89,7 +78,7 @@ class WorkloadModel:
 
     @property
     def split(self) -> int:
-        """GPUs that generate."""
+        """GPUs that generate: unless given, the part g/(g + h) of all, rounded."""
         if self.rollout_gpus is not None:
             return self.rollout_gpus
         return min(max(1, round(self.gpus / (1 + self.training))), self.gpus - 1)
@@ -113,30 +102,26 @@ class WorkloadModel:
         return self.cap * self.mean_tokens
 
     def prompts(self, rng: Generator, count: int) -> Floats:
-        """What the lengths of a prompt's responses have in common, standard normal. float64 [count]."""
+        """Draws what the lengths of a prompt's responses have in common, standard normal: float64 [count]."""
         return rng.normal(size=count)
 
     def lengths(self, rng: Generator, prompts: Floats, samples: int) -> Floats:
-        """Response lengths in tokens. float64 [len(prompts), samples]."""
+        """Draws response lengths in tokens: float64 [len(prompts), samples]."""
         own = rng.normal(size=(len(prompts), samples))
         logarithm = math.sqrt(self.correlation) * prompts[:, None] + math.sqrt(1 - self.correlation) * own
         drawn: Floats = numpy.minimum(self.mean_tokens * numpy.exp(self.sigma * logarithm - self.sigma**2 / 2), self.longest)
         return drawn
 
     def batches(self, rng: Generator, count: int) -> Floats:
-        """Response lengths of whole batches in tokens. float64 [count, batch]."""
+        """Draws response lengths of whole batches in tokens: float64 [count, batch]."""
         return self.lengths(rng, self.prompts(rng, count * self.groups), self.samples).reshape(count, self.batch)
 
     @cached_property
     def edges(self) -> Floats:
-        """Lengths in tokens that divide the responses into `DECILES` parts of equal number. float64 [9]."""
-        places = [_NORMAL.inv_cdf(part / DECILES) for part in range(1, DECILES)]
-        return self.mean_tokens * numpy.exp(self.sigma * numpy.array(places) - self.sigma**2 / 2)
+        """Lengths in tokens that divide the responses into `DECILES` parts of equal number: float64 [9]."""
+        quantiles = [_NORMAL.inv_cdf(part / DECILES) for part in range(1, DECILES)]
+        return self.mean_tokens * numpy.exp(self.sigma * numpy.array(quantiles) - self.sigma**2 / 2)
 
     def rate(self, running: int, gpus: int) -> float:
-        """Tokens per second of each of ``running`` responses on ``gpus``."""
+        """Returns the tokens per second of each of ``running`` responses on ``gpus``."""
         return self.token_rate * min(1.0, self.saturation * gpus / running) if running else self.token_rate
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

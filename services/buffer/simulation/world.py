@@ -1,8 +1,7 @@
 """What surrounds the buffer in the simulation: an engine, a trainer and weight pushes, event by event.
 
 Every decision is `services.buffer.policy`'s, every record is folded by `services.buffer.state` and replayed by
-`shared.schema.ledger_audit`, as in a run on a bus. What is left out there is the time that messages, verifiers, prefill and checkpoints
-take.
+`shared.schema.ledger_audit`, as in a run on a bus. The time that messages, verifiers, prefill and checkpoints take is left out.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ NO_BOUND = 1 << 20
 _PAYLOAD = Payload(keys=["simulated"], bytes=1)
 
 
-class Broken(MyxoError):
+class SimulationBroken(MyxoError):
     """The audit of a simulated run found a violation."""
 
 
@@ -44,8 +43,7 @@ class Broken(MyxoError):
 class SimulatedTask:
     """One group's present attempt.
 
-    prompt: see `WorkloadModel.prompts`. left: of its responses, those that have not ended. oldest: version of the first token that was
-    drawn.
+    prompt: as drawn by `WorkloadModel.prompts`. left: how many of its responses have not ended. oldest: version of its first token.
     """
 
     group: str
@@ -56,45 +54,52 @@ class SimulatedTask:
     oldest: int = -1
 
 
+def _changed(config: BufferConfig, **fields: int) -> BufferConfig:
+    return replace(config, rollout=config.rollout.model_copy(update=fields))
+
+
 class World:
-    """See the module's docstring.
+    """A run in simulated time.
 
     Args:
-        limits: of the batches and of admission; ``num_rollout`` is not looked at. tally: is told what becomes of the samples.
+        config: of the batches and of admission; ``num_rollout`` is not looked at. tally: counts what becomes of the samples.
         enforced: whether batches keep to the bound; otherwise only admission does. interrupting: whether the engine stops what has fallen
-        behind it. record: called with every ledger record.
+        behind it. see: called with every ledger record.
     """
 
     def __init__(
         self,
         model: WorkloadModel,
-        limits: BufferConfig,
+        config: BufferConfig,
         rng: Generator,
         tally: LengthTally,
         *,
         enforced: bool = True,
         interrupting: bool = True,
-        record: Callable[[LedgerRecord], None] = lambda _: None,
+        see: Callable[[LedgerRecord], None] = lambda _: None,
     ) -> None:
-        limits = replace(limits, rollout=limits.rollout.model_copy(update={"num_rollout": ENDLESS}))
-        self._model, self._rng, self._tally, self._see = model, rng, tally, record
-        self._admission = limits
-        self._limits = limits if enforced else replace(limits, rollout=limits.rollout.model_copy(update={"max_staleness": NO_BOUND}))
+        self._model, self._rng, self._tally, self._see = model, rng, tally, see
+        self._admission = _changed(config, num_rollout=ENDLESS)
+        self._config = self._admission if enforced else _changed(self._admission, max_staleness=NO_BOUND)
+        rollout = config.rollout
+        self._size, self._samples = rollout.rollout_batch_size, rollout.n_samples_per_prompt
+        self._bound = self._config.rollout.max_staleness
         self._interrupting = interrupting and enforced
         self._state = BufferState()
-        self._scores = [Score(reward=0.0) for _ in range(limits.rollout.n_samples_per_prompt)]
-        self._audit = Audit(self._limits.rollout.max_staleness, limits.rollout.rollout_batch_size)
+        self._scores = [Score(reward=0.0)] * self._samples
+        self._audit = Audit(self._bound, self._size)
         self._engine = ModelledEngine(model, model.split, self._began)
-        self._jobs: dict[str, SimulatedTask] = {}
+        self._tasks: dict[str, SimulatedTask] = {}
         self._begun: dict[int, list[SimulatedTask]] = {}  # unfinished ones by the version of their first token
         self._work_at: list[float] = []  # the engine's work when each version went live
         self._now = 0.0
         self._trained_at = math.inf
-        # asking at every return would take most of the time: at least so many groups, of those up to this number, have to come back first
-        self._missing, self._horizon = 0, math.inf
+        self.missing, self._horizon = 0, math.inf
+        """At least so many groups, of those up to this number, have to come back before asking for a batch is of use; asking at every
+        return would take most of the time."""
 
     def run(self, steps: int) -> AuditReport:
-        """Trains ``steps`` steps from the beginning, and is left there with groups in flight. Raises Broken."""
+        """Trains ``steps`` steps from the beginning, and is left there with groups in flight. Raises SimulationBroken."""
         self._live(0)
         while self._state.trained_steps < steps:
             end = self._engine.next_end()
@@ -105,7 +110,7 @@ class World:
                 self._end()
         report = self._audit.report()
         if not report.ok:
-            raise Broken(f"{len(report.violations)} violations in a simulated run, the first: {report.violations[0]}")
+            raise SimulationBroken(f"{len(report.violations)} violations in a simulated run, the first: {report.violations[0]}")
         return report
 
     # --- the buffer
@@ -126,11 +131,11 @@ class World:
         match record:
             case GroupsAdmitted(first=first, count=count):
                 prompts = self._model.prompts(self._rng, count)
-                lengths = self._model.lengths(self._rng, prompts, self._limits.rollout.n_samples_per_prompt).tolist()
+                lengths = self._model.lengths(self._rng, prompts, self._samples).tolist()
                 for place in range(count):
                     self._send(SimulatedTask(group_id(first + place), 0, float(prompts[place])), [], lengths[place])
             case GroupRequeued(group=name, attempt=attempt, partial=partial, renew_below=renew_below):
-                before = self._jobs[name]
+                before = self._tasks[name]
                 kept = [response for response in before.responses if partial is not None and response.newest >= renew_below]
                 self._stop([response for response in before.responses if response not in kept])
                 again = len(before.responses) - len(kept)
@@ -138,7 +143,7 @@ class World:
                 self._send(SimulatedTask(name, attempt, before.prompt), kept, lengths)
             case GroupsDropped(groups=names):
                 for name in names:
-                    self._stop(self._jobs.pop(name).responses)
+                    self._stop(self._tasks.pop(name).responses)
             case BatchFormed():
                 self._tally.formed(record.step, self._now)
                 self._count(record)
@@ -147,7 +152,7 @@ class World:
     def _count(self, batch: BatchFormed) -> None:
         below = batch.mask_below
         for name in batch.groups:
-            for response in self._jobs.pop(name).responses:
+            for response in self._tasks.pop(name).responses:
                 masked = 0.0
                 if response.oldest < below:  # what was drawn before the first version that counts was live
                     masked = min(response.length, self._work_at[below] - response.began)
@@ -156,46 +161,44 @@ class World:
 
     def _ask(self) -> None:
         """The trainer asks for its next batch, unless it has one or there cannot be one."""
-        if self._trained_at < math.inf or self._missing > 0:
+        if self._trained_at < math.inf or self.missing > 0:
             return
-        state, limits, formed = self._state, self._limits, self._state.formed_steps
-        self._decide(policy.form_batch(state, limits, formed, state.live_version, self._now))
+        state, config, formed = self._state, self._config, self._state.formed_steps
+        self._decide(policy.form_batch(state, config, formed, state.live_version, self._now))
         if state.formed_steps == formed:
-            candidates = policy.candidates(state, limits, formed, state.live_version)
-            self._missing = limits.rollout.rollout_batch_size - len(self._chosen(candidates))
+            candidates = policy.candidates(state, config, formed, state.live_version)
+            self.missing = self._size - len(self._chosen(candidates))
             # of all that wait, the newest that a batch could take
             self._horizon = self._chosen([group for group in reversed(state.groups.values()) if group.step is None])[0].number
 
     def _chosen(self, groups: list[GroupState]) -> list[GroupState]:
-        rollout = self._limits.rollout
-        return batch_order.choose(
-            rollout.rollout_order, self._limits.window, rollout.rollout_batch_size, self._state.groups.values(), groups
-        )
+        config = self._config
+        return batch_order.choose(config.rollout.rollout_order, config.window, self._size, self._state.groups.values(), groups)
 
     # --- rollout
 
-    def _send(self, job: SimulatedTask, kept: list[Response], lengths: list[float]) -> None:
+    def _send(self, task: SimulatedTask, kept: list[Response], lengths: list[float]) -> None:
         """A task reaches the engine: beside what is ``kept`` of an earlier attempt, samples of these lengths are generated."""
-        self._jobs[job.group] = job
-        made = [Response(length, job) for length in lengths]
-        job.responses, job.left = kept + made, len(made)
+        self._tasks[task.group] = task
+        made = [Response(length, task) for length in lengths]
+        task.responses, task.left = kept + made, len(made)
         self._engine.add(made)
 
     def _began(self, response: Response) -> None:
-        response.oldest, job = self._state.live_version, response.job
-        if job.oldest < 0:
-            job.oldest = response.oldest
+        response.oldest, task = self._state.live_version, response.task
+        if task.oldest < 0:
+            task.oldest = response.oldest
             if self._interrupting:
-                self._begun.setdefault(job.oldest, []).append(job)
+                self._begun.setdefault(task.oldest, []).append(task)
 
     def _end(self) -> None:
         """A response ends; if it is its group's last, the group is scored."""
         response = self._engine.take_ended()
-        response.newest, job = self._state.live_version, response.job
-        job.left -= 1
-        if not job.left:
-            self._missing -= group_number(job.group) <= self._horizon
-            self._decide(policy.scored(self._state, self._limits, [self._scored(job)], self._now))
+        response.newest, task = self._state.live_version, response.task
+        task.left -= 1
+        if not task.left:
+            self.missing -= group_number(task.group) <= self._horizon
+            self._decide(policy.scored(self._state, self._config, [self._scored(task)], self._now))
             self._ask()
 
     def _stop(self, responses: list[Response]) -> None:
@@ -203,14 +206,14 @@ class World:
             self._tally.discarded(response.length, self._engine.drawn(response))
         self._engine.stop(responses)
 
-    def _scored(self, job: SimulatedTask) -> Scored:
+    def _scored(self, task: SimulatedTask) -> Scored:
         samples = [
             SampleMeta(tokens=max(1, round(response.length)), oldest=response.oldest, newest=response.newest, finish="stop")
-            for response in job.responses
+            for response in task.responses
         ]
         return Scored(
-            group=job.group,
-            attempt=job.attempt,
+            group=task.group,
+            attempt=task.attempt,
             payload=_PAYLOAD,
             samples=samples,
             scores=self._scores,
@@ -237,12 +240,12 @@ class World:
 
     def _live(self, version: int) -> None:
         self._work_at.append(self._engine.work)
-        self._decide(policy.live(self._state, self._limits, version, self._now))
-        self._missing = 0
-        for job in self._begun.pop(version - self._limits.rollout.max_staleness - 1, []):
-            if job.left and is_lost(job.oldest, version, self._limits.rollout.max_staleness, self._limits.rollout.staleness_policy):
-                stale = Interrupted(group=job.group, attempt=job.attempt, stale=True, replica="rollout-0")
-                self._decide(policy.interrupted(self._state, self._limits, stale, self._now))
+        self._decide(policy.live(self._state, self._config, version, self._now))
+        self.missing = 0
+        for task in self._begun.pop(version - self._bound - 1, []):
+            if task.left and is_lost(task.oldest, version, self._bound, self._config.rollout.staleness_policy):
+                stale = Interrupted(group=task.group, attempt=task.attempt, stale=True, replica="rollout-0")
+                self._decide(policy.interrupted(self._state, self._config, stale, self._now))
         self._ask()
 
     def _pass_until(self, now: float) -> None:

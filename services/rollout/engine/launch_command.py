@@ -28,7 +28,7 @@ FlagValue = bool | int | float | str | list[str] | list[int] | None
 ENGINE_SITE_VARIABLE = "MYXO_ENGINE_SITE"
 CPU_LAUNCHER = Path(__file__).with_name("cpu_launcher.py")
 
-RECEIVER_LOADER = "services.rollout.engine.receiver.load"
+RECEIVER_LOADER = "services.rollout.engine.receiver.loader.load"
 """What an engine calls, in each of its schedulers, to take weights."""
 
 CPU_FLAGS: dict[str, FlagValue] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.trainer.megatron import adapters
-from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan, GatherUnit
+from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
 from services.trainer.megatron.gpt_model import MegatronModel
-from services.trainer.megatron.runtime import deadline, device, together
+from services.trainer.megatron.runtime import deadline, together
 from shared.runtime.atomic_files import fsync_tree, publish, scratch
 
 Bucket = list[tuple[str, Tensor | None]]
@@ -38,7 +38,7 @@ class Exporter:
 
     def __init__(self, model: MegatronModel, groups: GatherGroups | None = None) -> None:
         self.model = model
-        self.cargo = GatherPlan(model, groups or GatherGroups.of_training())
+        self.plan = GatherPlan(model, groups or GatherGroups.of_training())
 
     def buckets(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
         """The whole model in the model's dtype (routers' biases in float32), in the order of its layers; tied embeddings come once.
@@ -51,36 +51,19 @@ class Exporter:
         """
         bucket: Bucket = []
         size = 0
-        for shipment in self.cargo.shipments:
-            item = shipment.dtype(self.model.config.params_dtype).itemsize
-            shipped = sum(prod(shape) for _, shape in shipment.tensors) * item
-            if bucket and size + shipped > bucket_bytes:
+        for unit in self.plan.units:
+            trained = unit.dtype(self.model.config.params_dtype)
+            sent = trained if dtype is None or unit.float32 else dtype
+            nbytes = sum(prod(shape) for _, shape in unit.tensors) * trained.itemsize
+            if bucket and size + nbytes > bucket_bytes:
                 yield bucket
                 bucket, size = [], 0
-            with deadline(f"the export of {shipment.name}"):
-                tensors = self._ship(shipment)
-            if dtype is not None and not shipment.float32:
-                tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
-            bucket += [(name, tensor) for (name, _), tensor in zip(shipment.tensors, tensors, strict=True)]
-            size += shipped
+            with deadline(f"the export of {unit.name}"), torch.no_grad():
+                tensors = self.plan.deliver(unit, 0, [sent] * len(unit.tensors))
+            bucket += [(name, tensors[index] if tensors else None) for index, (name, _) in enumerate(unit.tensors)]
+            size += nbytes
         if bucket:
             yield bucket
-
-    @torch.no_grad()
-    def _ship(self, shipment: GatherUnit) -> Sequence[Tensor | None]:
-        rank, world = dist.get_rank(), self.cargo.groups.world
-        shapes = [shape for _, shape in shipment.tensors]
-        parts = self.cargo.parts(shipment)
-        full = [] if parts is None else [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-        if shipment.owner != 0 and rank == shipment.owner:
-            for tensor in full:
-                dist.send(tensor.contiguous(), dst=0, group=world)
-        if shipment.owner != 0 and rank == 0:
-            dtype = shipment.dtype(self.model.config.params_dtype)
-            for shape in shapes:
-                full.append(torch.empty(shape, dtype=dtype, device=device()))
-                dist.recv(full[-1], src=shipment.owner, group=world)
-        return full if rank == 0 else [None] * len(shapes)
 
 
 def save_hf(exporter: Exporter, source: Path, target: Path) -> None:
@@ -100,9 +83,9 @@ def save_hf(exporter: Exporter, source: Path, target: Path) -> None:
         with together(f"writing to {target}"):
             if writer is not None:
                 writer.add({name: tensor for name, tensor in bucket if tensor is not None})
-    lora, cargo = exporter.model.lora, exporter.cargo
+    lora, plan = exporter.model.lora, exporter.plan
     if lora is not None:
-        tensors = cargo.adapters.collect(cargo.groups.tensor, cargo.groups.world)
+        tensors = plan.adapters.collect(plan.groups.tensor, plan.groups.world)
         with together(f"writing the adapters of {target}"):
             if writer is not None and tensors is not None:
                 adapters.write(writer.scratch / adapters.DIRECTORY, tensors, lora, source)

@@ -1,4 +1,4 @@
-"""Which rank has which parameter to give away, and how it is made whole: what every export of the model is built of."""
+"""Which rank has which parameter to give away, and how it is made whole: every export of the model is built of this."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from services.trainer.megatron.adapters import Adapters
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.hf_weights import LocalParameter, Recipe, parameters, recipe
-from services.trainer.megatron.runtime import deadline, gather_json, timeout_seconds
+from services.trainer.megatron.runtime import deadline, device, gather_json, timeout_seconds
 from shared.model.architecture import Architecture
 from shared.model.tensor_table import hf_tensors
 
@@ -39,7 +39,7 @@ class GatherUnit:
 
 @dataclass(frozen=True)
 class GatherGroups:
-    """The groups that an export gathers over. ``tensor``, ``expert_tensor``: of this rank; ``world``: all ranks, None for torch's own."""
+    """The groups that an export gathers over. ``tensor``, ``expert_tensor``: this rank's; ``world``: all ranks, None for torch's own."""
 
     tensor: dist.ProcessGroup
     expert_tensor: dist.ProcessGroup
@@ -48,12 +48,12 @@ class GatherGroups:
 
     @classmethod
     def of_training(cls) -> GatherGroups:
-        """Those that the training uses: for exports that training waits for."""
+        """Returns the groups that the training uses: for exports that training waits for."""
         return cls(parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group())
 
     @classmethod
     def own(cls) -> GatherGroups:
-        """Groups of their own, for exports that run beside the training: collectives of one group must not come from two threads.
+        """Makes groups for exports that run beside the training: collectives of one group must not come from two threads.
 
         A collective of all ranks.
         """
@@ -64,7 +64,7 @@ class GatherGroups:
         limit = timedelta(seconds=timeout_seconds())
 
         def again(group: dist.ProcessGroup) -> dist.ProcessGroup:
-            """The same ranks in a group of their own; every rank makes all of them, in the same order."""
+            """Returns a new group of the same ranks; every rank makes all of them, in the same order."""
             own, result = dist.get_process_group_ranks(group), group
             for ranks in sorted({tuple(ranks) for ranks in gather_json(own)}):
                 if len(ranks) > 1 and (new := dist.new_group(list(ranks), timeout=limit)) != dist.GroupMember.NON_GROUP_MEMBER:
@@ -77,78 +77,102 @@ class GatherGroups:
             world = dist.new_group(timeout=limit)
         return cls(tensor, expert_tensor, world, [*made, world])
 
-    def of(self, local: LocalParameter) -> dist.ProcessGroup:
-        """The ranks that share a parameter."""
+    def sharing(self, local: LocalParameter) -> dist.ProcessGroup:
+        """Returns the group of the ranks that share a parameter."""
         return self.expert_tensor if ".experts." in local.name else self.tensor
 
     def leave(self) -> None:
-        """Ends those that `own` has made."""
+        """Ends the groups that `own` has made."""
         for group in self.made:
             dist.destroy_process_group(group)
         self.made.clear()
 
 
 class GatherPlan:
-    """What this rank holds of the model, and who gives what away. All ranks construct it together."""
+    """What this rank holds of the model, and who gives what away. All ranks construct it together.
+
+    Attributes:
+        stage: this rank's pipeline stage. source: the global rank that sends this stage's weights to the engines. units: of the whole
+            model. frozen: names of the parameters that no optimizer updates.
+    """
 
     def __init__(self, model: MegatronModel, groups: GatherGroups) -> None:
         self.model, self.groups = model, groups
         self.adapters = Adapters(model)
         self._local = {p.name: p for p in parameters(model.modules, model.config, model.architecture)}
-        own_stage = parallel_state.get_pipeline_model_parallel_rank()
+        self.stage = parallel_state.get_pipeline_model_parallel_rank()
         with deadline("the exchange of parameter names"):
-            told = gather_json([own_stage, list(self._local), self._frozen()])
-        self.stage = own_stage
-        self.sources = [min(rank for rank, (its, _, _) in enumerate(told) if its == stage) for stage in range(model.layout.pipeline)]
-        self._stage_of = [stage for stage, _, _ in told]
-        self.shipments = plan(model.architecture, [names for _, names, _ in told])
-        self.frozen = frozenset(name for _, _, names in told for name in names)
-
-    @property
-    def source(self) -> int:
-        """The global rank that sends this stage's weights to the engines."""
-        return self.sources[self.stage]
+            reported = gather_json([self.stage, list(self._local), self._frozen()])
+        self._stage_of = [stage for stage, _, _ in reported]
+        self.source = self._stage_of.index(self.stage)
+        self.units = gather_units(model.architecture, [names for _, names, _ in reported])
+        self.frozen = frozenset(name for _, _, names in reported for name in names)
 
     @property
     def is_source(self) -> bool:
-        """Whether that is this rank."""
+        """Whether this rank sends its stage's weights to the engines."""
         return self.source == dist.get_rank()
 
     def of_stage(self, stage: int) -> list[GatherUnit]:
-        """What is given away by the ranks of a pipeline stage."""
-        return [shipment for shipment in self.shipments if self._stage_of[shipment.owner] == stage]
+        """Returns what the ranks of a pipeline stage give away."""
+        return [unit for unit in self.units if self._stage_of[unit.owner] == stage]
 
-    def parts(self, shipment: GatherUnit) -> list[Tensor] | None:
-        """A parameter's Hugging Face tensors on its owner, None elsewhere; adapters are laid over them. A collective of the ranks that
-        share it.
+    def deliver(
+        self, unit: GatherUnit, destination: int, dtypes: Sequence[torch.dtype], targets: list[Tensor] | None = None
+    ) -> list[Tensor] | None:
+        """Hands a parameter's Hugging Face tensors to one rank. A collective of that rank and those that share the parameter.
 
-        They may be views of the live parameter, in other than row-major order and of more dimensions than the tensors have; their elements
-        come in the tensors' order.
+        Args:
+            destination: global rank. dtypes: in which the tensors travel. targets: on the destination, where they are put.
+
+        Returns them on the destination, None elsewhere. Without ``targets`` they may be views of the live parameter.
         """
-        local = self._local.get(shipment.name)
-        if local is None or dist.get_global_rank(local.group, 0) != shipment.owner:
+        parts, is_destination = self.parts(unit), dist.get_rank() == destination
+        if parts is None and is_destination:
+            if targets is None:
+                targets = [torch.empty(shape, dtype=dtype, device=device()) for (_, shape), dtype in zip(unit.tensors, dtypes, strict=True)]
+            for target in targets:
+                dist.recv(target, src=unit.owner, group=self.groups.world)
+        elif parts is not None and is_destination:
+            if targets is None:
+                return [part.reshape(shape).to(dtype) for part, (_, shape), dtype in zip(parts, unit.tensors, dtypes, strict=True)]
+            for target, part in zip(targets, parts, strict=True):
+                target.view(part.shape).copy_(part)
+        elif parts is not None:
+            for part, dtype in zip(parts, dtypes, strict=True):
+                dist.send(part.to(dtype).contiguous(), dst=destination, group=self.groups.world)
+        return targets
+
+    def parts(self, unit: GatherUnit) -> list[Tensor] | None:
+        """Returns a parameter's Hugging Face tensors on its owner, with adapters laid over them, and None elsewhere.
+
+        A collective of the ranks that share the parameter. The tensors may be views of the live parameter, in other than row-major order
+        and of more dimensions than the tensors have; their elements come in the tensors' order.
+        """
+        local = self._local.get(unit.name)
+        if local is None or dist.get_global_rank(local.group, 0) != unit.owner:
             return None
         whole = self._whole(local)
         parts = None if whole is None else local.recipe.parts(whole, self.model.architecture)
         if not self.adapters.adapt(local.recipe.hf_names):
             return parts
         with torch.no_grad():
-            return self.adapters.merged(shipment.tensors, parts, self.groups.of(local))
+            return self.adapters.merged(unit.tensors, parts, self.groups.sharing(local))
 
-    def is_whole(self, shipment: GatherUnit) -> bool:
+    def is_whole(self, unit: GatherUnit) -> bool:
         """Whether this rank owns a parameter and need not gather it: `parts` are views that stay good."""
-        local = self._local.get(shipment.name)
+        local = self._local.get(unit.name)
         if local is None or self.adapters.adapt(local.recipe.hf_names):
             return False
-        return shipment.owner == dist.get_rank() and local.split_dimension is None
+        return unit.owner == dist.get_rank() and local.split_dimension is None
 
     def _whole(self, local: LocalParameter) -> Tensor | None:
-        """The unsplit parameter on the first rank of its group, None on the others."""
+        """Returns the unsplit parameter on the first rank of its group, None on the others."""
         shard, dimension = local.parameter.detach(), local.split_dimension
         first = local.group.rank() == 0
         if dimension is None:
             return shard if first else None
-        group = self.groups.of(local)
+        group = self.groups.sharing(local)
         shards = [torch.empty_like(shard) for _ in range(group.size())] if first else None
         dist.gather(shard.contiguous(), shards, group=group, group_dst=0)
         return local.recipe.unshard(shards, dimension) if shards is not None else None
@@ -158,8 +182,8 @@ class GatherPlan:
         return [name for name, parameter in parameters.items() if not parameter.requires_grad]
 
 
-def plan(architecture: Architecture, held: Sequence[Sequence[str]]) -> list[GatherUnit]:
-    """What is shipped, in the model's order, and by whom.
+def gather_units(architecture: Architecture, held: Sequence[Sequence[str]]) -> list[GatherUnit]:
+    """Returns what is given away, in the model's order, and by whom.
 
     Args:
         held: by rank, the global names of the parameters that it holds.
@@ -167,14 +191,14 @@ def plan(architecture: Architecture, held: Sequence[Sequence[str]]) -> list[Gath
     shapes = hf_tensors(architecture)
     position = {name: index for index, name in enumerate(shapes)}
     owners: dict[str, int] = {}
-    shipped: dict[Recipe, str] = {}
+    chosen: dict[Recipe, str] = {}
     for rank, names in enumerate(held):
         for name in names:
             if name not in owners:
                 # the last pipeline stage's copy of a tied embedding becomes the same tensors as the first stage's
-                shipped.setdefault(recipe(name, architecture), name)
+                chosen.setdefault(recipe(name, architecture), name)
                 owners[name] = rank
     return [
         GatherUnit(name, owners[name], tuple((hf_name, shapes[hf_name]) for hf_name in made.hf_names), made.float32)
-        for made, name in sorted(shipped.items(), key=lambda item: position[item[0].hf_names[0]])
+        for made, name in sorted(chosen.items(), key=lambda item: position[item[0].hf_names[0]])
     ]

@@ -31,7 +31,7 @@ from services.trainer.megatron.adapters import DIRECTORY, Adapters, write
 from services.trainer.megatron.checkpoint import FORMAT, MARKER, find_checkpoint, model_entries, sharded_modules
 from services.trainer.megatron.checkpoint_reader import own_errors, read_tensors
 from services.trainer.megatron.export import HfWriter, copy_beside_weights
-from services.trainer.megatron.gather_plan import plan
+from services.trainer.megatron.gather_plan import gather_units
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config
 from services.trainer.megatron.hf_weights import LocalParameter, SafetensorsReader, parameters
 from services.trainer.megatron.lora import attach
@@ -133,7 +133,7 @@ def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progres
         total, done = sum(p.parameter.nbytes for p in local.values()), 0
         writer = HfWriter(hf, target)
         writer.begin()
-        for names in _buckets([shipment.name for shipment in plan(architecture, [list(local)])], local):
+        for names in _buckets([unit.name for unit in gather_units(architecture, [list(local)])], local):
             read = read_tensors(path, {name: sharded[name] for name in names})
             tensors: dict[str, Tensor] = {}
             for name in names:

@@ -18,7 +18,7 @@ from services.trainer.batches import TrainBatch
 from services.trainer.control_client import ControlClient
 from services.trainer.metrics_logger.writers import Prometheus, TensorBoard, WeightsAndBiases, Writer
 from services.trainer.objective import reward_advantages
-from services.trainer.weights.push_result import PushResult
+from services.trainer.weights.push_schedule import PushResult
 from shared.config.run_config import RunConfig
 from shared.model.architecture import Architecture
 from shared.schema.messages import RewardPart, TrainerStep, WarmStartEnded

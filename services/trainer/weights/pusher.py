@@ -1,57 +1,38 @@
 """Pushing weights to rollout replicas, beside the training: offer, prepare, receive, commit; whoever fails is left out, the others go on.
 
-Rank 0 decides and talks to the replicas; every rank takes part in the export. The requests travel over the bus on the link's thread, the
-collectives run on a thread of the push, so that a dead peer ends in a named error within the deadline. Parameters are read in place: the
-next step's forward and backward passes run meanwhile, and its optimizer waits until they have been read (`megatron.readers`).
+Rank 0 decides (`push_schedule`) and talks to the replicas (`push_protocol`); every rank takes part in the export. Requests travel on the
+control client's thread, collectives run on a thread of the push, so that a dead peer ends in a named error within the deadline.
+Parameters are read in place: the next step's forward and backward passes run meanwhile, and its optimizer waits for `WeightReadLock`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 import structlog
 import torch
-from torch.distributed import TCPStore
 
 from services.trainer.commands import Push
-from services.trainer.control_client import ControlClient, now
+from services.trainer.control_client import ControlClient
 from services.trainer.megatron import runtime
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.weight_read_lock import WeightRead
-from services.trainer.weights.push_requests import Asked, PeerFailure, PushRequests
-from services.trainer.weights.push_result import PushResult
-from services.trainer.weights.replicas import Replicas, Target, guilty
-from services.trainer.weights.sender import LaneKind, Sender
-from services.trainer.weights.weight_channel import WeightChannelBroken
+from services.trainer.weights.push_protocol import PeerFailure, PushProtocol, PushRequest
+from services.trainer.weights.push_schedule import ABORT_SECONDS, PushResult, PushSchedule, Target, culprits_of
+from services.trainer.weights.stage_sender import ChannelKind, StageSender
 from shared.config.weights_section import WeightsSection
 from shared.runtime.errors import MyxoError
 from shared.runtime.failures import end_soon, log_error
-from shared.schema.messages import (
-    Accepted,
-    Message,
-    WeightChannelAddress,
-    WeightsAbort,
-    WeightsCommit,
-    WeightsLive,
-    WeightsOffer,
-    WeightsPrepare,
-    WeightsReady,
-    WeightsReceive,
-    WeightsReceived,
-)
+from shared.schema.messages import WeightChannelAddress, WeightsReceived
 from shared.transfer.digest import TensorDigest, version_digest
+from shared.transfer.weight_channel import ChannelBroken, abort_channel
 
-OFFER_SECONDS = 5.0
-"""How long a replica has to say that it can take a version."""
-
-ABORT_SECONDS = 10.0
 THREAD_MARGIN = 30.0
+"""Seconds beyond a push's deadline that whoever changes parameters waits for its end."""
 
 
 class Pusher:
@@ -59,18 +40,20 @@ class Pusher:
 
     Args:
         link: rank 0's; None on the others. kind: of the channels.
+
+    Attributes:
+        schedule, protocol: rank 0's decisions and talk; the latter is None on the others.
     """
 
-    def __init__(self, link: ControlClient | None, model: MegatronModel, config: WeightsSection, kind: LaneKind = "group") -> None:
-        self._link, self._model, self._config = link, model, config
-        self._sender = Sender(model, kind, config.push_timeout, config.update_weight_buffer_size, config.update_weight_dtype)
-        self._calls = PushRequests(link) if link is not None else None
-        self._replicas = Replicas()
-        self._members: tuple[Target, ...] = ()
+    def __init__(self, link: ControlClient | None, model: MegatronModel, config: WeightsSection, kind: ChannelKind = "group") -> None:
+        self._model, self._config = model, config
+        self._sender = StageSender(model, kind, config.push_timeout, config.update_weight_buffer_size, config.update_weight_dtype)
+        self.schedule = PushSchedule()
+        self.protocol = PushProtocol(link) if link is not None else None
         self._channels: list[WeightChannelAddress] = []
-        self._digests: set[str] = set()  # of versions that were pushed in this life
         self._known: dict[str, TensorDigest] = {}
-        self._number = 0
+        self._step = ""  # of the push under way, and its request
+        self._request: PushRequest[WeightsReceived] | None = None
         self._thread: threading.Thread | None = None
         self._reading: WeightRead | None = None
         self._failure: BaseException | None = None
@@ -82,31 +65,27 @@ class Pusher:
 
     def due(self, version: int) -> Push | None:
         """Rank 0: the push to begin now: some replicas are behind, they are willing, and no other push is under way."""
-        if self.busy or self._link is None:
+        if self.busy or self.protocol is None:
             return None
-        targets = self._replicas.behind(self._link.replicas, version, time.monotonic())
-        ready = self._willing(version, targets) if targets else {}
-        if not ready:
+        targets = self.schedule.behind(self.protocol.statuses, version, time.monotonic())
+        if not targets:
             return None
-        members = tuple(target for target in targets if target.instance in ready)
-        renew = members != self._members
-        self._members = members
-        self._number += 2  # a check of the push has the odd number behind it
-        frozen_there = all(answer.digest in self._digests for answer in ready.values())
-        return Push(
-            version,
-            self._number,
-            engine_ranks=sum(target.ranks for target in members) if renew else 0,
-            partial=self._config.skip_unchanged and frozen_there,
-        )
+        offered = self.protocol.offer(targets, version)
+        try:
+            offered.wait()
+        except PeerFailure as error:
+            self._log.warning("offer_declined", version=version, replicas=error.failures)
+            self.schedule.blame([target for target in targets if target.instance in error.failures], time.monotonic())
+        digests = {name: answer.digest for name, answer in offered.answers.items()}
+        return self.schedule.next_push(version, targets, digests, skip_unchanged=self._config.skip_unchanged)
 
     def lags(self, version: int) -> bool:
         """Rank 0: whether some replica is behind and may be offered the version now."""
-        return self._link is not None and bool(self._replicas.behind(self._link.replicas, version, time.monotonic()))
+        return self.protocol is not None and bool(self.schedule.behind(self.protocol.statuses, version, time.monotonic()))
 
     def forget(self, instances: Iterable[str]) -> None:
         """These replicas have lost what they had confirmed."""
-        self._replicas.forget(instances)
+        self.schedule.forget(instances)
 
     @property
     def busy(self) -> bool:
@@ -119,16 +98,16 @@ class Pusher:
         return self._thread is not None
 
     def begin(self, push: Push) -> None:
-        """All ranks: starts a push that rank 0 has ordered."""
+        """All ranks: starts a push that rank 0 has decided on."""
         self.wait()
         self._reading = self._model.readers.begin(f"the push of version {push.version}", self._config.push_timeout + THREAD_MARGIN)
-        place = runtime.device()
-        written = torch.cuda.current_stream().record_event() if place.type == "cuda" else None
+        device = runtime.device()
+        written = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
 
         def work() -> None:
             try:
                 if written is not None:
-                    torch.cuda.set_device(place)
+                    torch.cuda.set_device(device)
                     stream = torch.cuda.Stream()
                     stream.wait_event(written)
                     with torch.cuda.stream(stream):
@@ -141,7 +120,7 @@ class Pusher:
                     log_error("died", threading.current_thread().name, error)
                     end_soon(error)
             finally:
-                self._read()
+                self._end_reading()
 
         self._thread = threading.Thread(target=work, name=f"push-{push.version}", daemon=True)
         self._thread.start()
@@ -155,12 +134,10 @@ class Pusher:
             raise MyxoError("the push of weights did not end in time")
 
     def results(self) -> list[PushResult]:
-        """Those of pushes that have ended since the last call, on rank 0. Raises what ended one on this rank, as `busy` does."""
-        ended: list[PushResult] = []
+        """Returns those of pushes that have ended since the last call, on rank 0. Raises what ended one on this rank, as `busy` does."""
         if self.busy and not self._results:
-            return ended
-        while self._results:
-            ended.append(self._results.pop(0))
+            return []
+        ended, self._results = self._results, []
         return ended
 
     def close(self) -> None:
@@ -171,225 +148,156 @@ class Pusher:
             self._thread.join(ABORT_SECONDS)
         self._sender.close()
 
-    def _willing(self, version: int, targets: tuple[Target, ...]) -> dict[str, WeightsReady]:
-        """Those that say they can take the version now. A channel is made with nobody else: its other members would wait for the dead."""
-        asked = self._asked(targets, "offer", lambda _: WeightsOffer(version=version), WeightsReady, OFFER_SECONDS)
-        try:
-            asked.wait()
-        except PeerFailure as error:
-            self._log.warning("offer_declined", version=version, replicas=error.failures)
-            self._replicas.blame([target for target in targets if target.instance in error.failures], time.monotonic())
-        return {name: answer for name, answer in asked.answers.items() if isinstance(answer, WeightsReady)}
-
     # --- on the push's thread
 
     def _run(self, push: Push) -> None:
-        """All ranks. What goes wrong with replicas or channels ends the push and is told; what goes wrong among the ranks is raised."""
+        """All ranks. What goes wrong with replicas or channels ends the push and is reported; what goes wrong among the ranks is raised."""
         started, end = time.monotonic(), time.monotonic() + self._config.push_timeout
-        step, asked = "prepare", None
+        self._step, self._request = "prepare", None
         try:
             if push.engine_ranks:
                 self._join(push, end)
-            step, streaming = "receive", time.monotonic()
-            asked = self._receiving(push, push.number, end)
-            sent, known = self._streamed(push, push.number, end, last=not self._config.check_weight_update_equal)
-            digest = self._received(asked, known, push.partial)
+            streaming = time.monotonic()
+            sent, digest = self._transfer(push, end)
             wire_seconds = time.monotonic() - streaming
-            engine_seconds = max((answer.seconds for answer in _received(asked).values()), default=0.0)
+            engine_seconds = max((answer.seconds for answer in self._request.answers.values()), default=0.0) if self._request else 0.0
             if self._config.check_weight_update_equal:
-                step = "check"
-                asked = self._receiving(push, push.number + 1, end, check=True)
-                self._streamed(push, push.number + 1, end, last=True)
-                self._compared(asked)
-            step = "commit"
-            committed = self._committed(push, digest, end)
-        except (PeerFailure, WeightChannelBroken) as error:
-            self._give_up(push, step, error, asked)
+                self._transfer(push, end, check=True)
+            self._step = "commit"
+            committed = self._commit(push, digest, end)
+        except (PeerFailure, ChannelBroken) as error:
+            self._give_up(push, error)
             return
-        if self._link is not None and committed:
+        if self.protocol is not None and committed:
             stall = self._reading.stall if self._reading is not None else 0.0
             seconds = time.monotonic() - started
-            self._report(PushResult(push.version, committed, seconds, wire_seconds, engine_seconds, stall, sent, digest))
+            result = PushResult(push.version, committed, seconds, wire_seconds, engine_seconds, stall, sent, digest)
+            self.protocol.live(result)
+            self._results.append(result)
 
     def _join(self, push: Push, end: float) -> None:
         """Everyone is in new channels."""
         self._channels = self._sender.open(push.number, push.engine_ranks)
-        seconds = _left(end)
-
-        def place(target: Target) -> WeightsPrepare:
-            before = self._members[: self._members.index(target)]
-            rank = 1 + sum(other.ranks for other in before)
-            return WeightsPrepare(version=push.version, channels=self._channels, rank=rank, deadline=seconds)
-
-        self._together(lambda: self._asked(self._members, "prepare", place, WeightsReady, seconds).wait() if self._calls else None)
-        watch = self._calls.watch(self._members) if self._calls is not None else None
-        if watch is not None:
-            watch.add_done_callback(lambda gone: None if gone.cancelled() else self._end_lanes(push.number, gone.result()))
+        if self.protocol is None:
+            self._together(lambda: None)
+            self._together(lambda: self._sender.join(_left(end)))
+            return
+        protocol, members = self.protocol, self.schedule.members
+        self._together(lambda: protocol.prepare(members, push.version, self._channels, self.schedule.first_rank, _left(end)).wait())
+        watch = protocol.watch(members)
+        watch.add_done_callback(lambda gone: None if gone.cancelled() else self._end_channels(gone.result()))
         try:
             self._together(lambda: self._sender.join(_left(end)))
-        except WeightChannelBroken:
-            if watch is not None and watch.done():
+        except ChannelBroken:
+            if watch.done():
                 raise PeerFailure("join", watch.result()) from None
             raise
         finally:
-            if watch is not None:
-                watch.cancel()
+            watch.cancel()
 
-    def _receiving(self, push: Push, number: int, end: float, check: bool = False) -> Asked | None:
-        """Rank 0: has the replicas take what is about to be sent. A replica that fails ends what the channels wait for."""
-        if self._calls is None:
-            return None
-        order = WeightsReceive(
-            version=push.version, push=number, channels=[channel.name for channel in self._channels], check=check, deadline=_left(end)
-        )
-        asked = self._asked(self._members, "receive", lambda _: order, WeightsReceived, _left(end))
-        asked.done.add_done_callback(lambda _: self._end_lanes(number, asked.errors) if asked.errors else None)
-        return asked
+    def _transfer(self, push: Push, end: float, *, check: bool = False) -> tuple[int, str]:
+        """Sends all buckets, which the replicas load, or compare with what they hold. Returns bytes of all stages, and the digest.
 
-    def _streamed(self, push: Push, number: int, end: float, *, last: bool) -> tuple[int, dict[str, TensorDigest]]:
-        """Bytes that all stages have sent, and their tensors. Raises LaneBroken, on all ranks if one channel broke.
-
-        Args:
-            last: nothing of the model is read after it.
+        Raises ChannelBroken, on all ranks if one channel broke; PeerFailure on rank 0.
         """
+        self._step, number = ("check", push.number + 1) if check else ("receive", push.number)
+        if self.protocol is not None:
+            names = [channel.name for channel in self._channels]
+            request = self.protocol.receive(self.schedule.members, push.version, number, names, check, _left(end))
+            request.done.add_done_callback(lambda _: self._end_channels(request.errors) if request.errors else None)
+            self._request = request
         sent = self._sender.stream(number, partial=push.partial, seconds=_left(end))
-        if last:
-            self._read()
+        if check or not self._config.check_weight_update_equal:
+            self._end_reading()
         sent = self._sender.finish(sent)
-        told = self._sender.agree([sent.bytes, {name: asdict(one) for name, one in sent.known.items()}, sent.error])
-        if broken := [error for _, _, error in told if error is not None]:
-            raise WeightChannelBroken(broken[0])
+        reported = self._sender.agree([sent.bytes, {name: asdict(tensor) for name, tensor in sent.known.items()}, sent.error])
+        if broken := [error for _, _, error in reported if error is not None]:
+            raise ChannelBroken(broken[0])
         known = {
-            name: TensorDigest(one["dtype"], tuple(one["shape"]), one["digest"]) for _, tensors, _ in told for name, one in tensors.items()
+            name: TensorDigest(found["dtype"], tuple(found["shape"]), found["digest"])
+            for _, tensors, _ in reported
+            for name, found in tensors.items()
         }
-        return sum(count for count, _, _ in told), known
-
-    def _received(self, asked: Asked | None, known: dict[str, TensorDigest], partial: bool) -> str:
-        """The version's digest, once every replica has found the same."""
-        self._known = {**self._known, **known} if partial else known
+        self._known = {**self._known, **known} if push.partial else known
         digest = version_digest(self._known)
+        self._together(lambda: self._verify(digest))
+        return sum(count for count, _, _ in reported), digest
 
-        def compare() -> None:
-            if asked is None:
-                return
-            differing = {
-                name: f"the weights that it got have digest {answer.digest}, not {digest}"
-                for name, answer in _received(asked.wait()).items()
-                if answer.digest != digest
-            }
-            if differing:
-                raise PeerFailure("receive", differing)
+    def _verify(self, digest: str) -> None:
+        """Rank 0: returns once every replica has found the same. Raises PeerFailure."""
+        failures = {}
+        for name, answer in self._request.wait().items() if self._request is not None else ():
+            if answer.differences:
+                first = next(iter(answer.differences.items()))
+                failures[name] = f"{len(answer.differences)} tensors differ from the trainer's, first {first}"
+            elif answer.digest != digest:
+                failures[name] = f"the weights that it got have digest {answer.digest}, not {digest}"
+        if failures:
+            raise PeerFailure(self._step, failures)
 
-        self._together(compare)
-        return digest
-
-    def _compared(self, asked: Asked | None) -> None:
-        """What the engines hold is what was sent."""
-
-        def look() -> None:
-            if asked is None:
-                return
-            differing = {
-                name: f"{len(answer.differences)} tensors differ from the trainer's, first {next(iter(answer.differences.items()))}"
-                for name, answer in _received(asked.wait()).items()
-                if answer.differences
-            }
-            if differing:
-                raise PeerFailure("check", differing)
-
-        self._together(look)
-
-    def _committed(self, push: Push, digest: str, end: float) -> list[str]:
+    def _commit(self, push: Push, digest: str, end: float) -> list[str]:
         """Rank 0: whoever commits serves; whoever does not is fenced, and the push stands for the others."""
-        if self._calls is None:
+        if self.protocol is None:
             return []
-        order = WeightsCommit(version=push.version, digest=digest, deadline=_left(end))
-        asked = self._asked(self._members, "commit", lambda _: order, Accepted, _left(end))
+        members = self.schedule.members
+        request = self.protocol.commit(members, push.version, digest, _left(end))
         try:
-            asked.wait()
+            request.wait()
         except PeerFailure as error:
-            failed = [target for target in self._members if target.instance not in asked.answers]
-            self._tell_failure(push, "commit", error, failed, error.failures)
-            self._members = ()  # the channels have a member too many: new ones next time
-        committed = [target for target in asked.members if target.instance in asked.answers]
-        self._replicas.confirmed(committed, push.version)
-        self._digests.add(digest)
+            self._report_failure(push, error, [target for target in members if target.instance not in request.answers], error.failures)
+        committed = [target for target in members if target.instance in request.answers]
+        self.schedule.confirmed(committed, push.version, digest)
         return [target.instance for target in committed]
 
     def _together(self, work: Callable[[], object]) -> None:
-        """A step that ends the push on all ranks if it fails on one. Raises what ``work`` raised, elsewhere LaneBroken."""
-        failure: PeerFailure | WeightChannelBroken | None = None
+        """A step that ends the push on all ranks if it fails on one. Raises what ``work`` raised, elsewhere ChannelBroken."""
+        failure: PeerFailure | ChannelBroken | None = None
         try:
             work()
-        except (PeerFailure, WeightChannelBroken) as error:
+        except (PeerFailure, ChannelBroken) as error:
             failure = error
-        told = [one for one in self._sender.agree(str(failure) if failure else None) if one is not None]
+        reported = [text for text in self._sender.agree(str(failure) if failure else None) if text is not None]
         if failure is not None:
             raise failure
-        if told:
-            raise WeightChannelBroken(told[0])
+        if reported:
+            raise ChannelBroken(reported[0])
 
-    def _give_up(self, push: Push, step: str, error: PeerFailure | WeightChannelBroken, asked: Asked | None) -> None:
-        """Aborts the push at all its replicas and drops the channels; the guilty are offered the next push later."""
+    def _give_up(self, push: Push, error: PeerFailure | ChannelBroken) -> None:
+        """Aborts the push at all its replicas and drops the channels; the culprits are offered the next push later."""
         self._sender.abort(str(error))
         self._sender.drop()
-        if self._link is None:
+        if self.protocol is None:
             return
-        members, self._members = self._members, ()
-        if asked is not None and isinstance(error, WeightChannelBroken):
-            asked.settle()
-        errors = dict(asked.errors) if asked is not None else {}
-        if isinstance(error, PeerFailure) and not errors:
-            failures = error.failures
+        members, request = self.schedule.members, self._request
+        if request is not None and isinstance(error, ChannelBroken):
+            request.settle()
+        if isinstance(error, PeerFailure) and (request is None or not request.errors):
+            culprits = error.failures
+        elif request is None:
+            culprits = culprits_of(members, (), {}, {})
         else:
-            answered = {name: None for name in (target.instance for target in members)} | errors
-            answered |= {name: "" for name in (asked.answers if asked is not None else {})}
-            failures = guilty(members, answered, asked.gone if asked is not None else {})
-        self._tell_failure(push, step, error, members, failures)
+            culprits = culprits_of(members, request.answers, request.errors, request.gone)
+        self._report_failure(push, error, members, culprits)
 
-    def _tell_failure(self, push: Push, step: str, error: Exception, members: Sequence[Target], failures: dict[str, str]) -> None:
-        self._log.warning("push_failed", version=push.version, step=step, error=str(error), replicas=failures)
-        self._replicas.blame([target for target in members if target.instance in failures], time.monotonic())
-        self._replicas.forget(target.instance for target in members)
-        abort = WeightsAbort(version=push.version, reason=f"{step}: {error}")
+    def _report_failure(self, push: Push, error: Exception, members: Sequence[Target], culprits: dict[str, str]) -> None:
+        assert self.protocol is not None  # rank 0
+        self._log.warning("push_failed", version=push.version, step=self._step, error=str(error), replicas=culprits)
+        self.schedule.failed(members, culprits, time.monotonic())
         try:
-            self._asked(members, "abort", lambda _: abort, Accepted, ABORT_SECONDS).wait()
+            self.protocol.abort(members, push.version, f"{self._step}: {error}").wait()
         except PeerFailure as silent:
             self._log.info("abort_unanswered", version=push.version, error=str(silent))
 
-    def _report(self, result: PushResult) -> None:
-        assert self._link is not None  # rank 0
-        live = WeightsLive(
-            version=result.version, replicas=result.replicas, seconds=result.seconds, bytes=result.bytes, digest=result.digest, at=now()
-        )
-        self._link.weights_live(live)
-        self._results.append(result)
-
-    def _asked(
-        self, members: Sequence[Target], verb: str, message: Callable[[Target], Message], reply: type[Message], seconds: float
-    ) -> Asked:
-        assert self._calls is not None  # rank 0
-        return self._calls.each(members, verb, message, reply, seconds)
-
-    def _end_lanes(self, number: int, errors: dict[str, str]) -> None:
+    def _end_channels(self, errors: dict[str, str]) -> None:
         """Ends what the channels of all ranks wait for; those of other ranks look into their stores."""
         reason = "; ".join(f"{name}: {error}" for name, error in errors.items())
         self._sender.abort(reason)
         for channel in self._channels[1:]:
-            with contextlib.suppress(RuntimeError):
-                store = TCPStore(
-                    channel.address, channel.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ABORT_SECONDS)
-                )
-                store.set(f"aborted/{number}", reason)
+            abort_channel(channel, reason)
 
-    def _read(self) -> None:
+    def _end_reading(self) -> None:
         if self._reading is not None:
             self._reading.over()
-
-
-def _received(asked: Asked | None) -> dict[str, WeightsReceived]:
-    answers = asked.answers if asked is not None else {}
-    return {name: answer for name, answer in answers.items() if isinstance(answer, WeightsReceived)}
 
 
 def _left(end: float) -> float:

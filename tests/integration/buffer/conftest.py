@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.buffer.buffer_service import serve
 from shared.bus import runs
 from shared.bus.connection import Bus
+from shared.runtime import service_base
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.runtime.service_base import Service
 from shared.store.payload_store import Store
 from tests.integration.buffer.player import Player
 from tests.support.run_config import run_config, write_jsonl
 from tests.support.service_process import ServiceProcess
+from tests.support.waiting import until
 
 NewRun = Callable[..., Awaitable[Player]]
+Launched = Callable[..., Awaitable[tuple[Player, ServiceProcess]]]
+Served = Callable[..., Awaitable[Player]]
+
+SHORT = {"ack_wait": 2.0, "lease_duration": 2.0}
+"""[bus] of runs whose buffers die: lost work and a lost lease are given to another soon."""
 
 
 @pytest.fixture
@@ -36,7 +46,7 @@ def new_run(bus: Bus, store: Store, nats: EmbeddedNats, valkey: EmbeddedValkey, 
 
 
 @pytest.fixture
-async def launched(new_run: NewRun) -> AsyncIterator[Callable[..., Awaitable[tuple[Player, ServiceProcess]]]]:
+async def launched(new_run: NewRun) -> AsyncIterator[Launched]:
     """Makes the test's run and its buffer, and waits until that is ready; kills the buffer at the end."""
     processes: list[ServiceProcess] = []
 
@@ -49,6 +59,37 @@ async def launched(new_run: NewRun) -> AsyncIterator[Callable[..., Awaitable[tup
     yield launch
     for process in processes:
         process.__exit__()
+
+
+@pytest.fixture
+async def served(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
+    """Makes the test's run and serves as its buffer in this process, which saves a start of Python; it must serve until the end."""
+    serving: list[tuple[Service, asyncio.Task[None]]] = []
+
+    async def start(**sections: dict[str, Any]) -> Player:
+        player = await new_run(**sections)
+        for name, value in player.environment("buffer-1").items():
+            monkeypatch.setenv(name, value)
+        service = await service_base.connect("buffer")
+        ready = asyncio.Event()
+
+        async def life() -> None:
+            async with service_base.attended(service):
+                ready.set()
+                await serve(service)
+
+        serving.append((service, asyncio.create_task(life())))
+        await ready.wait()
+        await until(lambda: service.state == "ready" or serving[-1][1].done(), "a buffer that is ready")
+        return player
+
+    yield start
+    for service, task in serving:
+        assert not task.done(), task
+        service.stopping.set()
+        await task
+        await service.store.close()
+        await service.bus.close()
 
 
 async def on_mortal_servers(

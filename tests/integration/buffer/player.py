@@ -54,9 +54,12 @@ class Player:
 
     # --- the buffer's process
 
+    def environment(self, instance: str) -> dict[str, str]:
+        """Returns what a buffer of this run needs to know."""
+        return {"NATS_URL": self._nats_url, "MYXO_RUN": self.config.run.name, "MYXO_INSTANCE": instance}
+
     def launch(self, instance: str = "buffer-1") -> ServiceProcess:
-        environment = {"NATS_URL": self._nats_url, "MYXO_RUN": self.config.run.name, "MYXO_INSTANCE": instance}
-        return ServiceProcess("buffer", self._logs / f"{instance}.log", environment)
+        return ServiceProcess("buffer", self._logs / f"{instance}.log", self.environment(instance))
 
     async def ready(self, buffer: ServiceProcess, instance: str = "buffer-1") -> None:
         """Waits until this very process says that it is ready."""

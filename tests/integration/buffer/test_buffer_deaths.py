@@ -17,7 +17,7 @@ from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, Embedd
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.ledger import VersionLive
 from shared.schema.messages import Batch, RunDone
-from tests.integration.buffer.conftest import NewRun, on_mortal_servers
+from tests.integration.buffer.conftest import SHORT, NewRun, on_mortal_servers
 from tests.integration.buffer.player import Player
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
@@ -87,17 +87,20 @@ async def next_step(player: Player) -> int:
     return (await player.audit()).steps
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-async def test_a_run_with_the_buffer_killed_at_random_keeps_every_invariant(new_run: NewRun, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "kills"), [(1, 2), pytest.param(1, 4, marks=pytest.mark.extra), pytest.param(2, 4, marks=pytest.mark.extra)]
+)
+async def test_a_run_with_the_buffer_killed_at_random_keeps_every_invariant(new_run: NewRun, seed: int, kills: int) -> None:
     dice = random.Random(seed)
-    player = await new_run(rollout={"max_staleness": 1, "num_rollout": 6}, weights={"update_weights_interval": 1 + seed % 2})
+    interval = 1 + seed % 2
+    player = await new_run(rollout={"max_staleness": 1, "num_rollout": 6}, weights={"update_weights_interval": interval}, bus=SHORT)
     buffer = player.launch()
     deaths = 0
 
     async def tormentor() -> None:
         """Kills the buffer a while after it has come up, at any moment of its work, and starts the next."""
         nonlocal buffer, deaths
-        while deaths < 4:
+        while deaths < kills:
             await player.ready(buffer)
             await asyncio.sleep(dice.uniform(0.0, 1.0))
             buffer.kill()
@@ -121,7 +124,7 @@ async def test_a_run_with_the_buffer_killed_at_random_keeps_every_invariant(new_
         killing.cancel()
         await asyncio.gather(killing, return_exceptions=True)
         buffer.__exit__()
-    assert deaths == 4
+    assert deaths == kills
     report = await player.audit()
     assert report.violations == []
     assert report.finished and report.in_flight == 0

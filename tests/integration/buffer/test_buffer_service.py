@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.request
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from shared.bus import runs
 from shared.bus.connection import RequestRefused
@@ -17,12 +17,10 @@ from shared.bus.subjects import EVAL, TRAIN
 from shared.data.tokenizer import Tokenizer
 from shared.schema.ledger import EvalEnded, EvalStarted, GroupDead, GroupRequeued, GroupsDropped, GroupsScored, group_id
 from shared.schema.messages import BatchPending, Failed, RunDone
+from tests.integration.buffer.conftest import Launched, Served
 from tests.integration.buffer.player import Player
 from tests.support.run_config import PROMPTS, write_jsonl
-from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
-
-Launched = Callable[..., Awaitable[tuple[Player, ServiceProcess]]]
 
 
 async def settled(player: Player, tasks: int) -> None:
@@ -33,6 +31,17 @@ async def settled(player: Player, tasks: int) -> None:
 
     await until(as_many, f"{tasks} tasks")
     assert await player.waiting() == tasks
+
+
+async def answer_of(player: Player, path: str) -> str:
+    """Asks the buffer's health side."""
+    [status] = await Registry(player.bus, player.config.run.name).alive("buffer")
+
+    def ask() -> str:
+        with urllib.request.urlopen(f"http://{status.http}{path}", timeout=30) as answer:
+            return str(answer.read().decode())
+
+    return await asyncio.to_thread(ask)
 
 
 async def finished(player: Player) -> None:
@@ -53,8 +62,8 @@ async def finished(player: Player) -> None:
 
 
 @pytest.mark.parametrize(("max_staleness", "interval", "first", "second"), [(0, 1, 2, 4), (1, 1, 4, 6), (3, 1, 8, 8), (0, 2, 4, 8)])
-async def test_admission_follows_the_live_version(launched: Launched, max_staleness: int, interval: int, first: int, second: int) -> None:
-    player, _ = await launched(rollout={"max_staleness": max_staleness}, weights={"update_weights_interval": interval})
+async def test_admission_follows_the_live_version(served: Served, max_staleness: int, interval: int, first: int, second: int) -> None:
+    player = await served(rollout={"max_staleness": max_staleness}, weights={"update_weights_interval": interval})
     assert await player.waiting() == 0
     pending = await player.ask(0)
     assert isinstance(pending, BatchPending) and "a rollout replica that serves weights" in pending.waiting_for
@@ -64,8 +73,8 @@ async def test_admission_follows_the_live_version(launched: Launched, max_stalen
     await settled(player, second)
 
 
-async def test_a_task_says_all_that_a_replica_needs(launched: Launched, tiny_model: Path) -> None:
-    player, _ = await launched(
+async def test_a_task_says_all_that_a_replica_needs(served: Served, tiny_model: Path) -> None:
+    player = await served(
         rollout={"rollout_temperature": 0.7, "rollout_max_response_len": 5, "rollout_stop": ["!"], "rollout_stop_token_ids": [50]}
     )
     await player.live(0)
@@ -79,10 +88,10 @@ async def test_a_task_says_all_that_a_replica_needs(launched: Launched, tiny_mod
         assert task.sampling.stop_token_ids == [1, 50]
 
 
-async def test_a_prompt_may_name_the_environment_that_scores_it(launched: Launched, tmp_path: Path) -> None:
+async def test_a_prompt_may_name_the_environment_that_scores_it(served: Served, tmp_path: Path) -> None:
     rows = [{**PROMPTS[0], "metadata": metadata} for metadata in ({}, {"rm_type": "math"}, {"rm_type": "judge"}, {"rm_type": "remote_rm"})]
     write_jsonl(tmp_path / "named.jsonl", rows)
-    player, _ = await launched(
+    player = await served(
         data={"prompt_data": str(tmp_path / "named.jsonl")},
         eval={"eval_prompt_data": str(tmp_path / "named.jsonl")},
         reward={"environments": {"judge": "nats:judge"}, "rm_url": "http://127.0.0.1:1"},
@@ -102,28 +111,27 @@ async def test_a_prompt_may_name_the_environment_that_scores_it(launched: Launch
         assert sorted(taken) == ["exact", "judge", "math", "remote_rm"]
 
 
-async def test_prompts_that_are_left_out_are_counted_and_their_place_is_taken(launched: Launched, tmp_path: Path) -> None:
+async def test_prompts_that_are_left_out_are_counted_and_their_place_is_taken(served: Served, tmp_path: Path) -> None:
     rows = [PROMPTS[0], {"prompt": "1" * 9, "label": "1"}, {"question": "1+1="}, *PROMPTS[1:3], [3]]
     write_jsonl(tmp_path / "mixed.jsonl", rows)
     mixed = str(tmp_path / "mixed.jsonl")
-    player, buffer = await launched(
-        data={"prompt_data": [f"{mixed}@[:3]", mixed], "overlong_prompts": "filter", "bad_prompts": "skip"},
-        rollout={"rollout_max_prompt_len": 8},
-        eval={"eval_prompt_data": f"{mixed}@[:-1]", "skip_eval_before_train": True},
-    )
+    with capture_logs() as lines:
+        player = await served(
+            data={"prompt_data": [f"{mixed}@[:3]", mixed], "overlong_prompts": "filter", "bad_prompts": "skip"},
+            rollout={"rollout_max_prompt_len": 8},
+            eval={"eval_prompt_data": f"{mixed}@[:-1]", "skip_eval_before_train": True},
+        )
     await player.live(0)
     await settled(player, 4)
     prompts = [lease.message.prompt for lease in await player.tasks(4)]
     assert prompts == [PROMPTS[row]["prompt"] for row in (0, 0, 1, 2)], "of the first file one is left, of the second three"
-    [card] = await Registry(player.bus, player.config.run.name).alive("buffer")
-    with urllib.request.urlopen(f"http://{card.http}/metrics", timeout=30) as answer:
-        text = answer.read().decode()
+    text = await answer_of(player, "/metrics")
     run = player.config.run.name
     for of, kept, overlong, bad in (("training", 4, 2, 3), ("heldout", 3, 1, 1)):
         assert f'myxo_prompts{{instance="buffer-1",of="{of}",run="{run}"}} {kept}.0' in text
         for reason, count in (("overlong", overlong), ("bad", bad)):
             assert f'myxo_prompts_left_out{{instance="buffer-1",of="{of}",reason="{reason}",run="{run}"}} {count}.0' in text
-    logged = [line for line in map(json.loads, buffer.words().splitlines()) if line["event"] == "prompts"]
+    logged = [line for line in lines if line["event"] == "prompts"]
     assert [(line["of"], line["count"], line["left_out"]) for line in logged] == [
         ("training", 4, {"overlong": 2, "bad": 3}),
         ("heldout", 3, {"overlong": 1, "bad": 1}),
@@ -174,8 +182,8 @@ async def test_a_run_is_played_to_its_end(launched: Launched) -> None:
     assert await Registry(player.bus, player.config.run.name).alive() == []
 
 
-async def test_what_does_not_follow_is_refused_in_words(launched: Launched) -> None:
-    player, _ = await launched()
+async def test_what_does_not_follow_is_refused_in_words(served: Served) -> None:
+    player = await served()
     await player.live(0)
     with pytest.raises(RequestRefused, match="the buffer: step 2 was asked for; the next batch is of step 0"):
         await player.ask(2)
@@ -189,8 +197,8 @@ async def test_what_does_not_follow_is_refused_in_words(launched: Launched) -> N
     assert "4 groups with the rollout and reward services; live version 0" in pending.waiting_for
 
 
-async def test_stale_groups_are_dropped_replaced_and_their_payloads_freed(launched: Launched) -> None:
-    player, _ = await launched(rollout={"max_staleness": 0})
+async def test_stale_groups_are_dropped_replaced_and_their_payloads_freed(served: Served) -> None:
+    player = await served(rollout={"max_staleness": 0})
     await player.live(0)
     await player.work_until(2)
     await player.batch(0)
@@ -215,8 +223,8 @@ async def test_stale_groups_are_dropped_replaced_and_their_payloads_freed(launch
     assert (await player.audit()).ok
 
 
-async def test_failures_repeats_and_garbage(launched: Launched) -> None:
-    player, buffer = await launched()
+async def test_failures_repeats_and_garbage(served: Served) -> None:
+    player = await served()
     await player.live(0)
     await settled(player, 4)
     first, second, third, fourth = [lease.message for lease in await player.tasks(4)]
@@ -246,11 +254,10 @@ async def test_failures_repeats_and_garbage(launched: Launched) -> None:
     await until(freed, "the removal of the dead groups' payloads")
     await settled(player, 4 + 2)  # the four leases that are never acked, and a replacement for each dead group
     assert (await player.audit()).ok
-    assert buffer.process.poll() is None
 
 
-async def test_a_group_whose_payload_is_lost_is_generated_anew(launched: Launched) -> None:
-    player, _ = await launched()
+async def test_a_group_whose_payload_is_lost_is_generated_anew(served: Served) -> None:
+    player = await served()
     await player.live(0)
     await player.work_until(2)
 
@@ -277,9 +284,9 @@ async def test_a_group_whose_payload_is_lost_is_generated_anew(launched: Launche
     assert [group.group for group in (await player.batch(0)).groups] == [group_id(0), group_id(1)]
 
 
-async def test_evaluations_come_first_and_last_on_their_own_queue(launched: Launched, tmp_path: Path) -> None:
+async def test_evaluations_come_first_and_last_on_their_own_queue(served: Served, tmp_path: Path) -> None:
     heldout = write_jsonl(tmp_path / "heldout.jsonl", PROMPTS[:3])
-    player, _ = await launched(
+    player = await served(
         rollout={"num_rollout": 1}, eval={"eval_prompt_data": str(heldout), "eval_temperature": 0.0, "n_samples_per_eval_prompt": 4}
     )
     await player.live(0)
@@ -313,18 +320,15 @@ async def test_evaluations_come_first_and_last_on_their_own_queue(launched: Laun
     await finished(player)
 
 
-async def test_health_and_metrics_are_served(launched: Launched) -> None:
-    player, _ = await launched()
+async def test_health_and_metrics_are_served(served: Served) -> None:
+    player = await served()
     await player.live(0)
     await settled(player, 4)
-    [card] = await Registry(player.bus, player.config.run.name).alive("buffer")
-    with urllib.request.urlopen(f"http://{card.http}/healthz", timeout=30) as answer:
-        health: dict[str, Any] = json.load(answer)
+    health = json.loads(await answer_of(player, "/healthz"))
     assert (health["ok"], health["service"], health["run"], health["state"]) == (True, "buffer", player.config.run.name, "ready")
 
-    def admitted() -> bool:
-        with urllib.request.urlopen(f"http://{card.http}/metrics", timeout=30) as answer:
-            text = answer.read().decode()
+    async def admitted() -> bool:
+        text = await answer_of(player, "/metrics")
         return f'myxo_admitted{{instance="buffer-1",run="{player.config.run.name}"}} 4.0' in text and "myxo_queue_task{" in text
 
     await until(admitted, "the gauges")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -10,13 +9,10 @@ import pytest
 from shared.bus.connection import RequestRefused
 from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsDropped, GroupsScored, group_id
 from shared.schema.messages import Batch, BatchPending, Interrupted
-from tests.integration.buffer.conftest import NewRun
+from tests.integration.buffer.conftest import NewRun, Served
 from tests.integration.buffer.player import Player
 from tests.integration.buffer.test_buffer_service import finished
-from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
-
-Launched = Callable[..., Awaitable[tuple[Player, ServiceProcess]]]
 
 
 async def to_the_end(player: Player, first: int) -> None:
@@ -29,9 +25,9 @@ async def to_the_end(player: Player, first: int) -> None:
 
 
 @pytest.mark.parametrize("policy", ["drop", "requeue", "continue", "mask"])
-async def test_what_waited_too_long(launched: Launched, policy: str) -> None:
+async def test_what_waited_too_long(served: Served, policy: str) -> None:
     """Four groups under way for batches of two, on-policy: the second pair is too old for the second batch."""
-    player, _ = await launched(rollout={"max_staleness": 0, "staleness_policy": policy, "over_sampling_batch_size": 4})
+    player = await served(rollout={"max_staleness": 0, "staleness_policy": policy, "over_sampling_batch_size": 4})
     await player.live(0)
     waiting = await player.work_until(4)
     batch = await player.batch(0)
@@ -57,8 +53,8 @@ async def test_what_waited_too_long(launched: Launched, policy: str) -> None:
     await to_the_end(player, 1)
 
 
-async def test_a_batch_says_which_tokens_leave_the_loss(launched: Launched) -> None:
-    player, _ = await launched(rollout={"max_staleness": 1, "staleness_policy": "mask"})
+async def test_a_batch_says_which_tokens_leave_the_loss(served: Served) -> None:
+    player = await served(rollout={"max_staleness": 1, "staleness_policy": "mask"})
     await player.live(0)
     first = await player.work_until(2)
     old = {lease.message.group: lease for lease in await until(lambda: player.tasks(2), "two more tasks")}
@@ -79,8 +75,8 @@ async def test_a_batch_says_which_tokens_leave_the_loss(launched: Launched) -> N
     await to_the_end(player, 3)
 
 
-async def test_a_group_goes_on_from_what_its_replica_had(launched: Launched) -> None:
-    player, _ = await launched()
+async def test_a_group_goes_on_from_what_its_replica_had(served: Served) -> None:
+    player = await served()
     await player.live(0)
     [lease] = await until(lambda: player.tasks(1), "a task")
     has = (await player.generate(lease.message)).payload
@@ -108,8 +104,8 @@ async def test_a_group_goes_on_from_what_its_replica_had(launched: Launched) -> 
     await to_the_end(player, 0)
 
 
-async def test_filtered_groups_make_room(launched: Launched) -> None:
-    player, _ = await launched(rollout={"max_staleness": 0})
+async def test_filtered_groups_make_room(served: Served) -> None:
+    player = await served(rollout={"max_staleness": 0})
     await player.live(0)
     for lease in await until(lambda: player.tasks(1), "a task"):
         scored = await player.generate(lease.message)
@@ -127,8 +123,8 @@ async def scored(player: Player) -> int:
     return sum(len(record.groups) for record in await player.records() if isinstance(record, GroupsScored))
 
 
-async def test_a_buffer_filter_chooses(launched: Launched) -> None:
-    player, _ = await launched(rollout={"max_staleness": 3, "buffer_filter_path": "tests.support.buffer_filters:newest_first"})
+async def test_a_buffer_filter_chooses(served: Served) -> None:
+    player = await served(rollout={"max_staleness": 3, "buffer_filter_path": "tests.support.buffer_filters:newest_first"})
     await player.live(0)
     waiting = await player.work_until(8)
 
@@ -144,8 +140,8 @@ async def test_a_buffer_filter_chooses(launched: Launched) -> None:
     await to_the_end(player, 1)
 
 
-async def test_a_buffer_filter_may_wait(launched: Launched) -> None:
-    player, _ = await launched(rollout={"max_staleness": 1, "buffer_filter_path": "tests.support.buffer_filters:patient"})
+async def test_a_buffer_filter_may_wait(served: Served) -> None:
+    player = await served(rollout={"max_staleness": 1, "buffer_filter_path": "tests.support.buffer_filters:patient"})
     await player.live(0)
     await player.work_until(2)
     answer = await player.ask(0)
@@ -157,8 +153,8 @@ async def test_a_buffer_filter_may_wait(launched: Launched) -> None:
 @pytest.mark.parametrize(
     ("name", "words"), [("made_up", "chose 2 groups, 1 of them different"), ("broken", "RuntimeError: no idea for step 0")]
 )
-async def test_a_buffer_filter_that_goes_wrong_is_named_to_the_trainer(launched: Launched, name: str, words: str) -> None:
-    player, _ = await launched(rollout={"buffer_filter_path": f"tests.support.buffer_filters:{name}"})
+async def test_a_buffer_filter_that_goes_wrong_is_named_to_the_trainer(served: Served, name: str, words: str) -> None:
+    player = await served(rollout={"buffer_filter_path": f"tests.support.buffer_filters:{name}"})
     await player.live(0)
     await player.work_until(4)
 

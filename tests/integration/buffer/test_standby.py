@@ -18,7 +18,7 @@ from shared.bus.registry import STANDBY, Registry
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.schema.ledger import GroupsAdmitted, GroupsScored
 from shared.schema.messages import LeaseStatus, RunDone
-from tests.integration.buffer.conftest import NewRun, on_mortal_servers
+from tests.integration.buffer.conftest import SHORT, NewRun, on_mortal_servers
 from tests.integration.buffer.player import Player
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
@@ -96,7 +96,7 @@ async def test_a_buffer_that_is_asked_to_stop_hands_over(new_run: NewRun) -> Non
         assert second.process.poll() is None
 
 
-@pytest.mark.parametrize("outage", [0.3, LEASE_SECONDS + 1.0])
+@pytest.mark.parametrize("outage", [0.3, SHORT["lease_duration"] + 1.0])
 async def test_when_nats_was_away_exactly_one_goes_on(
     mortal_nats: EmbeddedNats,
     mortal_valkey: EmbeddedValkey,

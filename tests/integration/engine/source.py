@@ -38,9 +38,9 @@ class Source:
 
     async def prepare(self) -> None:
         """Has the replica join, and joins if nobody else is to come."""
-        await self.weights._prepare(WeightsPrepare(version=self.version, channels=[self.group.channel], rank=1, deadline=SECONDS))
+        await self.weights._prepare(WeightsPrepare(version=self.version, channels=[self.group.address], rank=1, deadline=SECONDS))
         if self.group.world_size == 2:
-            await asyncio.to_thread(self.group.meet)
+            await asyncio.to_thread(self.group.join, SECONDS)
 
     async def receive(
         self,
@@ -53,8 +53,8 @@ class Source:
     ) -> WeightsReceived:
         """Has the replica take what is sent meanwhile. ``only``: these buckets are. ``then``: what the source does next."""
         order = WeightsReceive(version=self.version, push=push, channels=[self.group.name], check=check, deadline=deadline)
-        self.group.announce(push, self.manifest)
-        sending = asyncio.create_task(asyncio.to_thread(self.group.send, self.manifest, self.tensors, only, then))
+        self.group.announce(push, self.manifest, deadline)
+        sending = asyncio.create_task(asyncio.to_thread(self.group.push, self.manifest, self.tensors, only, then))
         try:
             answer = await self.weights._receive(order)
         finally:
@@ -69,4 +69,4 @@ class Source:
         await self.weights._abort(WeightsAbort(version=self.version if version is None else version, reason="the test says so"))
 
     def leave(self) -> None:
-        self.group.leave()
+        self.group.die()

@@ -13,7 +13,7 @@ from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
 from services.rollout.engine.receiver_client import ReceiveReport
 from services.trainer.actor import Actor
-from services.trainer.weights.sender import Sender, Sent
+from services.trainer.weights.stage_sender import SentPush, StageSender
 from shared.transfer.digest import version_digest
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.load import SAMPLING, prompts
@@ -34,12 +34,12 @@ def adapted(checkpoint: Checkpoints) -> Iterator[Actor]:
 async def test_adapters_alone_make_the_engine_compute_what_the_trainer_does(
     client: EngineClient, adapted: Actor, checkpoint: Checkpoints
 ) -> None:
-    sender = Sender(adapted.model, "group", SECONDS, 8192)
+    sender = StageSender(adapted.model, "group", SECONDS, 8192)
     channels = await asyncio.to_thread(sender.open, 2, 1)
     await client.join_channels(channels, 1, timeout=JOIN_SECONDS)
     await asyncio.to_thread(sender.join, JOIN_SECONDS)
 
-    def send(number: int) -> Sent:
+    def send(number: int) -> SentPush:
         return sender.finish(sender.stream(number, partial=False, seconds=SECONDS))
 
     async def push(number: int, version: int, check: bool = False) -> ReceiveReport:
@@ -54,7 +54,7 @@ async def test_adapters_alone_make_the_engine_compute_what_the_trainer_does(
         await client.set_weight_version(version)
         await client.resume()
         assert sent.error is None and received.digest == version_digest(sent.known) and received.bytes == sent.bytes
-        assert set(sent.known) == {name for name, _, _ in sender.cargo.adapters.tensors()}
+        assert set(sent.known) == {name for name, _, _ in sender.plan.adapters.tensors()}
         return received
 
     try:

@@ -43,7 +43,7 @@ async def test_from_offer_to_commit(new_bench: NewBench, checkpoint: Checkpoints
     assert await source.weights._offer(WeightsOffer(version=2)) == ready
 
     newer = Source(desk, checkpoint(2).model, 2)
-    newer.group.leave()
+    newer.group.die()
     newer.group = source.group
     received = await newer.receive(2)
     checked = await newer.receive(3, check=True)
@@ -98,7 +98,7 @@ async def test_a_source_that_dies_between_buckets(new_bench: NewBench, checkpoin
     source = Source(desk, checkpoint(1).model, 1)
     await source.prepare()
     with pytest.raises(ReceiverError, match=f"the source of channel {source.group.name}"):
-        await source.receive(only=slice(2), then=lambda group: group.leave())
+        await source.receive(only=slice(2), then=lambda group: group.die())
     assert not desk.replica.serving and desk.service.state == "fenced"
     again = Source(desk, checkpoint(1).model, 1)
     await again.prepare()

@@ -20,8 +20,8 @@ from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import Generation, GenerationRequest
 from services.trainer.actor import Actor
 from services.trainer.megatron.export import copy_beside_weights
-from services.trainer.weights.sender import LaneKind, Sender
 from services.trainer.weights.snapshot_writer import on_host
+from services.trainer.weights.stage_sender import ChannelKind, StageSender
 from shared.schema.messages import Sampling, WeightChannelAddress
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.local_checkpoint import LocalCheckpoint
@@ -40,7 +40,7 @@ BUCKET_BYTES = 16_384
 PUSHES, WHOLE, DELTA = 2, 3, 4  # as many versions are pushed; those of the snapshots
 
 Then = Literal["disk", "peer"]
-LAYOUTS: list[tuple[str, dict[str, Any], LaneKind, Then]] = [
+LAYOUTS: list[tuple[str, dict[str, Any], ChannelKind, Then]] = [
     ("qwen3", {"tensor_model_parallel_size": 2}, "group", "disk"),
     ("qwen3", {"pipeline_model_parallel_size": 2}, "group", "disk"),
     ("qwen3", {"tensor_model_parallel_size": 2}, "memory", "disk"),
@@ -90,7 +90,7 @@ def ranks() -> Iterator[World]:
 async def test_log_probs_are_the_trainers(
     kind: str,
     layout: dict[str, Any],
-    carried_by: LaneKind,
+    carried_by: ChannelKind,
     then: Then,
     checkpoints: Callable[[str], Path],
     engines: Engines,
@@ -99,12 +99,12 @@ async def test_log_probs_are_the_trainers(
 ) -> None:
     async with connected(await asyncio.to_thread(engines, kind)) as client:
         trainer = asyncio.create_task(asyncio.to_thread(ranks.run, trained, checkpoints(kind), layout, carried_by, tmp_path))
-        lanes = [WeightChannelAddress.model_validate(lane) for lane in await said(tmp_path, "channels", trainer)]
-        assert [lane.kind for lane in lanes] == [carried_by] * layout.get("pipeline_model_parallel_size", 1)
-        await client.join_channels(lanes, 1)
+        channels = [WeightChannelAddress.model_validate(channel) for channel in await said(tmp_path, "channels", trainer)]
+        assert [channel.kind for channel in channels] == [carried_by] * layout.get("pipeline_model_parallel_size", 1)
+        await client.join_channels(channels, 1)
         for push in range(PUSHES):  # by load_weights, and as it learned from that
             await client.begin_weight_update()
-            got = await client.receive(push, push, [lane.name for lane in lanes])
+            got = await client.receive(push, push, [channel.name for channel in channels])
             await client.end_weight_update()
             await client.set_weight_version(push)
         await client.leave_channels()
@@ -162,7 +162,7 @@ def prompts() -> list[torch.Tensor]:
 # --------------------------------------------------------------------------------------------------------- the ranks
 
 
-def trained(hf_dir: Path, layout: dict[str, Any], carried_by: LaneKind, place: Path) -> list[list[np.ndarray]]:
+def trained(hf_dir: Path, layout: dict[str, Any], carried_by: ChannelKind, place: Path) -> list[list[np.ndarray]]:
     """One rank: scores of what was drawn with the weights of one step, which it pushes, and of the next, which it writes to disk."""
     actor = rank_steps.actor(hf_dir, **layout)
     rank_steps.steps(actor, 1)
@@ -181,12 +181,12 @@ def trained(hf_dir: Path, layout: dict[str, Any], carried_by: LaneKind, place: P
     return [*scores, scored(actor, place / "loaded.json")]
 
 
-def pushed_digest(actor: Actor, carried_by: LaneKind, place: Path) -> str:
+def pushed_digest(actor: Actor, carried_by: ChannelKind, place: Path) -> str:
     """Pushes to one engine, and tells of what."""
-    sender = Sender(actor.model, carried_by, SECONDS, bucket_bytes=BUCKET_BYTES)
-    lanes = sender.open(0, engine_ranks=1)
+    sender = StageSender(actor.model, carried_by, SECONDS, bucket_bytes=BUCKET_BYTES)
+    channels = sender.open(0, engine_ranks=1)
     if dist.get_rank() == 0:
-        say(place, "channels", [lane.model_dump() for lane in lanes])
+        say(place, "channels", [channel.model_dump() for channel in channels])
     sender.join(SECONDS)
     known: dict[str, TensorDigest] = {}
     for push in range(PUSHES):

@@ -105,7 +105,7 @@ async def test_half_loaded_weights_draw_for_nobody(client: EngineClient, checkpo
     async with Pusher.over(client, names=[name()]) as pusher, generating(client, 2) as running:
         await client.pause("in_place")
         with pytest.raises(ReceiverError, match=r"rank 0: .*channel-\d+ at 127.0.0.1:\d+") as broken:
-            await pusher.send(everything, 1, only=slice(2), then=WeightsGroup.leave)
+            await pusher.send(everything, 1, only=slice(2), then=WeightsGroup.die)
         assert broken.value.touched
         assert (await client.weights_state()).digest == ""
         await client.resume()
@@ -122,7 +122,7 @@ async def test_half_loaded_weights_draw_for_nobody(client: EngineClient, checkpo
 async def test_a_source_that_falls_silent(client: EngineClient, checkpoint: Checkpoints, sent: int) -> None:
     """It lives, but sends no more: the engine gives up at the deadline and goes on, with what it had if nothing had come yet."""
     async with Pusher.over(client, names=[name()]) as pusher:
-        with pytest.raises(ReceiverError, match=rf"rank 0: bucket {sent} of push 1 did not come from the source of channel") as silent:
+        with pytest.raises(ReceiverError, match=rf"rank 0: bucket {sent} did not come from the source of channel") as silent:
             await pusher.send(parameters(checkpoint(1).model), 1, only=slice(sent), deadline=2)
         assert silent.value.touched == bool(sent)
         await asked(client, "GET", "/server_info")
@@ -145,10 +145,10 @@ async def test_a_push_that_is_called_off(client: EngineClient, pusher: Pusher, c
         assert all(one.spans == (Span(0, LONG, 0),) for _, one in await running.result())
 
 
-async def test_lanes_that_others_never_join(client: EngineClient, checkpoint: Checkpoints) -> None:
+async def test_channels_that_others_never_join(client: EngineClient, checkpoint: Checkpoints) -> None:
     """The engine generates meanwhile, says who is missing, and is free for other channels."""
     lonely = WeightsGroup(name(), 3)
-    await client.join_channels([lonely.channel], 1, timeout=JOIN_SECONDS)
+    await client.join_channels([lonely.address], 1, timeout=JOIN_SECONDS)
     await serves(client, checkpoint, 0, 0)
     await client.begin_weight_update()
     with pytest.raises(ReceiverError, match="did not come from the other engines of channel"):
@@ -157,10 +157,10 @@ async def test_lanes_that_others_never_join(client: EngineClient, checkpoint: Ch
     async with Pusher.over(client, names=[name()]) as pusher:
         await pusher.push(checkpoint(1).model, 1)
     await serves(client, checkpoint, 1, 1)
-    lonely.leave()
+    lonely.die()
 
 
-async def test_lanes_side_by_side(client: EngineClient, checkpoint: Checkpoints) -> None:
+async def test_channels_side_by_side(client: EngineClient, checkpoint: Checkpoints) -> None:
     """As from the stages of a pipeline. A push of a part keeps what is known of the rest, and a check sees every element."""
     new = parameters(checkpoint(1).model)
     assert (await client.weights_state()).digest == ""  # loaded from disk, so nobody has told
@@ -207,8 +207,8 @@ async def test_an_engine_of_two_ranks(engine_of_two: EngineProcess, checkpoint: 
     channel = WeightsGroup(name(), 3)
     async with fresh_client(engine_of_two, checkpoint(0)) as client:
         assert client.capabilities.ranks == 2
-        await client.join_channels([channel.channel], 1, timeout=JOIN_SECONDS)
-        await asyncio.to_thread(channel.meet)
+        await client.join_channels([channel.address], 1, timeout=JOIN_SECONDS)
+        await asyncio.to_thread(channel.join, JOIN_SECONDS)
         pusher = Pusher([client], [channel])
         for version in (1, 2):
             (taken,) = await pusher.push(checkpoint(version).model, version)
@@ -217,16 +217,16 @@ async def test_an_engine_of_two_ranks(engine_of_two: EngineProcess, checkpoint: 
         assert checked.differences == {}
         await serves(client, checkpoint, 2, 2)
         await client.leave_channels()
-    channel.leave()
+    channel.die()
 
 
-async def test_orders_that_cannot_be_carried_out(engine: EngineProcess, client: EngineClient, pusher: Pusher) -> None:
+async def test_commands_that_cannot_be_carried_out(engine: EngineProcess, client: EngineClient, pusher: Pusher) -> None:
     """Each is refused with its reason, and nothing has happened."""
     await client.begin_weight_update()
     with pytest.raises(ReceiverError, match=r"'nobody'.* has joined \['channel-\d+'\]"):
         await client.receive(1, 1, ["nobody"], deadline=30)
     await client.join_channels(
-        [pusher.channels[0].channel.model_copy(update={"name": "other", "backend": "carrier pigeon"})], 1, timeout=30
+        [pusher.channels[0].address.model_copy(update={"name": "other", "backend": "carrier pigeon"})], 1, timeout=30
     )
     with pytest.raises(ReceiverError, match="backend 'carrier pigeon', not 'gloo' or 'nccl'") as refused:
         await client.receive(1, 1, ["other"], deadline=30)
@@ -235,7 +235,7 @@ async def test_orders_that_cannot_be_carried_out(engine: EngineProcess, client: 
     await asked(client, "GET", "/server_info")
     async with await EngineClient.connect(engine.url) as stranger:
         with pytest.raises(InvalidRequest, match="open_receiver comes first"):
-            await stranger.join_channels([pusher.channels[0].channel], 1)
+            await stranger.join_channels([pusher.channels[0].address], 1)
 
 
 async def test_what_was_loaded_by_other_means(client: EngineClient, pusher: Pusher, checkpoint: Checkpoints) -> None:

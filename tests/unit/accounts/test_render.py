@@ -8,17 +8,17 @@ import re
 import pytest
 
 from shared.accounts.permissions import ROLES, rights
-from shared.accounts.render import MAX_PAYLOAD, NatsPlace, RedisPlace, nats_conf, redis_conf
+from shared.accounts.render import MAX_PAYLOAD, NatsSettings, RedisSettings, nats_conf, redis_conf
 
 PASSWORDS = {role: f"{role}-secret" for role in (*ROLES, "health")}
 
 
-def nats(place: NatsPlace | None = None) -> str:
-    return nats_conf(rights("demo"), PASSWORDS, place or NatsPlace())
+def nats(settings: NatsSettings | None = None) -> str:
+    return nats_conf(rights("demo"), PASSWORDS, settings or NatsSettings())
 
 
-def redis(place: RedisPlace | None = None) -> str:
-    return redis_conf(rights("demo"), PASSWORDS, place or RedisPlace())
+def redis(settings: RedisSettings | None = None) -> str:
+    return redis_conf(rights("demo"), PASSWORDS, settings or RedisSettings())
 
 
 def directive(text: str, name: str) -> list[str]:
@@ -33,9 +33,9 @@ def test_nats_listens_stores_and_is_watched_from_inside_only() -> None:
         f"max_payload: {MAX_PAYLOAD}",
         'jetstream { store_dir: "/data" }',
     ]
-    assert "max_payload: 4096" in nats(NatsPlace(max_payload=4096))
+    assert "max_payload: 4096" in nats(NatsSettings(max_payload=4096))
     assert "tls" not in nats()
-    assert 'tls { cert_file: "/x/certificate.pem", key_file: "/x/key.pem", timeout: 5 }' in nats(NatsPlace(tls="/x"))
+    assert 'tls { cert_file: "/x/certificate.pem", key_file: "/x/key.pem", timeout: 5 }' in nats(NatsSettings(tls="/x"))
 
 
 def test_every_role_has_one_user_of_nats_with_rights_of_its_own() -> None:
@@ -82,7 +82,7 @@ def test_redis_keeps_what_it_is_given_and_encrypts_when_asked() -> None:
     for name, value in {"appendonly": "yes", "dir": '"/data"', "unixsocket": '"/tmp/redis.sock"', "maxmemory-policy": "noeviction"}.items():
         assert directive(text, name) == [value]
     assert directive(text, "port") == ["6379"] and not directive(text, "tls-port")
-    encrypted = redis(RedisPlace(tls="/x"))
+    encrypted = redis(RedisSettings(tls="/x"))
     assert directive(encrypted, "port") == ["0"] and directive(encrypted, "tls-port") == ["6379"]
     assert directive(encrypted, "tls-key-file") == ['"/x/key.pem"']
     assert directive(encrypted, "tls-auth-clients") == ["no"]

@@ -48,9 +48,11 @@ EVENTS = [
 ]
 
 
-@settings(max_examples=2500)
-@given(LIMITS, st.integers(0, 2**32), st.integers(0, 150), st.booleans())
-def test_invariants_hold_and_the_run_finishes(limits: BufferConfig, seed: int, events: int, filters: bool) -> None:
+RUNS = given(LIMITS, st.integers(0, 2**32), st.integers(0, 150), st.booleans())
+
+
+def play(limits: BufferConfig, seed: int, events: int, filters: bool) -> None:
+    """Plays a run of random events to its end."""
     world = World(limits, random.Random(seed), filters=filters)
     for _ in range(events):
         world.dice.choice(EVENTS)(world)
@@ -59,10 +61,23 @@ def test_invariants_hold_and_the_run_finishes(limits: BufferConfig, seed: int, e
     world.check_end()
 
 
+@settings(max_examples=200)
+@RUNS
+def test_invariants_hold_and_the_run_finishes(limits: BufferConfig, seed: int, events: int, filters: bool) -> None:
+    play(limits, seed, events, filters)
+
+
+@pytest.mark.extra
+@settings(max_examples=2500)
+@RUNS
+def test_invariants_hold_in_many_more_runs(limits: BufferConfig, seed: int, events: int, filters: bool) -> None:
+    play(limits, seed, events, filters)
+
+
 CALM = [World.begin, World.begin, World.finish, World.ask, World.train, World.push, World.save, World.kill_trainer, World.kill_buffer]
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(st.integers(0, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32))
 def test_in_order_of_admission_nothing_is_ever_over_the_bound(max_staleness: int, interval: int, groups: int, seed: int) -> None:
     limits = buffer_config(steps=6, groups=groups, samples=1, max_staleness=max_staleness, interval=interval, order="fifo")

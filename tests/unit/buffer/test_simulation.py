@@ -15,12 +15,20 @@ import numpy
 import pytest
 from numpy.random import default_rng
 
-from services.buffer.simulation import baseline, picture
-from services.buffer.simulation.baseline import Baseline
+from services.buffer.simulation import modelled_engine
 from services.buffer.simulation.length_tally import LengthTally
-from services.buffer.simulation.modelled_engine import ModelledEngine
+from services.buffer.simulation.modelled_engine import Baseline, ModelledEngine
 from services.buffer.simulation.simulate_command import main
-from services.buffer.simulation.simulation_run import ORDERS, POLICIES, PolicyOutcome, Setting, Simulated, SimulationPlan, limits, settings
+from services.buffer.simulation.simulation_run import (
+    ORDERS,
+    POLICIES,
+    PolicyOutcome,
+    Setting,
+    Simulated,
+    SimulationPlan,
+    buffer_config,
+    settings,
+)
 from services.buffer.simulation.workload_model import WorkloadModel
 from services.buffer.simulation.world import NO_BOUND, World
 from services.buffer.state import BufferState
@@ -40,7 +48,7 @@ BOUND = 2
 
 @pytest.fixture(autouse=True)
 def few_makespans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baseline, "MAKESPANS", 500)
+    monkeypatch.setattr(modelled_engine, "MAKESPANS", 500)
 
 
 def simulated(
@@ -54,7 +62,7 @@ def ledger(model: WorkloadModel, setting: Setting, bound: int, steps: int = 25, 
     """The records of a simulated run."""
     records: list[LedgerRecord] = []
     enforced = setting.policy != "unbounded"
-    run = world(model, limits(model, setting, bound), default_rng(3), LengthTally(model, 0), enforced=enforced, record=records.append)
+    run = world(model, buffer_config(model, setting, bound), default_rng(3), LengthTally(model, 0), enforced=enforced, see=records.append)
     run.run(steps)
     return records
 
@@ -92,15 +100,15 @@ def test_the_split_follows_the_work() -> None:
 )
 def test_responses_share_a_gpu(saturation: float, concurrency: int, seconds: float) -> None:
     model = WorkloadModel(gpus=2, batch=4, token_rate=1, saturation=saturation, concurrency=concurrency)
-    assert ModelledEngine.alone(model, 1, [1, 2, 3]) == pytest.approx(seconds)
+    assert ModelledEngine.makespan(model, 1, [1, 2, 3]) == pytest.approx(seconds)
 
 
 def test_the_makespan_event_by_event_is_that_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baseline, "MAKESPANS", 20)
+    monkeypatch.setattr(modelled_engine, "MAKESPANS", 20)
     model = WorkloadModel(gpus=2, batch=60, saturation=20)  # 30 responses on a GPU that 20 saturate
     batches = model.batches(default_rng(1), 20).tolist()
-    expected = sum(ModelledEngine.alone(model, model.gpus, lengths) for lengths in batches) / 20
-    assert baseline.mean_makespan(model, default_rng(1)) == pytest.approx(expected)
+    expected = sum(ModelledEngine.makespan(model, model.gpus, lengths) for lengths in batches) / 20
+    assert modelled_engine.mean_makespan(model, default_rng(1)) == pytest.approx(expected)
 
 
 def test_lengths_keep_their_mean_cap_and_deciles() -> None:
@@ -174,24 +182,25 @@ def test_the_same_seed_gives_the_same_figures() -> None:
 def test_policies_by_what_becomes_of_old_tokens() -> None:
     found = {outcome.setting.policy: outcome for outcome in simulated(GROUPS, *settings(POLICIES, ["completion"], []), bounds=(1,))}
     assert found["unbounded"].max_age > 1
-    assert found["unbounded"].dropped == found["unbounded"].masked == 0
+    assert found["unbounded"].dropped.overall == found["unbounded"].masked.overall == 0
     for policy in ("drop", "requeue", "continue", "mask"):
         assert set(found[policy].ages) <= {0, 1}
         assert found[policy].max_age <= 1
     for policy in ("drop", "requeue"):
-        assert found[policy].dropped > 0
-        assert found[policy].masked == 0
-        assert found[policy].dropped_tokens_by_decile[9] > found[policy].dropped_tokens_by_decile[0]
-    assert found["mask"].masked_by_decile[9] > found["mask"].masked_by_decile[0]
-    assert found["mask"].masked > found["continue"].masked  # which generates anew what waited too long for the rest of its group
-    assert found["continue"].dropped > found["mask"].dropped
+        assert found[policy].dropped.overall > 0
+        assert found[policy].masked.overall == 0
+        assert found[policy].dropped_tokens.by_decile[9] > found[policy].dropped_tokens.by_decile[0]
+    assert found["mask"].masked.by_decile[9] > found["mask"].masked.by_decile[0]
+    # "continue" generates anew what waited too long for the rest of its group
+    assert found["mask"].masked.overall > found["continue"].masked.overall
+    assert found["continue"].dropped.overall > found["mask"].dropped.overall
 
 
 def test_groups_of_one_sample_are_not_generated_anew_to_go_on() -> None:
     going_on, masked = simulated(SMALL, Setting("continue"), Setting("mask"))
     assert replace(going_on, setting=masked.setting) == masked
-    assert masked.masked > 0
-    assert masked.dropped == 0
+    assert masked.masked.overall > 0
+    assert masked.dropped.overall == 0
 
 
 def test_looser_orders_are_faster() -> None:
@@ -214,11 +223,11 @@ class Asking(World):
     """Its trainer asks for a batch whenever a group comes back."""
 
     @property
-    def _missing(self) -> int:
+    def missing(self) -> int:
         return 0
 
-    @_missing.setter
-    def _missing(self, value: int) -> None:
+    @missing.setter
+    def missing(self, value: int) -> None:
         pass
 
 
@@ -279,7 +288,6 @@ def test_chosen_policies_orders_and_windows(tmp_path: Path) -> None:
 
 def test_draws_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert picture.available()
     path = tmp_path / "figures.png"
     assert main([*QUICK, "--policies", "drop", "--chart", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")

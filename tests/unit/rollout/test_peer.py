@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from services.rollout.engine.receiver import peer_transfer
-from services.rollout.engine.receiver.channel_receiver import ReceiveDeadline
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver
 from shared.runtime.errors import BadMessage
 from shared.transfer.digest import TensorDigest
+from shared.transfer.group_channel import GroupSender
+from shared.transfer.weight_channel import TransferDeadline
 
 KNOWN = {"model.weight": TensorDigest("float32", (2, 3), 0xFFFF_0000_1234_5678), "head": TensorDigest("bfloat16", (), 7)}
 SECONDS = 60.0
@@ -52,11 +53,11 @@ def receiver(seed: int, version: int = -1, width: int = 5) -> Receiver:
 
 def offered(source: Receiver, version: int = 3, seconds: float = SECONDS) -> dict[str, Any]:
     order = {"version": version, "name": f"transfer-{id(source)}", "address": "127.0.0.1", "seconds": seconds}
-    return peer_transfer.send_to_peer(source, order, ReceiveDeadline(SECONDS))
+    return peer_transfer.send_to_peer(source, order, TransferDeadline(SECONDS))
 
 
-def receive(destination: Receiver, lane: dict[str, Any], version: int = 3, seconds: float = SECONDS) -> dict[str, Any]:
-    return peer_transfer.receive_from_peer(destination, {"channels": [lane], "version": version}, ReceiveDeadline(seconds))
+def receive(destination: Receiver, channel: dict[str, Any], version: int = 3, seconds: float = SECONDS) -> dict[str, Any]:
+    return peer_transfer.receive_from_peer(destination, {"channels": [channel], "version": version}, TransferDeadline(seconds))
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_the_destination_holds_what_the_source_holds(source: Receiver, monkeypat
 def test_two_destinations_at_once(source: Receiver) -> None:
     destinations = [receiver(2), receiver(4)]
     offers = [
-        peer_transfer.send_to_peer(source, {"version": 3, "name": f"l{n}", "address": "127.0.0.1", "seconds": SECONDS}, ReceiveDeadline(9))
+        peer_transfer.send_to_peer(source, {"version": 3, "name": f"l{n}", "address": "127.0.0.1", "seconds": SECONDS}, TransferDeadline(9))
         for n in range(2)
     ]
     with pytest.raises(BadMessage, match="sends to 2 others already"):
@@ -111,15 +112,15 @@ def test_a_push_breaks_a_transfer_off(source: Receiver) -> None:
 
 def test_a_push_in_the_middle_of_a_transfer(source: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_transfer, "BUCKET_BYTES", 300)
-    give, given = peer_transfer.SourceChannel.send, threading.Event()
+    give, given = GroupSender.send, threading.Event()
 
-    def disturbed(wire: Any, flat: Any, watch: ReceiveDeadline) -> Any:
+    def disturbed(channel: GroupSender, index: int, flat: torch.Tensor) -> None:
         if given.is_set():
             source.disturb("a push of version 4 begins")
         given.set()
-        return give(wire, flat, watch)
+        give(channel, index, flat)
 
-    monkeypatch.setattr(peer_transfer.SourceChannel, "send", disturbed)
+    monkeypatch.setattr(GroupSender, "send", disturbed)
     destination = receiver(2, version=1)
     with pytest.raises(ReceiveError, match=r"a push of version 4 begins") as raised:
         receive(destination, offered(source)["channel"])
@@ -135,19 +136,19 @@ def test_engines_that_are_not_alike(source: Receiver) -> None:
 
 
 def test_a_source_that_never_was() -> None:
-    lane = {"kind": "group", "name": "x", "address": "127.0.0.1", "port": 9, "backend": "gloo", "world_size": 2}
+    channel = {"kind": "group", "name": "x", "address": "127.0.0.1", "port": 9, "backend": "gloo", "world_size": 2}
     with pytest.raises(ReceiveError, match="channel x"):
-        receive(receiver(2), lane, seconds=1.0)
+        receive(receiver(2), channel, seconds=1.0)
 
 
 def test_bytes_that_changed_on_their_way(source: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    give = peer_transfer.SourceChannel.send
+    give = GroupSender.send
 
-    def altered(wire: Any, flat: torch.Tensor, watch: ReceiveDeadline) -> Any:
+    def altered(channel: GroupSender, index: int, flat: torch.Tensor) -> None:
         flat[3] ^= 1
-        return give(wire, flat, watch)
+        give(channel, index, flat)
 
-    monkeypatch.setattr(peer_transfer.SourceChannel, "send", altered)
+    monkeypatch.setattr(GroupSender, "send", altered)
     destination = receiver(2)
     with pytest.raises(ReceiveError, match="1 tensors did not arrive as they were sent, strided among them"):
         receive(destination, offered(source)["channel"])
@@ -157,14 +158,15 @@ def test_bytes_that_changed_on_their_way(source: Receiver, monkeypatch: pytest.M
 DYING = """
 import json, os, signal, sys, time
 from services.rollout.engine.receiver import peer_transfer
+from shared.transfer.group_channel import GroupSender
 from tests.unit.rollout import test_peer as t
-peer_transfer.BUCKET_BYTES, give, given = 300, peer_transfer.SourceChannel.send, []
-def last_words(wire, flat, watch):
+peer_transfer.BUCKET_BYTES, give, given = 300, GroupSender.send, []
+def last_words(channel, index, flat):
     if given:
         os.kill(os.getpid(), signal.SIGKILL)
     given.append(flat)
-    return give(wire, flat, watch)
-peer_transfer.SourceChannel.send = last_words
+    give(channel, index, flat)
+GroupSender.send = last_words
 print(json.dumps(t.offered(t.receiver(1, version=3))["channel"]), flush=True)
 time.sleep(t.SECONDS)
 """
@@ -177,9 +179,9 @@ def test_a_source_that_dies_in_the_middle() -> None:
     with subprocess.Popen([sys.executable, "-c", DYING], cwd=root, stdout=subprocess.PIPE, text=True) as source:
         try:
             assert source.stdout is not None
-            lane = json.loads(source.stdout.readline())
-            with pytest.raises(ReceiveError, match=lane["name"]) as raised:
-                receive(destination, lane, seconds=600)
+            channel = json.loads(source.stdout.readline())
+            with pytest.raises(ReceiveError, match=channel["name"]) as raised:
+                receive(destination, channel, seconds=600)
         finally:
             source.kill()
     assert destination.version == (-1 if raised.value.touched else 1)

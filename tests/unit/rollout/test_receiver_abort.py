@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.rollout.engine.receiver.channel_receiver import ReceiveDeadline
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver
 from shared.runtime.embedded_servers import free_port
 from shared.schema.messages import WeightChannelAddress
+from shared.transfer.weight_channel import TransferDeadline
 
 
 def test_an_order_whose_lanes_were_called_off_says_so() -> None:
@@ -17,7 +17,7 @@ def test_an_order_whose_lanes_were_called_off_says_so() -> None:
     receiver.join([channel], 1, 30.0)
     receiver.abort()
     with pytest.raises(ReceiveError, match="was called off") as off:
-        receiver.receive(1, 1, ["channel"], ReceiveDeadline(30.0))
+        receiver.receive(1, 1, ["channel"], TransferDeadline(30.0))
     assert not off.value.touched
     with pytest.raises(ReceiveError, match="has joined none"):
-        receiver.receive(1, 1, ["another"], ReceiveDeadline(30.0))
+        receiver.receive(1, 1, ["another"], TransferDeadline(30.0))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from services.rollout.engine.receiver import load_plan
-from services.rollout.engine.receiver.receiver import Layout, Receiver
+from services.rollout.engine.receiver.receiver import Receiver
 from shared.transfer.manifest import Bucket
 from tests.support.weights_group import flat_of, manifest_of
 
@@ -147,10 +147,9 @@ def test_what_is_more_than_copies_is_not(special: Load, obstacle: str, inference
     with torch.inference_mode(inference):
         traced, found = load_plan.trace(model, bucket, flat_of(bucket, tensors(0)))
         assert traced is None and any(one in found for one in obstacle.split("|")), found
-        receiver = Receiver(model, 0, "cpu")
-        layout = Layout(bucket, torch.device("cpu"))
+        loader = load_plan.BucketLoader(bucket)
         for seed in (1, 2, 3):
-            receiver.load(layout, flat_of(bucket, tensors(seed)))
+            loader.load(model, flat_of(bucket, tensors(seed)))
             assert same(model, loaded(tensors(seed), special))
 
 
@@ -166,13 +165,13 @@ def test_a_parameter_that_is_replaced_by_one_that_nothing_is_copied_to() -> None
 def test_plans_of_parameters_that_have_moved_are_not_used() -> None:
     model, given = Model(plain), tensors(0)
     receiver, manifest = Receiver(model, 0, "cpu"), manifest_of(given)
-    for layout in receiver.layouts(manifest):
-        receiver.load(layout, flat_of(layout.bucket, given))
-    assert receiver.layouts(manifest)[0].traced
+    for loader in receiver.layout(manifest).loaders:
+        loader.load(model, flat_of(loader.bucket, given))
+    assert receiver.layout(manifest).loaders[0].traced
     model.qkv.data = torch.zeros(12, 8)
-    for layout in receiver.layouts(manifest):
-        assert not layout.traced
-        receiver.load(layout, flat_of(layout.bucket, given))
+    for loader in receiver.layout(manifest).loaders:
+        assert not loader.traced
+        loader.load(model, flat_of(loader.bucket, given))
     assert same(model, loaded(given, plain))
 
 

@@ -1,4 +1,4 @@
-"""Orders to receivers in plain processes' place: threads that own a small model each, and a source in this one."""
+"""Commands to receivers in plain processes' place: threads that own a small model each, and a source in this one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.rollout.engine.receiver.command_session import CommandSession, socket_path
+from services.rollout.engine.receiver.command_session import CommandSession
+from services.rollout.engine.receiver.receiver import Receiver
 from services.rollout.engine.receiver_client import ReceiverClient, ReceiverError
 from shared.runtime.errors import DeadlineExceeded
 from shared.transfer import digest
+from tests.support.engine_process import serve
 from tests.support.weights_group import WeightsGroup, known_of, manifest_of
 
 RANKS = 2
@@ -43,30 +45,28 @@ class Model(nn.Module):
 
 
 class Ranks:
-    """The receivers of one engine; ``wake`` has each do its next order, as SGLang would."""
+    """The receivers of one engine; ``wake`` has each do its next command, as SGLang would."""
 
     def __init__(self, directory: Path, threads: list[threading.Thread]) -> None:
         self.models = [Model(rank) for rank in range(RANKS)]
-        self.sessions = [CommandSession(directory, rank) for rank in range(RANKS)]
+        self.sessions = [CommandSession(directory, Receiver(model, model.rank, "cpu")) for model in self.models]
         self.receivers = ReceiverClient(directory, RANKS)
-        self.threads = [
-            threading.Thread(target=session.serve, args=(model,), daemon=True)
-            for session, model in zip(self.sessions, self.models, strict=True)
-        ]
+        self.stopping = threading.Event()
+        self.threads = [threading.Thread(target=serve, args=(session, self.stopping), daemon=True) for session in self.sessions]
         for thread in self.threads:
             thread.start()
 
     async def wake(self) -> None:
-        """Nothing: `CommandSession.serve` looks by itself."""
+        """Nothing: `serve` looks by itself."""
 
     async def receive(self, group: WeightsGroup, push: int = 1, seconds: float = SECONDS, **changes: Any) -> list[dict[str, Any]]:
-        order = {"verb": "receive", "version": push, "push": push, "channels": [group.name], **changes}
-        return await self.receivers.have_done(order, seconds, self.wake)
+        command = {"verb": "receive", "version": push, "push": push, "channels": [group.name], **changes}
+        return await self.receivers.have_done(command, seconds, self.wake)
 
     async def join(self, group: WeightsGroup) -> None:
-        channel = group.channel.model_dump(mode="json")
+        channel = group.address.model_dump(mode="json")
         await self.receivers.ask({"verb": "join", "channels": [channel], "rank": 1, "timeout": SECONDS}, SECONDS)
-        await asyncio.to_thread(group.meet)
+        await asyncio.to_thread(group.join, SECONDS)
 
 
 @pytest.fixture
@@ -80,8 +80,7 @@ def ranks(directory: Path) -> Iterator[Ranks]:
     made = Ranks(directory, [])
     asyncio.run(made.receivers.wait_open(SECONDS))
     yield made
-    for session in made.sessions:
-        session.stopping.set()
+    made.stopping.set()
     for thread in made.threads:
         thread.join(SECONDS)
         assert not thread.is_alive()
@@ -95,8 +94,8 @@ def tensors(seed: int) -> dict[str, Tensor]:
 def send(group: WeightsGroup, push: int, given: dict[str, Tensor]) -> tuple[str, threading.Thread]:
     """The version's digest, and who sends."""
     manifest = manifest_of(given, bucket_bytes=256)
-    group.announce(push, manifest)
-    sending = threading.Thread(target=group.send, args=(manifest, given), daemon=True)
+    group.announce(push, manifest, SECONDS)
+    sending = threading.Thread(target=group.push, args=(manifest, given), daemon=True)
     sending.start()
     return digest.version_digest(known_of(manifest, given)), sending
 
@@ -116,7 +115,7 @@ async def test_each_rank_takes_its_part(ranks: Ranks) -> None:
             assert model.loads == 2  # once a bucket
     states = await ranks.receivers.ask({"verb": "state"}, SECONDS)
     assert [(state["version"], state["digest"], state["channels"]) for state in states] == [(3, wanted, ["tp"])] * RANKS
-    group.leave()
+    group.die()
 
 
 async def test_a_rank_that_fails_ends_the_others(ranks: Ranks) -> None:
@@ -126,8 +125,8 @@ async def test_a_rank_that_fails_ends_the_others(ranks: Ranks) -> None:
     ranks.models[1].broken = True
     given = tensors(1)
     manifest = manifest_of(given | {"more": torch.zeros(90)}, bucket_bytes=256)
-    group.announce(1, manifest)
-    sending = threading.Thread(target=group.send, args=(manifest, given, slice(2)), daemon=True)
+    group.announce(1, manifest, SECONDS)
+    sending = threading.Thread(target=group.push, args=(manifest, given, slice(2)), daemon=True)
     sending.start()
     with pytest.raises(ReceiverError, match="rank 1: RuntimeError: no room for a vector") as failed:
         await ranks.receive(group, seconds=600)
@@ -135,31 +134,31 @@ async def test_a_rank_that_fails_ends_the_others(ranks: Ranks) -> None:
     sending.join(SECONDS)
     states = await ranks.receivers.ask({"verb": "state"}, SECONDS)
     assert [(state["version"], state["digest"], state["channels"]) for state in states] == [(-1, "", [])] * RANKS
-    group.leave()
+    group.die()
 
 
 async def test_a_push_that_its_source_gives_up(ranks: Ranks) -> None:
     group = WeightsGroup("tp-aborted", 1 + RANKS)
     await ranks.join(group)
-    group.store.set("aborted/1", "the optimizer was in the way")
-    with pytest.raises(ReceiverError, match="has given push 1 up: the optimizer was in the way") as given_up:
+    group.store.set("aborted", "the optimizer was in the way")
+    with pytest.raises(ReceiverError, match="has given up: the optimizer was in the way") as given_up:
         await ranks.receive(group)
     assert not given_up.value.touched
-    group.leave()
+    group.die()
 
 
-async def test_orders_that_nobody_does(directory: Path) -> None:
-    """A session whose model's thread is never asked: an order waits, and is gone when it is called off."""
-    session = CommandSession(directory, 0)
+async def test_commands_that_nobody_does(directory: Path) -> None:
+    """A session whose model's thread is never asked: an command waits, and is gone when it is called off."""
+    session = CommandSession(directory, Receiver(Model(0), 0, "cpu"))
     session.open()
     receivers = ReceiverClient(directory, 1)
-    order = {"verb": "receive", "version": 1, "push": 1, "channels": []}
+    command = {"verb": "receive", "version": 1, "push": 1, "channels": []}
     woken = asyncio.Event()
 
     async def wake() -> None:
         woken.set()
 
-    asking = asyncio.create_task(receivers.have_done(order, SECONDS, wake))
+    asking = asyncio.create_task(receivers.have_done(command, SECONDS, wake))
     await asyncio.wait_for(woken.wait(), SECONDS)
     await receivers.abort()
     with pytest.raises(ReceiverError, match="rank 0: called off before it began") as off:
@@ -170,20 +169,20 @@ async def test_orders_that_nobody_does(directory: Path) -> None:
         raise ReceiverError("the endpoint", "the engine is dead", touched=False)
 
     with pytest.raises(ReceiverError, match="the engine is dead") as dead:
-        await receivers.have_done(order, SECONDS, fail)
+        await receivers.have_done(command, SECONDS, fail)
     assert not dead.value.touched
     session.close()
 
 
-async def test_what_is_no_order(ranks: Ranks, directory: Path) -> None:
-    with pytest.raises(ReceiverError, match="order 'dance': not one of abort, adopt, .*join, leave, "):
+async def test_what_is_no_command(ranks: Ranks, directory: Path) -> None:
+    with pytest.raises(ReceiverError, match="command 'dance': not one of abort, adopt, .*join, leave, "):
         await ranks.receivers.ask({"verb": "dance"}, SECONDS)
     with pytest.raises(ReceiverError, match=r"rank \d: KeyError: 'tensors'"):
         await ranks.receivers.ask({"verb": "adopt"}, SECONDS)
     with pytest.raises(ReceiverError, match=r"rank \d: channels .* are to be received from; this engine has joined none"):
         await ranks.receivers.have_done({"verb": "receive", "version": 1, "push": 1, "channels": ["x"]}, SECONDS, ranks.wake)
     with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(str(socket_path(directory, 0)))
+        stranger.connect(str(ranks.sessions[0].path))
         stranger.sendall(b"\x80\x04]\x94.\n")
         answer = json.loads(stranger.makefile().readline())
     assert not answer["ok"] and not answer["touched"]

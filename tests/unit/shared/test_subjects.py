@@ -11,7 +11,7 @@ from shared.bus.subjects import RUN_ID, Subjects
 
 def names(run: str) -> list[str]:
     of = Subjects(run)
-    plain = [getattr(of, name) for name, member in vars(Subjects).items() if isinstance(member, property)]
+    plain = [value for name, value in vars(of).items() if name != "run"]
     built = [of.task("train"), of.generated("math"), of.ledger("x"), of.event("weights", "live"), of.replica_weights("r", "commit")]
     return [*plain, *built, of.payload_key("g", 0, 0)]
 

@@ -1,7 +1,7 @@
-"""Orders to one rank's receiver: JSON lines over a Unix socket in a private directory, one connection each.
+"""Commands to one rank's receiver: JSON lines over a Unix socket in a private directory, one connection each.
 
-An order that needs the model waits in a queue, says ``{"queued": true}``, and is done by whoever calls `CommandSession.work`: the engine's
-scheduler, when SGLang calls `load`. All others are done at once, on their connection's thread, whatever the scheduler is at. The answer
+A command that needs the model waits in a queue, says ``{"queued": true}``, and is done by whoever calls `CommandSession.work`: the engine's
+scheduler, when SGLang calls the loader. All others are done at once, on their connection's thread, whatever the scheduler is at. The answer
 is ``{"ok": true, …}`` or ``{"ok": false, "error": text, "touched": bool}``.
 """
 
@@ -14,92 +14,82 @@ import queue
 import socketserver
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine.receiver.channel_receiver import ReceiveDeadline
 from services.rollout.engine.receiver.peer_transfer import receive_from_peer, send_to_peer
-from services.rollout.engine.receiver.receiver import Received, ReceiveError, Receiver, Verb
+from services.rollout.engine.receiver.receiver import ReceiveError, Receiver
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.failures import SupervisedThread
 from shared.schema.messages import WeightChannelAddress
 from shared.transfer.digest import TensorDigest
+from shared.transfer.weight_channel import TransferDeadline
 
 log = logging.getLogger(__name__)
 
-ORDER_SECONDS = 30.0
-"""Deadline of an order that names none."""
+COMMAND_SECONDS = 30.0
+"""Deadline of a command that names none."""
 
 LINE_BYTES = 64 * 2**20
-"""The longest order: what names every tensor of a model with 100,000 of them."""
+"""The longest command: what names every tensor of a model with 100,000 of them."""
 
 ANSWER_MARGIN = 15.0
-"""Seconds beyond an order's deadline after which nobody will have done it."""
+"""Seconds beyond a command's deadline after which nobody will have done it."""
 
-
-def socket_path(directory: Path, rank: int) -> Path:
-    """Where a rank listens."""
-    return directory / f"rank-{rank}.sock"
-
+Fields = Mapping[str, Any]
 
 # ------------------------------------------------------------------------------------------------------------- verbs
 
 
-def receive(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) -> dict[str, Any]:
+def receive(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dict[str, Any]:
     """Takes a push: ``version``, ``push``, ``channels``, ``check``."""
-    check = bool(order.get("check", False))
-    got: Received = receiver.receive(int(order["version"]), int(order["push"]), list(order["channels"]), watch, check=check)
-    return {"digest": got.digest, "bytes": got.bytes, "seconds": got.seconds, "differences": got.differences}
+    check = bool(command.get("check", False))
+    return asdict(receiver.receive(int(command["version"]), int(command["push"]), list(command["channels"]), deadline, check=check))
 
 
-def join(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) -> dict[str, Any]:
+def join(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dict[str, Any]:
     """Begins to join ``channels``; ``rank``: of the engine's first process; ``timeout``: for all of it."""
-    channels = [WeightChannelAddress.model_validate(channel) for channel in order["channels"]]
-    receiver.join(channels, int(order["rank"]), float(order["timeout"]))
+    addresses = [WeightChannelAddress.model_validate(address) for address in command["channels"]]
+    receiver.join(addresses, int(command["rank"]), float(command["timeout"]))
     return {}
 
 
-def leave(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) -> dict[str, Any]:
+def leave(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dict[str, Any]:
+    """Leaves all channels."""
     receiver.leave()
     return {}
 
 
-def state(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) -> dict[str, Any]:
-    """What the engine holds: ``version`` and ``digest``, -1 and empty where that is not known, and the ``channels`` that it is in."""
+def state(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dict[str, Any]:
+    """Says what the engine holds: ``version`` and ``digest``, -1 and empty where that is not known, and the ``channels`` that it is in."""
     return {"version": receiver.version, "digest": receiver.digest, "channels": receiver.channels}
 
 
-def adopt(receiver: Receiver, order: Mapping[str, Any], watch: ReceiveDeadline) -> dict[str, Any]:
-    """Says what was loaded by other means: ``version``, ``tensors``: name → dtype, shape, digest. No tensors: nothing is known."""
-    tensors = {name: TensorDigest(dtype, tuple(shape), int(found)) for name, (dtype, shape, found) in order["tensors"].items()}
-    receiver.adopt(int(order["version"]), tensors)
+def adopt(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dict[str, Any]:
+    """Notes what was loaded by other means: ``version``, ``tensors``: name → dtype, shape, digest. No tensors: nothing is known."""
+    tensors = {name: TensorDigest(dtype, tuple(shape), int(found)) for name, (dtype, shape, found) in command["tensors"].items()}
+    receiver.adopt(int(command["version"]), tensors)
     return {"digest": receiver.digest}
 
+
+Verb = Callable[[Receiver, Fields, TransferDeadline], dict[str, Any]]
+"""What a command has done: the receiver, the command, how long it may take → the answer's fields. Raises MyxoError."""
 
 AT_ONCE: dict[str, Verb] = {"join": join, "leave": leave, "state": state, "adopt": adopt, "send_to_peer": send_to_peer}
 QUEUED: dict[str, Verb] = {"receive": receive, "receive_from_peer": receive_from_peer}
 """Verbs by who does them: the connection's thread, or the thread that owns the model."""
 
 
-def _verb(name: str) -> tuple[Verb, bool]:
-    """What does the order, and whether it needs the model. Raises BadMessage."""
-    if name in QUEUED:
-        return QUEUED[name], True
-    if name in AT_ONCE:
-        return AT_ONCE[name], False
-    raise BadMessage(f"order {name!r}: not one of {', '.join(sorted({*AT_ONCE, *QUEUED, 'abort'}))}")
-
-
 # ----------------------------------------------------------------------------------------------------------- session
 
 
 @dataclass
-class _Order:
-    fields: Mapping[str, Any]
+class _Command:
+    fields: Fields
     verb: Verb
-    watch: ReceiveDeadline
+    deadline: TransferDeadline
     answer: dict[str, Any] = field(default_factory=dict)
     begun: bool = False
     done: threading.Event = field(default_factory=threading.Event)
@@ -109,19 +99,18 @@ class CommandSession:
     """One rank's socket and queue.
 
     Args:
-        directory: private to this engine and its service. rank: in the engine's tensor parallelism. receiver: None where `serve` makes it.
+        directory: private to this engine and its service; the socket is ``rank-<r>.sock`` in it.
     """
 
-    def __init__(self, directory: Path, rank: int, receiver: Receiver | None = None) -> None:
-        self.directory, self.rank, self.receiver = directory, rank, receiver
-        self.stopping = threading.Event()
-        self._queue: queue.SimpleQueue[_Order] = queue.SimpleQueue()
-        self._held: list[_Order] = []  # queued or being done
+    def __init__(self, directory: Path, receiver: Receiver) -> None:
+        self.path, self.receiver = directory / f"rank-{receiver.rank}.sock", receiver
+        self._queue: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._held: list[_Command] = []  # queued or being done
         self._lock = threading.Lock()
         self._server: socketserver.ThreadingUnixStreamServer | None = None
 
     def open(self) -> None:
-        """Listens, on a thread; returns once orders can come."""
+        """Listens, on a thread; returns once commands can come."""
         session = self
 
         class Connection(socketserver.StreamRequestHandler):
@@ -129,44 +118,31 @@ class CommandSession:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits for the answer any more
                     session._handle(self)
 
-        path = socket_path(self.directory, self.rank)
-        opening = path.with_suffix(".opening")
+        opening = self.path.with_suffix(".opening")
         self._server = socketserver.ThreadingUnixStreamServer(str(opening), Connection)
         self._server.daemon_threads = True
         self._server.block_on_close = False
-        opening.rename(path)  # who sees it can connect
+        opening.rename(self.path)  # who sees it can connect
         SupervisedThread(self._server.serve_forever, "receiver", (0.5,)).start()
 
     def close(self) -> None:
-        """Hears of no more orders, and leaves all channels."""
-        self.stopping.set()
+        """Hears of no more commands, and leaves all channels."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
         self._abort()
-        if self.receiver is not None:
-            self.receiver.leave()
+        self.receiver.leave()
 
     def work(self, wait: float = 0.0) -> bool:
-        """Does the next queued order, on this thread. ``wait``: seconds to wait for one. Returns whether there was one; never raises."""
+        """Does the next queued command, on this thread. Returns whether there was one within ``wait`` seconds; never raises."""
         try:
-            order = self._queue.get(timeout=wait) if wait > 0 else self._queue.get_nowait()
+            command = self._queue.get(timeout=wait) if wait > 0 else self._queue.get_nowait()
         except queue.Empty:
             return False
-        order.begun = True
-        order.answer = self._done(order)
-        order.done.set()
+        command.begun = True
+        command.answer = self._do(command)
+        command.done.set()
         return True
-
-    def serve(self, model: Any, device: str = "cpu", model_path: str | None = None) -> None:
-        """What an engine does, in a plain process: opens the socket and does what comes, until ``stopping`` is set."""
-        self.receiver = Receiver(model, self.rank, device, model_path)
-        self.open()
-        try:
-            while not self.stopping.is_set():
-                self.work(wait=0.1)
-        finally:
-            self.close()
 
     # ---------------------------------------------------------------------------------------------------- connections
 
@@ -181,51 +157,53 @@ class CommandSession:
                 self._abort()
                 say({"ok": True})
                 return
-            verb, queued = _verb(name)
-            watch = ReceiveDeadline(float(fields.get("deadline", ORDER_SECONDS)))
-        except (MyxoError, ValueError, KeyError, TypeError, ImportError) as error:
+            verb = AT_ONCE.get(name) or QUEUED.get(name)
+            if verb is None:
+                raise BadMessage(f"command {name!r}: not one of {', '.join(sorted({*AT_ONCE, *QUEUED, 'abort'}))}")
+            command = _Command(fields, verb, TransferDeadline(float(fields.get("deadline", COMMAND_SECONDS))))
+        except (MyxoError, ValueError, KeyError, TypeError) as error:
             say(_failed(error))
             return
-        order = _Order(fields, verb, watch)
-        if not queued:
-            say(self._done(order))
-            return
+        if name in AT_ONCE:
+            say(self._do(command))
+        else:
+            self._wait_for(command, say)
+
+    def _wait_for(self, command: _Command, say: Callable[[dict[str, Any]], None]) -> None:
         with self._lock:
-            self._held.append(order)
-        self._queue.put(order)
+            self._held.append(command)
+        self._queue.put(command)
         say({"queued": True})
         try:
-            end = time.monotonic() + watch.left + ANSWER_MARGIN
-            while not order.done.wait(0.5) and time.monotonic() < end:
+            end = time.monotonic() + command.deadline.left + ANSWER_MARGIN
+            while not command.done.wait(0.5) and time.monotonic() < end:
                 pass
-            late = {"ok": False, "error": "nobody has done this order: the engine was not asked to", "touched": order.begun}
-            say(order.answer if order.done.is_set() else late)
+            late = {"ok": False, "error": "nobody has done this command: the engine was not asked to", "touched": command.begun}
+            say(command.answer if command.done.is_set() else late)
         finally:
             with self._lock:
-                self._held.remove(order)
-            order.watch.abort()  # should it still be queued, it is not done any more
+                self._held.remove(command)
+            command.deadline.abort()  # should it still be queued, it is not done any more
 
-    def _done(self, order: _Order) -> dict[str, Any]:
-        assert self.receiver is not None  # given, or made by serve
+    def _do(self, command: _Command) -> dict[str, Any]:
         try:
-            order.watch.look("its turn", "the engine")
-            return {"ok": True, **order.verb(self.receiver, order.fields, order.watch)}
+            command.deadline.check("its turn", "the engine")
+            return {"ok": True, **command.verb(self.receiver, command.fields, command.deadline)}
         except Exception as error:
             if not isinstance(error, MyxoError):
-                log.exception("order %r failed", order.fields.get("verb"))
+                log.exception("command %r failed", command.fields.get("verb"))
             return _failed(error)
 
     def _abort(self) -> None:
         """Ends what is under way or waits, and the joining of channels."""
         with self._lock:
             held = list(self._held)
-        for order in held:
-            order.watch.abort()
-            if not order.begun:
-                order.answer = {"ok": False, "error": "called off before it began", "touched": False}
-                order.done.set()
-        if self.receiver is not None:
-            self.receiver.abort()
+        for command in held:
+            command.deadline.abort()
+            if not command.begun:
+                command.answer = {"ok": False, "error": "called off before it began", "touched": False}
+                command.done.set()
+        self.receiver.abort()
 
 
 def _failed(error: BaseException) -> dict[str, Any]:

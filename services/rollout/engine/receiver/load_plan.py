@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,18 +21,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shared.transfer.bucket_ring import bucket_views
 from shared.transfer.manifest import Bucket
+
+log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 
 VIEWED_BUFFERS = 8
 """Of so many flat buffers a plan keeps its views: a channel has three, what a channel leaves behind is dropped when it is left."""
-
-
-def views(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket, as they lie in its flat buffer."""
-    for slot in bucket.slots:
-        yield slot.name, flat[slot.offset : slot.offset + slot.nbytes].view(getattr(torch, slot.dtype)).view(slot.shape)
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,34 @@ class LoadPlan:
         return found
 
 
+class BucketLoader:
+    """Loads one bucket, at every push anew."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.traced = False
+        self._plan: LoadPlan | None = None
+
+    def load(self, model: Any, flat: Tensor) -> None:
+        """Loads the bucket into the model, in the current stream's order."""
+        if not self.traced:
+            self._plan, obstacle = trace(model, self.bucket, flat)
+            self.traced = True
+            if self._plan is None:
+                first = self.bucket.slots[0].name
+                log.info("the bucket that begins with %s will always be loaded by the model itself: %s", first, obstacle)
+        elif self._plan is not None:
+            self._plan.replay(flat)
+        else:
+            with torch.no_grad():
+                model.load_weights(bucket_views(self.bucket, flat))
+
+    def forget(self) -> None:
+        """Lets go of all flat buffers."""
+        if self._plan is not None:
+            self._plan.forget()
+
+
 def trace(model: Any, bucket: Bucket, flat: Tensor) -> tuple[LoadPlan | None, str]:
     """Loads the bucket by ``load_weights``, and watches.
 
@@ -99,7 +125,7 @@ def trace(model: Any, bucket: Bucket, flat: Tensor) -> tuple[LoadPlan | None, st
     """
     before = _storages(model)
     watching = _Tracing(flat, before)
-    _load(model, views(bucket, flat), watching)
+    _load(model, bucket_views(bucket, flat), watching)
     after = _storages(model)
     if not watching.obstacle and after != before:
         watching.obstacle = "it replaced a parameter"
@@ -113,7 +139,7 @@ def compare(model: Any, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
     Raises NotImplementedError: ``load_weights`` does something to a parameter that cannot be compared.
     """
     comparing = _Comparing(bucket, flat, _storages(model))
-    _load(model, comparing.named(views(bucket, flat)), comparing)
+    _load(model, comparing.named(bucket_views(bucket, flat)), comparing)
     return comparing.differences
 
 

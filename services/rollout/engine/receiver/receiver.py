@@ -10,23 +10,25 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from services.rollout.engine.receiver import load_plan
-from services.rollout.engine.receiver.channel_receiver import WIRES, Aborted, BucketRing, ChannelReceiver, ReceiveDeadline, run_in_thread
+from services.rollout.engine.receiver.lora_adapter import merged
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.schema.messages import WeightChannelAddress
-from shared.transfer import digest
-from shared.transfer.digest import TensorDigest
-from shared.transfer.manifest import Bucket, Manifest, lay_out
+from shared.transfer.bucket_hashing import ManifestHasher
+from shared.transfer.bucket_ring import BucketRing, bucket_views
+from shared.transfer.digest import TensorDigest, version_digest
+from shared.transfer.group_channel import GroupReceiver
+from shared.transfer.manifest import Manifest, lay_out
+from shared.transfer.memory_channel import MemoryReceiver
+from shared.transfer.weight_channel import ChannelReceiver, TransferAborted, TransferDeadline, run_in_thread
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class ReceiveError(MyxoError):
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedPush:
     """A push that was received. ``bytes``: of all buckets. ``differences``: of a check, name → elements that differ."""
 
     digest: str
@@ -52,21 +54,17 @@ class Received:
     differences: dict[str, int]
 
 
-class Layout:
-    """What is kept of a bucket between pushes: how it is loaded and how its leaves lie."""
+class ManifestLayout:
+    """What is kept of a manifest between pushes: how its buckets are loaded and hashed."""
 
-    def __init__(self, bucket: Bucket, device: torch.device) -> None:
-        self.bucket = bucket
-        self.plan: load_plan.LoadPlan | None = None
-        self.traced = False
-        self.table = digest.leaf_table(bucket)
-        if device.type == "cuda":
-            self.device_table = torch.from_numpy(self.table).to(device)
-            self.leaves = torch.empty(len(self.table), dtype=torch.int64, pin_memory=True)
+    def __init__(self, manifest: Manifest, device: torch.device) -> None:
+        self.manifest = manifest
+        self.loaders = [load_plan.BucketLoader(bucket) for bucket in manifest.buckets]
+        self.hasher = ManifestHasher(manifest, device)
 
 
 class Receiver:
-    """One rank's receiver. All but `join`, `leave`, `abort` and the properties is for the thread that owns the model.
+    """One rank's receiver. Only `join`, `leave`, `abort` and the properties are for other threads than the model's.
 
     Args:
         model: any module with ``load_weights(names and tensors)``. rank: in the engine's tensor parallelism. model_path: the checkpoint
@@ -77,12 +75,12 @@ class Receiver:
         self.model, self.rank, self.device, self.model_path = model, rank, torch.device(device), model_path
         self.known: dict[str, TensorDigest] = {}
         self.version = -1
-        self.before_change: set[Callable[[str], None]] = set()  # of those who read parameters meanwhile: told why they must stop
+        self.before_change: set[Callable[[str], None]] = set()  # of those who read parameters meanwhile: called with why they must stop
         self._digest: str | None = ""
-        self._channels: _Channels | None = None
+        self._channels: _JoinedChannels | None = None
         self._called_off: frozenset[str] = frozenset()  # channels that an abort has left while they were being joined
         self._rings: list[BucketRing] = []
-        self._layouts: dict[str, list[Layout]] = {}  # by manifest
+        self._layouts: dict[str, ManifestLayout] = {}  # by manifest
         self._parameters: list[int] = []
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
@@ -92,7 +90,7 @@ class Receiver:
     def digest(self) -> str:
         """Of all tensors that it knows; empty where it knows none."""
         if self._digest is None:
-            self._digest = digest.version_digest(self.known) if self.known else ""
+            self._digest = version_digest(self.known) if self.known else ""
         return self._digest
 
     def adopt(self, version: int, known: Mapping[str, TensorDigest]) -> None:
@@ -110,49 +108,48 @@ class Receiver:
         for stop in list(self.before_change):
             stop(reason)
 
-    # ---------------------------------------------------------------------------------------------------------- channels
+    # ------------------------------------------------------------------------------------------------------- channels
 
     @property
     def channels(self) -> list[str]:
         """Those that it has joined, or is joining."""
-        return [] if self._channels is None else [wire.name for wire in self._channels.wires]
+        return [] if self._channels is None else [channel.name for channel in self._channels.all]
 
-    def join(self, channels: Sequence[WeightChannelAddress], first_rank: int, seconds: float) -> None:
-        """Leaves what it was in and joins these, one after the other, on a thread; `receive` waits for it.
+    def join(self, addresses: Sequence[WeightChannelAddress], first_rank: int, seconds: float) -> None:
+        """Leaves the channels that it was in and joins these on a thread; `receive` waits for it.
 
         Args:
             first_rank: of the engine's first process, in all channels. seconds: for joining.
         """
         self.leave()
-        while len(self._rings) < len(channels):
+        while len(self._rings) < len(addresses):
             self._rings.append(BucketRing(self.device))
-        rank = first_rank + self.rank
-        wires = [WIRES[channel.kind](channel, rank, ring, self.device) for channel, ring in zip(channels, self._rings, strict=False)]
-        self._channels = _Channels(wires, ReceiveDeadline(seconds, "the channels are given up"))
+        channels = [self._end(address, first_rank + self.rank, ring) for address, ring in zip(addresses, self._rings, strict=False)]
+        self._channels = _JoinedChannels(channels, TransferDeadline(seconds, "the channels are given up"))
 
     def leave(self) -> None:
-        """Leaves all channels."""
+        """Leaves all channels, and lets go of their buffers."""
         channels, self._channels = self._channels, None
         if channels is not None:
-            channels.abort()
-        self.drop_views()
+            channels.leave()
+        for layout in list(self._layouts.values()):
+            for loader in layout.loaders:
+                loader.forget()
 
     def abort(self) -> None:
-        """Leaves channels that are still being joined. A push on its way in is ended by its own watch."""
+        """Leaves channels that are still being joined. A push on its way in is ended by its own deadline."""
         if self._channels is not None and not self._channels.joined:
             self._called_off = frozenset(self.channels)
             self.leave()
 
-    def drop_views(self) -> None:
-        """Lets go of all flat buffers, which may not be there any more."""
-        for layouts in list(self._layouts.values()):
-            for layout in layouts:
-                if layout.plan is not None:
-                    layout.plan.forget()
+    def _end(self, address: WeightChannelAddress, rank: int, ring: BucketRing) -> ChannelReceiver:
+        if address.kind == "memory":
+            return MemoryReceiver(address, rank, self.device)
+        return GroupReceiver(address, rank, self.device, ring)
 
     # ------------------------------------------------------------------------------------------------------ receiving
 
-    def receive(self, version: int, push: int, channels: Sequence[str], watch: ReceiveDeadline, *, check: bool = False) -> Received:
+    def receive(self, version: int, push: int, channels: Sequence[str], deadline: TransferDeadline, *, check: bool = False) -> ReceivedPush:
         """Takes one push from these channels and loads it, or compares it with what the model holds.
 
         Channels that a push has failed on are left: what is on its way over them belongs to nobody.
@@ -160,60 +157,44 @@ class Receiver:
         Raises:
             ReceiveError: whatever went wrong.
         """
-        intake = _Intake(self, version, push, check, watch)
+        reception = _Reception(self, version, push, check, deadline)
         if not check:
             self.disturb(f"a push of version {version} begins")
         try:
-            return intake.run(self._joined(channels, watch))
+            return reception.run(self._joined(channels, deadline))
         except Exception as error:
             if not isinstance(error, MyxoError):
                 log.exception("push %d of version %d was not received", push, version)
-            if intake.touched:
+            if reception.touched:
                 self.adopt(-1, {})
             self.leave()
-            self.settle()
+            self._settle()
             reason = str(error) if isinstance(error, MyxoError) else f"{type(error).__name__}: {error}"
-            raise ReceiveError(reason, intake.touched) from error
+            raise ReceiveError(reason, reception.touched) from error
 
-    def _joined(self, names: Sequence[str], watch: ReceiveDeadline) -> list[ChannelReceiver]:
+    def _joined(self, names: Sequence[str], deadline: TransferDeadline) -> list[ChannelReceiver]:
         channels = self._channels
-        if channels is None and self._called_off.issuperset(names):  # the order was on its way when its abort came
-            raise Aborted(f"the joining of channels {sorted(names)} was called off")
+        if channels is None and self._called_off.issuperset(names):  # the command was on its way when its abort came
+            raise TransferAborted(f"the joining of channels {sorted(names)} was called off")
         if channels is None or set(names) - set(self.channels):
             raise BadMessage(f"channels {sorted(names)} are to be received from; this engine has joined {self.channels or 'none'}")
-        channels.wait(watch)
-        return [wire for wire in channels.wires if wire.name in names]
+        channels.wait(deadline)
+        return [channel for channel in channels.all if channel.name in names]
 
-    def layouts(self, manifest: Manifest) -> list[Layout]:
-        """What is kept of the manifest's buckets."""
+    def layout(self, manifest: Manifest) -> ManifestLayout:
+        """Returns what is kept of a manifest."""
         parameters = [tensor.data_ptr() for tensor in load_plan.parameters_of(self.model)]
         if parameters != self._parameters:  # replaced since: what was traced leads elsewhere
             self._layouts, self._parameters = {}, parameters
-        found = self._layouts.pop(manifest.id, None)
-        if found is None:
-            found = [Layout(bucket, self.device) for bucket in manifest.buckets]
-            while len(self._layouts) >= KEPT_LAYOUTS:
-                del self._layouts[next(iter(self._layouts))]
+        found = self._layouts.pop(manifest.id, None) or ManifestLayout(manifest, self.device)
+        while len(self._layouts) >= KEPT_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
         self._layouts[manifest.id] = found
         return found
 
-    def load(self, layout: Layout, flat: Tensor) -> None:
-        """Loads one bucket, in the current stream's order."""
-        if not layout.traced:
-            layout.plan, obstacle = load_plan.trace(self.model, layout.bucket, flat)
-            layout.traced = True
-            if layout.plan is None:
-                first = layout.bucket.slots[0].name
-                log.info("the bucket that begins with %s will always be loaded by the model itself: %s", first, obstacle)
-        elif layout.plan is not None:
-            layout.plan.replay(flat)
-        else:
-            with torch.no_grad():
-                self.model.load_weights(load_plan.views(layout.bucket, flat))
-
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Loading's own stream, on a GPU; it begins once all that the device was told before is done."""
+        """Makes loading's own stream the current one, on a GPU; it begins once all that the device was told before is done."""
         if self._stream is None:
             yield
         else:
@@ -221,20 +202,20 @@ class Receiver:
             with torch.cuda.stream(self._stream):
                 yield
 
-    def settle(self, seconds: float = 5.0) -> None:
+    def _settle(self, seconds: float = 5.0) -> None:
         """Waits until nothing that was told to loading's stream is under way."""
         end = time.monotonic() + seconds
         while self._stream is not None and not self._stream.query() and time.monotonic() < end:
             time.sleep(0.001)
 
 
-class _Channels:
-    """Wires that are being joined, one after the other, in the same order on all engines: NCCL's communicators are made alike."""
+class _JoinedChannels:
+    """Channels that are being joined, one after the other, in the same order on all engines: NCCL's communicators are made alike."""
 
-    def __init__(self, wires: list[ChannelReceiver], watch: ReceiveDeadline) -> None:
-        self.wires, self._watch = wires, watch
-        self._ended = threading.Event()
-        self._present: ChannelReceiver | None = None
+    def __init__(self, channels: list[ChannelReceiver], deadline: TransferDeadline) -> None:
+        self.all, self._deadline = channels, deadline
+        self._left = threading.Event()
+        self._present = channels[0]
         self._joining = run_in_thread(self._join, "join-channels")
 
     @property
@@ -242,104 +223,110 @@ class _Channels:
         """Whether joining has ended well."""
         return self._joining.done() and self._joining.exception() is None
 
-    def wait(self, watch: ReceiveDeadline) -> None:
-        """Returns once all are joined. Raises what joining did, or Aborted, or DeadlineExceeded that names who is missing."""
+    def wait(self, deadline: TransferDeadline) -> None:
+        """Returns once all are joined. Raises what joining raised, or TransferAborted, or DeadlineExceeded that names who is missing."""
         try:
-            watch.until(self._joining.done, "the channels' joining", "the channels' members")
-        except DeadlineExceeded as error:
-            present = self._present or self.wires[0]
-            raise DeadlineExceeded(f"the joining of channel {present.name}", present.missing(), error.seconds, error.next_action) from None
+            deadline.until(self._joining.done, "the channels' joining", "the channels' members")
+        except DeadlineExceeded:
+            present = self._present
+            what = f"the joining of channel {present.name}"
+            raise DeadlineExceeded(what, present.awaited_from, deadline.seconds, deadline.next_action) from None
         self._joining.result()
 
-    def abort(self) -> None:
-        self._ended.set()
-        self._watch.abort()
-        for wire in self.wires:
-            wire.abort()
-            wire.close()
+    def leave(self) -> None:
+        self._left.set()
+        self._deadline.abort()
+        for channel in self.all:
+            channel.close()
 
     def _join(self) -> None:
-        for wire in self.wires:
-            self._present = wire
-            wire.join(self._watch)
-            if self._ended.is_set():
-                wire.abort()
-                wire.close()
+        for channel in self.all:
+            self._present = channel
+            channel.join(self._deadline)
+            if self._left.is_set():
+                channel.close()
 
 
-class _Intake:
+@dataclass
+class _Stream:
+    """One channel's part of a push."""
+
+    channel: ChannelReceiver
+    layout: ManifestLayout
+    first: Tensor | None = None
+    adapter: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.layout.manifest
+
+
+class _Reception:
     """One push on its way in."""
 
-    def __init__(self, receiver: Receiver, version: int, push: int, check: bool, watch: ReceiveDeadline) -> None:
-        self._receiver, self._version, self._push, self._check, self._watch = receiver, version, push, check, watch
+    def __init__(self, receiver: Receiver, version: int, push: int, check: bool, deadline: TransferDeadline) -> None:
+        self._receiver, self._version, self._push, self._check, self._deadline = receiver, version, push, check, deadline
         self.touched = False
-        self._found: dict[str, TensorDigest] = {}
-        self._hashing: deque[tuple[Layout, torch.cuda.Event]] = deque()
+        self._streams: list[_Stream] = []
         self._differences: dict[str, int | Tensor] = {}
-        self._adapters: list[tuple[Manifest, dict[str, Tensor]]] = []
 
-    def run(self, wires: Sequence[ChannelReceiver]) -> Received:
-        receiver, started = self._receiver, time.monotonic()
+    def run(self, channels: Sequence[ChannelReceiver]) -> ReceivedPush:
+        started, receiver = time.monotonic(), self._receiver
         with receiver.on_stream():  # before any broadcast is issued: beginning waits for the device, and a broadcast may never end
-            manifests = [wire.manifest(self._push, self._watch) for wire in wires]
-            self._take_all(wires, manifests)
-            for manifest, tensors in self._adapters:
-                self._merge(manifest, tensors)
-            self._drain(wires)
-        differences = {name: int(count) for name, count in self._differences.items()}
-        if not self._check and self._adapters:  # over its own checkpoint, whatever it held before: they are all that there is to know
-            receiver.adopt(self._version, self._found)
+            manifests = [channel.manifest(self._push, self._deadline) for channel in channels]
+            self._streams = [_Stream(channel, receiver.layout(manifest)) for channel, manifest in zip(channels, manifests, strict=True)]
+            self._take_all()
+            for stream in self._streams:
+                self._merge(stream)
+            self._drain()
+        found = {name: known for stream in self._streams for name, known in stream.layout.hasher.digests().items()}
+        differences = {name: int(count) for name, count in self._differences.items() if int(count)}
+        if not self._check and any(stream.adapter for stream in self._streams):
+            receiver.adopt(self._version, found)  # over its own checkpoint, whatever it held before: they are all that there is to know
         elif not self._check:
-            receiver.learn(self._version, self._found)
-        elif not any(differences.values()):
-            receiver.learn(receiver.version, self._found)
-        size = sum(bucket.nbytes for manifest in manifests for bucket in manifest.buckets)
-        seconds = time.monotonic() - started
-        named = digest.version_digest(receiver.known | self._found) if self._check else receiver.digest
-        return Received(named, size, seconds, {name: count for name, count in differences.items() if count})
+            receiver.learn(self._version, found)
+        elif not differences:
+            receiver.learn(receiver.version, found)
+        nbytes = sum(bucket.nbytes for manifest in manifests for bucket in manifest.buckets)
+        digest = version_digest(receiver.known | found) if self._check else receiver.digest
+        return ReceivedPush(digest, nbytes, time.monotonic() - started, differences)
 
-    def _take_all(self, wires: Sequence[ChannelReceiver], manifests: Sequence[Manifest]) -> None:
-        """Every channel's buckets in turn: the same order on all engines. Nothing is loaded before every channel has brought one."""
-        receiver = self._receiver
-        layouts = [receiver.layouts(manifest) for manifest in manifests]
-        flats = [
-            wire.take(0, manifest.buckets[0].nbytes, self._watch) if manifest.buckets else None
-            for wire, manifest in zip(wires, manifests, strict=True)
-        ]
-        adapters: list[dict[str, Tensor]] = [{} for _ in wires]
-        for number in range(max((len(manifest.buckets) for manifest in manifests), default=0)):
-            for channel, (wire, manifest) in enumerate(zip(wires, manifests, strict=True)):
-                if number >= len(manifest.buckets):
-                    continue
-                layout, flat = layouts[channel][number], flats[channel]
-                if flat is None:
-                    flat = wire.take(number, layout.bucket.nbytes, self._watch)
-                flats[channel] = None
-                if manifest.kind == "adapter":
-                    adapters[channel] |= {name: tensor.clone() for name, tensor in load_plan.views(layout.bucket, flat)}
-                else:
-                    self._load(layout, flat)
-                self._hash(layout, flat)
-                wire.release(number)
-                self._gather()
-        self._adapters = [(manifest, held) for manifest, held in zip(manifests, adapters, strict=True) if held]
+    def _take_all(self) -> None:
+        """Takes every channel's buckets in turn: the same order on all engines. Nothing is loaded before every channel has brought one."""
+        for stream in self._streams:
+            stream.layout.hasher.begin()
+            if stream.manifest.buckets:
+                stream.first = stream.channel.take(0, stream.manifest.buckets[0].nbytes, self._deadline)
+        for index in range(max((len(stream.manifest.buckets) for stream in self._streams), default=0)):
+            for stream in self._streams:
+                if index < len(stream.manifest.buckets):
+                    self._take(stream, index)
 
-    def _load(self, layout: Layout, flat: Tensor) -> None:
-        if self._check:
-            for name, count in load_plan.compare(self._receiver.model, layout.bucket, flat).items():
+    def _take(self, stream: _Stream, index: int) -> None:
+        bucket, flat = stream.manifest.buckets[index], stream.first
+        if flat is None:
+            flat = stream.channel.take(index, bucket.nbytes, self._deadline)
+        stream.first = None
+        if stream.manifest.kind == "adapter":
+            stream.adapter |= {name: tensor.clone() for name, tensor in bucket_views(bucket, flat)}
+        elif self._check:
+            for name, count in load_plan.compare(self._receiver.model, bucket, flat).items():
                 self._differences[name] = self._differences.get(name, 0) + count
         else:
             self.touched = True
-            self._receiver.load(layout, flat)
+            stream.layout.loaders[index].load(self._receiver.model, flat)
+        stream.layout.hasher.take(index, flat)
+        stream.channel.release(index)
+        self._poll()
 
-    def _merge(self, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
-        """Lays an adapter over the base weights."""
-        from services.rollout.engine.receiver.lora_adapter import merged
-
+    def _merge(self, stream: _Stream) -> None:
+        """Lays a channel's adapter over the base weights."""
         receiver = self._receiver
+        if not stream.adapter:
+            return
         if receiver.model_path is None:
             raise BadMessage("an adapter came, but the engine's checkpoint, over which it is to be laid, is not known")
-        made = merged(manifest, tensors, Path(receiver.model_path))
+        made = merged(stream.manifest, stream.adapter, Path(receiver.model_path))
         if self._check:
             for name, tensor in made:
                 bucket = lay_out([(name, "float32", tuple(tensor.shape))], tensor.nbytes).buckets[0]
@@ -350,35 +337,15 @@ class _Intake:
         with torch.no_grad():
             receiver.model.load_weights(made)
 
-    def _hash(self, layout: Layout, flat: Tensor) -> None:
-        if self._receiver.device.type == "cuda":
-            from shared.transfer import digest_kernel
-
-            layout.leaves.copy_(digest_kernel.leaves(flat, layout.device_table), non_blocking=True)
-            hashed = torch.cuda.Event()
-            hashed.record()
-            self._hashing.append((layout, hashed))
-        else:
-            self._found |= digest.tensors(layout.bucket, digest.leaves(flat.numpy(), layout.table))
-
-    def _gather(self) -> None:
-        """Digests of buckets whose leaves the device has hashed by now."""
-        while self._hashing and self._hashing[0][1].query():
-            layout, _ = self._hashing.popleft()
-            self._found |= digest.tensors(layout.bucket, layout.leaves.numpy().view(np.uint64))
-
-    def _drain(self, wires: Sequence[ChannelReceiver]) -> None:
+    def _drain(self) -> None:
         """Waits until the device has done all that it was told."""
         if self._receiver.device.type == "cuda":
-            told = torch.cuda.Event()
-            told.record()
+            last = torch.cuda.Event()
+            last.record()
+            self._deadline.until(last.query, f"the end of loading push {self._push}", "this engine's device", self._poll, eager=True)
+        for stream in self._streams:
+            stream.channel.finish(self._deadline)
 
-            what = f"the end of loading push {self._push}"
-            self._watch.until(told.query, what, "this engine's device", self._gather, eager=True)
-            self._gather()
-        for wire in wires:
-            wire.finish(self._watch)
-
-
-Verb = Callable[["Receiver", Mapping[str, Any], ReceiveDeadline], dict[str, Any]]
-"""What an order has done: the receiver, the order, how long it may take → the answer's fields. Raises MyxoError."""
+    def _poll(self) -> None:
+        for stream in self._streams:
+            stream.layout.hasher.poll()

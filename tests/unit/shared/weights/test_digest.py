@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.runtime.errors import BadMessage
 from shared.transfer import digest
-from shared.transfer.bucket_hashing import Hasher
+from shared.transfer.bucket_hashing import ManifestHasher
 from shared.transfer.manifest import ALIGNMENT, ITEM_BYTES, Manifest, lay_out, lay_out_units
 
 shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
@@ -19,23 +20,14 @@ specs = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes), min_siz
 )
 
 
-class Flat(np.ndarray):
-    """A bucket on the CPU, as the hasher asks it."""
-
-    is_cuda = False
-
-    def numpy(self) -> np.ndarray:
-        return np.asarray(self)
-
-
 def digest_of(manifest: Manifest, content: dict[str, bytes]) -> str:
-    hasher = Hasher(lambda table: table)
-    for bucket in manifest.buckets:
+    hasher = ManifestHasher(manifest, torch.device("cpu"))
+    for index, bucket in enumerate(manifest.buckets):
         flat = np.random.default_rng(0).integers(0, 256, bucket.nbytes).astype(np.uint8)  # between the tensors lies anything
         for slot in bucket.slots:
             flat[slot.offset : slot.offset + slot.nbytes] = np.frombuffer(content[slot.name], np.uint8)
-        hasher.take(bucket, flat.view(Flat))
-    return digest.version_digest(hasher.known())
+        hasher.take(index, torch.from_numpy(flat))
+    return digest.version_digest(hasher.digests())
 
 
 @given(specs, st.integers(1, 20_000), st.integers(1, 20_000))

@@ -13,8 +13,8 @@ from services.trainer.actor import Actor
 from services.trainer.megatron.adapters import Adapters
 from services.trainer.megatron.frozen_weights import FrozenWeights
 from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
-from services.trainer.weights.adapter_stage import AdapterExport
-from services.trainer.weights.stage_export import view
+from services.trainer.weights.stage_export import AdapterExport
+from shared.transfer.bucket_ring import slot_view
 from shared.transfer.manifest import Manifest
 from tests.unit.trainer.megatron.rank_steps import actor, exported, steps
 from tests.unit.trainer.megatron.tiny import pack, sequences
@@ -74,11 +74,11 @@ def pushed(hf_dir: Path, config: dict[str, Any]) -> tuple[Manifest, dict[str, Te
     model = actor(hf_dir, **config)
     steps(model, 1)
     groups = GatherGroups.own()
-    cargo = GatherPlan(model.model, groups)
-    export, sent = AdapterExport(cargo, bucket_bytes=1500), {}
+    plan = GatherPlan(model.model, groups)
+    export, sent = AdapterExport(plan, bucket_bytes=1500), {}
     for number, bucket in enumerate(export.manifest.buckets):
-        flat = torch.empty(bucket.nbytes, dtype=torch.uint8) if cargo.is_source else None
+        flat = torch.empty(bucket.nbytes, dtype=torch.uint8) if plan.is_source else None
         export.fill(number, flat)
-        sent |= {slot.name: view(flat, slot).clone() for slot in bucket.slots} if flat is not None else {}
+        sent |= {slot.name: slot_view(flat, slot).clone() for slot in bucket.slots} if flat is not None else {}
     groups.leave()
     return export.manifest, sent

@@ -24,10 +24,11 @@ from services.trainer.objective import PolicyLoss
 from services.trainer.objective.loss import ValueLoss
 from services.trainer.packing import PackedBatch
 from services.trainer.trainer_settings import TrainerSettings
-from services.trainer.weights.stage_export import StageExport, view
+from services.trainer.weights.stage_export import StageExport
 from shared.config.algorithm import AlgorithmSection
 from shared.config.trainer_section import TrainerSection
 from shared.runtime.errors import MyxoError
+from shared.transfer.bucket_ring import slot_view
 from tests.unit.trainer.megatron.tiny import VOCAB, pack, sequences
 
 TIMEOUT_SECONDS = 60.0
@@ -266,18 +267,18 @@ def load_and_export(hf_dir: Path, config: dict[str, Any]) -> tuple[dict[str, Ten
 
 
 def pushed(model: Actor, bucket_bytes: int = 4096) -> dict[str, Tensor]:
-    """What the lane of this rank's pipeline stage would carry, if this is its source; the last of two pushes over two buffers."""
-    cargo = GatherPlan(model.model, GatherGroups.own())
-    stage = StageExport(cargo, bucket_bytes)
+    """What the channel of this rank's pipeline stage would carry, if this is its source; the last of two pushes over two buffers."""
+    plan = GatherPlan(model.model, GatherGroups.own())
+    stage = StageExport(plan, bucket_bytes)
     buckets, found = stage.manifest.buckets, {}
     ring = [torch.zeros(max(bucket.nbytes for bucket in buckets), dtype=torch.uint8) for _ in range(2)]
     for _ in range(2):
         for number, bucket in enumerate(buckets):
-            flat = ring[number % 2][: bucket.nbytes].zero_() if cargo.is_source else None
+            flat = ring[number % 2][: bucket.nbytes].zero_() if plan.is_source else None
             stage.fill(number, flat)
             if flat is not None:
-                found |= {slot.name: view(flat, slot).clone() for slot in bucket.slots}
-    cargo.groups.leave()
+                found |= {slot.name: slot_view(flat, slot).clone() for slot in bucket.slots}
+    plan.groups.leave()
     return found
 
 

@@ -1,0 +1,157 @@
+"""Who takes part in a push, when the channels are made anew, and what a failure means. Pure: no clock, no requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from services.trainer.commands import Push
+from shared.bus.registry import CATCHING_UP
+from shared.schema.messages import ServiceStatus
+
+OFFER_SECONDS = 5.0
+"""How long a replica has to say that it can take a version."""
+
+ABORT_SECONDS = 10.0
+"""How long replicas have to answer that they know of a push's end."""
+
+BACK_OFF_SECONDS = 1.0
+BACK_OFF_MOST = 60.0
+"""A replica that failed a push is offered the next one after 1, 2, 4, … seconds, 60 at most."""
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """What a push did.
+
+    Args:
+        replicas: that serve the version now. seconds: from the offer to the last commit. wire_seconds: from the first bucket's export until
+            the last replica had loaded and checked everything. engine_seconds: of the slowest engine, from its first wait for a bucket to
+            the last one's loading and checking. stall: seconds that the trainer waited for it; the rest ran beside the training.
+            bytes: sent, by all stages together. digest: of the version.
+    """
+
+    version: int
+    replicas: list[str]
+    seconds: float
+    wire_seconds: float
+    engine_seconds: float
+    stall: float
+    bytes: int
+    digest: str
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.bytes / max(self.wire_seconds, 1e-9) / 1e9
+
+
+@dataclass(frozen=True, order=True)
+class Target:
+    """A replica to push to: its name, which life of its engine's weights, and the engine's ranks in a channel."""
+
+    instance: str
+    incarnation: str
+    ranks: int
+
+
+class PushSchedule:
+    """What a trainer knows of the replicas beside their statuses. ``members``: of the channels there are."""
+
+    def __init__(self) -> None:
+        self.members: tuple[Target, ...] = ()
+        self._served: dict[str, tuple[str, int]] = {}  # instance → (incarnation, version) that it confirmed to us
+        self._failures: dict[str, tuple[str, int, float]] = {}  # instance → (life of its process, in a row, not before)
+        self._digests: set[str] = set()  # of versions that were pushed in this life
+        self._number = 0
+
+    def behind(self, statuses: Iterable[ServiceStatus], version: int, now: float) -> tuple[Target, ...]:
+        """Returns those that do not serve ``version`` yet and may be offered it. ``now``: monotonic seconds."""
+        found = [status for status in statuses if status.state != CATCHING_UP and self._is_behind(status, version, now)]
+        return tuple(sorted(Target(status.instance, status.incarnation, status.ranks) for status in found))
+
+    def next_push(self, version: int, targets: Sequence[Target], digests: Mapping[str, str], *, skip_unchanged: bool) -> Push | None:
+        """Returns the push to begin, to those targets that said they can take it; they are the members from now on.
+
+        Args:
+            digests: what each of these said it holds, by instance. skip_unchanged: leave out frozen parameters where all have them.
+        """
+        members = tuple(target for target in targets if target.instance in digests)
+        if not members:
+            return None
+        renewed, self.members = members != self.members, members
+        self._number += 2  # a check of the push has the odd number behind it
+        return Push(
+            version,
+            self._number,
+            engine_ranks=sum(target.ranks for target in members) if renewed else 0,
+            partial=skip_unchanged and self._digests.issuperset(digests.values()),
+        )
+
+    def first_rank(self, target: Target) -> int:
+        """Returns the rank in a channel of a member's first engine process; rank 0 is the source."""
+        return 1 + sum(other.ranks for other in self.members[: self.members.index(target)])
+
+    def confirmed(self, targets: Iterable[Target], version: int, digest: str) -> None:
+        """These serve a version."""
+        self._digests.add(digest)
+        for target in targets:
+            self._served[target.instance] = (target.incarnation, version)
+            self._failures.pop(target.instance, None)
+
+    def failed(self, targets: Iterable[Target], culprits: Iterable[str], now: float) -> None:
+        """A push has failed for these; the channels have members too many, so the next push makes new ones."""
+        targets, self.members = list(targets), ()
+        self.blame([target for target in targets if target.instance in culprits], now)
+        self.forget(target.instance for target in targets)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """What these serve is not known any more."""
+        for name in names:
+            self._served.pop(name, None)
+
+    def blame(self, targets: Iterable[Target], now: float) -> None:
+        """These are not offered anything for a while, longer each time; a new process of that name begins without blame."""
+        for target in targets:
+            life, count, _ = self._failures.get(target.instance, ("", 0, 0.0))
+            count = count + 1 if life == _life(target.incarnation) else 1
+            pause = min(BACK_OFF_MOST, BACK_OFF_SECONDS * 2 ** (count - 1))
+            self._failures[target.instance] = (_life(target.incarnation), count, now + pause)
+
+    def _is_behind(self, status: ServiceStatus, version: int, now: float) -> bool:
+        served = status.version
+        incarnation, confirmed = self._served.get(status.instance, ("", -1))
+        if incarnation == status.incarnation:  # the status may be older than the commit; a fenced replica has a new incarnation
+            served = max(served, confirmed)
+        blamed, _, not_before = self._failures.get(status.instance, ("", 0, 0.0))
+        return served < version and (now >= not_before or blamed != _life(status.incarnation))
+
+
+def _life(incarnation: str) -> str:
+    """Returns the process's part of an incarnation: what follows counts its engine's losses of weights."""
+    return incarnation.partition(".")[0]
+
+
+def culprits_of(members: Sequence[Target], answered: Iterable[str], errors: Mapping[str, str], gone: Mapping[str, str]) -> dict[str, str]:
+    """Returns to whom a push whose channels broke is put down, and why.
+
+    A channel that breaks fails every member of its group, and those that live say so; whoever says nothing has broken it.
+
+    Args:
+        answered: instances whose engines received everything. errors: instance → what it said went wrong. gone: instance → why it counts
+            as gone, by the registry.
+    """
+    if gone:
+        return dict(gone)
+    heard = {name: "" for name in answered} | dict(errors)
+    silent = {target.instance: "it did not answer" for target in members if target.instance not in heard}
+    return silent or {target.instance: heard[target.instance] for target in members}
+
+
+def reason_gone(target: Target, statuses: Mapping[str, ServiceStatus]) -> str | None:
+    """Returns why a member of a push counts as gone, by the registry; None while it lives."""
+    status = statuses.get(target.instance)
+    if status is None:
+        return "its heartbeat has stopped"
+    if status.incarnation != target.incarnation:
+        return "its engine has lost its weights"
+    return None

@@ -1,0 +1,141 @@
+"""One rank's part in a push: its pipeline stage's export, and where it is the stage's source, the channel that carries it."""
+
+from __future__ import annotations
+
+import datetime
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from services.trainer.megatron import runtime
+from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
+from services.trainer.megatron.gpt_model import MegatronModel
+from services.trainer.weights.stage_export import AdapterExport, StageExport
+from shared.runtime.own_address import own_address
+from shared.schema.messages import WeightChannelAddress
+from shared.transfer.bucket_hashing import ManifestHasher
+from shared.transfer.digest import TensorDigest
+from shared.transfer.group_channel import GroupSender
+from shared.transfer.memory_channel import MemorySender
+from shared.transfer.weight_channel import ChannelBroken, ChannelSender
+
+ChannelKind = Literal["group", "memory"]
+SENDERS: dict[ChannelKind, type[ChannelSender]] = {"group": GroupSender, "memory": MemorySender}
+
+
+@dataclass(frozen=True)
+class SentPush:
+    """What one rank has sent of a push. ``known``: the tensors, by their digests. ``error``: why not everything went out."""
+
+    bytes: int
+    known: dict[str, TensorDigest]
+    error: str | None
+
+
+class StageSender:
+    """All ranks construct it together; every method but `abort` is a collective of all of them, called on one thread.
+
+    Args:
+        seconds: a push may take. bucket_bytes, dtype: see `StageExport`.
+    """
+
+    def __init__(self, model: MegatronModel, kind: ChannelKind, seconds: float, bucket_bytes: int, dtype: str | None = None) -> None:
+        self.plan = GatherPlan(model, GatherGroups.own())
+        self._kind, self._bucket_bytes, self._dtype = kind, bucket_bytes, dtype
+        self._life = secrets.token_hex(4)  # a channel of an earlier life must not be taken for one of this
+        self._exports: dict[bool, tuple[StageExport | AdapterExport, ManifestHasher]] = {}
+        self._channel: ChannelSender | None = None
+        self._hasher: ManifestHasher | None = None  # of the push under way
+        limit = datetime.timedelta(seconds=seconds + runtime.timeout_seconds())
+        self._ranks = dist.new_group(backend="gloo", timeout=limit) if dist.get_world_size() > 1 else None
+
+    def open(self, number: int, engine_ranks: int) -> list[WeightChannelAddress]:
+        """Makes new channels in the place of what there were: one for each pipeline stage. ``number``: of the push."""
+        self.drop()
+        addresses = []
+        if self.plan.is_source:
+            name = f"myxo-{self._life}-{number}-{self.plan.stage}"
+            self._channel = SENDERS[self._kind](name, own_address(), 1 + engine_ranks, runtime.device())
+            addresses = [self._channel.address.model_dump()]
+        return [WeightChannelAddress.model_validate(address) for of_rank in self.agree(addresses) for address in of_rank]
+
+    def join(self, seconds: float) -> None:
+        """Waits for the engines. Raises ChannelBroken on the ranks whose channel was not joined."""
+        if self._channel is not None:
+            self._channel.join(seconds)
+
+    def stream(self, number: int, *, partial: bool, seconds: float) -> SentPush:
+        """Exports and sends everything. Never raises for a channel that breaks: other ranks wait for this one in the export.
+
+        Args:
+            partial: without what is frozen. Returns before the last buckets have arrived: see `finish`.
+        """
+        (export, hasher), channel, sent = self._export(partial), self._channel, 0
+        hasher.begin()
+        self._hasher = hasher
+        error = None if channel is None else _error_of(lambda: channel.announce(number, export.manifest, seconds))
+        for index, bucket in enumerate(export.manifest.buckets):
+            flat: torch.Tensor | None = None
+            try:
+                if channel is not None and error is None:
+                    flat = channel.buffer(index, bucket.nbytes)
+            except ChannelBroken as broken:
+                error = str(broken)
+            export.fill(index, flat)
+            if channel is not None and flat is not None:
+                error = _error_of(lambda i=index, full=flat: channel.send(i, full))  # type: ignore[misc]
+                hasher.take(index, flat)
+                sent += bucket.nbytes
+        return SentPush(sent, {}, error)
+
+    def finish(self, sent: SentPush) -> SentPush:
+        """Waits until everything has left. Whatever went wrong is in `SentPush.error`."""
+        error = sent.error
+        if self._channel is not None and error is None:
+            error = _error_of(self._channel.finish)
+        return SentPush(sent.bytes, self._hasher.digests() if self._hasher is not None and error is None else {}, error)
+
+    def agree(self, value: Any) -> list[Any]:
+        """Returns ``value`` of every rank, in rank order, on every rank; JSON."""
+        return [value] if self._ranks is None else runtime.gather_json(value, self._ranks)
+
+    def abort(self, reason: str) -> None:
+        """Ends what the channel waits for, from any thread."""
+        if self._channel is not None:
+            self._channel.abort(reason)
+
+    def drop(self) -> None:
+        """Lets go of the channel."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def close(self) -> None:
+        self.drop()
+        self.plan.groups.leave()
+        if self._ranks is not None:
+            dist.destroy_process_group(self._ranks)
+            self._ranks = None
+
+    def _export(self, partial: bool) -> tuple[StageExport | AdapterExport, ManifestHasher]:
+        if partial not in self._exports:
+            export: StageExport | AdapterExport
+            if self.plan.adapters.lora is not None:
+                export = AdapterExport(self.plan, self._bucket_bytes)
+            else:
+                export = StageExport(self.plan, self._bucket_bytes, dtype=self._dtype, skip_frozen=partial)
+            self._exports[partial] = export, ManifestHasher(export.manifest, runtime.device())
+        return self._exports[partial]
+
+
+def _error_of(work: Callable[[], None]) -> str | None:
+    """Returns what broke the channel, if that happened."""
+    try:
+        work()
+    except ChannelBroken as error:
+        return str(error)
+    return None

@@ -1,0 +1,332 @@
+"""A channel over a process group (NCCL, gloo on CPUs): the source is rank 0 and broadcasts; the engine ranks are the others.
+
+Two broadcasts are on their way while a bucket is being filled at the one end and loaded at the other. A collective that a member's death
+has left hanging does not end by itself with NCCL, nor can gloo call one off: both ends only check whether it is done, until their deadline.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import datetime
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore
+
+from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.schema.messages import WeightChannelAddress
+from shared.transfer.bucket_ring import BUFFERS, BucketRing
+from shared.transfer.manifest import Manifest
+from shared.transfer.weight_channel import (
+    POLL_INTERVAL_S,
+    ChannelBroken,
+    ChannelReceiver,
+    ChannelSender,
+    TransferDeadline,
+    first_line,
+    run_in_thread,
+)
+
+GROUP_SECONDS = 24 * 3600.0
+"""NCCL's own limit for a collective, after which it would end the process: far beyond any deadline."""
+
+OVERDUE_SECONDS = 5.0
+"""How long after its deadline a broadcast of gloo's ends by itself: only then does what was given up let go of its buffer."""
+
+ABORT_SECONDS = 5.0
+"""For NCCL to end a communicator's kernels."""
+
+END_SECONDS = 3.0
+"""For a group to be gone where that is waited for."""
+
+NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Read when a group is made: no watchdog may end this process because a peer has died. Deadlines are kept here."""
+
+
+class BroadcastGroup:
+    """A process group in which rank 0 broadcasts bytes, and which can be given up at any moment.
+
+    The constructor blocks until every member is in it, and raises RuntimeError.
+    """
+
+    def __init__(self, address: WeightChannelAddress, store: TCPStore, rank: int, device: torch.device, seconds: float) -> None:
+        self._name, self._device = address.name, device
+        prefixed, size = PrefixStore(f"{address.name}/group/", store), address.world_size
+        self._group: Any
+        if address.backend == "gloo":
+            self._group = dist.ProcessGroupGloo(prefixed, rank, size, datetime.timedelta(seconds=max(1.0, seconds)))
+        else:
+            torch.cuda.set_device(device)  # of this thread
+            with _environment(NCCL_SETTINGS):
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = datetime.timedelta(seconds=GROUP_SECONDS)
+                self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+        self._group._set_sequence_number_for_group()
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with on_stream(stream):  # NCCL makes its communicator at the first collective
+            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), seconds).wait()
+        if stream is not None:
+            stream.synchronize()
+
+    @classmethod
+    def form(cls, end: GroupSender | GroupReceiver, store: TCPStore, rank: int, deadline: TransferDeadline) -> BroadcastGroup:
+        """Returns the group of one end of a channel. It is formed on a thread: whoever has begun it cannot be called back.
+
+        Raises ChannelBroken, TransferAborted, DeadlineExceeded; the end is broken then, and a group that comes late is given up.
+        """
+
+        def give_up_late(late: Future[BroadcastGroup]) -> None:
+            if end.broken is not None and late.exception() is None:
+                late.result().end()
+
+        what, awaited_from = f"the joining of channel {end.name}", "the channel's other members"
+        forming = run_in_thread(lambda: cls(end.address, store, rank, end.device, deadline.left), f"join-{end.name}")
+        try:
+            deadline.until(forming.done, what, awaited_from, end.raise_if_broken)  # the store answers nothing else meanwhile
+            return forming.result()
+        except MyxoError as error:
+            end.broken = end.broken or str(error)
+            raise
+        except RuntimeError as error:
+            raise ChannelBroken(f"channel {end.name} was not joined: {error}") from error
+        finally:
+            forming.add_done_callback(give_up_late)
+
+    def broadcast(self, flat: Tensor, seconds: float) -> Any:
+        """Begins a broadcast and returns torch's work. On a GPU it follows the current stream, which ``wait()`` makes wait for it."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        if self._device.type != "cuda":  # NCCL's would end the process
+            options.timeout = datetime.timedelta(seconds=seconds)
+        if (group := self._group) is None:
+            raise RuntimeError("the group was left")
+        return group.broadcast([flat], options)
+
+    def end(self, settled: Callable[[], bool] = lambda: True, seconds: float = 0.0) -> None:
+        """Ends NCCL's kernels and waits until ``settled``; gloo's broadcasts end with their own limit, beside everything.
+
+        Args:
+            seconds: to wait for the group to be gone.
+        """
+        group, self._group = self._group, None
+        if group is None:
+            return
+        ended = run_in_thread(group.abort if self._device.type == "cuda" else _nothing, f"leave-{self._name}")
+        if self._device.type == "cuda":  # what follows on this device must not meet a broadcast that still writes
+            until = time.monotonic() + ABORT_SECONDS
+            while time.monotonic() < until and not (ended.done() and settled()):
+                time.sleep(0.001)
+        # the last reference to a group waits for what it still has to do: it is to be this thread's
+        dropping = threading.Thread(target=_outlive, args=(group, ended), name=f"drop-{self._name}", daemon=True)
+        del group
+        dropping.start()
+        dropping.join(seconds)
+
+
+class GroupSender(ChannelSender):
+    """The source's end. `ChannelSender` has the other arguments.
+
+    Args:
+        paced: this thread waits for buffers on a GPU, too, so that an abort stops what is sent.
+    """
+
+    kind = "group"
+
+    def __init__(self, name: str, host: str, world_size: int, device: torch.device, *, paced: bool = False) -> None:
+        super().__init__(name, host, world_size, device)
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self._paced = paced or self.backend == "gloo"
+        self._ending: Future[None] | None = None
+        self._group: BroadcastGroup | None = None
+        self._ring = BucketRing(device)
+        self._works: dict[int, Any] = {}
+
+    def join(self, seconds: float) -> None:
+        super().join(seconds)
+        try:
+            self._group = BroadcastGroup.form(self, self.store, 0, self._deadline)
+        except DeadlineExceeded as error:
+            self.abort(str(error))
+            raise ChannelBroken(str(error)) from error
+        if self.broken is not None:
+            self._end_group()
+            self.raise_if_broken()
+
+    def announce(self, push: int, manifest: Manifest, seconds: float) -> None:
+        super().announce(push, manifest, seconds)
+        self._ring.reserve(manifest)
+
+    def buffer(self, index: int, nbytes: int) -> Tensor:
+        before = self._works.pop(index - len(self._ring), None)
+        if before is not None:
+            if self._paced:
+                self._until(before.is_completed, f"the taking of bucket {index - len(self._ring)}")
+            with self._breaking():
+                before.wait()  # raises what went wrong; with NCCL the current stream waits, this thread does not
+        return self._ring.flat(index, nbytes)
+
+    def send(self, index: int, flat: Tensor) -> None:
+        self.raise_if_broken()
+        group = self._group
+        if group is None:
+            raise ChannelBroken(f"channel {self.name} was not joined")
+        with self._breaking():
+            self._works[index] = group.broadcast(flat, self._deadline.left + OVERDUE_SECONDS)
+
+    def finish(self) -> None:
+        works, self._works = self._works, {}
+        for index, work in works.items():
+            self._until(work.is_completed, f"the taking of bucket {index}")
+            if self.backend == "gloo":
+                with self._breaking():
+                    work.wait()
+        self.raise_if_broken()
+
+    def abort(self, reason: str) -> None:
+        super().abort(reason)
+        self._end_group()
+
+    def close(self) -> None:
+        self.broken = self.broken or f"channel {self.name} was closed"
+        self._ring.forget()
+        self._works = {}
+        self._end_group()
+        if self._ending is not None:
+            concurrent.futures.wait([self._ending], END_SECONDS)  # a process that exits in the middle of it would crash
+
+    def _end_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            self._ending = run_in_thread(lambda: group.end(seconds=END_SECONDS), f"end-{self.name}")
+
+
+class GroupReceiver(ChannelReceiver):
+    """A reader's end. NCCL's broadcasts are issued on a stream of their own; each waits, on the GPU, until its buffer has been read.
+
+    Args:
+        ring: buffers of an earlier channel, to go on with.
+    """
+
+    def __init__(self, address: WeightChannelAddress, rank: int, device: torch.device, ring: BucketRing | None = None) -> None:
+        super().__init__(address, rank, device)
+        self._ring = ring or BucketRing(device)
+        self._group: BroadcastGroup | None = None
+        self._works: dict[int, Any] = {}
+        self._arrived: dict[int, torch.cuda.Event] = {}
+        self._free: dict[int, torch.cuda.Event] = {}  # by buffer
+        self._posted = 0
+        self._deadline = TransferDeadline(0.0)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def join(self, deadline: TransferDeadline) -> None:
+        if self.address.backend not in ("gloo", "nccl"):
+            raise ChannelBroken(f"channel {self.name} was not joined: backend {self.address.backend!r}, not 'gloo' or 'nccl'")
+        super().join(deadline)
+        # whoever has begun to form the group cannot be called back: so nobody begins before everybody is there
+        others = [f"{self.name}/here/{rank}" for rank in range(1, self.address.world_size) if rank != self.rank]
+        self.awaited_from = f"the other engines of channel {self.name}"
+        self._ask(lambda store: not others or store.check(others), f"the joining of channel {self.name}", deadline)
+        self.awaited_from = self.source
+        self.read(f"{self.name}/here/0", f"the joining of channel {self.name}", deadline)
+        self._group = BroadcastGroup.form(self, self.store, self.rank, deadline)
+        if self.broken is not None:
+            self.close()
+            self.raise_if_broken()
+
+    def manifest(self, push: int, deadline: TransferDeadline) -> Manifest:
+        manifest = super().manifest(push, deadline)
+        self._ring.reserve(manifest)
+        self._works, self._arrived, self._free, self._posted, self._deadline = {}, {}, {}, 0, deadline
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._post(BUFFERS)
+        return manifest
+
+    def take(self, index: int, nbytes: int, deadline: TransferDeadline) -> Tensor:
+        self._post(index + BUFFERS)
+        what, work = f"bucket {index}", self._works[index]
+        if self._stream is None:
+            deadline.until(work.is_completed, what, self.source, self.check_source)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise ChannelBroken(f"{what} did not come from {self.source}: {first_line(error)}") from error
+        else:
+            arrived = self._arrived.pop(index)
+            deadline.until(arrived.query, what, self.source, self.check_source, eager=True)
+            torch.cuda.current_stream(self.device).wait_event(arrived)
+        del self._works[index]
+        return self._ring.flat(index, nbytes)
+
+    def release(self, index: int) -> None:
+        if self._stream is not None:
+            event = self._free.setdefault(index % len(self._ring), torch.cuda.Event())
+            event.record(torch.cuda.current_stream(self.device))
+
+    def _post(self, end: int) -> None:
+        """Issues the broadcasts of the buckets before number ``end``, whose buffers have been released by then."""
+        group = self._group
+        if group is None or self._manifest is None:
+            raise ChannelBroken(self.broken or f"channel {self.name} was not joined")
+        buckets = self._manifest.buckets
+        for index in range(self._posted, min(end, len(buckets))):
+            flat = self._ring.flat(index, buckets[index].nbytes)
+            try:
+                with on_stream(self._stream):
+                    if self._stream is not None and (free := self._free.get(index % len(self._ring))) is not None:
+                        self._stream.wait_event(free)
+                    self._works[index] = group.broadcast(flat, self._deadline.left + OVERDUE_SECONDS)
+                    if self._stream is not None:
+                        self._works[index].wait()  # of the stream for NCCL's own, not of this thread
+                        self._arrived[index] = torch.cuda.Event()
+                        self._arrived[index].record(self._stream)
+            except RuntimeError as error:
+                raise ChannelBroken(f"bucket {index} cannot come from {self.source}: {first_line(error)}") from error
+            self._posted = index + 1
+
+    def close(self) -> None:
+        super().close()
+        group, self._group = self._group, None
+        if group is not None:
+            group.end(lambda: self._stream is None or self._stream.query())
+            if self._works:  # somebody may still write into them
+                self._ring.forget()
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
+    """Makes a stream the current one in the body; None on CPUs."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _outlive(group: Any, ended: Future[None]) -> None:
+    """Holds a group until all others have let go of it, most likely."""
+    with contextlib.suppress(Exception):
+        ended.result(ABORT_SECONDS)
+    time.sleep(POLL_INTERVAL_S)
+
+
+@contextlib.contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    """Environment variables that hold in the body."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,380 @@
+"""What the two ends of every weight channel have in common: the store beside it, deadlines, flat buffers, and the methods of an end.
+
+A channel carries the buckets of pushes from one source to all engine ranks. The source hosts a TCP store, in which it writes what the
+buckets hold (``manifest/<push>``) and, should it give up, why (``aborted``); the readers write there that they have come
+(``here/<rank>``). What carries the bytes is the kind's own matter: `group_channel`, `memory_channel`.
+
+Invariant: nothing here waits without checking, at least every `POLL_INTERVAL_S`, whether its deadline has passed or somebody has given
+up. What cannot be called off (a store on another machine, the forming of a process group) runs on a thread that may be left behind.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import datetime
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
+from shared.schema.messages import WeightChannelAddress
+from shared.transfer.manifest import Manifest
+
+POLL_INTERVAL_S = 0.05
+"""The longest sleep between two checks of a deadline."""
+
+SENDER_POLL_S = 0.0005
+"""The longest sleep of a source that waits for a buffer: the readers have nothing to do meanwhile."""
+
+STORE_POLL_S = 0.1
+"""How often an end asks the store whether the other has given up, while it waits for buckets."""
+
+EAGER_SECONDS = 0.003
+"""For so long a wait on a GPU checks without sleeping: a bucket of 512 MB takes 1.4 ms, a sleep a tenth of that."""
+
+CONNECT_SECONDS = 5.0
+"""For one attempt to reach a store."""
+
+STORE_SECONDS = 60.0
+"""For what torch itself asks the store while a process group is formed."""
+
+T = TypeVar("T")
+
+
+class ChannelBroken(MyxoError):
+    """A channel that carries nothing any more, and why."""
+
+
+class TransferAborted(MyxoError):
+    """Somebody has called off what was waited for."""
+
+
+class TransferDeadline:
+    """How long a piece of work may take, and who may call it off.
+
+    Args:
+        seconds: from now. next_action: what happens should they pass, for the error.
+    """
+
+    def __init__(self, seconds: float, next_action: str = "the push is given up") -> None:
+        self.seconds, self.next_action = seconds, next_action
+        self._end = time.monotonic() + seconds
+        self._called_off = threading.Event()
+
+    def abort(self) -> None:
+        """Ends the work's waits soon, from any thread."""
+        self._called_off.set()
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    def check(self, what: str, awaited_from: str) -> None:
+        """Raises TransferAborted, or DeadlineExceeded that names what is awaited from whom."""
+        if self._called_off.is_set():
+            raise TransferAborted(f"{what} from {awaited_from} was called off")
+        if time.monotonic() >= self._end:
+            raise DeadlineExceeded(what, awaited_from, self.seconds, self.next_action)
+
+    def until(
+        self,
+        done: Callable[[], bool],
+        what: str,
+        awaited_from: str,
+        check: Callable[[], None] = lambda: None,
+        *,
+        eager: bool = False,
+        longest: float = POLL_INTERVAL_S,
+    ) -> None:
+        """Returns once ``done()``.
+
+        Args:
+            check: is called between, and may raise. eager: do not sleep for the first `EAGER_SECONDS`. longest: sleep, in seconds.
+
+        Raises TransferAborted, DeadlineExceeded.
+        """
+        begin = time.monotonic()
+        while not done():
+            self.check(what, awaited_from)
+            check()
+            waited = time.monotonic() - begin
+            time.sleep(0 if eager and waited < EAGER_SECONDS else min(longest, 0.0002 + waited / 10))
+
+
+def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Has ``work`` done on a daemon thread, for what nobody can call off: its waiter may leave it there."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def first_line(error: BaseException) -> str:
+    """Returns what an error says, without torch's stack."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+# --------------------------------------------------------------------------------------------------------------- ends
+
+
+class ChannelSender(abc.ABC):
+    """The source's end. One thread calls its methods, any thread `abort`; all that goes wrong raises ChannelBroken.
+
+    Args:
+        name: known to all members, new for each channel. host: the address by which the readers reach this process.
+        world_size: this process and all engine ranks. device: of the buckets.
+    """
+
+    kind: Literal["group", "memory"]
+    backend: str
+
+    def __init__(self, name: str, host: str, world_size: int, device: torch.device) -> None:
+        self.name, self.world_size, self.device = name, world_size, device
+        limit = datetime.timedelta(seconds=STORE_SECONDS)
+        self.store = TCPStore(host, 0, world_size, is_master=True, timeout=limit, wait_for_workers=False)
+        self._host = host
+        self.broken: str | None = None
+        self._deadline = TransferDeadline(0.0)
+        self._announced = ""
+        self._store_asked = 0.0
+
+    @property
+    def address(self) -> WeightChannelAddress:
+        """Where the readers find it."""
+        return WeightChannelAddress(
+            kind=self.kind,
+            name=self.name,
+            address=self._host,
+            port=self.store.port,
+            backend=self.backend,
+            world_size=self.world_size,
+        )
+
+    def join(self, seconds: float) -> None:
+        """Returns once every reader has come. Nobody begins anything that cannot be called off before that."""
+        self._deadline, ranks = TransferDeadline(seconds), range(1, self.world_size)
+
+        def missing() -> list[int]:
+            return [rank for rank in ranks if not self.store.check([f"{self.name}/here/{rank}"])]
+
+        try:
+            self._deadline.until(lambda: not missing(), "the joining", "the engines", self._check, longest=0.01)
+        except DeadlineExceeded as error:
+            ranks_missing = ", ".join(map(str, missing()))
+            raise ChannelBroken(f"engine ranks {ranks_missing} did not join channel {self.name} within {seconds:g} s") from error
+        self.store.set(f"{self.name}/here/0", "1")
+
+    def announce(self, push: int, manifest: Manifest, seconds: float) -> None:
+        """Says what the buckets of a push hold; they follow in order, all of them within ``seconds``."""
+        self._deadline = TransferDeadline(seconds)
+        repeated = manifest.id == self._announced
+        self.note(f"manifest/{push}", b"=" if repeated else b"M" + manifest.encoded)
+        self._announced = manifest.id
+
+    def note(self, key: str, value: str | bytes) -> None:
+        """Writes something into the store, for the readers."""
+        with self._breaking():
+            self.store.set(key, value)  # type: ignore[arg-type]  # bytes are fine
+
+    @abc.abstractmethod
+    def buffer(self, index: int, nbytes: int) -> Tensor:
+        """Returns where bucket ``index`` of the push is to be put: uint8 [nbytes]. On a GPU it is free in the current stream's order."""
+
+    @abc.abstractmethod
+    def send(self, index: int, flat: Tensor) -> None:
+        """Sends what `buffer` gave, once the current stream has filled it. Returns before it has arrived."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Returns once every bucket has left this side."""
+
+    def abort(self, reason: str) -> None:
+        """Ends whatever the channel waits for; it is of no use afterwards."""
+        if self.broken is None:
+            self.broken = reason
+            with contextlib.suppress(RuntimeError):
+                self.store.set("aborted", reason)
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Lets go of everything."""
+
+    def _until(self, done: Callable[[], bool], what: str) -> None:
+        awaited_from = f"the {self.world_size - 1} engine ranks of channel {self.name}"
+        try:
+            self._deadline.until(done, what, awaited_from, self._check, longest=SENDER_POLL_S)
+        except DeadlineExceeded as error:
+            raise ChannelBroken(str(error)) from error
+
+    def _check(self) -> None:
+        """Raises ChannelBroken if the channel was aborted, here or by another of the trainer's ranks in the store."""
+        if self.broken is None and time.monotonic() > self._store_asked + STORE_POLL_S:
+            self._store_asked = time.monotonic()
+            if self.store.check(["aborted"]):
+                self.broken = self.store.get("aborted").decode(errors="replace")
+        self.raise_if_broken()
+
+    def raise_if_broken(self) -> None:
+        """Raises ChannelBroken if the channel was aborted, as far as this process knows."""
+        if self.broken is not None:
+            raise ChannelBroken(self.broken)
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Turns what torch raises in the body into ChannelBroken."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise ChannelBroken(f"channel {self.name} broke: {error}") from error
+
+
+def abort_channel(address: WeightChannelAddress, reason: str) -> None:
+    """Ends what the source of a channel in another process waits for. Does nothing if it cannot be reached."""
+    limit = datetime.timedelta(seconds=CONNECT_SECONDS)
+    with contextlib.suppress(RuntimeError):
+        TCPStore(address.address, address.port, is_master=False, wait_for_workers=False, timeout=limit).set("aborted", reason)
+
+
+class ChannelReceiver(abc.ABC):
+    """A reader's end. One thread at a time calls its methods, any thread `close`.
+
+    Its methods raise ChannelBroken, TransferAborted, DeadlineExceeded, and BadMessage. On a GPU "the current stream" is the one on which
+    buckets are loaded: what `take` gives may be read in its order, and what it was told to do before `release` may still read the bucket.
+
+    Args:
+        rank: of this process in the channel, from 1.
+    """
+
+    def __init__(self, address: WeightChannelAddress, rank: int, device: torch.device) -> None:
+        self.name, self.address, self.rank, self.device = address.name, address, rank, device
+        self.source = f"the source of channel {address.name} at {address.address}:{address.port}"
+        self.awaited_from = self.source  # while joining
+        self.broken: str | None = None
+        self._store: TCPStore | None = None
+        self._manifest: Manifest | None = None
+        self._question: Future[str | None] | None = None
+        self._asked_at = 0.0
+
+    def join(self, deadline: TransferDeadline) -> None:
+        """Connects to the store and says that this rank is here. It may run beside generation, on a thread of its own."""
+        what, last = f"a connection for channel {self.name}", ""
+        while self._store is None:
+            try:
+                deadline.check(what, self.source)
+            except DeadlineExceeded as error:
+                raise ChannelBroken(f"{error} ({last})" if last else str(error)) from error
+            connecting = run_in_thread(self._connect, f"connect-{self.name}")
+            deadline.until(connecting.done, what, self.source)
+            if (failure := connecting.exception()) is not None:
+                last = first_line(failure)
+                deadline.until(_elapsed(0.2), what, self.source)
+            else:
+                self._store = connecting.result()
+        self._store.set(f"{self.name}/here/{self.rank}", "1")
+
+    def manifest(self, push: int, deadline: TransferDeadline) -> Manifest:
+        """Returns what push number ``push`` brings over this channel; its buckets follow."""
+        encoded = self.read(f"manifest/{push}", f"the manifest of push {push}", deadline)
+        if encoded[:1] == b"M":
+            self._manifest = Manifest.decode(encoded[1:])
+        elif encoded != b"=" or self._manifest is None:
+            raise BadMessage(f"channel {self.name}: a manifest that begins with {encoded[:1]!r}, or repeats one that never came")
+        return self._manifest
+
+    def read(self, key: str, what: str, deadline: TransferDeadline) -> bytes:
+        """Returns what the source has written into the store, as soon as it has."""
+        return self._ask(lambda store: store.get(key) if store.check([key]) else None, what, deadline)
+
+    @abc.abstractmethod
+    def take(self, index: int, nbytes: int, deadline: TransferDeadline) -> Tensor:
+        """Returns bucket ``index`` once it is there, in order: uint8 [nbytes], valid until its `release`."""
+
+    @abc.abstractmethod
+    def release(self, index: int) -> None:
+        """The current stream has been told to do all that reads the bucket."""
+
+    def finish(self, deadline: TransferDeadline) -> None:  # noqa: B027  # not every kind has something to do
+        """Every bucket was released, and all that reads them is done."""
+
+    def close(self) -> None:
+        """Ends what is under way and leaves the channel, which is of no use afterwards. Returns soon."""
+        self.broken = self.broken or f"channel {self.name} was left"
+
+    @property
+    def store(self) -> TCPStore:
+        """The source's. Raises ChannelBroken."""
+        self.raise_if_broken()
+        if self._store is None:
+            raise ChannelBroken(f"channel {self.name} was not joined")
+        return self._store
+
+    def raise_if_broken(self) -> None:
+        """Raises ChannelBroken if this end was closed, or could not join."""
+        if self.broken is not None:
+            raise ChannelBroken(self.broken)
+
+    def check_source(self) -> None:
+        """Raises ChannelBroken if the source is gone or has given up, as far as its store has answered; never waits for it."""
+        store = self.store
+        if self._question is not None and self._question.done():
+            question, self._question = self._question, None
+            self._given_up(self._answer(question))
+        elif self._question is None and time.monotonic() > self._asked_at + STORE_POLL_S:
+            self._asked_at = time.monotonic()
+            self._question = run_in_thread(lambda: _abort_reason(store), f"pulse-{self.name}")
+
+    def _ask(self, question: Callable[[TCPStore], T | None], what: str, deadline: TransferDeadline) -> T:
+        """Returns the first answer that is something. The store may be silent, so it is asked on threads."""
+        store, pause = self.store, 0.002
+        while True:
+            asked = run_in_thread(lambda: (_abort_reason(store), question(store)), f"ask-{self.name}")
+            deadline.until(asked.done, what, self.awaited_from, eager=True)
+            reason, answer = self._answer(asked)
+            self._given_up(reason)
+            if answer:
+                return answer
+            deadline.until(_elapsed(pause), what, self.awaited_from)
+            pause = min(STORE_POLL_S, pause * 2)
+
+    def _answer(self, asked: Future[T]) -> T:
+        try:
+            return asked.result()
+        except RuntimeError as error:  # torch's errors of stores and connections
+            raise self.gone(error) from error
+
+    def gone(self, error: RuntimeError) -> ChannelBroken:
+        """What torch's error of a store or a connection means."""
+        return ChannelBroken(f"{self.source} is gone: {first_line(error)}")
+
+    def _given_up(self, reason: str | None) -> None:
+        if reason is not None:
+            raise ChannelBroken(f"{self.source} has given up: {reason}")
+
+    def _connect(self) -> TCPStore:
+        limit = datetime.timedelta(seconds=CONNECT_SECONDS)
+        return TCPStore(
+            self.address.address, self.address.port, self.address.world_size, is_master=False, timeout=limit, wait_for_workers=False
+        )
+
+
+def _abort_reason(store: TCPStore) -> str | None:
+    return store.get("aborted").decode(errors="replace") if store.check(["aborted"]) else None
+
+
+def _elapsed(seconds: float) -> Callable[[], bool]:
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() >= end

@@ -1,0 +1,86 @@
+"""To whom a push goes, when its channels are made anew, and to whom a broken one is put down."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.trainer.weights.push_schedule import BACK_OFF_MOST, PushSchedule, Target, culprits_of, reason_gone
+from shared.schema.messages import ServiceStatus
+
+
+def status(instance: str, version: int, incarnation: str = "a", state: str = "ready") -> ServiceStatus:
+    return ServiceStatus(
+        service="rollout", instance=instance, host="h", pid=1, http="", state=state, version=version, incarnation=incarnation, at=0.0
+    )
+
+
+ONE, TWO = Target("one", "a", 1), Target("two", "a", 1)
+
+
+def test_whoever_serves_less_is_behind() -> None:
+    statuses = [status("two", 3), status("one", -1), status("new", 5), status("busy", -1, state="catching up")]
+    assert [target.instance for target in PushSchedule().behind(statuses, 4, now=0)] == ["one", "two"]
+
+
+def test_a_commit_counts_before_the_card_says_so_and_only_for_that_life() -> None:
+    schedule = PushSchedule()
+    schedule.confirmed([ONE], 4, "d4")
+    assert schedule.behind([status("one", 3)], 4, now=0) == ()
+    assert schedule.behind([status("one", 3)], 5, now=0) == (ONE,)
+    assert schedule.behind([status("one", -1, incarnation="b")], 4, now=0) == (Target("one", "b", 1),)
+    schedule.forget(["one"])
+    assert schedule.behind([status("one", 3)], 4, now=0) == (ONE,)
+
+
+def test_who_fails_is_left_alone_longer_each_time() -> None:
+    schedule, now, pauses = PushSchedule(), 100.0, []
+    for _ in range(8):
+        schedule.blame([ONE], now)
+        pause = 0.0
+        while not schedule.behind([status("one", 0)], 1, now + pause):
+            pause += 0.5
+        pauses.append(pause)
+        now += pause
+    assert pauses == sorted(pauses) and pauses[0] <= 1 and pauses[-1] == BACK_OFF_MOST
+    schedule.blame([ONE], now)
+    assert not schedule.behind([status("one", 0)], 1, now + 1.0)
+    assert not schedule.behind([status("one", -1, incarnation="a.1")], 1, now)  # that it was fenced does not clear it
+    assert schedule.behind([status("one", 0, incarnation="b")], 1, now)  # another life is not to blame
+    schedule.confirmed([ONE], 1, "d1")
+    schedule.blame([ONE], now)
+    assert schedule.behind([status("one", 0)], 2, now + 1.0)  # the count has begun anew
+
+
+@pytest.mark.parametrize(
+    ("answered", "errors", "gone", "blamed"),
+    [
+        ((), {"one": "the channel broke"}, {}, {"two"}),  # who lives says so
+        (("one",), {}, {}, {"two"}),
+        ((), {"one": "out of memory", "two": "the channel broke"}, {}, {"one", "two"}),
+        ((), {}, {"two": "its heartbeat has stopped"}, {"two"}),
+    ],
+)
+def test_a_broken_channel_is_put_down_to_whoever_says_nothing(
+    answered: tuple[str, ...], errors: dict[str, str], gone: dict[str, str], blamed: set[str]
+) -> None:
+    assert set(culprits_of([ONE, TWO], answered, errors, gone)) == blamed
+
+
+def test_channels_are_made_anew_only_for_other_members() -> None:
+    schedule = PushSchedule()
+    assert schedule.next_push(1, [ONE, TWO], {}, skip_unchanged=True) is None
+    first = schedule.next_push(1, [ONE, TWO], {"one": "", "two": ""}, skip_unchanged=True)
+    assert first is not None and (first.number, first.engine_ranks, first.partial) == (2, 2, False)
+    assert [schedule.first_rank(target) for target in schedule.members] == [1, 2]
+    schedule.confirmed([ONE, TWO], 1, "d1")
+    second = schedule.next_push(2, [ONE, TWO], {"one": "d1", "two": "d1"}, skip_unchanged=True)
+    assert second is not None and (second.number, second.engine_ranks, second.partial) == (4, 0, True)
+    schedule.failed([TWO], ["two"], now=0.0)
+    third = schedule.next_push(3, [ONE], {"one": "another's"}, skip_unchanged=True)
+    assert third is not None and (third.engine_ranks, third.partial) == (1, False)
+
+
+def test_a_member_is_gone_when_its_status_or_its_weights_are() -> None:
+    assert reason_gone(ONE, {"one": status("one", 3)}) is None
+    assert "heartbeat" in str(reason_gone(ONE, {}))
+    assert "lost its weights" in str(reason_gone(ONE, {"one": status("one", -1, incarnation="b")}))
