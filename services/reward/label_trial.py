@@ -44,7 +44,7 @@ def needs_parser(verifier: str, label: str) -> bool:
 
 
 def main() -> int:
-    """The command line. Returns the exit code."""
+    """Runs the command line and returns the exit code."""
     asked = [json.loads(line) for line in sys.stdin]
     try:
         if any(needs_parser(*question) for question in asked):
