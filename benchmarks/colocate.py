@@ -108,7 +108,7 @@ def figures(root: Path, samples: list[tuple[float, int]]) -> dict[str, Any]:
         samples: (seconds since the epoch, bytes in use), in order.
     """
     trainer, rollout = (lines(root / "logs" / name) for name in ("trainer-0.log", "rollout-0.log"))
-    taken, given = ([at(line) for line in trainer if line["event"] == event] for event in ("turn_taken", "turn_given"))
+    taken, given = ([at(line) for line in trainer if line["event"] == event] for event in ("engines_offloaded", "engines_onloaded"))
     pushes = [line for line in trainer if line["event"] == "weights_pushed"]
     moved = [line for line in trainer if line["event"] == "offloaded"]
     summary = root / "summary.json"
@@ -123,10 +123,10 @@ def figures(root: Path, samples: list[tuple[float, int]]) -> dict[str, Any]:
         },
         "free_bytes": {
             turn: middle(line["free_bytes"] for line in trainer if line["event"] == event and line.get("free_bytes") is not None)
-            for turn, event in (("generating", "turn_given"), ("training", "turn_taken"))
+            for turn, event in (("generating", "engines_onloaded"), ("training", "engines_offloaded"))
         },
         "sleep_seconds": middle(line["seconds"] for line in rollout if line["event"] == "asleep"),
-        "wake_seconds": middle(line["seconds"] for line in trainer if line["event"] == "turn_given"),
+        "wake_seconds": middle(line["seconds"] for line in trainer if line["event"] == "engines_onloaded"),
         "push_seconds": middle(line["seconds"] for line in pushes),
         "push_wire_seconds": middle(line["wire_seconds"] for line in pushes),
         "push_bytes": pushes[-1]["bytes"] if pushes else None,

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from myxo.display import reward_chart
-from myxo.display.durations import duration
-from myxo.run.run_access import reach
+from myxo.display.text import duration, shortened_line
 from myxo.run.run_directory import RunDirectory
 from myxo.run.run_summary import Summary, collect
-from myxo.run.troubles import shown
 from shared.bus.connection import Bus
 from shared.runtime import exit_codes, failure_summary
 from shared.runtime.atomic_files import replace_file
@@ -55,19 +52,13 @@ def troubles_of(summary: Summary) -> list[tuple[str, str]]:
     """Dead groups and failed prompts by reason, restarts and failures by service, the most frequent of each."""
     rows = []
     for name, reasons in (("dead", summary.groups.dead), ("held-out failed", summary.eval_failed)):
-        rows += [(name, f"{count}: {shown(reason)}") for reason, count in failure_summary.most(reasons, MOST)]
+        rows += [(name, f"{count}: {shortened_line(reason)}") for reason, count in failure_summary.most(reasons, MOST)]
     restarts = sorted(summary.restarts.items(), key=lambda entry: -entry[1])
     for instance, count in restarts[:MOST]:
         reason = summary.errors.get(instance)
-        rows.append(("restarts", f"{instance} {count}" + (f", last {shown(reason)}" if reason else "")))
+        rows.append(("restarts", f"{instance} {count}" + (f", last {shortened_line(reason)}" if reason else "")))
     elsewhere = [(instance, reason) for instance, reason in summary.errors.items() if instance not in summary.restarts]
-    return rows + [("failed", f"{instance}: {shown(reason)}") for instance, reason in elsewhere[-MOST:]]
-
-
-async def summarise(run: str, directory: Path, console: Console) -> int:
-    """``myxo summary RUN``. Raises ConfigError where there is no such run."""
-    async with reach(run, directory) as access:
-        return await report(access.bus, access.run, access.directory, console)
+    return rows + [("failed", f"{instance}: {shortened_line(reason)}") for instance, reason in elsewhere[-MOST:]]
 
 
 def write(summary: Summary, directory: RunDirectory) -> None:

@@ -137,7 +137,7 @@ class ColocatedEngine:
 
     async def _trainer_computes(self) -> bool:
         try:
-            return any(status.gauges.get("turn") for status in await self._service.registry.alive("trainer"))
+            return any(status.gauges.get("onloaded") for status in await self._service.registry.alive("trainer"))
         except (MyxoError, *TRANSIENT) as error:
             self._service.log.warning("registry_unread", error=str(error))
             return True

@@ -137,13 +137,10 @@ class WeightCatchUp:
         if self._service.config.trainer.colocate or (self._pushes and (held != NO_WEIGHTS or config.join_from == "trainer")):
             return
         live, snapshot = await self._announced("live", WeightsLive), await self._announced("snapshot", WeightsSnapshot)
-        peers: tuple[str, ...] = ()
-        if live is not None and held == NO_WEIGHTS and config.join_from in ("auto", "peer"):
-            peers = await self._peers(live.version)
         if snapshot is not None and self._is_avoided(snapshot.at):
             snapshot = None
         live_version, on_disk = (NO_WEIGHTS if found is None else found.version for found in (live, snapshot))
-        choice = choose(config.join_from, Situation(held, live_version, on_disk, peers, self._pushes))
+        choice = choose(config.join_from, Situation(held, live_version, on_disk, await self._peers(live_version), self._pushes))
         if isinstance(choice, FromPeer) and live is not None:
             await self._from_peer(choice, live.digest)
         elif isinstance(choice, FromDisk) and snapshot is not None:
@@ -155,8 +152,13 @@ class WeightCatchUp:
         return None if value is None else kind.decode(value)
 
     async def _peers(self, version: int) -> tuple[str, ...]:
-        """Returns replicas that serve ``version`` on as many ranks. Newcomers get different ones first, so that not all ask the same."""
+        """Returns whom this newcomer may ask for ``version``: replicas that serve it on as many ranks.
+
+        Newcomers get different ones first, so that not all ask the same.
+        """
         own = self._service
+        if version == NO_WEIGHTS or self._replica.served.has_weights or self._config.join_from not in ("auto", "peer"):
+            return ()
         fit = [
             status.instance
             for status in await own.registry.alive("rollout")

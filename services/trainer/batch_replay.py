@@ -15,8 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shared.config import flags
+from shared.config import run_config as configs
 from shared.config.run_config import RunConfig
+from shared.hub import hub_resolve
+from shared.runtime.child_process import die_with_parent
 from shared.runtime.errors import ConfigError
+from shared.runtime.service_base import exit_code
 from shared.schema.messages import BatchAnswer, RunDone, TrainerStep
 
 USAGE = """usage: myxo replay CONFIG TEMPLATE [flags]
@@ -30,7 +35,7 @@ CONFIG_VARIABLE = "MYXO_REPLAY_CONFIG"
 
 
 class ReplayClient:
-    """In the place of rank 0's link to the bus: batches come from files, and what is told of them is printed."""
+    """In the place of rank 0's `ControlClient`: batches come from files, and what is reported of them is printed."""
 
     stopping = False
     replicas: list[Any] = []
@@ -44,7 +49,7 @@ class ReplayClient:
         return self._dumps.batch(step) if step in self._dumps.steps else RunDone()
 
     def report_step(self, step: TrainerStep) -> None:
-        """One line of JSON on standard output."""
+        """Prints one line of JSON."""
         print(json.dumps({"step": step.step, "version": step.version, **step.metrics}), flush=True)
 
     def report_warm_start(self, ended: object) -> None: ...
@@ -65,7 +70,7 @@ class ReplayClient:
 
 
 def replayed(config: RunConfig, directory: Path, steps: list[int]) -> RunConfig:
-    """The run's config for training again in a directory of its own, from the beginning up to the last of ``steps``.
+    """Returns the run's config for training again in a directory of its own, from the beginning up to the last of ``steps``.
 
     Raises ConfigError for a run with a critic, and for batches that do not begin at step 0.
     """
@@ -84,9 +89,6 @@ def launch(arguments: list[str]) -> None:
     """Reads the config, empties the replay's directory, becomes the only rank or starts all of them."""
     from services.trainer.__main__ import prepare_environment, run_ranks
     from services.trainer.dumps import DumpedBatches
-    from shared.config import flags
-    from shared.config import run_config as configs
-    from shared.hub import hub_resolve
 
     if len(arguments) < 2 or arguments[0].startswith("-"):
         print(USAGE)
@@ -110,7 +112,7 @@ def launch(arguments: list[str]) -> None:
 
 
 def rank(template: str) -> None:
-    """One rank."""
+    """Trains on one rank."""
     import torch
 
     from services.trainer.dumps import DumpedBatches
@@ -119,10 +121,10 @@ def rank(template: str) -> None:
     config = RunConfig.model_validate_json(Path(os.environ[CONFIG_VARIABLE]).read_text())
     torch.set_num_threads(config.trainer.torch_threads or 1)
     dumps = DumpedBatches(template)
-    link: Any = ReplayClient(dumps) if int(os.environ.get("RANK", "0")) == 0 else None
-    for step in dumps.steps if link is None else ():
+    control: Any = ReplayClient(dumps) if int(os.environ.get("RANK", "0")) == 0 else None
+    for step in dumps.steps if control is None else ():
         dumps.batch(step)  # the other ranks hear of a batch from rank 0, and read its payloads themselves
-    trainer = Trainer(config, dumps, link)  # type: ignore[arg-type]
+    trainer = Trainer(config, dumps, control)  # type: ignore[arg-type]
     try:
         trainer.run()
     finally:
@@ -130,9 +132,6 @@ def rank(template: str) -> None:
 
 
 if __name__ == "__main__":
-    from shared.runtime.child_process import die_with_parent
-    from shared.runtime.service_base import exit_code
-
     die_with_parent()
     given = sys.argv[1:]
     sys.exit(exit_code("replay", (lambda: rank(given[1])) if given[:1] == ["rank"] else (lambda: launch(given))))

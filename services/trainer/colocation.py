@@ -1,8 +1,9 @@
-"""The trainer's side of taking turns with engines on its own GPUs (`colocate`). It decides whose turn it is.
+"""The trainer's side of sharing its GPUs with engines (`colocate`). It decides who has their memory.
 
-Its turn begins when a batch is ready: the engines are put to sleep, then what this rank keeps in host memory comes back. It ends with the
-push: moments and gradients leave the GPU, the engines have memory for weights and get them, the weights leave, the engines have the rest
-of their memory and generate. Every rank makes the same calls in the same order; rank 0 speaks to the replicas.
+Trainer and engines have it one after the other. Once a batch is ready the engines are offloaded, then what this rank keeps in host
+memory is onloaded. With the push it goes back: moments and gradients leave the GPU, the engines have memory for weights and get them, the
+weights leave, the engines have the rest of their memory and generate. Every rank makes the same calls in the same order; rank 0 speaks to
+the replicas.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import structlog
@@ -36,7 +38,7 @@ LEAVE_SECONDS = 4.0
 
 
 class ColocationScheduler:
-    """See the module's docstring. Without ``colocate`` every call does nothing.
+    """Gives the GPUs' memory to the trainer or to the engines. Without ``colocate`` every call does nothing.
 
     Args:
         control: rank 0's; None on the other ranks.
@@ -48,10 +50,10 @@ class ColocationScheduler:
         self._offloads = devices.trainer_offloads(config)
         self._releases = devices.engines_release(config)
         self._offload: Offload | None = None
-        self._held = False
-        self._asleep = False  # of the engines, as rank 0 knows
+        self._onloaded = False
+        self._engines_offloaded = False  # as rank 0 knows
         self._since = 0.0
-        self._renewing: Any = None
+        self._renewing: Future[None] | None = None
         self._lost: set[str] = set()
         self._log: Any = structlog.get_logger()
 
@@ -59,73 +61,58 @@ class ColocationScheduler:
 
     def begin(self) -> None:
         """Before a model is loaded: the engines come up first, each sizes its cache by what is free, and then make room."""
-        if self.colocated and not self._held:
-            self._put_engines_to_sleep(awaited=self._config.rollout.rollout_replicas if self._releases else 0)
-            self._held = True
+        if self.colocated and not self._onloaded:
+            self.offload_engines(awaited=self._config.rollout.rollout_replicas if self._releases else 0)
+            self._onloaded = True
 
     def attach(self, actor: Actor) -> None:
-        """The model is loaded. Before the first order."""
+        """The model is loaded. Before the first command."""
         if self._offloads:
             self._offload = Offload(actor.model, actor.optimizer)
 
     def end(self) -> None:
-        """The trainer leaves: whoever sleeps is woken, if it can be told so. Rank 0's alone, and no collective."""
-        if self._asleep:
-            self._wake_engines(LEAVE_SECONDS)
-        self._held = False
+        """The trainer leaves: engines that sleep are woken, if they can be reached. Rank 0's alone, and no collective."""
+        if self._engines_offloaded:
+            self._onload_engines(LEAVE_SECONDS)
+        self._onloaded = False
 
-    # --- turns
+    # --- on all ranks
 
-    def take(self) -> None:
-        """Begins the trainer's turn, if it is not its turn already. A collective."""
-        if not self.colocated or self._held:
+    def onload(self) -> None:
+        """Offloads the engines and brings the trainer back to the GPU, if it is not there already. A collective."""
+        if not self.colocated or self._onloaded:
             return
-        with together("the beginning of the trainer's turn"):
-            self._put_engines_to_sleep(awaited=0)
-        self._held = True
+        with together("the offloading of the engines"):
+            self.offload_engines()
+        self._onloaded = True
         if self._offload is not None:
             started = time.monotonic()
             with together("the weights' way back to the GPU"):
                 self._offload.to_device()
             if self._control is not None:
-                self._log.info("brought_back", seconds=round(time.monotonic() - started, 3))
+                self._log.info("onloaded", seconds=round(time.monotonic() - started, 3))
 
-    def give(self) -> None:
-        """Ends the trainer's turn without a push, if it is its turn. A collective."""
-        if not self._held:
+    def offload(self) -> None:
+        """Gives the GPU to the engines without a push, if the trainer has it. A collective."""
+        if not self._onloaded:
             return
         self._make_room("optimizer", "weights")
         if self._control is not None:
-            self._wake_engines(self._config.weights.push_timeout)
-        self._held = False
+            self._onload_engines(self._config.weights.push_timeout)
+        self._onloaded = False
 
     @contextlib.contextmanager
     def pushing(self) -> Iterator[None]:
-        """The body pushes and returns when nothing reads the weights any more; then the engines' turn begins. A collective.
+        """The body pushes and returns when nothing reads the weights any more; then the engines have the GPU. A collective.
 
-        A push that was not made, or failed, ends the turn as well: engines that hold a version go on with it.
+        So they do after a push that was not made, or failed: engines that hold a version go on with it.
         """
-        if not self.colocated:
-            yield
-            return
-        self.take()
-        self._make_room("optimizer")
+        if self.colocated:
+            self.onload()
+            self._make_room("optimizer")
         yield
-        self.give()
-
-    def prepare(self) -> None:
-        """Rank 0, before it orders a push: the engines sleep."""
-        self._put_engines_to_sleep(awaited=0)
-
-    def call_off(self) -> None:
-        """Rank 0: what `prepare` was for does not come."""
-        if self._asleep and not self._held:
-            self._wake_engines(self._config.weights.push_timeout)
-
-    def lost(self) -> set[str]:
-        """Replicas that have lost their weights since this was last asked."""
-        lost, self._lost = self._lost, set()
-        return lost
+        if self.colocated:
+            self.offload()
 
     def _make_room(self, *parts: Part) -> None:
         if self._offload is None:
@@ -136,74 +123,79 @@ class ColocationScheduler:
         if self._control is not None:
             self._log.info("offloaded", parts=moved, bytes=freed, seconds=round(time.monotonic() - started, 3))
 
-    # --- rank 0 and the replicas
+    # --- on rank 0: the replicas
 
-    def _put_engines_to_sleep(self, awaited: int) -> None:
-        """Returns once every engine of the run is out of the way.
+    def offload_engines(self, awaited: int = 0) -> None:
+        """Returns once every engine of the run is out of the way; for rank 0 also before it orders a push.
 
         Args:
             awaited: replicas that have to be there. Raises DeadlineExceeded where they do not come.
         """
         control = self._control
-        if control is None or self._asleep:
+        if control is None or self._engines_offloaded:
             return
         started = time.monotonic()
         stopping = control.stopping
         if self._releases and not stopping:
-            self._await_engines(awaited)
+            self._await_engines(control, awaited)
         deadline = LEAVE_SECONDS if stopping else self._config.weights.push_timeout
-        control.gauges({"turn": 1.0})
+        control.gauges({"onloaded": 1.0})
         control.call(control.service.announce(), deadline)
-        asleep = control.call(self._ask_all("sleep", deadline), deadline + POLL_INTERVAL_S)
-        self._lost |= {one.replica for one in asleep if isinstance(one, WeightsAsleep) and one.version < 0}
-        self._renewing = control.begin(self._renew())
-        self._asleep, self._since = True, time.monotonic()
+        asleep = control.call(self._ask_all(control, "sleep", deadline), deadline + POLL_INTERVAL_S)
+        self._lost |= {answer.replica for answer in asleep if isinstance(answer, WeightsAsleep) and answer.version < 0}
+        self._renewing = control.begin(self._renew(control))
+        self._engines_offloaded, self._since = True, time.monotonic()
         with contextlib.suppress(MyxoError, *TRANSIENT):
             control.look()
-        self._log.info("turn_taken", replicas=len(asleep), seconds=round(time.monotonic() - started, 3), free_bytes=_free())
+        self._log.info("engines_offloaded", replicas=len(asleep), seconds=round(time.monotonic() - started, 3), free_bytes=_free())
 
-    def _wake_engines(self, deadline: float) -> None:
+    def call_off(self) -> None:
+        """The push that the engines were offloaded for does not come."""
+        if self._engines_offloaded and not self._onloaded:
+            self._onload_engines(self._config.weights.push_timeout)
+
+    def lost(self) -> set[str]:
+        """Returns the replicas that have lost their weights since this was last called."""
+        lost, self._lost = self._lost, set()
+        return lost
+
+    def _onload_engines(self, deadline: float) -> None:
         control = self._control
         assert control is not None  # of rank 0
         if self._renewing is not None:
             self._renewing.cancel()
             self._renewing = None
-        self._asleep, started = False, time.monotonic()
-        control.gauges({"turn": 0.0})
+        self._engines_offloaded, started = False, time.monotonic()
+        control.gauges({"onloaded": 0.0})
         try:
-            awake = control.call(self._ask_all("wake", deadline), deadline + POLL_INTERVAL_S)
+            awake = control.call(self._ask_all(control, "wake", deadline), deadline + POLL_INTERVAL_S)
         except MyxoError as error:  # they wake by themselves when they hear nothing more
-            self._log.warning("replicas_not_woken", error=str(error))
+            self._log.warning("engines_not_onloaded", error=str(error))
             return
-        held = started - self._since
-        control.gauges({"turn_seconds": held})
-        seconds = round(time.monotonic() - started, 3)
-        self._log.info("turn_given", replicas=len(awake), held=round(held, 3), seconds=seconds, free_bytes=_free())
+        onloaded, seconds = started - self._since, time.monotonic() - started
+        control.gauges({"onloaded_seconds": onloaded})
+        timing = {"trained": round(onloaded, 3), "seconds": round(seconds, 3)}
+        self._log.info("engines_onloaded", replicas=len(awake), free_bytes=_free(), **timing)
 
-    def _await_engines(self, count: int) -> None:
-        """An engine that is coming up must have done so: it would take memory in the middle of the trainer's turn."""
-        control = self._control
-        assert control is not None  # of rank 0
+    def _await_engines(self, control: ControlClient, count: int) -> None:
+        """An engine that is coming up must have done so: it would take memory while the trainer has the GPU."""
         limit = self._config.rollout.engine_start_timeout
         end = time.monotonic() + limit
         while not control.stopping:
-            cards = control.call(self._cards(), limit)
-            starting = [card.instance for card in cards if card.state == "starting"]
-            if not starting and len(cards) >= count:
+            replicas = control.call(_replicas(control), limit)
+            starting = [status.instance for status in replicas if status.state == "starting"]
+            if not starting and len(replicas) >= count:
                 return
             if time.monotonic() > end:
-                missing = f"{count - len(cards)} more rollout services" if len(cards) < count else f"the engines of {', '.join(starting)}"
+                missing = f"the engines of {', '.join(starting)}"
+                if len(replicas) < count:
+                    missing = f"{count - len(replicas)} more rollout services"
                 raise DeadlineExceeded("colocated engines that are up", missing, limit, "the trainer stops")
             time.sleep(POLL_INTERVAL_S)
 
-    async def _cards(self) -> list[ServiceStatus]:
-        assert self._control is not None  # of rank 0
-        return [card for card in await self._control.service.registry.alive("rollout") if card.state != "stopping"]
-
-    async def _ask_all(self, verb: str, deadline: float) -> list[Message]:
+    async def _ask_all(self, control: ControlClient, verb: str, deadline: float) -> list[Message]:
         """Asks every replica at once. One that does not answer is named, and the others go on without it."""
-        assert self._control is not None  # of rank 0
-        bus, subjects = self._control.service.bus, self._control.service.subjects
+        bus, subjects = control.service.bus, control.service.subjects
         request = WeightsSleep(lasts=LASTS_SECONDS, deadline=deadline) if verb == "sleep" else WeightsWake(deadline=deadline)
         reply = WeightsAsleep if verb == "sleep" else WeightsReady
 
@@ -212,19 +204,23 @@ class ColocationScheduler:
             try:
                 answer: Message = await bus.request(subject, request, reply, deadline=deadline, awaited_from=instance, patient=False)
             except MyxoError as error:
-                self._log.warning("turn_unanswered", verb=verb, replica=instance, error=str(error))
+                self._log.warning("replica_unanswered", verb=verb, replica=instance, error=str(error))
                 return None
             return answer
 
-        answers = await asyncio.gather(*(ask(card.instance) for card in await self._cards()))
+        answers = await asyncio.gather(*(ask(status.instance) for status in await _replicas(control)))
         return [answer for answer in answers if answer is not None]
 
-    async def _renew(self) -> None:
-        """Tells the replicas that the turn goes on, those too that have come since it began. Runs until cancelled."""
+    async def _renew(self, control: ControlClient) -> None:
+        """Tells the replicas to sleep on, those too that have come since. Runs until cancelled."""
         while True:
             await asyncio.sleep(RENEW_SECONDS)
             with contextlib.suppress(MyxoError, *TRANSIENT):
-                await self._ask_all("sleep", LASTS_SECONDS)
+                await self._ask_all(control, "sleep", LASTS_SECONDS)
+
+
+async def _replicas(control: ControlClient) -> list[ServiceStatus]:
+    return [status for status in await control.service.registry.alive("rollout") if status.state != "stopping"]
 
 
 def _free() -> int | None:

@@ -1,7 +1,7 @@
-"""The trainer's link to the bus: rank 0's service life on a thread of its own, with plain calls for the training loop.
+"""The trainer's connection to the bus: rank 0's service life on a thread of its own, with plain calls for the training loop.
 
 The loop computes for seconds at a time; heartbeats, health checks and weight requests must go on meanwhile. Every call here has a
-deadline and runs on the link's event loop; only rank 0 has a link.
+deadline and runs on the client's event loop; only rank 0 has one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ControlClient:
     def __init__(self, service: str = "trainer") -> None:
         self._name = service
         self._loop = asyncio.new_event_loop()
-        self._thread = SupervisedThread(self._run, "bus-link")
+        self._thread = SupervisedThread(self._run, "control-client")
         self._started: Future[None] = Future()
         self._ended: asyncio.Event | None = None
         self._stop_asked = threading.Event()
@@ -71,8 +71,8 @@ class ControlClient:
         self._evaluations: dict[str, tuple[int, float]] = {}
 
     def __enter__(self) -> ControlClient:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._stop_asked.set())
+        for stop_signal in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(stop_signal, lambda *_: self._stop_asked.set())
         self._thread.start()
         self._started.result()
         return self
@@ -105,7 +105,7 @@ class ControlClient:
         """
         request = BatchRequest(step=step, version=version, hold=hold)
         answer = self.call(self._ask(self.service.subjects.batch, request, BatchAnswer), REQUEST_SECONDS)
-        if isinstance(answer, RunDone):  # the buffer's card may not have said it yet, and nobody will look again
+        if isinstance(answer, RunDone):  # the buffer's status may not have said it yet, and nobody will look again
             for name, reward in answer.rewards.items():
                 self._evaluations = {**self._evaluations, name: (answer.version, reward)}
         return answer
@@ -141,7 +141,7 @@ class ControlClient:
             self.service.metrics.set(name, value)
 
     def metrics(self, values: Mapping[str, float]) -> None:
-        """Sets live figures for Prometheus alone: the registry's cards stay small."""
+        """Sets live figures for Prometheus alone: the registry's entries stay small."""
         for name, value in values.items():
             self.service.metrics.set(name, value, in_status=False)
 
@@ -166,20 +166,20 @@ class ControlClient:
     # --- running
 
     def call(self, work: Coroutine[Any, Any, Result], seconds: float) -> Result:
-        """Runs ``work`` on the link's loop and waits. Raises what it raises, or DeadlineExceeded."""
+        """Runs ``work`` on the client's loop and waits. Raises what it raises, or DeadlineExceeded."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(seconds + CALL_MARGIN)
         except TimeoutError:
             future.cancel()
-            raise DeadlineExceeded("a call over the bus", "the trainer's own link", seconds, "given up") from None
+            raise DeadlineExceeded("a call over the bus", "the trainer's own connection", seconds, "given up") from None
 
     def look(self) -> None:
         """Reads the registry now, rather than when that is due."""
         self.call(self._read_registry(self.service), REQUEST_SECONDS)
 
     def begin(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Starts ``work`` on the link's loop."""
+        """Starts ``work`` on the client's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _ask(self, subject: str, request: Any, reply: type[Result]) -> Result:
@@ -225,17 +225,17 @@ class ControlClient:
             await service.store.close()
             await service.bus.close()
 
-    def _see_evaluation(self, card: ServiceStatus) -> None:
+    def _see_evaluation(self, status: ServiceStatus) -> None:
         name = self.config.eval.eval_name
-        version, reward = card.gauges.get(f"eval_{name}_version"), card.gauges.get(f"eval_{name}")
+        version, reward = status.gauges.get(f"eval_{name}_version"), status.gauges.get(f"eval_{name}")
         if version is not None and reward is not None and version > self._evaluations.get(name, (-1, 0.0))[0]:
             self._evaluations = {**self._evaluations, name: (int(version), reward)}
 
     async def _read_registry(self, service: Service) -> None:
-        cards = await service.registry.alive("rollout")
-        self._replicas = [card for card in cards if card.state not in ("starting", "stopping")]
-        for card in await service.registry.alive("buffer"):
-            self._see_evaluation(card)
+        replicas = await service.registry.alive("rollout")
+        self._replicas = [status for status in replicas if status.state not in ("starting", "stopping")]
+        for status in await service.registry.alive("buffer"):
+            self._see_evaluation(status)
 
     async def _look(self, service: Service) -> None:
         while True:
@@ -247,5 +247,5 @@ class ControlClient:
 
 
 def now() -> float:
-    """Seconds since the epoch, as all reports carry."""
+    """Returns the seconds since the epoch, as all reports carry."""
     return time.time()

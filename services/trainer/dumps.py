@@ -104,13 +104,6 @@ def filled(template: str, step: int, rank: int) -> str:
     return template.replace("{rollout_id}", str(step)).replace("{rank}", str(rank))
 
 
-def check_template(field: str, template: str | None, *, needs: Sequence[str]) -> None:
-    """Refuses a template that would have one step overwrite another. Raises ConfigError."""
-    for name in needs:
-        if template is not None and f"{{{name}}}" not in template:
-            raise ConfigError(field, template, f"a path with {{{name}}} in it, so that no file takes another's place")
-
-
 def _found(template: str) -> Iterator[tuple[int, Path]]:
     path = Path(template)
     pattern = re.compile(re.escape(path.name).replace(r"\{rollout_id\}", r"(\d+)") + r"\Z")

@@ -89,14 +89,14 @@ class Trainer(RoleWorker):
                 case Snapshot(version=version):
                     self._snapshots.write(version)
                 case Train(batch=batch, ahead=ahead):
-                    self._colocation.take()
+                    self._colocation.onload()
                     version = self._version
                     self._train(batch, ahead)
                     self._save_if_due()
                     if self._version == version:  # no push follows, with which the trainer's time on the GPUs would end
-                        self._colocation.give()
+                        self._colocation.offload()
                 case Wait():
-                    self._colocation.give()
+                    self._colocation.offload()
                 case Leave(done=done):
                     return self._leave(done)
             self._report_pushes()
@@ -224,7 +224,7 @@ class Trainer(RoleWorker):
         self._pusher.wait()
         self._report_pushes()
         if not done and self._begun_save < self._progress.steps:
-            self._colocation.take()
+            self._colocation.onload()
         self._save_before_leaving(done)
 
     def _report_pushes(self) -> None:

@@ -141,7 +141,7 @@ class StepScheduler:
         if self._snapshots.instead_of_pushes:
             return None
         if self._colocation.colocated and self._pusher.lags(version):
-            self._colocation.prepare()
+            self._colocation.offload_engines()
             self._pusher.forget(self._colocation.lost())
         push = self._pusher.due(version)
         if push is None:

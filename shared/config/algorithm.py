@@ -187,7 +187,7 @@ class AlgorithmSection(Section):
 
     @property
     def correction(self) -> OffPolicy:
-        """How stale samples are corrected: ``off_policy``, as it or slime's names for it say; decoupled unless anything is said."""
+        """How stale samples are corrected: what ``off_policy`` or slime's names for it say, by default decoupled."""
         if self.off_policy is not None:
             return self.off_policy
         return "rollout" if self.use_rollout_logprobs else "none" if self.use_tis is False else "decoupled"

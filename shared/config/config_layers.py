@@ -48,10 +48,10 @@ def read(path: Path, known: Known) -> Layers:
     """Reads the file and, under it, its bases.
 
     Args:
-        known: takes one file's values, and returns those that can stand in it, in the form in which they can be laid over one another, and
-            what is wrong with the others; that is told with the file's name where it is a base.
+        known: takes the values of one file, and returns those that can stand in it, in the form in which they can be laid over one
+            another, and what is wrong with the others; a problem in a base names its file.
 
-    Raises ConfigError: no readable TOML, or a base that is not there or leads back to its own file; it names the file.
+    Raises ConfigError: a file is no readable TOML, or a base is not there or leads back to its own file; the error names the file.
     """
     layers = Layers()
     _read(path, "CONFIG", str(path), (), layers, known)
@@ -69,8 +69,8 @@ def _read(path: Path, key: str, given: str, above: tuple[Path, ...], layers: Lay
     chain = (*above, path)
     for base in _bases(values.pop(BASE, []), path):
         target = path.parent / base
-        if target.resolve() in [one.resolve() for one in chain]:
-            circle = " → ".join(str(one) for one in (*chain, target))
+        if target.resolve() in [file.resolve() for file in chain]:
+            circle = " → ".join(str(file) for file in (*chain, target))
             raise ConfigError(BASE, base, f"a file that does not lead back to itself: {circle}")
         _read(target, BASE, base, chain, layers, known)
     taken, problems = known(values)
@@ -90,7 +90,7 @@ def _bases(value: Any, path: Path) -> list[str]:
 
 
 def _over(below: Any, above: Any) -> Any:
-    """A table key by key; a file of prompts as a table (it has a path) is one value."""
+    """Lays tables over one another key by key; a file of prompts, which is a table with a path, is one value."""
     if not isinstance(below, dict) or not isinstance(above, dict) or "path" in above:
         return above
     return {**below, **{key: _over(below[key], value) if key in below else value for key, value in above.items()}}

@@ -20,7 +20,7 @@ CONTEXT_KEPT = 2
 
 
 def longest_sequence(context: int, cache_tokens: int, page: int = 1) -> int:
-    """The longest input and output together that are generated in full.
+    """Returns how long input and output together may be to be generated in full, in tokens.
 
     SGLang cuts ``max_new_tokens`` in silence where input + new tokens exceed its context less 2, or its KV cache less
     two pages and one token (0.5.16 to 0.5.21: ``Scheduler.init_req_max_new_tokens``).
@@ -29,7 +29,7 @@ def longest_sequence(context: int, cache_tokens: int, page: int = 1) -> int:
 
 
 def cpu_token_capacity(model_config: Mapping[str, Any]) -> int:
-    """How many tokens of float32 keys and values ``CPU_KV_BYTES`` hold for a model, within the two bounds above.
+    """Returns how many tokens of float32 keys and values ``CPU_KV_BYTES`` hold for a model, within the two bounds above.
 
     Args:
         model_config: its ``config.json``. Raises KeyError where that lacks a size.
@@ -41,7 +41,7 @@ def cpu_token_capacity(model_config: Mapping[str, Any]) -> int:
 
 
 def context_length(model_config: Mapping[str, Any]) -> int | None:
-    """Tokens that an engine takes a model to know, as SGLang reads it from ``config.json``; None where that does not say."""
+    """Returns the context that an engine takes a model to have, in tokens, as SGLang reads it from ``config.json``; None: it has none."""
     scaling = model_config.get("rope_scaling") or model_config.get("rope_parameters") or {}
     known = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
     factor = 1 if known else scaling.get("factor") or 1

@@ -43,7 +43,7 @@ class LearningRateSchedule:
             raise ConfigError("trainer.lr_warmup_iters", self.warmup_steps, wanted)
 
     def at(self, updates: int) -> float:
-        """The learning rate of the update that follows ``updates`` earlier ones."""
+        """Returns the learning rate of the update that follows ``updates`` earlier ones."""
         if updates < self.warmup_steps:
             return self.lr * (updates + 1) / self.warmup_steps
         if self.decay_style == "constant":

@@ -76,14 +76,13 @@ class Flag:
         return ["--" + name.replace("_", "-") for name in (self.name, *self.spellings)]
 
     def typed(self, value: Any) -> Any:
-        """``value``, text of a command line or TOML's, as plain data of the flag's kind. Raises ValueError: what would be right."""
+        """Returns ``value``, text of a command line or TOML's, as plain data of the flag's kind. Raises ValueError: what would be right."""
         if self.refused:
             raise ValueError(self.reason)
         plain = None if self.optional and _is_none(value) else _READERS[self.kind](value)
-        if self.choices and plain is not None:
-            for one in plain if isinstance(plain, list) else [plain]:
-                if one not in self.choices:
-                    raise ValueError(f"one of {', '.join(self.choices)}")
+        given = [] if plain is None else plain if isinstance(plain, list) else [plain]
+        if self.choices and not set(given) <= set(self.choices):
+            raise ValueError(f"one of {', '.join(self.choices)}")
         if self.fixed is not UNSET and plain != self.fixed:
             raise ValueError(f"leave it out, or give {_shown(self.fixed)}: {self.reason}")
         return plain
@@ -102,14 +101,14 @@ def megatron_core() -> str:
 
 @cache
 def catalogue() -> dict[str, Flag]:
-    """Every flag by name."""
+    """Returns every flag by its name."""
     rows = _stored()["flags"]
     return {row["name"]: Flag(**{**row, "groups": tuple(row.get("groups", ())), "choices": tuple(row.get("choices", ()))}) for row in rows}
 
 
 @cache
 def _spelled() -> dict[str, tuple[Flag, Any]]:
-    """Every spelling, ``no_…`` of switches too → the flag, and the value that a bare switch sets (None: no switch)."""
+    """Returns for every spelling, ``no_…`` of switches too, the flag and the value that a bare switch sets (None: it is no switch)."""
     found: dict[str, tuple[Flag, Any]] = {}
     for flag in catalogue().values():
         names = {flag.name: True if flag.kind == "switch" else None, **flag.spellings}
@@ -122,17 +121,17 @@ def _spelled() -> dict[str, tuple[Flag, Any]]:
 
 
 def find(name: str) -> tuple[Flag, Any] | None:
-    """The flag that a name (with underscores) spells, and what it sets as a bare switch (None: it takes a value)."""
+    """Returns the flag that a name (with underscores) spells, and what it sets as a bare switch (None: it takes a value)."""
     return _spelled().get(name)
 
 
 def names() -> list[str]:
-    """Every spelling of a flag that is not refused, with underscores."""
+    """Returns every spelling of a flag that is not refused, with underscores."""
     return [name for name, (flag, _) in _spelled().items() if not flag.refused]
 
 
 def canonical(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
-    """A config's ``[trainer.megatron]``, keys with dashes or underscores in any spelling, as name → plain value.
+    """Returns a config's ``[trainer.megatron]``, keys with dashes or underscores in any spelling, as name → plain value.
 
     Args:
         own: fields of Myxo's own config, which are given where they belong.
@@ -141,16 +140,16 @@ def canonical(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, 
     """
     result: dict[str, Any] = {}
     for key, value in given.items():
-        name, place = key.replace("-", "_"), f"trainer.megatron.{key}"
+        name, path = key.replace("-", "_"), f"trainer.megatron.{key}"
         if name in own:
-            raise ConfigError(place, value, f"a field of its own: {name}, outside of [trainer.megatron]")
+            raise ConfigError(path, value, f"a field of its own: {name}, outside of [trainer.megatron]")
         known = find(name)
         if known is None:
-            raise ConfigError(place, value, f"unknown flag of Megatron's; {near(name)}")
+            raise ConfigError(path, value, f"unknown flag of Megatron's; {near(name)}")
         flag, bare = known
-        name, typed = flag.name, _typed(place, flag, bare, value)
+        name, typed = flag.name, _typed(path, flag, bare, value)
         if name in result and result[name] != typed:
-            raise ConfigError(place, value, f"another spelling says {name} = {_shown(result[name])}")
+            raise ConfigError(path, value, f"another spelling says {name} = {_shown(result[name])}")
         result[name] = typed
     return result
 
@@ -168,23 +167,23 @@ def missing_engine(given: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def near(name: str) -> str:
-    """``did you mean …`` for an unknown name; the flags are too many to list."""
+    """Returns what an unknown name may have meant; the flags are too many to list."""
     advice, found = slime_flags.advice(name), errors.near(name, names())
     return advice or (f"did you mean {found}?" if found else "`myxo flags` lists all")
 
 
-def _typed(place: str, flag: Flag, bare: Any, value: Any) -> Any:
+def _typed(path: str, flag: Flag, bare: Any, value: Any) -> Any:
     try:
         if flag.kind == "switch" and not flag.refused and not (flag.optional and _is_none(value)):
             given = _switch(value)
             value = bare if given else not bare
         return flag.typed(value)
     except ValueError as error:
-        raise ConfigError(place, value, str(error)) from None
+        raise ConfigError(path, value, str(error)) from None
 
 
 def from_words(spelled: str, flag: Flag, bare: Any, words: list[str]) -> Any:
-    """What the command line says: ``--spelled word …``. Raises ConfigError."""
+    """Returns the value of ``--spelled word …`` on the command line. Raises ConfigError."""
     text = " ".join(words)
     if flag.refused:
         raise ConfigError(spelled, text, flag.reason)
@@ -216,14 +215,12 @@ def _switch(value: Any) -> bool:
 
 
 def _int(value: Any) -> int:
-    if isinstance(value, str):
-        try:
-            return int(value)
-        except ValueError:
-            pass
-    elif isinstance(value, int) and not isinstance(value, bool):
-        return value
-    raise ValueError("a whole number")
+    if isinstance(value, bool | float):
+        raise ValueError("a whole number")
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ValueError("a whole number") from None
 
 
 def _float(value: Any) -> float:
@@ -249,7 +246,7 @@ def _dtype(value: Any) -> str:
     return DTYPES[name]
 
 
-def _several(one: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
+def _several(read_item: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
     def read(value: Any) -> list[Any]:
         if isinstance(value, str):
             value = _expression(value) if value.lstrip().startswith(("[", "(")) else value.replace(",", " ").split()
@@ -257,18 +254,18 @@ def _several(one: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
             value = [value]
         if not value:
             raise ValueError("at least one value")
-        return [one(item) for item in value]
+        return [read_item(item) for item in value]
 
     return read
 
 
-def _either(one: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    many = _several(one)
+def _either(read_item: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    read_all = _several(read_item)
 
     def read(value: Any) -> Any:
         if isinstance(value, list | tuple) or (isinstance(value, str) and (value.lstrip().startswith(("[", "(")) or " " in value.strip())):
-            return many(value)
-        return one(value)
+            return read_all(value)
+        return read_item(value)
 
     return read
 
@@ -289,7 +286,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _expression(text: str) -> list[Any]:
-    """A list as scripts write it: ``[0]*1+[1]*27``. Raises ValueError."""
+    """Returns the list that a script writes as ``[0]*1+[1]*27``. Raises ValueError."""
 
     def read(node: ast.AST) -> Any:
         match node:
@@ -302,12 +299,12 @@ def _expression(text: str) -> list[Any]:
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
                 return -value
             case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return _short(read(left), read(right), 1)
+                return joined(read(left), read(right), 1)
             case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int() as times)):
-                return _short(read(left), [], times)
+                return joined(read(left), [], times)
         raise ValueError
 
-    def _short(left: Any, right: Any, times: int) -> list[Any]:
+    def joined(left: Any, right: Any, times: int) -> list[Any]:
         if not isinstance(left, list) or not isinstance(right, list) or len(left) * times + len(right) > MAX_LIST:
             raise ValueError
         return left * times + right

@@ -105,8 +105,8 @@ class RunConfig(Section):
             yield "weights.update_weight_transport: disk, but colocated engines share the trainer's memory; leave it at nccl"
         if self.weights.join_from in ("peer", "disk"):
             yield (
-                f"weights.join_from: {self.weights.join_from}, but colocated engines get all weights from the trainer, at the end of its "
-                "turn; use auto or trainer"
+                f"weights.join_from: {self.weights.join_from}, but colocated engines get all weights from the trainer, once it has "
+                "trained; use auto or trainer"
             )
         engines, ranks = rollout.rollout_replicas * rollout.rollout_num_gpus_per_engine, trainer.actor_num_gpus_per_node
         if engines > ranks:
@@ -116,7 +116,7 @@ class RunConfig(Section):
             )
 
     def absolute(self, base: Path) -> RunConfig:
-        """The same config with every path absolute, relative ones taken from ``base``; models that are none become names on the hub."""
+        """Returns the config with every path absolute, relative ones taken from ``base``; other models become names on the hub."""
         sections = {}
         for section in type(self).model_fields:
             value: Section = getattr(self, section)
@@ -134,7 +134,7 @@ def parse(values: dict[str, Any]) -> RunConfig:
     try:
         config = RunConfig.model_validate(known)
     except ValidationError as error:
-        problems += _unless_told(_config_errors(error, values), problems)
+        problems += _without_consequences(_config_errors(error, values), problems)
         problems += _misfits_of_others(known, error, values)
     raise_problems(problems)
     return config
@@ -183,12 +183,12 @@ def read(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> tupl
     try:
         return parse(values).absolute(Path.cwd()), problems
     except BadInput as error:
-        return None, problems + [_with_origin(problem, layers, path) for problem in _unless_told(problems_of(error), problems)]
+        return None, problems + [_with_origin(problem, layers, path) for problem in _without_consequences(problems_of(error), problems)]
 
 
-def _unless_told(found: Iterable[BadInput], told: list[BadInput]) -> list[BadInput]:
-    """Leaves out what follows from a problem that was told: a section that is no table is missing, and so is a field that was misspelt."""
-    refused = [problem for problem in told if isinstance(problem, ConfigError)]
+def _without_consequences(found: Iterable[BadInput], reported: list[BadInput]) -> list[BadInput]:
+    """Leaves out what follows from a reported problem: a section that is no table is missing, and so is a field that was misspelt."""
+    refused = [problem for problem in reported if isinstance(problem, ConfigError)]
     fields, hints = {problem.field for problem in refused}, {problem.expected.rpartition("did you mean ")[2] for problem in refused}
 
     def follows(problem: BadInput) -> bool:
@@ -201,7 +201,7 @@ def _unless_told(found: Iterable[BadInput], told: list[BadInput]) -> list[BadInp
 
 
 def _with_origin(problem: BadInput, layers: config_layers.Layers, path: Path) -> BadInput:
-    """The same problem, naming the file that it comes from where that is a base of the config at ``path``."""
+    """Returns the problem with the file that it comes from, where that is a base of the config at ``path``."""
     if not isinstance(problem, ConfigError):
         return problem
     origin = layers.origins.get(".".join(problem.field.split(".")[:2]), path)
@@ -209,7 +209,7 @@ def _with_origin(problem: BadInput, layers: config_layers.Layers, path: Path) ->
 
 
 def field_sections() -> dict[str, str]:
-    """Every field's name → its section. Names are unique over sections (a test holds that)."""
+    """Returns the section of every field. The names of fields are unique over all sections (a test holds that)."""
     owners: dict[str, str] = {}
     for section, info in RunConfig.model_fields.items():
         model = info.annotation
@@ -220,14 +220,14 @@ def field_sections() -> dict[str, str]:
 
 
 def section_model(section: str) -> type[Section]:
-    """The model class of a section."""
+    """Returns the class of a section."""
     model = RunConfig.model_fields[section].annotation
     assert isinstance(model, type) and issubclass(model, Section)
     return model
 
 
 def changes(old: RunConfig, new: RunConfig) -> list[str]:
-    """Fields that differ and may not change on resume, as ``section.field: old → new``."""
+    """Returns the fields that differ and may not change on resume, as ``section.field: old → new``."""
     found = []
     for section in RunConfig.model_fields:
         before, after = getattr(old, section), getattr(new, section)
@@ -241,7 +241,7 @@ def changes(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def _without_secrets(value: Any) -> Any:
-    """A value as errors show it: URLs without their credentials."""
+    """Returns a value as errors show it: URLs without their credentials."""
     if isinstance(value, dict):
         return {key: _without_secrets(item) for key, item in value.items()}
     return re.sub(r"://.*@", "://", value) if isinstance(value, str) else value

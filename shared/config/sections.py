@@ -216,17 +216,17 @@ class RewardSection(Section):
 
     @property
     def external(self) -> dict[str, str]:
-        """The environments outside of Myxo: name → URL; none where ``custom_rm_path`` takes the place of all."""
+        """Returns the environments outside of Myxo, name → URL; none where ``custom_rm_path`` takes the place of all."""
         if self.custom_rm_path is not None:
             return {}
         return {**({} if self.rm_url is None else {REMOTE: self.rm_url}), **self.environments}
 
     def environment_names(self) -> list[str]:
-        """Every environment that a prompt of this run may name, built in or not; each has a queue of its own."""
+        """Returns every environment that a prompt of this run may name, built in or not; each has a queue of its own."""
         return sorted({*VERIFIERS, *self.external}) if self.custom_rm_path is None else [CUSTOM]
 
     def environment_of(self, named: str | None) -> str:
-        """What scores a prompt that names an environment, or none."""
+        """Returns the environment that scores a prompt which names one, or none."""
         if self.custom_rm_path is not None:
             return CUSTOM
         return self.rm_type if named is None else named

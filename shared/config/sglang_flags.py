@@ -51,7 +51,7 @@ SHARES = ("mem-fraction-static",)
 
 
 def count(text: str) -> int:
-    """The number that SGLang reads in 4096, 25.6k or 32Ki. Raises ValueError."""
+    """Returns the number that SGLang reads in 4096, 25.6k or 32Ki. Raises ValueError."""
     found = re.fullmatch(r"(\d+)([KMGT]i)|(\d+(?:\.\d+)?)([kMGT])", text)
     if found is None:
         return int(text)
@@ -82,7 +82,7 @@ class EngineFlag:
     choices: tuple[str, ...] = ()
 
     def problem(self, value: Any) -> str | None:
-        """What would be right in place of ``value``; None where the value is."""
+        """Returns what would be right in place of ``value``; None where the value is right."""
         if value is None or value is False:
             return None  # left out
         if self.kind == "switch":
@@ -138,7 +138,7 @@ class EngineFlags:
         return {spelling: flag for flag in self.flags for spelling in flag.spellings}
 
     def find(self, name: str) -> EngineFlag | None:
-        """The flag of that name, or the only one whose name begins so, which SGLang takes too."""
+        """Returns the flag of that name, or the only one whose name begins so, which SGLang takes too."""
         if name in self._spelled:
             return self._spelled[name]
         begun = {flag for spelling, flag in self._spelled.items() if spelling.startswith(name)}
@@ -165,12 +165,12 @@ class EngineFlags:
 
 
 def plain_name(key: str) -> str:
-    """A flag's name as SGLang spells it, without the leading dashes."""
+    """Returns a flag's name as SGLang spells it, without the leading dashes."""
     return key.lstrip("-").replace("_", "-")
 
 
 def installed() -> str | None:
-    """The version of SGLang in this environment; None where there is none."""
+    """Returns the version of SGLang in this environment; None where there is none."""
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -178,7 +178,7 @@ def installed() -> str | None:
 
 
 def of_installed() -> EngineFlags | None:
-    """The flags of the installed SGLang; None where there is none. Raises NoCatalogue: what keeps them from being read."""
+    """Returns the flags of the installed SGLang; None where there is none. Raises NoCatalogue: what keeps them from being read."""
     if (version := installed()) is None:
         return None
     made_with = EngineFlags.of_json(CATALOGUE.read_text())

@@ -83,7 +83,7 @@ _ABSENT = {
 
 
 def advice(name: str) -> str | None:
-    """What to do about a flag of slime's that Myxo has no field for; None for any other name, with dashes or underscores."""
+    """Returns what to do about a flag of slime's that Myxo has no field for; None for any other name, with dashes or underscores."""
     key = name.lstrip("-").replace("-", "_")
     if key in _ALWAYS:
         return f"a flag of slime's; leave it out: {_ALWAYS[key]}"

@@ -122,7 +122,7 @@ class TrainerSection(Section):
     batch_timeout: float = Field(default=1800, gt=0, description="seconds the trainer waits for a batch", **MUTABLE)
     collective_timeout: float = Field(default=600, gt=0, description="seconds for a collective among trainer ranks", **MUTABLE)
     train_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the trainer runs")
-    colocate: bool = Field(default=False, description="trainer and engines share the trainer's GPUs and compute in turns", **MUTABLE)
+    colocate: bool = Field(default=False, description="trainer and engines share the trainer's GPUs and compute alternately", **MUTABLE)
     offload_train: bool | None = Field(
         default=None,
         description="colocated: while engines generate, weights and optimizer lie in host memory; default: on CUDA yes, on a CPU no",

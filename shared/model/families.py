@@ -1,6 +1,6 @@
-"""What a Hugging Face ``config.json`` says about a model, for the families that the trainer knows.
+"""Reads what a Hugging Face ``config.json`` says about a model, for the families that the trainer knows.
 
-:func:`read_architecture` refuses whatever it cannot reproduce exactly (another activation, biases, a rope scaling it does
+`read_architecture` refuses whatever it cannot reproduce exactly (another activation, biases, a rope scaling it does
 not know) instead of training a model that is almost the right one.
 """
 
@@ -56,7 +56,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_architecture(hf_dir: Path, quantized: bool = False) -> Architecture:
-    """The architecture of a Hugging Face checkpoint directory.
+    """Returns the architecture of a Hugging Face checkpoint directory.
 
     Args:
         quantized: whether its weights may be.
@@ -111,7 +111,7 @@ class _Entries:
         return bool(self.raw.get(key, default))
 
     def require(self, key: str, wanted: object, reason: str) -> None:
-        """Refuse any value but ``wanted``; a missing entry counts as ``wanted``."""
+        """Refuses any value but ``wanted``; a missing entry counts as ``wanted``."""
         if self.raw.get(key, wanted) not in (wanted, None):
             raise self.error(key, f"{wanted!r}; {reason}")
 

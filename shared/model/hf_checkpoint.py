@@ -1,4 +1,4 @@
-"""What a Hugging Face checkpoint directory holds in its safetensors files, by their headers alone, and whether that is the model."""
+"""Reads the headers of a Hugging Face checkpoint's safetensors files, and tells whether they hold the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.transfer.tensor_file import TensorFile, TensorFileBroken
 INDEX = "model.safetensors.index.json"
 
 OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.gguf")
-"""Weights that are none to us."""
+"""Weights that are not read."""
 
 Shape = tuple[int, ...]
 
@@ -64,7 +64,7 @@ def read_headers(directory: Path, field: str = "model.hf_checkpoint") -> tuple[d
 
 
 def _reason(path: Path, error: TensorFileBroken) -> str:
-    """Why a file is none, in the words of whoever fetched it."""
+    """Returns why a file holds no weights, in the words of whoever fetched it."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -112,12 +112,12 @@ def tensor_problems(
 
 
 def some(names: Sequence[str]) -> str:
-    """The first five."""
+    """Returns the first five names, and how many more there are."""
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
 def draft_prefixes(architecture: Architecture) -> tuple[str, ...]:
-    """Prefixes of the names of layers that only guess further tokens (multi-token prediction)."""
+    """Returns the prefixes of the names of layers that only guess further tokens (multi-token prediction)."""
     first = architecture.num_layers
     return tuple(f"model.layers.{layer}." for layer in range(first, first + architecture.draft_layers))

@@ -1,4 +1,4 @@
-"""Which matrices low-rank adapters (LoRA, Hu et al. 2021) are laid on."""
+"""Low-rank adapters (LoRA, Hu et al. 2021): the matrices that they are laid on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Lora:
 
     @classmethod
     def of(cls, trainer: TrainerSection) -> Lora | None:
-        """The adapters of a run's config; None for none."""
+        """Returns the adapters of a run's config; None where it has none."""
         return None if trainer.lora_rank is None else cls(trainer.lora_rank, trainer.lora_alpha, tuple(trainer.target_modules))
 
     @property
@@ -63,7 +63,7 @@ class Lora:
 
 
 def _projections(architecture: Architecture) -> tuple[list[str], set[str]]:
-    """PEFT's names of the model's matrices that could be adapted, and of those that layers of experts have."""
+    """Returns PEFT's names of the model's matrices that could be adapted, and of those that layers of experts have."""
     known: dict[str, None] = {}
     of_experts: set[str] = set()
     for layer in range(architecture.num_layers):

@@ -46,7 +46,7 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, trainer: TrainerSection) -> ParallelLayout:
-        """The layout that a run's config asks for."""
+        """Returns the layout that a run's config asks for."""
         return cls(
             tensor=trainer.tensor_model_parallel_size,
             pipeline=trainer.pipeline_model_parallel_size,

@@ -119,7 +119,7 @@ TOP: dict[str, tuple[str, Layout]] = {
 
 
 def features(architecture: Architecture, layer: int) -> frozenset[str]:
-    """The words that ``when`` may ask for, of one layer."""
+    """Returns the words of one layer that ``when`` may ask for."""
     a = architecture
     found = {"latent" if a.latent else "grouped", "moe" if a.is_moe_layer(layer) else "dense"}
     found.add("gate_up_fused" if a.fused_gate_up else "gate_up_apart")
@@ -133,7 +133,7 @@ def features(architecture: Architecture, layer: int) -> frozenset[str]:
 
 
 def sizes(architecture: Architecture) -> dict[str, int]:
-    """The numbers behind the table's words."""
+    """Returns the numbers behind the table's words."""
     a, heads = architecture, architecture.num_attention_heads
     known = {
         "hidden": a.hidden_size,
@@ -157,7 +157,7 @@ def sizes(architecture: Architecture) -> dict[str, int]:
 
 
 def layer_rows(architecture: Architecture, layer: int) -> tuple[NameRow, ...]:
-    """The rows that hold for one layer."""
+    """Returns the rows that hold for one layer."""
     return _rows(features(architecture, layer))
 
 
@@ -173,7 +173,7 @@ def pattern(megatron: str) -> re.Pattern[str]:
 
 
 def hf_tensors(architecture: Architecture) -> dict[str, Shape]:
-    """Names and shapes of all tensors in the model's safetensors, in the order of the model."""
+    """Returns the names and shapes of all tensors in the model's safetensors, in the order of the model."""
     a, size = architecture, sizes(architecture)
     tensors: dict[str, Shape] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
     for layer in range(a.num_layers):
@@ -188,7 +188,7 @@ def hf_tensors(architecture: Architecture) -> dict[str, Shape]:
 
 
 def megatron_parameters(architecture: Architecture, engine: bool = False) -> list[str]:
-    """Global names of Megatron's parameters that train, in the order of the model. ``engine``: of Transformer Engine's layers."""
+    """Returns the global names of Megatron's parameters that train, in the order of the model. ``engine``: Transformer Engine's layers."""
     a = architecture
     names = ["embedding.word_embeddings.weight"]
     for layer in range(a.num_layers):
@@ -201,7 +201,7 @@ def megatron_parameters(architecture: Architecture, engine: bool = False) -> lis
 
 
 def source(name: str, architecture: Architecture) -> tuple[tuple[str, ...], Layout, bool]:
-    """What a Megatron parameter is made of, by its global name (see :func:`.weights.parameters`).
+    """Returns what a Megatron parameter is made of, by its global name.
 
     Returns:
         Hugging Face names, layout, and whether it is kept in float32.

@@ -1,4 +1,4 @@
-"""Which parameters patterns leave to train."""
+"""Patterns over the names of parameters, and which parameters they leave to train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Freezing:
 
     @classmethod
     def of(cls, trainer: TrainerSection) -> Freezing:
-        """The patterns of a run's config."""
+        """Returns the patterns of a run's config."""
         return cls(tuple(trainer.only_train_params_name_list), tuple(trainer.freeze_params_name_list))
 
     @property
@@ -51,7 +51,7 @@ class Freezing:
         self._check_biases(names)
 
     def _check_biases(self, names: Sequence[str]) -> None:
-        """Megatron's linear layer with a frozen weight (0.16) gives its bias no gradient, and says nothing."""
+        """Refuses a bias that trains beside a frozen weight: Megatron (0.16) gives it no gradient, and says nothing."""
         known = set(names)
         for name in names:
             weight = re.sub(r"\.bias(\d*)$", r".weight\1", name)

@@ -47,12 +47,12 @@ class _Part:
 
     @property
     def projection(self) -> str:
-        """PEFT's name of the matrix."""
+        """Returns PEFT's name of the matrix."""
         return self.matrix.split(".")[-2]
 
     @property
     def local(self) -> Tensor:
-        """What this rank holds of it."""
+        """Returns what this rank holds of it."""
         held: Tensor = getattr(self.adapter.pairs[self.projection], self.part)
         return held
 
@@ -64,7 +64,7 @@ class _Part:
         return tuple(shape)
 
     def whole(self, group: dist.ProcessGroup) -> Tensor | None:
-        """It on the group's first rank, None on the others."""
+        """Returns it on the group's first rank, None on the others."""
         axis, held, first = self.adapter.split_axis(self.part), self.local.detach(), group.rank() == 0
         if axis is None or group.size() == 1:
             return held if first else None
@@ -94,33 +94,34 @@ class Adapters:
 
     @property
     def scale(self) -> float:
-        """What the product of a matrix's ``b`` and ``a`` is multiplied with."""
+        """Returns what the product of a matrix's ``b`` and ``a`` is multiplied with."""
         return self.lora.scale if self.lora is not None else 0.0
 
     def parameters(self) -> dict[str, Tensor]:
-        """What this rank holds, by Megatron's global names."""
+        """Returns what this rank holds, by Megatron's global names."""
         return {f"{part.layer}.adapter.{part.projection}.{part.part}": part.local for part in self._parts.values()}
 
     def tensors(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype and whole shape of each, in the order of the layers."""
+        """Returns the name, dtype and whole shape of each, in the order of the layers."""
         return [(part.name, str(part.local.dtype).removeprefix("torch."), part.shape) for part in self._parts.values()]
 
     def gather(self, name: str, group: dist.ProcessGroup) -> Tensor | None:
-        """A whole tensor on the first rank of the tensor-parallel ``group``, None on the others. A collective of them.
+        """Returns a whole tensor on the first rank of the tensor-parallel ``group``, None on the others. A collective of them.
 
         It may be the live parameter: read it before the next optimizer step.
         """
         return self._parts[name].whole(group)
 
     def adapt(self, names: Sequence[str]) -> bool:
-        """Whether any of these matrices has an adapter."""
+        """Returns whether any of these matrices has an adapter."""
         return any(name in self._of for name in names)
 
     @torch.no_grad()
     def merged(
         self, matrices: Sequence[tuple[str, tuple[int, ...]]], base: list[Tensor] | None, group: dist.ProcessGroup
     ) -> list[Tensor] | None:
-        """Matrices with their adapters laid over them: computed in float32, rounded once. A collective of the tensor-parallel ``group``.
+        """Returns matrices with their adapters laid over them: computed in float32, rounded once. A collective of the tensor-parallel
+        ``group``.
 
         Args:
             matrices: Hugging Face names and shapes. base: their tensors on the group's first rank, None on the others.
@@ -140,7 +141,7 @@ class Adapters:
         return found
 
     def collect(self, tensor_group: dist.ProcessGroup, world: dist.ProcessGroup | None = None) -> dict[str, Tensor] | None:
-        """All adapters of the model on global rank 0, None on the others. A collective of all ranks."""
+        """Returns all adapters of the model on global rank 0, None on the others. This is a collective of all ranks."""
         with deadline("the export of the adapters"):
             told = gather_json(self.tensors())
             owners: dict[str, int] = {}
@@ -166,13 +167,13 @@ class Adapters:
 
     @torch.no_grad()
     def silence(self) -> None:
-        """The model computes what it would without adapters."""
+        """Has the model compute what it would without adapters."""
         for _, b in self._of.values():
             b.local.zero_()
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
-        """Take the adapters from a directory in PEFT's format, whatever layout wrote it.
+        """Takes the adapters from a directory in PEFT's format, whatever layout wrote it.
 
         Raises:
             ConfigError: they cannot be read, or are not those of this model.
@@ -190,7 +191,7 @@ class Adapters:
 
 
 def write(directory: Path, tensors: dict[str, Tensor], lora: Lora, base: Path) -> None:
-    """Write adapters as PEFT reads them.
+    """Writes adapters as PEFT reads them.
 
     Args:
         directory: made here. tensors: by PEFT's names. base: the Hugging Face checkpoint that they belong to.

@@ -1,4 +1,4 @@
-"""What an architecture fixes in Megatron's configuration, whatever the layout and the training settings."""
+"""The fields of Megatron's configuration that follow from an architecture, whatever the layout and the training settings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shared.model.architecture import Architecture, Experts, LatentAttention, Ro
 
 
 def config_class(architecture: Architecture) -> type[TransformerConfig]:
-    """Latent attention has a configuration class of its own."""
+    """Returns Megatron's class of configurations; latent attention has one of its own."""
     return TransformerConfig if architecture.latent is None else MLATransformerConfig
 
 
 def architecture_options(architecture: Architecture) -> dict[str, Any]:
-    """Fields of :func:`config_class`."""
+    """Returns the fields of `config_class`."""
     a = architecture
     options: dict[str, Any] = {
         "num_layers": a.num_layers,

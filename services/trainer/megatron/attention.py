@@ -19,20 +19,20 @@ from torch import Tensor
 
 from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.context_parallel import gather_keys_and_values
-from services.trainer.megatron.long import attend_long, fits
-from services.trainer.megatron.packed import PackedSequences
+from services.trainer.megatron.long_sequences import attend_long, fits
+from services.trainer.megatron.packed_sequences import PackedSequences
 from services.trainer.megatron.runtime import round_up
 from shared.runtime.errors import MyxoError
 
 
 def uses_dense_batches(dtype: torch.dtype) -> bool:
-    """Whether attention in ``dtype`` on this machine needs :attr:`PackedSequences.groups`."""
+    """Returns whether attention in ``dtype`` on this machine needs :attr:`PackedSequences.groups`."""
     return DEVICE_TYPE == "cpu" or dtype == torch.float32
 
 
 @cache
 def _varlen_kernel() -> tuple[Callable[..., Any], bool]:
-    """The kernel (torch >= 2.10), and whether it shares key/value heads; older ones want one for each query head."""
+    """Returns the kernel (torch >= 2.10), and whether it shares key/value heads; older ones want one for each query head."""
     from torch.nn.attention.varlen import varlen_attn  # registers CUDA operators
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -73,7 +73,7 @@ class PackedCausalAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """``query``: [T, heads, head_dim]; ``key``: [T, key/value heads, head_dim]; ``value``: [T, key/value heads, width],
+        """Takes Takes ``query``: [T, heads, head_dim]; ``key``: [T, key/value heads, head_dim]; ``value``: [T, key/value heads, width],
         where the width is another under latent attention. Returns [T, heads * width].
 
         Raises:
@@ -104,7 +104,7 @@ class PackedCausalAttention(MegatronModule):
         return joined if sequences.restore is None else joined.index_select(0, sequences.restore)
 
     def _dense_chunks(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
-        """Under context parallelism: chunk by chunk, each with the keys up to its own last."""
+        """Attends chunk by chunk under context parallelism, each chunk with the keys up to its own last."""
         assert sequences.context is not None
         queries, keys = zip(*sequences.context.spans, strict=True)
         outputs = []
@@ -116,7 +116,7 @@ class PackedCausalAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _by_length(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
-        """Long sequences one by one, the others together."""
+        """Attends to long sequences one by one, and to the others together."""
         found = sequences.long
         if found is None or not fits(query, value):
             return self._varlen(query, key, value, sequences)
@@ -144,7 +144,8 @@ class PackedCausalAttention(MegatronModule):
         return self._kernel(query, key, value, lengths)
 
     def _kernel(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, Any, int, int]) -> Tensor:
-        """PyTorch's variable-length kernel. ``lengths``: where sequences begin, for queries and keys, and the longest of both."""
+        """Calls Calls PyTorch's variable-length kernel. ``lengths``: where sequences begin, for queries and keys, and the longest of
+        both."""
         varlen_attn, shares_heads = _varlen_kernel()
         more: dict[str, Any] = {}
         if query.size(1) != key.size(1):

@@ -47,7 +47,7 @@ class CheckpointMissing(MyxoError):
 def start_saving(
     model: MegatronModel, optimizer: Optimizer, root: Path, step: int, extra: dict[str, Any], keep: int | None = None, copied: bool = True
 ) -> Save:
-    """Begin to write a checkpoint. A collective of all ranks; ``root`` must be the same directory for all.
+    """Begins to write a checkpoint. A collective of all ranks; ``root`` must be the same directory for all.
 
     Args:
         step: names the checkpoint; an older one of the same step is replaced. extra: JSON data handed back by the load.
@@ -84,7 +84,7 @@ def start_saving(
 def load_checkpoint(
     model: MegatronModel, optimizer: Optimizer, root: Path, step: int | None = None, reset_optimizer: bool = False
 ) -> dict[str, Any]:
-    """Bring model, optimizer, schedule and random state to where a checkpoint left them. A collective of all ranks.
+    """Brings model, optimizer, schedule and random state to where a checkpoint left them. This is a collective of all ranks.
 
     The layout may differ from the one that saved; the random states are restored only where it is the same.
 
@@ -122,7 +122,7 @@ def load_checkpoint(
 
 
 def load_weights(model: MegatronModel, root: Path, step: int | None = None) -> None:
-    """The weights of a checkpoint, whatever its layout and optimizer; nothing else of it. A collective of all ranks.
+    """Loads the weights of a checkpoint, whatever its layout and optimizer, and nothing else of it. This is a collective of all ranks.
 
     An optimizer's float32 copies of the weights stay as they are.
 
@@ -142,7 +142,7 @@ def _load_modules(path: Path, model: MegatronModel) -> None:
 
 
 def find_checkpoint(root: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
-    """A checkpoint's directory and marker; the newest if ``step`` is None. Raises CheckpointMissing."""
+    """Returns a checkpoint's directory and marker; the newest if ``step`` is None. Raises CheckpointMissing."""
     found = checkpoints(root)
     wanted = step if step is not None else max(found, default=None)
     if wanted is None or wanted not in found:
@@ -153,12 +153,12 @@ def find_checkpoint(root: Path, step: int | None) -> tuple[Path, dict[str, Any]]
 
 
 def latest_step(root: Path) -> int | None:
-    """Step of the newest complete checkpoint below ``root``, or None. Needs no other rank."""
+    """Returns the step of the newest complete checkpoint below ``root``, or None. Needs no other rank."""
     return max(checkpoints(root), default=None)
 
 
 def checkpoints(root: Path) -> dict[int, Path]:
-    """Complete checkpoints below ``root`` by step. One that was being replaced when its writer died counts as complete."""
+    """Returns the complete checkpoints below ``root`` by step. One that was being replaced when its writer died counts as complete."""
     if not root.is_dir():
         return {}
     found: dict[int, Path] = {}
@@ -268,7 +268,7 @@ def _sharded_part(state: dict[str, Any], updates: int) -> dict[str, Any]:
 
 
 def _mark_local(state: Any) -> Any:
-    """``state`` with everything marked as not to be saved that holds no tensor to be saved."""
+    """Returns ``state`` with everything marked as not to be saved that holds no tensor to be saved."""
     if isinstance(state, ShardedBase):
         return state
     if isinstance(state, dict | list) and any(isinstance(value, ShardedBase) for value in nested_values(state)):
@@ -279,7 +279,7 @@ def _mark_local(state: Any) -> Any:
 
 
 def _random_state() -> dict[str, Any]:
-    """Every generator that this rank draws from, as tensors and plain values."""
+    """Returns the state of every generator that this rank draws from, as tensors and plain values."""
     numpy_state = np.random.get_state(legacy=True)
     assert isinstance(numpy_state, tuple)
     version, words, gauss = random.getstate()

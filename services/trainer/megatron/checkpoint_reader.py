@@ -24,7 +24,7 @@ from shared.runtime.errors import ConfigError
 
 
 def read_tensors(path: Path, places: dict[str, Any]) -> dict[str, Tensor]:
-    """Read tensors into new memory.
+    """Reads tensors into new memory.
 
     Args:
         path: a checkpoint. places: Megatron's ShardedTensors, or factories of them, by any name; their data is not touched.

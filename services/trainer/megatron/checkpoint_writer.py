@@ -61,7 +61,7 @@ class StagedShards(TorchDistSaveShardedStrategy):
         self._metadata: Any = None
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Plan and copy; the name is Megatron's. A collective of all ranks."""
+        """Plans and copies. The name is Megatron's. It is a collective of all ranks."""
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         state = mcore_to_pyt_state_dict(flat, False)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
@@ -82,13 +82,13 @@ class StagedShards(TorchDistSaveShardedStrategy):
         self._staged = _Staged({item.index: planner.resolve_data(item) for item in self._plan.items}, self.copied)
 
     def write(self) -> list[list[Any]]:
-        """Write this rank's file; what it now holds, as JSON data."""
+        """Writes this rank's file and returns what it now holds, as JSON data."""
         written = self._writer.write_data(self._plan, cast(SavePlanner, self._staged)).value()
         self._staged.clear()
         return [_encoded(result) for result in written]
 
     def finish(self, everyone: list[list[list[Any]]]) -> None:
-        """On rank 0: write the index of all ranks' files, given what :meth:`write` returned on each."""
+        """Writes the index, on rank 0, of all ranks' files, given what :meth:`write` returned on each."""
         self._writer.finish(self._metadata, [[_decoded(result) for result in written] for written in everyone])
 
 
@@ -151,11 +151,11 @@ class Save:
 
     @property
     def done(self) -> bool:
-        """Whether this rank has nothing left to do; on rank 0: whether the checkpoint is published, or failed."""
+        """Returns whether this rank has nothing left to do; on rank 0: whether the checkpoint is published, or failed."""
         return not self._thread.is_alive()
 
     def finish(self) -> Path:
-        """Wait until the checkpoint is published, and return where. A collective of all ranks.
+        """Waits until the checkpoint is published, and returns where. This is a collective of all ranks.
 
         Raises:
             SaveFailed: it could not be written, on whichever rank; the text names rank and cause.
@@ -215,7 +215,7 @@ class Save:
         replace_file(self._word(self._rank), json.dumps({"error": self._cause(), "results": self._results}).encode())
 
     def _wait_for_the_others(self) -> list[list[list[Any]]] | None:
-        """What every rank has written; None if one of them could not."""
+        """Returns what every rank has written; None if one of them could not."""
         ends = time.monotonic() + self._timeout
         said: dict[int, Any] = {}
         leaving = False

@@ -38,18 +38,18 @@ class ContextSplit:
     cu_keys: Tensor
 
     def own(self, per_token: Tensor) -> Tensor:
-        """This rank's part [U] of a pack's [T]; 0 in the padding."""
+        """Returns this rank's part [U] of a pack's [T]; 0 in the padding."""
         return torch.where(self.rows >= 0, per_token[self.rows.clamp(min=0)], 0)
 
     def whole(self, per_token: Tensor) -> Tensor:
-        """The pack's [T, ...] of every rank's part [U, ...]. Every rank of the group is taken to compute the same from it:
+        """Returns the pack's [T, ...] of every rank's part [U, ...]. Every rank of the group is taken to compute the same from it:
         the gradient is this rank's part of the upstream one, counted once."""
         gathered: Tensor = _GatherCopies.apply(per_token, self.group)
         return gathered.index_select(0, self.back)
 
 
 def padded_starts(starts: list[int], size: int, tensor: int) -> list[int]:
-    """Where a pack's sequences begin once every one of them divides into 2 ``size`` chunks.
+    """Returns where a pack's sequences begin once every one of them divides into 2 ``size`` chunks.
 
     Args:
         starts: of the sequences, and T. tensor: ranks that split each part once more (sequence parallelism), else 1; a
@@ -65,7 +65,7 @@ def padded_starts(starts: list[int], size: int, tensor: int) -> list[int]:
 
 
 def split(starts: list[int], padded: list[int], group: dist.ProcessGroup, rank: int, device: torch.device) -> ContextSplit:
-    """Split a pack for rank ``rank`` of ``group``. ``starts``: of its sequences, and T; ``padded``: see :func:`padded_starts`."""
+    """Splits a pack for rank ``rank`` of ``group``. ``starts``: of its sequences, and T; ``padded``: see :func:`padded_starts`."""
     size = group.size()
     part = padded[-1] // size
     lengths = [stop - start for start, stop in pairwise(starts)]
@@ -100,7 +100,7 @@ def split(starts: list[int], padded: list[int], group: dist.ProcessGroup, rank: 
 
 
 def gather_keys_and_values(key: Tensor, value: Tensor, split: ContextSplit) -> tuple[Tensor, Tensor]:
-    """Keys [U, heads, width] and values (of another width, perhaps) of all ranks, as this rank's chunks see them: [K, ...].
+    """Returns keys [U, heads, width] and values (of another width, perhaps) of all ranks, as this rank's chunks see them: [K, ...].
 
     Differentiable: a key's gradient is summed over the ranks whose queries have seen it.
     """

@@ -236,7 +236,7 @@ class CpuFinder:
 
 
 def install() -> str:
-    """Make ``import megatron.core`` work on this machine; call it before the first such import. Idempotent.
+    """Makes ``import megatron.core`` work on this machine; call it before the first such import. Idempotent.
 
     Returns:
         ``"cuda"`` where CUDA is available (nothing was changed), else ``"cpu"``.

@@ -16,7 +16,7 @@ from shared.model.trainable_parameters import Freezing
 
 
 def freeze(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, freezing: Freezing, lora: bool) -> None:
-    """Freeze what is not to train. A collective of all ranks, before gradients and optimizer are made.
+    """Freezes what is not to train. This is a collective of all ranks, before gradients and optimizer are made.
 
     Args:
         lora: only adapters train.

@@ -28,7 +28,7 @@ class FrozenWeights:
 
     @classmethod
     def of(cls, model: MegatronModel, adapters: bool = False) -> FrozenWeights:
-        """The model's weights as they are now."""
+        """Returns the model's weights as they are now."""
         copies = [_on_host(tensor) for tensor in _parameters(model, adapters)]
         if DEVICE_TYPE == "cuda":
             torch.cuda.current_stream().synchronize()
@@ -36,20 +36,20 @@ class FrozenWeights:
 
     @classmethod
     def of_policy(cls, model: MegatronModel) -> FrozenWeights:
-        """The policy as it is now: of a model with adapters they are all that it takes."""
+        """Returns the policy as it is now: of a model with adapters they are all that it takes."""
         return cls.of(model, adapters=model.lora is not None)
 
     @classmethod
     def of_saved_policy(cls, model: MegatronModel, directory: Path) -> FrozenWeights:
-        """A policy that this model was once, from what `Actor.save_hf` wrote then."""
+        """Returns a policy that this model was once, from what `Actor.save_hf` wrote then."""
         if model.lora is None:
             return cls.from_hf(model, directory)
         return cls._loaded(model, lambda: Adapters(model).load(directory / DIRECTORY), adapters=True)
 
     @classmethod
     def from_hf(cls, model: MegatronModel, directory: Path) -> FrozenWeights:
-        """The weights of a Hugging Face checkpoint of the same architecture, with adapters that add nothing to them; the model's own
-        stay as they are."""
+        """Returns the weights of a Hugging Face checkpoint of the same architecture, with adapters that add nothing to them; the model's
+        own stay as they are."""
 
         def load() -> None:
             load_hf(model.modules, model.config, model.architecture, directory)
@@ -59,8 +59,8 @@ class FrozenWeights:
 
     @classmethod
     def from_checkpoint(cls, model: MegatronModel, root: Path, step: int | None = None) -> FrozenWeights:
-        """The weights of a training checkpoint of the same architecture, whatever its layout; the newest below ``root`` if
-        ``step`` is None. The model's own stay as they are. A collective of all ranks.
+        """Returns the weights of a training checkpoint of the same architecture, whatever its layout; the newest below ``root`` if
+        ``step`` is None. The model's own stay as they are. This is a collective of all ranks.
 
         Raises:
             CheckpointMissing: there is none (of this step). ConfigError: it is of another model or dtype.
@@ -78,7 +78,7 @@ class FrozenWeights:
 
     @contextlib.contextmanager
     def in_place_of(self, model: MegatronModel) -> Iterator[None]:
-        """The model has these weights in the body, and its own ones back after it."""
+        """Gives the model these weights in the body, and its own ones back after it."""
         own = FrozenWeights.of(model, self._adapters)
         self._copy_into(model)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -12,15 +13,15 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
 from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.architecture_options import architecture_options, config_class
-from services.trainer.megatron.rope import inverse_frequencies
+from services.trainer.megatron.layer_modules import ValueHead
 from services.trainer.megatron.runtime import device, round_up
 from services.trainer.megatron.spec import decoder_spec
-from services.trainer.megatron.value_head import ValueHead
 from services.trainer.megatron.weight_read_lock import WeightReadLock
-from shared.model.architecture import Architecture
+from shared.model.architecture import Architecture, Llama3Scaling, Rope
 from shared.model.lora_targets import Lora
 from shared.model.parallel_layout import ParallelLayout
 from shared.model.trainable_parameters import Freezing
@@ -63,14 +64,15 @@ class MegatronModel:
 
 
 def padded_vocab_size(architecture: Architecture, layout: ParallelLayout) -> int:
-    """Rows of the embedding and the output layer: the vocabulary, rounded up to a multiple of the tensor-parallel size."""
+    """Returns the number of rows of the embedding and the output layer: the vocabulary, rounded up to a multiple of the tensor-parallel
+    size."""
     return round_up(architecture.vocab_size, layout.tensor)
 
 
 def transformer_config(
     architecture: Architecture, layout: ParallelLayout, dtype: torch.dtype, overrides: Mapping[str, Any]
 ) -> TransformerConfig:
-    """Megatron's configuration.
+    """Returns Megatron's configuration.
 
     Args:
         overrides: fields of it that are laid over those set here: recomputation, and what the user gave.
@@ -113,7 +115,7 @@ def transformer_config(
 
 
 def laid_over(kind: type[T], fields: Mapping[str, Any], overrides: Mapping[str, Any], part: str) -> T:
-    """One of Megatron's configurations. Raises ConfigError with Megatron's reason where it takes the overrides not."""
+    """Returns makes one of Megatron's configurations. Raises ConfigError with Megatron's reason if it refuses the overrides."""
     unknown = sorted(overrides.keys() - {field.name for field in dataclasses.fields(kind)})  # type: ignore[arg-type]
     if unknown:
         raise ConfigError(f"trainer.megatron.{unknown[0]}", overrides[unknown[0]], f"a field of Megatron's {kind.__name__}")
@@ -127,7 +129,7 @@ def laid_over(kind: type[T], fields: Mapping[str, Any], overrides: Mapping[str, 
 
 
 def build_chunks(architecture: Architecture, config: TransformerConfig, layout: ParallelLayout, value_head: bool = False) -> list[GPTModel]:
-    """This rank's parts of the model, on its device, with weights that are yet to be loaded; a value head's are zero."""
+    """Returns this rank's parts of the model, on its device, with weights that are yet to be loaded; a value head's are zero."""
     stages = range(layout.chunks) if layout.chunks > 1 else [None]
     return [_build_chunk(architecture, config, layout, value_head, stage) for stage in stages]
 
@@ -158,6 +160,24 @@ def _build_chunk(a: Architecture, config: TransformerConfig, layout: ParallelLay
     return model
 
 
+def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Returns the frequencies of a rotary position embedding: float32 [rotated dimensions / 2], for every scaling but YaRN's."""
+    rotated = int(head_dim * rope.fraction)
+    frequencies = 1.0 / (rope.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated))
+    return _stretched(rope.scaling, frequencies) if isinstance(rope.scaling, Llama3Scaling) else frequencies
+
+
+def _stretched(scaling: Llama3Scaling, frequencies: Tensor) -> Tensor:
+    """Stretches float32 [pairs] as Llama 3 does, in the order of operations of the Hugging Face implementation."""
+    wavelengths = 2 * math.pi / frequencies
+    longest = scaling.original_max_positions / scaling.low_freq_factor
+    shortest = scaling.original_max_positions / scaling.high_freq_factor
+    smooth = (scaling.original_max_positions / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    between = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    stretched = torch.where(wavelengths > longest, frequencies / scaling.factor, frequencies)
+    return torch.where((wavelengths >= shortest) & (wavelengths <= longest), between, stretched)
+
+
 def _mark_experts(model: GPTModel) -> None:
     """Experts have data-parallel ranks, gradient buffers and an optimizer of their own. Without expert parallelism Megatron
     takes them for parameters like any other, and sums their gradients over the data-parallel ranks only: wrong, silently,
@@ -170,7 +190,7 @@ def _mark_experts(model: GPTModel) -> None:
 def wrap_chunks(
     chunks: list[GPTModel], config: TransformerConfig, use_distributed_optimizer: bool, overrides: Mapping[str, Any]
 ) -> list[DistributedDataParallel]:
-    """Give each chunk its float32 gradient buffers, reduced over the data-parallel ranks after the last micro-batch.
+    """Gives each chunk its float32 gradient buffers, reduced over the data-parallel ranks after the last micro-batch.
 
     Args:
         overrides: fields of Megatron's DistributedDataParallelConfig that are laid over those set here.

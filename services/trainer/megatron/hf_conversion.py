@@ -58,7 +58,7 @@ _HF_FILES = "hf"
 
 
 def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progress) -> Path:
-    """Convert a Hugging Face checkpoint into a checkpoint directory of the trainer, with weights only.
+    """Converts a Hugging Face checkpoint into a checkpoint directory of the trainer, with weights only.
 
     Args:
         source: its weights may be 8-bit ones (see :mod:`.quantized`), which become bfloat16, or float32 where asked for.
@@ -96,7 +96,7 @@ def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progr
 
 
 def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progress: Progress) -> Path:
-    """Convert a checkpoint of the trainer, or one made by :func:`to_torch_dist`, into a Hugging Face checkpoint.
+    """Converts a checkpoint of the trainer, or one made by :func:`to_torch_dist`, into a Hugging Face checkpoint.
 
     Args:
         source: a directory of checkpoints, or one of them. step: which; None for the newest.
@@ -106,14 +106,7 @@ def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progres
     Raises:
         CheckpointMissing: there is none. ConfigError: it is a critic's, or of another model than ``hf``; or the target exists.
     """
-    if (source / MARKER).is_file():
-        path, marker = source, json.loads((source / MARKER).read_text())
-    else:
-        path, marker = find_checkpoint(source, step)
-    if marker.get("format") != FORMAT:
-        raise ConfigError(f"{path}:format", marker.get("format"), f"{FORMAT}; written by another version of Myxo")
-    if marker["value_head"]:
-        raise ConfigError(f"{path}:value_head", True, "a policy's checkpoint; a critic has no output layer")
+    path, marker = _policy_checkpoint(source, step)
     if hf is None and not (path / _HF_FILES).is_dir():
         raise ConfigError("--hf", None, f"the Hugging Face checkpoint that {path} was trained from, for config and tokenizer")
     hf = hf or path / _HF_FILES
@@ -123,31 +116,55 @@ def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progres
     adapted = marker.get("lora")
     lora = Lora(adapted["rank"], adapted["alpha"], tuple(adapted["targets"])) if adapted else None
     with _skeleton(architecture, DTYPES[marker["dtype"]], lora) as model:
-        local = {p.name: p for p in parameters(model.modules, model.config, architecture)}
-        sharded = sharded_modules(model)["model0"]
-        adapters, group = Adapters(model), parallel_state.get_tensor_model_parallel_group()
-        with torch.no_grad():
-            held = adapters.parameters()
-            for name, tensor in read_tensors(path, {name: sharded[name] for name in held}).items():
-                held[name].copy_(tensor)
-        total, done = sum(p.parameter.nbytes for p in local.values()), 0
+        group, adapters = parallel_state.get_tensor_model_parallel_group(), Adapters(model)
+        _read_adapters(path, model, adapters)
         writer = HfWriter(hf, target)
         writer.begin()
-        for names in _buckets([unit.name for unit in gather_units(architecture, [list(local)])], local):
-            read = read_tensors(path, {name: sharded[name] for name in names})
-            tensors: dict[str, Tensor] = {}
-            for name in names:
-                recipe = local[name].recipe
-                made = recipe.unfuse(read[name], architecture)
-                made = adapters.merged([(n, tuple(t.shape)) for n, t in zip(recipe.hf_names, made, strict=True)], made, group) or []
-                tensors.update(zip(recipe.hf_names, made, strict=True))
+        for tensors in _converted(path, model, adapters, progress):
             writer.add(tensors)
-            done += sum(local[name].parameter.nbytes for name in names)
-            progress(done, total)
         if lora is not None and (whole := adapters.collect(group)) is not None:
             write(writer.scratch / DIRECTORY, whole, lora, hf)
         writer.finish(model.config.params_dtype)
     return target
+
+
+def _policy_checkpoint(source: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
+    """Returns the checkpoint to convert and its marker. Raises as `to_hf`."""
+    if (source / MARKER).is_file():
+        path, marker = source, json.loads((source / MARKER).read_text())
+    else:
+        path, marker = find_checkpoint(source, step)
+    if marker.get("format") != FORMAT:
+        raise ConfigError(f"{path}:format", marker.get("format"), f"{FORMAT}; written by another version of Myxo")
+    if marker["value_head"]:
+        raise ConfigError(f"{path}:value_head", True, "a policy's checkpoint; a critic has no output layer")
+    return path, marker
+
+
+@torch.no_grad()
+def _read_adapters(path: Path, model: MegatronModel, adapters: Adapters) -> None:
+    sharded, held = sharded_modules(model)["model0"], adapters.parameters()
+    for name, tensor in read_tensors(path, {name: sharded[name] for name in held}).items():
+        held[name].copy_(tensor)
+
+
+def _converted(path: Path, model: MegatronModel, adapters: Adapters, progress: Progress) -> Iterator[dict[str, Tensor]]:
+    """Yields the checkpoint's tensors under their Hugging Face names, bucket by bucket, with the adapters merged into them."""
+    architecture, group = model.architecture, parallel_state.get_tensor_model_parallel_group()
+    local = {p.name: p for p in parameters(model.modules, model.config, architecture)}
+    sharded = sharded_modules(model)["model0"]
+    total, done = sum(p.parameter.nbytes for p in local.values()), 0
+    for names in _buckets([unit.name for unit in gather_units(architecture, [list(local)])], local):
+        read = read_tensors(path, {name: sharded[name] for name in names})
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            recipe = local[name].recipe
+            made = recipe.unfuse(read[name], architecture)
+            shapes = [(hf_name, tuple(t.shape)) for hf_name, t in zip(recipe.hf_names, made, strict=True)]
+            tensors.update(zip(recipe.hf_names, adapters.merged(shapes, made, group) or [], strict=True))
+        yield tensors
+        done += sum(local[name].parameter.nbytes for name in names)
+        progress(done, total)
 
 
 class _Source:
@@ -160,7 +177,7 @@ class _Source:
         self._last: tuple[str, Tensor] | None = None
 
     def tensor(self, place: Tensor) -> Tensor:
-        """What belongs into a parameter, or into the view ``place`` of it."""
+        """Returns what belongs into a parameter, or into the view ``place`` of it."""
         local = self._by_place[place.untyped_storage().data_ptr()]
         if self._last is None or self._last[0] != local.name:  # the halves of a gated MLP are asked for one by one
             self._last = None
@@ -203,7 +220,7 @@ class _Streamed(TorchDistSaveShardedStrategy):
 
 @contextmanager
 def _skeleton(architecture: Architecture, dtype: torch.dtype, lora: Lora | None = None) -> Iterator[MegatronModel]:
-    """The model in a world of one, its parameters reserved and not initialised, but for the adapters of ``lora``."""
+    """Yields the model in a world of one, its parameters reserved and not initialised, but for the adapters of ``lora``."""
     layout = ParallelLayout()
     runtime.start(layout, 0, 600.0)
     try:

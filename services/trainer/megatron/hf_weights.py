@@ -45,7 +45,7 @@ class Recipe:
     float32: bool = False
 
     def fuse(self, tensors: Sequence[Tensor], architecture: Architecture, rows: int) -> Tensor:
-        """The unsplit parameter; ``rows``: its size in dimension 0, with the vocabulary's padding."""
+        """Returns the unsplit parameter; ``rows``: its size in dimension 0, with the vocabulary's padding."""
         if self.layout == "glu":
             return torch.cat(list(tensors))
         if self.layout == "qkv":
@@ -57,7 +57,7 @@ class Recipe:
         return tensors[0]
 
     def parts(self, parameter: Tensor, architecture: Architecture) -> list[Tensor]:
-        """Inverse of :meth:`fuse`: views in the order of ``hf_names``, elements in the tensors' order, maybe of more dimensions."""
+        """Inverts :meth:`fuse`: returns views in the order of ``hf_names``, elements in the tensors' order, maybe of more dimensions."""
         if self.layout == "glu":
             return list(parameter.chunk(len(self.hf_names)))  # one for a family that keeps both halves in one tensor
         if self.layout == "qkv":
@@ -69,18 +69,18 @@ class Recipe:
         return [parameter]
 
     def unfuse(self, parameter: Tensor, architecture: Architecture) -> list[Tensor]:
-        """As :meth:`parts`, but contiguous tensors of their own shapes."""
+        """Returns what :meth:`parts` does, but contiguous tensors of their own shapes."""
         parts = self.parts(parameter, architecture)
         return [part.flatten(0, 1).contiguous() for part in parts] if self.layout == "qkv" else parts
 
     def shard(self, full: Tensor, dimension: int, rank: int, size: int) -> Tensor:
-        """What tensor-parallel rank ``rank`` of ``size`` holds of the unsplit parameter."""
+        """Returns what tensor-parallel rank ``rank`` of ``size`` holds of the unsplit parameter."""
         if self.layout == "glu":
             return torch.cat([half.chunk(size, dimension)[rank] for half in full.chunk(2, dimension)], dimension)
         return full.chunk(size, dimension)[rank]
 
     def unshard(self, shards: Sequence[Tensor], dimension: int) -> Tensor:
-        """Inverse of :meth:`shard`, over all ranks."""
+        """Inverts :meth:`shard`, over all ranks."""
         if self.layout == "glu":
             halves = [shard.chunk(2, dimension) for shard in shards]
             return torch.cat([half[0] for half in halves] + [half[1] for half in halves], dimension)
@@ -88,7 +88,7 @@ class Recipe:
 
 
 def recipe(name: str, architecture: Architecture) -> Recipe:
-    """The recipe of a parameter by its global name (see :func:`parameters`).
+    """Returns the recipe of a parameter by its global name (see :func:`parameters`).
 
     Raises:
         KeyError: a parameter that no row of :mod:`.names` covers, which is a gap in the table.
@@ -110,33 +110,33 @@ class LocalParameter:
 
     @property
     def split_dimension(self) -> int | None:
-        """Dimension split over :attr:`group`, or None for a parameter that each rank holds whole."""
+        """Returns the dimension split over :attr:`group`, or None for a parameter that each rank holds whole."""
         if not getattr(self.parameter, "tensor_model_parallel", False) or self.group.size() == 1:
             return None
         return int(self.parameter.partition_dim)  # type: ignore[attr-defined]
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that share it."""
+        """Returns the ranks that share it."""
         if ".experts." in self.name:
             return parallel_state.get_expert_tensor_parallel_group()
         return parallel_state.get_tensor_model_parallel_group()
 
 
 def weights_of(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of all that a checkpoint holds: the parameters, and the routers' biases, which no optimizer updates."""
+    """Yields names and tensors of all that a checkpoint holds: the parameters, and the routers' biases, which no optimizer updates."""
     yield from chunk.named_parameters()
     yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
 
 
 def numbered_chunks(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[tuple[int, GPTModel]]:
-    """This rank's parts of the model, each with the number of its first layer."""
+    """Yields this rank's parts of the model, each with the number of its first layer."""
     for stage, chunk in enumerate(chunks):
         yield get_transformer_layer_offset(config, vp_stage=stage if len(chunks) > 1 else None), chunk
 
 
 def parameters(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture) -> Iterator[LocalParameter]:
-    """This rank's parameters with their global names: offsets of pipeline stages and of expert ranks applied."""
+    """Yields this rank's parameters with their global names: offsets of pipeline stages and of expert ranks applied."""
     first_expert = 0
     if architecture.experts is not None:
         per_rank = architecture.experts.count // config.expert_model_parallel_size
@@ -198,7 +198,7 @@ class SafetensorsReader:
         return sum(name.startswith(unread) for name in self.names())
 
     def names(self) -> set[str]:
-        """Tensors that are part of a model."""
+        """Returns the tensors that are part of a model."""
         return set(self._files)
 
     def holds(self, name: str) -> bool:
@@ -210,7 +210,7 @@ class SafetensorsReader:
 
 @torch.no_grad()
 def load_hf(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, hf_dir: Path) -> None:
-    """Fill this rank's parameters from a Hugging Face checkpoint, in the model's dtype.
+    """Fills this rank's parameters from a Hugging Face checkpoint, in the model's dtype.
 
     The layers of :func:`draft_prefixes` are not read: they are not trained here, and no export has them.
 

@@ -36,7 +36,8 @@ class VocabularySlice:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, rows: int, vocab_size: int) -> VocabularySlice:
-        """``rows``: local logits a token, padding included; ``vocab_size``: the whole vocabulary without it."""
+        """Makes this rank's slice. Makes this rank's slice. ``rows``: local logits a token, padding included; ``vocab_size``: the whole
+        vocabulary without it."""
         start = group.rank() * rows
         return cls(group, start, max(0, min(rows, vocab_size - start)))
 
@@ -44,7 +45,7 @@ class VocabularySlice:
 def log_probs_and_entropy(
     logits: Tensor, labels: Tensor, vocabulary: VocabularySlice, temperature: float, need_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each label, and the entropy of each distribution, over the whole vocabulary.
+    """Returns the log-probability of each label, and the entropy of each distribution, over the whole vocabulary.
 
     Args:
         logits: [T, rows], any floating dtype. labels: int64 [T], ids of the whole vocabulary.
@@ -64,7 +65,7 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """A float32 copy to work on in place; ``float()`` would hand out the logits themselves where they are float32."""
+    """Returns a float32 copy to work on in place; ``float()`` would hand out the logits themselves where they are float32."""
     return logits.to(torch.float32, copy=True).div_(temperature)
 
 

@@ -30,7 +30,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from services.trainer.megatron.hf_weights import numbered_chunks, recipe
-from services.trainer.megatron.replicated import ReplicatedLinear
+from services.trainer.megatron.layer_modules import ReplicatedLinear
 from services.trainer.megatron.runtime import device
 from shared.model.architecture import Architecture
 from shared.model.lora_targets import Lora
@@ -85,7 +85,7 @@ class Adapter(torch.nn.Module):
                 self.add_module(name, self._marked(AdapterPair(lora.rank, weight.size(1), rows, config.params_dtype)))
 
     def _marked(self, pair: AdapterPair) -> AdapterPair:
-        """With what Megatron must know of each parameter: which are split, and whose gradients are sums over the ranks' tokens."""
+        """Marks each parameter with what Megatron must know of it: which are split, and whose gradients are sums over the ranks' tokens."""
         if self.split == "outputs":
             set_tensor_model_parallel_attributes(pair.b, True, 0, 1)
             pair.a.sequence_parallel = self.scattered  # type: ignore[attr-defined]
@@ -98,15 +98,15 @@ class Adapter(torch.nn.Module):
 
     @property
     def pairs(self) -> dict[str, AdapterPair]:
-        """By PEFT's names, in the layer's order."""
+        """Returns the pairs by PEFT's names, in the layer's order."""
         return {name: module for name, module in self.named_children() if isinstance(module, AdapterPair)}
 
     def split_axis(self, part: Part) -> int | None:
-        """The dimension of ``a`` or ``b`` that the tensor-parallel ranks divide."""
+        """Returns the dimension of ``a`` or ``b`` that the tensor-parallel ranks divide."""
         return {("outputs", "b"): 0, ("inputs", "a"): 1}.get((self.split, part))
 
     def forward(self, given: Tensor) -> Tensor:
-        """``given``: the layer's input, [..., inputs]. Returns what its output lacks, [..., outputs]."""
+        """Takes the layer's input, [..., inputs]. Returns what its output lacks, [..., outputs]."""
         low = F.linear(given, torch.cat([pair.a for pair in self.pairs.values()]))
         if self.split == "outputs":
             low = (
@@ -123,7 +123,8 @@ class Adapter(torch.nn.Module):
         return F.linear(low * self.lora.scale, self._fused_b())
 
     def _fused_b(self) -> Tensor:
-        """[outputs, sum of ranks]: each matrix's rows meet its own columns only. Small beside the activations, which stay in one piece."""
+        """Returns [outputs, sum of ranks], where each matrix's rows meet its own columns only. It is small beside the activations, which
+        stay in one piece."""
         pairs = self.pairs
         width, at, blocks = len(pairs) * self.lora.rank, 0, []
         for name, rows in self.rows.items():
@@ -136,7 +137,7 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def reset(self, seeds: dict[str, int]) -> None:
-        """A as PEFT draws it (Kaiming, uniform within 1 / sqrt(inputs)), the same in every layout; B zero: nothing is added."""
+        """Draws A as PEFT does (Kaiming, uniform within 1 / sqrt(inputs)), the same in every layout; B zero: nothing is added."""
         for name, pair in self.pairs.items():
             parts = self.group.size() if self.group is not None and self.split == "inputs" else 1
             inputs = pair.a.size(1) * parts
@@ -146,7 +147,7 @@ class Adapter(torch.nn.Module):
             pair.b.zero_()
 
     def shard(self, whole: Tensor, part: Part) -> Tensor:
-        """This rank's part of an unsplit ``a`` or ``b``."""
+        """Returns this rank's part of an unsplit ``a`` or ``b``."""
         axis = self.split_axis(part)
         if axis is None or self.group is None:
             return whole
@@ -198,7 +199,7 @@ _ADAPTED: dict[type, tuple[type, Split]] = {
 
 
 def attach(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, lora: Lora, seed: int) -> None:
-    """Give the targeted layers their adapters, which add nothing yet. Before gradients and optimizer are made.
+    """Gives the targeted layers their adapters, which add nothing yet. Before gradients and optimizer are made.
 
     Layers are built by Megatron, whose modules compare their classes with those that they know: what is adapted becomes so afterwards.
 
@@ -226,7 +227,7 @@ def attach(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: 
 
 
 def _outputs(layout: str, count: int, rows: int, architecture: Architecture) -> list[int]:
-    """Rows of each matrix of a fused one of ``rows``."""
+    """Returns the number of rows of each matrix of a fused one of ``rows``."""
     if layout == "qkv":
         keys = architecture.num_key_value_heads * architecture.head_dim
         return [rows - 2 * keys, keys, keys]
@@ -234,7 +235,7 @@ def _outputs(layout: str, count: int, rows: int, architecture: Architecture) -> 
 
 
 def layers(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[tuple[str, Any]]:
-    """This rank's linear layers that can be adapted, or are, by their global names."""
+    """Yields this rank's linear layers that can be adapted, or are, by their global names."""
     kinds = (*_ADAPTED, *(adapted for adapted, _ in _ADAPTED.values()))
     for first_layer, chunk in numbered_chunks(chunks, config):
         for name, module in chunk.named_modules():

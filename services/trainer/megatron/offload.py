@@ -63,11 +63,11 @@ class Offload:
 
     @property
     def away(self) -> frozenset[Part]:
-        """The parts that are in host memory now."""
+        """Returns the parts that are in host memory now."""
         return frozenset(self._away)
 
     def to_host(self, part: Part) -> int:
-        """Moves a part to host memory; nothing where it is there already. Returns the bytes freed on the device."""
+        """Moves a part to host memory unless it is there already. Returns the bytes freed on the device."""
         if part in self._away:
             return 0
         self._model.readers.wait("offloading")
@@ -97,7 +97,7 @@ class Offload:
         yield from self._distinct(self._weight_tensors(), keeps=True, known=set())
 
     def _optimizer_state(self) -> Iterator[_Storage]:
-        """Without what is the weights' own: in float32 an optimizer updates views of the parameters."""
+        """Yields what is not the weights' own: in float32 an optimizer updates views of the parameters."""
         known = {_key(tensor) for tensor in self._weight_tensors()}
         yield from self._distinct(self._optimizer_tensors(), keeps=True, known=known)
         yield from self._distinct(self._gradient_tensors(), keeps=False, known=known)
@@ -121,7 +121,7 @@ class Offload:
             yield from (buffer.grad_data for buffer in _flat_buffers(chunk))
 
     def _distinct(self, tensors: Iterable[Tensor], keeps: bool, known: set[int]) -> Iterator[_Storage]:
-        """Each storage on the model's device once, those of ``known`` not at all."""
+        """Yields each storage on the model's device once, and those of ``known`` not at all."""
         device = next(self._model.chunks[0].module.parameters()).device
         for tensor in tensors:
             key = _key(tensor)
@@ -138,17 +138,17 @@ class Offload:
 
 
 def _key(tensor: Tensor) -> int:
-    """Of the storage, as long as it lives; it is kept alive by who keeps the key."""
+    """Identifies the storage for as long as it lives; whoever keeps the key keeps it alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """uint8 view of a whole storage."""
+    """Returns a uint8 view of a whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _flat_buffers(chunk: Any) -> list[Any]:
-    """Megatron's flat buffers of parameters and gradients."""
+    """Returns Megatron's flat buffers of parameters and gradients."""
     return [*getattr(chunk, "buffers", []), *getattr(chunk, "expert_parallel_buffers", [])]
 
 

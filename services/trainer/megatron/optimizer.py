@@ -51,7 +51,7 @@ class Adam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient. ``closure`` is not supported."""
+        """Updates every parameter that has a gradient. ``closure`` is not supported."""
         if closure is not None:
             raise ValueError("closures are not supported")
         for group in self.param_groups:
@@ -82,14 +82,14 @@ class Adam(torch.optim.Optimizer):
             )
 
     def initialize_state(self, parameter: Tensor) -> None:
-        """Zero moments, unless there are some."""
+        """Makes zero moments, unless there are some."""
         state = self.state[parameter]
         if "exp_avg" not in state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
 
 def register_adam() -> None:
-    """Give Megatron :class:`Adam` where neither Transformer Engine nor Apex provides a ``FusedAdam``. Idempotent."""
+    """Gives Megatron :class:`Adam` where neither Transformer Engine nor Apex provides a ``FusedAdam``. Idempotent."""
     if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         return
     megatron_optimizer.Adam = distributed_optimizer.Adam = Adam
@@ -105,7 +105,7 @@ def gather_state(
     empty_data: bool = False,
     return_on_all_ranks: bool = True,
 ) -> dict[Any, Any]:
-    """Main weights and moments of whole parameter buffers, for ``DistributedOptimizer.sharded_state_dict``.
+    """Returns the main weights and moments of whole parameter buffers, for ``DistributedOptimizer.sharded_state_dict``.
 
     In place of ``get_parameter_state_dp_zero`` (0.16), whose result leaves out the padding between buckets while its reader
     counts it: with several buckets (a tied embedding under pipeline parallelism has its own) all parameters behind the first
@@ -193,11 +193,11 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next update."""
+        """Returns the learning rate of the next update."""
         return self.schedule.at(self.updates)
 
     def reset(self, schedule: LearningRateSchedule) -> None:
-        """Start over with zero moments at the beginning of ``schedule``. The float32 main weights keep their precision."""
+        """Starts over with zero moments at the beginning of ``schedule``. The float32 main weights keep their precision."""
         self.schedule, self.updates = schedule, 0
         for inner in self._inner():
             for group in inner.param_groups:
@@ -207,11 +207,11 @@ class Optimizer:
                 state["exp_avg_sq"].zero_()
 
     def resume(self, schedule: LearningRateSchedule, updates: int) -> None:
-        """Take a loaded checkpoint's schedule, at the position that it had reached."""
+        """Takes a loaded checkpoint's schedule, at the position that it had reached."""
         self.schedule, self.updates = schedule, updates
 
     def update(self) -> Update:
-        """Apply the gradients that the backward passes have left. A collective of all ranks.
+        """Applies the gradients that the backward passes have left. This is a collective of all ranks.
 
         A gradient whose norm is not finite changes nothing: neither weights, nor moments, nor the schedule's position.
         """
@@ -232,12 +232,12 @@ class Optimizer:
         return Update(grad_norm, lr)
 
     def zero_gradients(self) -> None:
-        """Before the backward passes. Without a distributed optimizer the parameters' gradients *are* the model's buffers
-        after an update, and the next backward pass would add each buffer to itself."""
+        """Zeroes the gradients before the backward passes. Without a distributed optimizer the parameters' gradients *are* the model's
+        buffers after an update, and the next backward pass would add each buffer to itself."""
         self.megatron.zero_grad()
 
     def parts(self) -> dict[str, Any]:
-        """Megatron's optimizers of this rank by what they update: ``dense`` and, where the rank has some, ``experts``."""
+        """Returns Megatron's optimizers of this rank by what they update: ``dense`` and, where the rank has some, ``experts``."""
         held = [part for part in self.megatron.chained_optimizers if not part.is_stub_optimizer]
         return dict(zip(("dense", "experts")[: len(held)], held, strict=True))
 
@@ -252,7 +252,7 @@ class Optimizer:
 
 
 def _everywhere(condition: bool) -> bool:
-    """Whether ``condition`` holds on all ranks."""
+    """Returns whether ``condition`` holds on all ranks."""
     violated = torch.tensor([0.0 if condition else 1.0], device=device())
     dist.all_reduce(violated, op=dist.ReduceOp.MAX)
     return not violated.item()

@@ -18,7 +18,7 @@ from torch import Tensor
 from services.trainer.megatron.attention import uses_dense_batches
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.likelihood import VocabularySlice, log_probs_and_entropy
-from services.trainer.megatron.packed import ModelInput, model_input
+from services.trainer.megatron.packed_sequences import ModelInput, model_input
 from services.trainer.megatron.runtime import device, round_up
 from services.trainer.packing import PackedBatch
 from shared.runtime.errors import MyxoError
@@ -50,19 +50,19 @@ class Sums:
 
 
 def log_probs(model: MegatronModel, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-    """Log-probability of every label under the model, float32 [T] a micro-batch, on every rank that shares the model."""
+    """Returns the log-probability of every label under the model, float32 [T] a micro-batch, on every rank that shares the model."""
     return _read(model, batches, lambda logits, given: _likelihood(model, logits, given, temperature, need_entropy=False)[0])
 
 
 def values(model: MegatronModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
-    """A critic's values before each label, float32 [T] a micro-batch, on every rank that shares the model."""
+    """Returns a critic's values before each label, float32 [T] a micro-batch, on every rank that shares the model."""
     return _read(model, batches, _values)
 
 
 def forward_backward(
     model: MegatronModel, batches: Sequence[PackedBatch], loss_fn: LossFunction, temperature: float, need_entropy: bool
 ) -> Sums:
-    """Add the gradient of the summed loss to the (zeroed) gradient buffers, reduced over the data-parallel ranks.
+    """Adds the gradient of the summed loss to the (zeroed) gradient buffers, reduced over the data-parallel ranks.
 
     Raises:
         BadLoss: ``loss_fn`` broke its contract.
@@ -86,7 +86,7 @@ def forward_backward(
 
 
 def _read(model: MegatronModel, batches: Sequence[PackedBatch], read: Callable[[Tensor, ModelInput], Tensor]) -> list[Tensor]:
-    """``read`` of the last stage's outputs, float32 [T] a micro-batch, without gradients, on all stages."""
+    """Returns ``read`` of the last stage's outputs, float32 [T] a micro-batch, without gradients, on all stages."""
     model.train(False)
     with torch.no_grad():
         results: list[Tensor] = _run(model, batches, lambda output, given, _: read(output, given), forward_only=True)
@@ -99,7 +99,7 @@ def _read(model: MegatronModel, batches: Sequence[PackedBatch], read: Callable[[
 
 
 def _run(model: MegatronModel, batches: Sequence[PackedBatch], on_output: Callable[..., Any], forward_only: bool) -> list[Any]:
-    """Results of ``on_output`` on the last pipeline stage, nothing on the others."""
+    """Returns the results of ``on_output`` on the last pipeline stage, nothing on the others."""
     dense = uses_dense_batches(model.config.params_dtype)
     group = parallel_state.get_context_parallel_group()
     count = len(batches)
@@ -147,7 +147,7 @@ def _run(model: MegatronModel, batches: Sequence[PackedBatch], on_output: Callab
 
 
 def _filler() -> PackedBatch:
-    """A micro-batch whose results nobody reads."""
+    """Returns a micro-batch whose results nobody reads."""
     nothing = torch.zeros(2, dtype=torch.int64)
     return PackedBatch(nothing, nothing, torch.zeros(2), torch.tensor([0, 2], dtype=torch.int32), 2, {})
 
@@ -155,7 +155,7 @@ def _filler() -> PackedBatch:
 def _likelihood(
     model: MegatronModel, logits: Tensor, given: ModelInput, temperature: float, need_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """``logits``: [U, rows of this rank]. Log-probs and entropy of the whole pack, [T]."""
+    """Returns log-probs and entropy of the whole pack, [T], from logits [U, rows of this rank]."""
     if given.padding:
         logits = logits[: -given.padding]
     labels = given.labels[: logits.size(0)]
@@ -168,12 +168,12 @@ def _likelihood(
 
 
 def _values(output: Tensor, given: ModelInput) -> Tensor:
-    """``output``: [U, 1]. The whole pack's values, [T]."""
+    """Returns the whole pack's values, [T], from an output [U, 1]."""
     return given.whole(output.squeeze(1))
 
 
 def _reduce(reports: list[dict[str, Any]]) -> Sums:
-    """Sum the last stage's reports over the data-parallel ranks, and tell all stages.
+    """Sums the last stage's reports over the data-parallel ranks, and tells all stages.
 
     Raises:
         BadLoss: the micro-batches, or the ranks, do not report the same metrics.

@@ -21,7 +21,7 @@ _FACTORS = "_scale_inv"
 
 
 def block_size(hf_dir: Path) -> tuple[int, int] | None:
-    """Rows and columns of a block; None for a checkpoint that is not quantized.
+    """Returns the rows and columns of a block; None for a checkpoint that is not quantized.
 
     Raises:
         ConfigError: it is quantized otherwise.

@@ -40,19 +40,19 @@ _formed: tuple[ParallelLayout, float] | None = None
 
 
 def device() -> torch.device:
-    """The device of this rank."""
+    """Returns the device of this rank."""
     if DEVICE_TYPE == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def timeout_seconds() -> float:
-    """How long a rank waits for the others."""
+    """Returns how long a rank waits for the others."""
     return _timeout_seconds
 
 
 def start(layout: ParallelLayout, seed: int, timeout_seconds: float) -> None:
-    """Join the other ranks and form the parallel groups.
+    """Joins the other ranks and forms the parallel groups.
 
     A process group that exists already is used as it is. Models of one process (an actor, its reference, a critic) share
     their groups as long as they have the same layout; another layout forms new groups, and earlier models are then of no use.
@@ -81,7 +81,7 @@ def start(layout: ParallelLayout, seed: int, timeout_seconds: float) -> None:
 
 
 def make_deterministic() -> None:
-    """Have every operation of this process give the same bits in every run, before the first one on a GPU.
+    """Has every operation of this process give the same bits in every run, before the first one on a GPU.
 
     A kernel that has no such form is named in a warning of PyTorch's and runs as it is. On CPUs this changes next to nothing.
     """
@@ -147,19 +147,19 @@ def _join(world_size: int, timeout: timedelta) -> None:
 
 
 def stop() -> None:
-    """Leave the groups and the world. A later :func:`start` forms new ones."""
+    """Leaves the groups and the world. A later :func:`start` forms new ones."""
     leave_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def rank() -> int:
-    """This process among all of the job's."""
+    """Returns this process among all of the job's."""
     return int(dist.get_rank())
 
 
 def data_parallel() -> tuple[int, int]:
-    """This rank's place among the replicas of the model, and how many there are."""
+    """Returns this rank's place among the replicas of the model, and how many there are."""
     return int(parallel_state.get_data_parallel_rank()), int(parallel_state.get_data_parallel_world_size())
 
 
@@ -187,7 +187,7 @@ def deadline(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def together(what: str) -> Iterator[None]:
-    """A step that fails on all ranks if it fails on one, so that no rank waits for one that has given up.
+    """Makes a step fail on all ranks if it fails on one, so that no rank waits for one that has given up.
 
     The body must not leave other ranks inside a collective when it raises.
 
@@ -213,7 +213,7 @@ def together(what: str) -> Iterator[None]:
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """``value`` of every rank, in rank order, on every rank. JSON, since pickles of received bytes are not read here.
+    """Returns ``value`` of every rank, in rank order, on every rank. JSON, since pickles of received bytes are not read here.
 
     Args:
         group: of gloo, to gather over; all ranks' own if None.
@@ -235,7 +235,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def sum_over_data_parallel(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sum of arrays of one shape over the data-parallel ranks, on each of them: float64, exact for integers below 2^53."""
+    """Returns the sum of arrays of one shape over the data-parallel ranks, on each of them: float64, exact for integers below 2^53."""
     total = torch.from_numpy(values.copy()).to(device())
     with deadline("a sum over the data-parallel ranks"):
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group())

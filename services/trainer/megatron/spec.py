@@ -15,8 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from services.trainer.megatron.attention import PackedCausalAttention
-from services.trainer.megatron.norm import LatentNorm, NormedResidual, RMSNorm
-from services.trainer.megatron.replicated import ReplicatedLinear
+from services.trainer.megatron.layer_modules import LatentNorm, NormedResidual, ReplicatedLinear, RMSNorm
 from shared.model.architecture import Architecture
 from shared.runtime.errors import ConfigError
 
@@ -32,7 +31,7 @@ if not HAVE_TE:
 
 
 def decoder_spec(architecture: Architecture, config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this rank's pipeline stage.
+    """Returns the layers of this rank's pipeline stage.
 
     Args:
         architecture: the whole model's. config: Megatron's, of the same model. vp_stage: which of the rank's model chunks.
@@ -59,7 +58,7 @@ def check_engine(architecture: Architecture, config: TransformerConfig) -> None:
 
 
 def engine_layer_spec(architecture: Architecture, config: TransformerConfig, moe: bool) -> ModuleSpec:
-    """One layer of Transformer Engine's modules, which take packed sequences as they are."""
+    """Returns one layer of Transformer Engine's modules, which take packed sequences as they are."""
     experts = architecture.experts.count if architecture.experts is not None and moe else None
     return get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=architecture.qk_norm
@@ -67,7 +66,7 @@ def engine_layer_spec(architecture: Architecture, config: TransformerConfig, moe
 
 
 def layer_spec(architecture: Architecture, config: TransformerConfig, moe: bool) -> ModuleSpec:
-    """One layer: Megatron's local spec with the packed attention and a norm that knows sequence parallelism."""
+    """Returns one layer: Megatron's local spec with the packed attention and a norm that knows sequence parallelism."""
     experts = architecture.experts.count if architecture.experts is not None and moe else None
     latent = architecture.latent is not None
     spec = get_gpt_layer_local_spec(

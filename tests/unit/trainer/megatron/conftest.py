@@ -43,6 +43,15 @@ def alone() -> Iterator[Any]:
     runtime.stop()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def imported_once() -> None:
+    """Takes what was imported out of every later garbage collection: leaving a world collects twice, which took longer than most tests."""
+    import transformers  # noqa: F401  # the largest import of the tests
+
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def nothing_left_behind() -> Iterator[None]:
     """Frees a module's models with their groups: the threads of each would take time from the tests after it."""

@@ -9,9 +9,10 @@ import pytest
 
 from docs.flag_tables import ARCHITECTURE
 from shared.config.run_config import load
-from shared.model.architecture_flags import architecture_of, check, flags_of
+from shared.model.architecture_flags import check, flags_of
 from shared.model.families import hf_tensors, read_architecture
 from shared.runtime.errors import ConfigError
+from tests.support.architecture_reader import architecture_of
 
 CONFIGS = Path(__file__).parents[4] / "configs" / "models"
 KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "qwen3_moe", "qwen3_moe_mixed", "glm4", "glm4_moe", "glm4_moe_air"]

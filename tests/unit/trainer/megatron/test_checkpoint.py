@@ -31,9 +31,9 @@ def assert_exact(outcome):
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
-        ("qwen3_tied", {}),
-        ("qwen3", {"use_distributed_optimizer": False}),
-        ("qwen3", {"train_dtype": "bfloat16"}),
+        pytest.param("qwen3_tied", {}, marks=pytest.mark.extra),
+        pytest.param("qwen3", {"use_distributed_optimizer": False}, marks=pytest.mark.extra),
+        pytest.param("qwen3", {"train_dtype": "bfloat16"}, marks=pytest.mark.extra),
         ("qwen3", {"train_dtype": "bfloat16", "use_distributed_optimizer": False}),
         ("qwen3_moe", {}),
         ("qwen3", {"lr_warmup_iters": 3, "lr_decay_style": "cosine", "updates": 9}),
@@ -46,19 +46,19 @@ def test_one_process_resumes_exactly(kind, config, alone, hf, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
-        ("qwen3_tied", {}),
-        ("qwen3", {"use_distributed_optimizer": False}),
+        pytest.param("qwen3_tied", {}, marks=pytest.mark.extra),
+        pytest.param("qwen3", {"use_distributed_optimizer": False}, marks=pytest.mark.extra),
         ("qwen3", {"train_dtype": "bfloat16"}),
-        ("qwen3_tied", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-        ("qwen3_tied", {"pipeline_model_parallel_size": 2}),
+        pytest.param("qwen3_tied", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, marks=pytest.mark.extra),
+        pytest.param("qwen3_tied", {"pipeline_model_parallel_size": 2}, marks=pytest.mark.extra),
         ("deep_moe", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
-        ("qwen3", {"context_parallel_size": 2}),
-        ("qwen3_moe", {"expert_model_parallel_size": 2}),
+        pytest.param("qwen3", {"context_parallel_size": 2}, marks=pytest.mark.extra),
+        pytest.param("qwen3_moe", {"expert_model_parallel_size": 2}, marks=pytest.mark.extra),
         ("qwen3_moe", {"expert_model_parallel_size": 2, "use_distributed_optimizer": False}),
-        ("qwen3_moe", {**TP2_SP, "expert_tensor_parallel_size": 1}),
+        pytest.param("qwen3_moe", {**TP2_SP, "expert_tensor_parallel_size": 1}, marks=pytest.mark.extra),
         # one stage has experts, the other none, and their optimizers differ
         ("qwen3_moe_mixed", {"pipeline_model_parallel_size": 2}),
-        ("qwen3_moe_mixed", {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": False}),
+        pytest.param("qwen3_moe_mixed", {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": False}, marks=pytest.mark.extra),
     ],
 )
 def test_two_ranks_resume_exactly(kind, config, hf, two_ranks, tmp_path):
@@ -70,7 +70,7 @@ def test_two_ranks_resume_exactly(kind, config, hf, two_ranks, tmp_path):
     ("kind", "config"),
     [
         ("qwen3_tied", {**TP2_SP, "pipeline_model_parallel_size": 2}),
-        ("qwen3_moe", {**TP2_SP, "context_parallel_size": 2, "expert_model_parallel_size": 2}),
+        pytest.param("qwen3_moe", {**TP2_SP, "context_parallel_size": 2, "expert_model_parallel_size": 2}, marks=pytest.mark.extra),
     ],
 )
 def test_four_ranks_resume_exactly(kind, config, hf, four_ranks, tmp_path):
@@ -108,7 +108,9 @@ def test_a_checkpoint_that_cannot_be_published_is_raised_with_its_cause(make_act
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
 
 
-@pytest.mark.parametrize("after", [{}, {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": False}])
+@pytest.mark.parametrize(
+    "after", [pytest.param({}, marks=pytest.mark.extra), {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": False}]
+)
 def test_a_checkpoints_weights_stand_in_for_the_models_own(after, hf, two_ranks, tmp_path):
     for trained, own, frozen, restored in two_ranks.run(rank_steps.frozen_of_checkpoint, hf("qwen3_tied"), TP2_SP, after, tmp_path):
         assert (frozen - trained).abs().max() < 1e-5 < (own - trained).abs().max()
@@ -142,14 +144,29 @@ def test_a_critics_checkpoint_holds_its_head_and_is_no_policys(make_actor, tmp_p
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
     [
-        ("qwen3_tied", {"tensor_model_parallel_size": 2}, {}),
-        ("qwen3_tied", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2}),
-        ("qwen3", {}, {"tensor_model_parallel_size": 2}),
+        pytest.param("qwen3_tied", {"tensor_model_parallel_size": 2}, {}, marks=pytest.mark.extra),
+        pytest.param(
+            "qwen3_tied",
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            {"pipeline_model_parallel_size": 2},
+            marks=pytest.mark.extra,
+        ),
+        pytest.param("qwen3", {}, {"tensor_model_parallel_size": 2}, marks=pytest.mark.extra),
         ("qwen3", {"context_parallel_size": 2}, TP2_SP),
         ("qwen3_moe_mixed", {"pipeline_model_parallel_size": 2}, {"expert_model_parallel_size": 2}),
-        ("qwen3_moe", {"expert_model_parallel_size": 2}, {}),
-        ("qwen3_moe", {"expert_model_parallel_size": 2, "use_distributed_optimizer": False}, {"use_distributed_optimizer": False}),
-        ("deep_moe", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, {"expert_model_parallel_size": 2}),
+        pytest.param("qwen3_moe", {"expert_model_parallel_size": 2}, {}, marks=pytest.mark.extra),
+        pytest.param(
+            "qwen3_moe",
+            {"expert_model_parallel_size": 2, "use_distributed_optimizer": False},
+            {"use_distributed_optimizer": False},
+            marks=pytest.mark.extra,
+        ),
+        pytest.param(
+            "deep_moe",
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            {"expert_model_parallel_size": 2},
+            marks=pytest.mark.extra,
+        ),
         # two buckets of different padding: here Megatron's own gathering shifts what lies behind the first
         ("qwen3_tied", {"pipeline_model_parallel_size": 2}, {}),
     ],
@@ -202,7 +219,7 @@ def test_a_missing_checkpoint_is_named_with_those_that_exist(make_actor, tmp_pat
         actor.load_checkpoint(tmp_path, step=5)
 
 
-@pytest.mark.parametrize("point", ["shards", "marker", "aside"])
+@pytest.mark.parametrize("point", ["shards", pytest.param("marker", marks=pytest.mark.extra), "aside"])
 def test_a_kill_while_saving_leaves_the_older_checkpoint(point, hf, fresh_world, make_actor, tmp_path):
     with pytest.raises(RankFailed, match="exit code -9"):
         fresh_world(1).run(rank_steps.save_and_die, hf("qwen3"), tmp_path, point)

@@ -41,7 +41,7 @@ def test_names_and_shapes_are_those_of_the_saved_checkpoint(kind, hf):
 def test_inverse_frequencies_equal_hugging_face_ones(hf):
     import transformers
 
-    from services.trainer.megatron.rope import inverse_frequencies
+    from services.trainer.megatron.gpt_model import inverse_frequencies
 
     for kind in ("llama", "llama3_rope"):
         model = transformers.AutoModelForCausalLM.from_pretrained(hf(kind))

@@ -3,8 +3,17 @@
 import pytest
 import torch
 
-from services.trainer.megatron import likelihood
+from services.trainer.megatron import likelihood, runtime
+from shared.model.parallel_layout import ParallelLayout
 from tests.unit.trainer.megatron import rank_steps
+
+
+@pytest.fixture(scope="module")
+def world_of_one():
+    """The parallel groups of one rank."""
+    runtime.start(ParallelLayout(), seed=1, timeout_seconds=60)
+    yield
+    runtime.stop()
 
 
 def reference(logits, labels, vocab, temperature):
@@ -24,8 +33,7 @@ def example(rows, vocab, dtype=torch.float32, tokens=37):
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("chunk", [None, 100])
-def test_one_rank_equals_plain_torch(temperature, padding, chunk, make_actor, monkeypatch):
-    make_actor("qwen3")  # forms the groups
+def test_one_rank_equals_plain_torch(temperature, padding, chunk, world_of_one, monkeypatch):
     if chunk:
         monkeypatch.setattr(likelihood, "_CHUNK_ELEMENTS", chunk)
     vocab = 23
@@ -41,8 +49,7 @@ def test_one_rank_equals_plain_torch(temperature, padding, chunk, make_actor, mo
     assert torch.equal(gradient[:, vocab:], torch.zeros_like(gradient[:, vocab:]))
 
 
-def test_without_entropy_only_the_log_probs_come(make_actor):
-    make_actor("qwen3")
+def test_without_entropy_only_the_log_probs_come(world_of_one):
     logits, labels, weights = example(23, 23)
     expected, _ = reference(logits, labels, 23, 1.0)
     (expected_gradient,) = torch.autograd.grad((expected * weights[0]).sum(), logits)
@@ -52,8 +59,7 @@ def test_without_entropy_only_the_log_probs_come(make_actor):
     torch.testing.assert_close(gradient, expected_gradient, atol=2e-6, rtol=1e-5)
 
 
-def test_entropy_alone_has_its_gradient(make_actor):
-    make_actor("qwen3")
+def test_entropy_alone_has_its_gradient(world_of_one):
     logits, labels, weights = example(23, 23)
     _, expected = reference(logits, labels, 23, 1.0)
     (expected_gradient,) = torch.autograd.grad((expected * weights[1]).sum(), logits)
@@ -62,8 +68,7 @@ def test_entropy_alone_has_its_gradient(make_actor):
     torch.testing.assert_close(gradient, expected_gradient, atol=2e-6, rtol=1e-5)
 
 
-def test_bfloat16_logits_are_worked_on_in_float32(make_actor):
-    make_actor("qwen3")
+def test_bfloat16_logits_are_worked_on_in_float32(world_of_one):
     logits, labels, weights = example(200, 200, torch.bfloat16)
     expected = torch.stack(reference(logits, labels, 200, 1.0))
     (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), logits)
@@ -75,8 +80,7 @@ def test_bfloat16_logits_are_worked_on_in_float32(make_actor):
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-3, rtol=1e-2)
 
 
-def test_huge_logits_neither_overflow_nor_lose_the_label(make_actor):
-    make_actor("qwen3")
+def test_huge_logits_neither_overflow_nor_lose_the_label(world_of_one):
     logits = torch.tensor([[3e4, -3e4, 0.0], [-3e4, -3e4, -3e4]], requires_grad=True)
     log_probs, entropy = rank_steps.likelihood_of(logits, torch.tensor([0, 2]), 3, 1.0)
     torch.testing.assert_close(log_probs, torch.tensor([0.0, -torch.tensor(3.0).log().item()]))

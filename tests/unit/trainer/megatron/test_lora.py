@@ -22,14 +22,14 @@ LATENT = {"target_modules": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b
 
 TWO_RANKS = {
     "DP2": ("qwen3", {}),
-    "TP2": ("qwen3", TP2),
     "TP2 some matrices": ("qwen3", {**TP2, "target_modules": ("k_proj", "up_proj", "down_proj")}),
-    "TP2 SP": ("qwen3", TP2_SP),
     "TP2 SP recompute": ("qwen3_tied", {**TP2_SP, "recompute": True}),
     "PP2": ("qwen3_tied", PP2),
     "latent attention: TP2 SP": ("deepseek_v3", {**TP2_SP, **LATENT}),
 }
 MORE = {
+    "TP2": ("qwen3", TP2),
+    "TP2 SP": ("qwen3", TP2_SP),
     "DP2 whole optimizer": ("qwen3", {"use_distributed_optimizer": False}),
     "CP2": ("qwen3", {"context_parallel_size": 2}),
     "PP2 VPP2 recompute": ("deep", {**PP2, "virtual_pipeline_model_parallel_size": 2, "recompute": True}),
@@ -167,13 +167,15 @@ def test_one_process_resumes_exactly(config, alone, hf, tmp_path):
     assert_exact(alone.resume(hf("qwen3"), {**LORA, **config}, tmp_path))
 
 
-@pytest.mark.parametrize("config", [pytest.param({"train_dtype": "bfloat16"}, marks=pytest.mark.extra), TP2_SP, PP2])
+@pytest.mark.parametrize(
+    "config", [PP2, *(pytest.param(config, marks=pytest.mark.extra) for config in ({"train_dtype": "bfloat16"}, TP2_SP))]
+)
 def test_two_ranks_resume_exactly(config, hf, two_ranks, tmp_path):
     for outcome in two_ranks.run(rank_steps.resume, hf("qwen3_tied"), {**LORA, **config}, tmp_path):
         assert_exact(outcome)
 
 
-@pytest.mark.parametrize(("before", "after"), [(TP2, PP2), ({}, TP2_SP)])
+@pytest.mark.parametrize(("before", "after"), [(TP2, PP2), pytest.param({}, TP2_SP, marks=pytest.mark.extra)])
 def test_another_layout_goes_on_from_a_checkpoint(before, after, hf, two_ranks, tmp_path):
     first, second = two_ranks.run(lora_steps.reshard, hf("qwen3"), {**LORA, **before}, {**LORA, **after}, tmp_path)
     for rank in (first, second):
@@ -192,7 +194,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(make_actor, tmp_path):
         make_actor("qwen3", lora_rank=8).load_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("config", [TP2, PP2])
+@pytest.mark.parametrize("config", [TP2, pytest.param(PP2, marks=pytest.mark.extra)])
 def test_a_saved_model_is_merged_and_beside_it_lie_the_adapters(config, hf, two_ranks, tmp_path):
     import transformers
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.megatron.attention import PackedCausalAttention
-from services.trainer.megatron.packed import SHORT, SIMILAR, length_groups, model_input
+from services.trainer.megatron.packed_sequences import SHORT, SIMILAR, length_groups, model_input
 from shared.model.parallel_layout import ParallelLayout
 from shared.runtime.errors import MyxoError
 from tests.unit.trainer.megatron.tiny import pack

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing as mp
 import os
 import socket
@@ -93,6 +94,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     from services.trainer.megatron import runtime
 
     torch.set_num_threads(1)
+    gc.freeze()  # leaving the groups collects twice, and need not look at what was imported
     with contextlib.suppress(EOFError):
         while True:
             function, args, kwargs = pipe.recv()

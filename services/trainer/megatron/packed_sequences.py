@@ -18,7 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from services.trainer.megatron.context_parallel import ContextSplit, padded_starts, split
-from services.trainer.megatron.long import LongSequences, long_sequences
+from services.trainer.megatron.long_sequences import LongSequences, long_sequences
 from services.trainer.megatron.runtime import round_up
 from services.trainer.packing import PackedBatch
 from shared.model.parallel_layout import ParallelLayout
@@ -80,7 +80,7 @@ class ModelInput:
     padding: int
 
     def whole(self, per_token: Tensor) -> Tensor:
-        """The pack's [T, ...] of this rank's [U, ...]; see :meth:`ContextSplit.whole`."""
+        """Returns the pack's [T, ...] of this rank's [U, ...]; see :meth:`ContextSplit.whole`."""
         if self.sequences.context is not None:
             return self.sequences.context.whole(per_token)
         return per_token[: per_token.size(0) - self.padding]
@@ -89,7 +89,7 @@ class ModelInput:
 def model_input(
     batch: PackedBatch, layout: ParallelLayout, dense: bool, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> ModelInput:
-    """Prepare a micro-batch for the model.
+    """Prepares a micro-batch for the model.
 
     Args:
         batch: on any device; on the host, nothing here waits for a GPU. device: where the result goes.
@@ -139,7 +139,7 @@ def _sequences(starts: list[int], longest: int, device: torch.device, **more: An
 
 
 def length_groups(starts: list[int], device: torch.device) -> tuple[list[LengthGroup], Tensor | None]:
-    """Dense batches of similar lengths for sequences that begin at ``starts``, whose last entry is T.
+    """Returns makes dense batches of similar lengths for sequences that begin at ``starts``, whose last entry is T.
 
     Returns:
         The batches, longest first, and the order that brings their outputs back (see :class:`PackedSequences`).

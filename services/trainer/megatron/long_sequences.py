@@ -41,7 +41,7 @@ class LongSequences:
 
 
 def long_sequences(starts: list[int], device: torch.device) -> LongSequences | None:
-    """The plan for sequences that begin at ``starts``, whose last entry is T; None where none is long."""
+    """Returns the plan for sequences that begin at ``starts``, whose last entry is T; None where none is long."""
     runs: list[tuple[int, int, bool]] = []
     short: list[int] = []
     for start, stop in pairwise(starts):
@@ -58,12 +58,12 @@ def long_sequences(starts: list[int], device: torch.device) -> LongSequences | N
 
 
 def fits(query: Tensor, value: Tensor) -> bool:
-    """Whether the heads are of a kind that the kernel takes: [T, heads, width]."""
+    """Returns whether the heads are of a kind that the kernel takes: [T, heads, width]."""
     return query.size(2) == value.size(2) <= WIDEST_HEAD and query.size(2) % 8 == 0
 
 
 def attend_long(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Causal attention within one sequence: ``query`` [T, heads, width], ``key`` and ``value`` [T, key/value heads, width]."""
+    """Computes causal attention within one sequence: ``query`` [T, heads, width], ``key`` and ``value`` [T, key/value heads, width]."""
     length = query.size(0)
     missing = -length % GRID
 
