@@ -230,6 +230,14 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     return [json.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(everyone, sizes.tolist(), strict=True)]
 
 
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy in host memory. From a GPU it is complete once the current stream is through."""
+    if DEVICE_TYPE == "cpu":
+        return tensor.detach().clone()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor.detach(), non_blocking=True)
+
+
 def round_up(value: int, multiple: int) -> int:
     return math.ceil(value / multiple) * multiple
 
