@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,21 +13,40 @@ from shared.bus.subjects import RUN_ID
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 
+_DESCRIPTION = """Make the accounts of a run on NATS and Redis: passwords (kept where there are some already), the servers' configs and,
+with --tls, certificates. DIR/nats and DIR/redis are for the servers, DIR/buffer, rollout, reward, trainer, operator and environment each
+hold the nats_url and redis_url of one account. docs/accounts.md tells who may do what."""
 
-def accounts(directory: Path, run: str, nats: str, redis: str, *, tls: bool, mounted: str, console: Console) -> int:
-    """Makes them, or brings them up to date, and says what was done. Raises ConfigError."""
-    if not RUN_ID.match(run):
-        raise ConfigError("--run", run, "expected lower-case letters, digits, '-' and '_'")
-    if not mounted.startswith("/"):
-        raise ConfigError("--mounted", mounted, "expected an absolute path")
-    deployment = Deployment(run, address("--nats", nats), address("--redis", redis), tls=tls, mounted=mounted.rstrip("/"))
-    for line in make(directory, deployment):
+
+def declare(command: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    command.description = _DESCRIPTION
+    command.add_argument("directory", metavar="DIR", type=Path, help="where the files go")
+    command.add_argument("--run", metavar="NAME", required=True, help="the run's id")
+    command.add_argument("--nats", metavar="HOST:PORT", default="nats:4222", help="where services reach NATS (default nats:4222)")
+    command.add_argument("--redis", metavar="HOST:PORT", default="redis:6379", help="where services reach Redis (default redis:6379)")
+    command.add_argument("--tls", action="store_true", help="encrypt both, with certificates of an authority made for this")
+    command.add_argument(
+        "--mounted", metavar="PATH", default="/credentials", help="where each server finds its own directory (default /credentials)"
+    )
+    command.set_defaults(run_command=accounts)
+
+
+def accounts(parsed: argparse.Namespace, console: Console) -> int:
+    """Makes the accounts, or brings them up to date, and tells what was done. Raises ConfigError."""
+    if not RUN_ID.match(parsed.run):
+        raise ConfigError("--run", parsed.run, "expected lower-case letters, digits, '-' and '_'")
+    if not parsed.mounted.startswith("/"):
+        raise ConfigError("--mounted", parsed.mounted, "expected an absolute path")
+    nats, redis = address("--nats", parsed.nats), address("--redis", parsed.redis)
+    deployment = Deployment(parsed.run, nats, redis, tls=parsed.tls, mounted=parsed.mounted.rstrip("/"))
+    for line in make(parsed.directory, deployment):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return exit_codes.DONE
 
 
 def address(flag: str, text: str) -> ServerAddress:
-    """``host:port``, or with brackets ``[IPv6]:port``. Raises ConfigError for the flag."""
+    """Reads ``host:port``, or with brackets ``[IPv6]:port``. Raises ConfigError for the flag."""
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from myxo.commands.command_arguments import add_json, add_run
 from myxo.run.run_access import reach
 from shared.bus import stream_replay
-from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes
@@ -20,12 +22,23 @@ from shared.schema.ledger import LedgerRecord
 from shared.schema.ledger_audit import Audit, AuditReport
 
 
+def declare(command: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    add_run(command)
+    add_json(command)
+    command.set_defaults(run_command=lambda parsed, console: asyncio.run(audit(parsed.run, parsed.dir, console, parsed.json)))
+
+
 async def audit(run: str, directory: Path, console: Console, as_json: bool) -> int:
     """Prints the verdict. Returns 0, or 1 where an invariant is violated. Raises ConfigError where there is no such run."""
     async with reach(run, directory) as access:
-        report = await replayed(access.bus, access.config)
+        rollout = access.config.rollout
+        checker = Audit(rollout.max_staleness, rollout.rollout_batch_size)
+        async for _, record in stream_replay.read(access.bus, Subjects(access.run).ledger_stream, LedgerRecord):
+            checker.see(record)
+        report = checker.report()
         if as_json:
-            console.file.write(json.dumps(as_plain(access.run, report), indent=2) + "\n")
+            console.file.write(json.dumps({"run": access.run, "ok": report.ok, **_plain(report)}, indent=2) + "\n")
         else:
             console.print(table(access.run, access.config, report))
             for violation in report.violations:
@@ -33,37 +46,16 @@ async def audit(run: str, directory: Path, console: Console, as_json: bool) -> i
     return exit_codes.DONE if report.ok else exit_codes.FAILED
 
 
-async def replayed(bus: Bus, config: RunConfig) -> AuditReport:
-    """The audit's report over the ledger as it stands."""
-    checker = Audit(config.rollout.max_staleness, config.rollout.rollout_batch_size)
-    async for _, record in stream_replay.read(bus, Subjects(config.run.name).ledger_stream, LedgerRecord):
-        checker.see(record)
-    return checker.report()
-
-
-def as_plain(run: str, report: AuditReport) -> dict[str, Any]:
-    """The report as plain data for JSON."""
-    return {
-        "run": run,
-        "ok": report.ok,
-        "violations": report.violations,
-        "admitted": report.admitted,
-        "trained": report.trained,
-        "dropped": dict(report.dropped),
-        "dead": dict(report.dead),
-        "in_flight": report.in_flight,
-        "steps": report.steps,
-        "durable_steps": report.durable_steps,
-        "live_version": report.live_version,
-        "max_staleness_seen": report.max_staleness,
-        "masked_samples": report.masked,
-        "removed_samples": report.removed,
-        "finished": report.finished,
-    }
+def _plain(report: AuditReport) -> dict[str, Any]:
+    """Returns the report as plain data for JSON."""
+    plain = dict(vars(report))
+    del plain["staleness"]
+    names = {"max_staleness": "max_staleness_seen", "masked": "masked_samples", "removed": "removed_samples"}
+    return {names.get(name, name): value for name, value in plain.items()}
 
 
 def table(run: str, config: RunConfig, report: AuditReport) -> Table:
-    """What was checked, in a few lines."""
+    """Returns what was checked, in a few lines."""
     ends = [
         f"{report.trained} trained",
         *_reasons("dropped", report.dropped),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -10,45 +12,52 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
-from myxo.preflight.server_checks import ANSWER_SECONDS
-from shared.bus.connection import Bus, BusUnreachable, redacted
-from shared.bus.subjects import RUN_ID, Subjects
+from myxo.commands.command_arguments import add_json, seconds
+from myxo.preflight.server_checks import connect
+from shared.bus.connection import Bus
+from shared.bus.subjects import RUN_ID
 from shared.environment import environment_url
 from shared.environment.conformance import Check, Conformance, Example
 from shared.environment.environment import Environment
 from shared.environment.environment_client import open_environment
 from shared.runtime import exit_codes, server_urls
+from shared.runtime.command_line import Parser
 from shared.runtime.errors import ConfigError
 
 _STYLES = {"ok": "green", "warning": "yellow", "FAILED": "bold red"}
 
 
-async def check(
-    url: str,
-    console: Console,
-    *,
-    run: str | None = None,
-    given: tuple[str | None, str | None, list[str] | None] = (None, None, None),
-    timeout: float | None = None,
-    as_json: bool = False,
-) -> int:
-    """Prints what came of each check; returns the exit code.
+_DESCRIPTION = """Ask a live environment all that the protocol promises: its description, scores of one sample and of groups, of empty, odd
+and long responses, of eight requests at once. One line a check; exits 1 where one failed. Warnings are advice."""
 
-    Args:
-        run: whose subjects a ``nats:`` environment answers on. given: prompt, label and responses to ask with. timeout: seconds a score.
 
-    Raises ConfigError for bad input.
-    """
-    example = _example(*given)
+def declare(command: argparse.ArgumentParser) -> None:
+    """Declares the verb ``check`` and its arguments."""
+    command.description = None
+    verbs = command.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
+    verb = verbs.add_parser("check", help="try a live environment", description=_DESCRIPTION, allow_abbrev=False)
+    verb.add_argument("url", metavar="URL", help="http://host:port, https://… or nats:NAME")
+    verb.add_argument("--run", help="the run whose subjects a nats:NAME answers on; the server is that of NATS_URL")
+    verb.add_argument("--timeout", type=seconds, metavar="S", help="seconds for one score (default: what the environment asks for)")
+    verb.add_argument("--prompt", metavar="P", help="a prompt of your task (default a sum)")
+    verb.add_argument("--label", metavar="L", help="its label")
+    verb.add_argument("--response", action="append", metavar="R", help="a response to it; may be given several times")
+    add_json(verb)
+    verb.set_defaults(run_command=lambda parsed, console: asyncio.run(check(parsed, console)))
+
+
+async def check(parsed: argparse.Namespace, console: Console) -> int:
+    """Prints the result of each check; returns the exit code. Raises ConfigError for bad input."""
     results: list[Check] = []
-    async with _opened(url, run) as environment:
-        async for result in Conformance(environment, run or "", example, timeout).checks():
+    async with _opened(parsed.url, parsed.run) as environment:
+        async for result in Conformance(environment, parsed.run or "", _example(parsed), parsed.timeout).checks():
             results.append(result)
-            if not as_json:
-                console.print(_line(result), soft_wrap=True)
+            if not parsed.json:
+                line = Text.assemble((f"{result.result:8}", _STYLES[result.result]), f"{result.name:32}", (result.detail, "dim"))
+                console.print(line, soft_wrap=True)
     failed = sum(result.result == "FAILED" for result in results)
     warned = sum(result.result == "warning" for result in results)
-    if as_json:
+    if parsed.json:
         answer = {"url": environment.shown, "ok": not failed, "checks": [asdict(result) for result in results]}
         console.file.write(json.dumps(answer, indent=2) + "\n")
     else:
@@ -58,11 +67,12 @@ async def check(
     return exit_codes.FAILED if failed else exit_codes.DONE
 
 
-def _example(prompt: str | None, label: str | None, responses: list[str] | None) -> Example:
+def _example(parsed: argparse.Namespace) -> Example:
     default = Example()
-    if prompt is None:
-        return Example(default.prompt, label or default.label, responses or default.responses)
-    return Example(prompt, label, responses or default.responses)
+    responses = parsed.response or default.responses
+    if parsed.prompt is None:
+        return Example(default.prompt, parsed.label or default.label, responses)
+    return Example(parsed.prompt, parsed.label, responses)
 
 
 @contextlib.asynccontextmanager
@@ -89,11 +99,4 @@ async def _bus(run: str | None) -> Bus:
     url = server_urls.nats_url()
     if not url:
         raise ConfigError("NATS_URL", url, "required in the environment for nats:NAME: nats://[user:password@]host:port")
-    try:
-        return await Bus.connect(url, name="myxo", deadline=ANSWER_SECONDS, inbox=Subjects(run).inbox("operator"))
-    except BusUnreachable as error:
-        raise ConfigError("NATS_URL", redacted(url), f"{error}; give nats://[user:password@]host:port of the run's server") from error
-
-
-def _line(result: Check) -> Text:
-    return Text.assemble((f"{result.result:8}", _STYLES[result.result]), f"{result.name:32}", (result.detail, "dim"))
+    return await connect(url, run, "give nats://[user:password@]host:port of the run's server")

@@ -5,7 +5,9 @@ Lines without a time (what a library printed, a crash's last words) belong to th
 
 from __future__ import annotations
 
+import argparse
 import json
+import mmap
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -17,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from myxo.commands.command_arguments import add_run, count
 from myxo.run.run_directory import find, no_such_run
 from shared.runtime.errors import ConfigError, nearest
 
@@ -26,7 +29,6 @@ _IDS = ("run", "service", "instance", "level", "timestamp", "event", "exception"
 
 _LOCAL_TIME = re.compile(r"\[?(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)")
 
-BLOCK = 65536
 FOLLOW_SECONDS = 0.3
 
 
@@ -46,22 +48,30 @@ class Line:
         return level if level in LEVELS else "info"
 
 
-def logs(run: str, directory: Path, console: Console, *, follow: bool, service: str | None, count: int, level: str) -> int:
-    """Prints the last ``count`` lines of at least ``level``, then goes on as more come if ``follow``.
+def declare(command: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    add_run(command)
+    command.add_argument("-f", "--follow", action="store_true", help="go on with new lines as they come")
+    command.add_argument("-s", "--service", metavar="S", help="only this service (rollout) or instance (rollout-0)")
+    command.add_argument("-n", "--lines", type=count, default=50, metavar="N", help="lines to begin with (default 50)")
+    command.add_argument("--level", choices=LEVELS, default="debug", help="only lines of at least this level (default debug: all)")
+    command.set_defaults(run_command=logs)
 
-    Args:
-        service: a kind of service or an instance; None for all.
+
+def logs(parsed: argparse.Namespace, console: Console) -> int:
+    """Prints the last lines, then goes on as more come if asked to.
 
     Raises ConfigError where there is no such run, or no such service in it.
     """
-    name, files = find(run, directory)
+    service, count, level = parsed.service, parsed.lines, parsed.level
+    name, files = find(parsed.run, parsed.dir)
     if files is None:
-        raise no_such_run(name, directory)
+        raise no_such_run(name, parsed.dir)
     tails = {path: Tail(path) for path in chosen(files.logs, service)}
     last = [line for tail in tails.values() for line in tail.last(count, level)]
     for line in sorted(last, key=lambda line: line.at)[-count:] if count else []:
         show(console, line)
-    while follow:
+    while parsed.follow:
         time.sleep(FOLLOW_SECONDS)
         for path in files.logs.glob("*.log"):
             if path not in tails and belongs(path.stem, service):
@@ -73,24 +83,23 @@ def logs(run: str, directory: Path, console: Console, *, follow: bool, service: 
 
 
 def chosen(directory: Path, service: str | None) -> list[Path]:
-    """The log files of a service, an instance, or all. Raises ConfigError for a name that has none."""
+    """Returns the log files of a service, an instance, or all. Raises ConfigError for a name that has none."""
     every = sorted(directory.glob("*.log"))
     paths = [path for path in every if belongs(path.stem, service)]
     if service is not None and not paths:
         known = sorted({path.stem for path in every} | {path.stem.split("-")[0] for path in every})
-        raise ConfigError(
-            "--service", service, f"has no log; {nearest(service, known)}" if known else f"there are no logs in {directory} yet"
-        )
+        expected = f"has no log; {nearest(service, known)}" if known else f"there are no logs in {directory} yet"
+        raise ConfigError("--service", service, expected)
     return paths
 
 
 def belongs(instance: str, service: str | None) -> bool:
-    """Whether an instance is meant by what a person typed: its own name, or its kind's."""
+    """Tells whether an instance is meant by what a person typed: its own name, or its kind's."""
     return service is None or instance == service or instance.startswith(f"{service}-")
 
 
 def reaches(line: Line, level: str) -> bool:
-    """Whether a line is at least of this level."""
+    """Tells whether a line is at least of this level."""
     return LEVELS.index(line.level) >= LEVELS.index(level)
 
 
@@ -101,11 +110,10 @@ class Tail:
         self._path, self._at, self._stamp = path, 0, ""
 
     def last(self, count: int, level: str) -> list[Line]:
-        """The last ``count`` lines of at least ``level``; `more` goes on behind the file's present last line."""
+        """Returns the last ``count`` lines of at least ``level``; `more` goes on behind the file's present last line."""
         newest_first: list[str] = []
         found = 0
-        self._at, lines = _complete(self._path)
-        for text in lines:
+        for text in self._backwards():
             newest_first.append(text)
             line = parse(self._path.stem, text, "")
             found += reaches(line, level)
@@ -114,8 +122,20 @@ class Tail:
         parsed = self._parsed(reversed(newest_first))
         return [line for line in parsed if reaches(line, level)][-count:] if count else []
 
+    def _backwards(self) -> Iterator[str]:
+        """Yields the complete lines from the newest to the oldest, reading no more of the file than is asked for."""
+        if not self._path.stat().st_size:
+            return
+        with self._path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = self._at = content.rfind(b"\n") + 1
+            while end:
+                start = content.rfind(b"\n", 0, end - 1) + 1
+                if (line := content[start : end - 1]).strip():
+                    yield line.decode(errors="replace")
+                end = start
+
     def more(self) -> list[Line]:
-        """The lines that were completed since the last look."""
+        """Returns the lines that were completed since the last look."""
         try:
             size = self._path.stat().st_size
         except FileNotFoundError:
@@ -141,7 +161,7 @@ class Tail:
 
 
 def parse(instance: str, text: str, at: str) -> Line:
-    """One line of an instance's log. ``at``: the time of the line before."""
+    """Reads one line of an instance's log. ``at``: the time of the line before."""
     if text.startswith("{"):
         try:
             fields = json.loads(text)
@@ -154,7 +174,7 @@ def parse(instance: str, text: str, at: str) -> Line:
 
 
 def _utc(day: str, clock: str, otherwise: str) -> str:
-    """A local time, as an engine's lines carry it, the way the services write theirs."""
+    """Returns a local time, as an engine's lines carry it, the way the services write theirs."""
     try:
         return datetime.fromisoformat(f"{day}T{clock}").astimezone(UTC).isoformat()
     except ValueError:
@@ -162,7 +182,7 @@ def _utc(day: str, clock: str, otherwise: str) -> str:
 
 
 def show(console: Console, line: Line) -> None:
-    """Prints a line: time here, instance, level, what, with which values."""
+    """Prints a line: local time, instance, level, event and values."""
     text = Text(f"{_clock(line.at)} {line.instance:10} ", style="dim")
     style = _STYLES[line.level]
     if line.fields is None:
@@ -184,34 +204,3 @@ def _clock(at: str) -> str:
         return datetime.fromisoformat(at).astimezone().strftime("%H:%M:%S")
     except ValueError:
         return "--:--:--"
-
-
-def _complete(path: Path) -> tuple[int, Iterator[str]]:
-    """(end of the last complete line, the complete lines before it from the newest to the oldest)."""
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        end = size
-        while end:
-            start = max(0, end - BLOCK)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-    return end, _backwards(path, end)
-
-
-def _backwards(path: Path, end: int) -> Iterator[str]:
-    """The lines before byte ``end``, the newest first, reading no more of the file than is asked for."""
-    rest = b""
-    with path.open("rb") as file:
-        while end:
-            start = max(0, end - BLOCK)
-            file.seek(start)
-            block = file.read(end - start) + rest
-            end = start
-            rest, *lines = block.split(b"\n") if start else [b"", *block.split(b"\n")]
-            for line in reversed(lines):
-                if line.strip():
-                    yield line.decode(errors="replace")

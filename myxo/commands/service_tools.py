@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
-from collections.abc import Sequence
 
-TOOLS = {
-    "simulate": ("services.buffer.simulation", "throughput and staleness of every policy, simulated"),
-    "convert": ("services.trainer.convert_command", "a model from Hugging Face's format to torch_dist, or back"),
-    "replay": ("services.trainer.batch_replay", "train the batches again that a run has dumped, without the run"),
+from rich.console import Console
+
+MODULES = {
+    "simulate": "services.buffer.simulation",
+    "convert": "services.trainer.convert_command",
+    "replay": "services.trainer.batch_replay",
 }
-"""Command → the module that does it, and what it is."""
 
 
-def run_tool(command: str, options: Sequence[str]) -> int:
-    """Runs it to its end with these options; returns its exit code."""
-    module, _ = TOOLS[command]
-    process = subprocess.Popen([sys.executable, "-m", module, *options])
+def declare(command: argparse.ArgumentParser) -> None:
+    """Declares that all words behind the command are for the tool."""
+    command.add_argument("options", nargs=argparse.REMAINDER)
+    command.set_defaults(run_command=run_tool)
+
+
+def run_tool(parsed: argparse.Namespace, console: Console) -> int:
+    """Runs the tool to its end; returns its exit code."""
+    process = subprocess.Popen([sys.executable, "-m", MODULES[parsed.command], *parsed.options])
     while True:
         try:
             code = process.wait()

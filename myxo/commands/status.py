@@ -1,79 +1,163 @@
-"""``myxo status RUN``: how a run stands, now if it is running, at its last record if not."""
+"""How a run stands: ``myxo status`` now or at its last record, ``myxo watch`` until it ends, ``myxo summary`` in figures and a picture."""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
+import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import nats.errors
 from rich.console import Console
 
-from myxo.display.progress_display import panel
+from myxo.commands.command_arguments import add_json, add_run
+from myxo.display.progress_display import display, panel
 from myxo.launch import exit_report
-from myxo.run import troubles
 from myxo.run.run_access import Access, reach
 from myxo.run.run_summary import collect
-from myxo.run.run_view import View, look
+from myxo.run.run_view import RunView, look
+from myxo.run.service_failures import with_all_failures, with_newest_failure
 from shared.bus import runs
+from shared.bus.connection import TRANSIENT
 from shared.bus.registry import ENVIRONMENT, Registry
+from shared.runtime import exit_codes
+from shared.runtime.errors import MyxoError
+
+POLL_INTERVAL_S = 0.5
+
+REPORT_SECONDS = 120.0
+"""How long the summary is tried again where the bus breaks off."""
+
+
+class NotAtWork(MyxoError):
+    """There is nothing to watch."""
+
+
+def declare_status(command: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``myxo status``."""
+    add_run(command)
+    add_json(command)
+    command.set_defaults(run_command=lambda parsed, console: asyncio.run(status(parsed.run, parsed.dir, console, parsed.json)))
+
+
+def declare_watch(command: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``myxo watch``."""
+    add_run(command)
+    command.set_defaults(run_command=lambda parsed, console: asyncio.run(watch(parsed.run, parsed.dir, console)))
+
+
+def declare_summary(command: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``myxo summary``."""
+    add_run(command)
+    command.set_defaults(run_command=lambda parsed, console: asyncio.run(summary(parsed.run, parsed.dir, console)))
 
 
 async def status(run: str, directory: Path, console: Console, as_json: bool) -> int:
-    """Prints it. Raises ConfigError where there is no such run."""
+    """Prints how a run stands. Raises ConfigError where there is no such run."""
     async with reach(run, directory) as access:
-        cards = await Registry(access.bus, access.run).alive() if access.live else []
+        services = await Registry(access.bus, access.run).alive() if access.live else []
         phase, reason = await runs.phase_and_reason(access.bus, access.run)
-        if all(card.service == ENVIRONMENT for card in cards):
-            return await _at_rest(access, phase, reason, console, as_json)
-        view = look(access.config, cards)
-        view = replace(view, troubles=await troubles.known(access.bus, access.run, view.troubles))
-        if as_json:
-            _print_json(console, {"phase": phase, "reason": reason, "running": True, **_plain(view)})
+        running = any(service.service != ENVIRONMENT for service in services)
+        if running:
+            view = await with_all_failures(access.bus, look(access.config, services))
+            found = _running(view, console, as_json)
         else:
-            console.print(panel(view))
-            for line in view.services:
-                if line.http:
-                    console.print(f"metrics of {line.instance}: http://{line.http}/metrics", style="dim", soft_wrap=True)
-            _say_failure(access.run, reason, console)
-    return 0
+            found = await _at_rest(access, phase, console, as_json)
+        if as_json:
+            console.file.write(json.dumps({"phase": phase, "reason": reason, "running": running, **found}, indent=2) + "\n")
+        elif reason:
+            console.print(f"Run {access.run} failed: {reason}", soft_wrap=True, markup=False, highlight=False, style="red")
+    return exit_codes.DONE
 
 
-async def _at_rest(access: Access, phase: str | None, reason: str, console: Console, as_json: bool) -> int:
-    summary = (await collect(access.bus, access.run)).summary()
-    of, groups = access.config.rollout.num_rollout, summary.groups
+def _running(view: RunView, console: Console, as_json: bool) -> dict[str, Any]:
+    """Prints the run's panel, or returns the view as plain data; restarts are known to the launcher alone."""
     if as_json:
-        figures = {"steps": summary.steps, "of": of, "in_flight": groups.in_flight, "restarts": sum(summary.restarts.values())}
-        told = {"dead": groups.dead, "eval_failed": summary.eval_failed, "errors": summary.errors}
-        _print_json(console, {"phase": phase, "reason": reason, "running": False, "run": access.run, **figures, **told})
-        return 0
-    if phase == runs.FINISHED:
-        console.print(
-            f"Run {access.run} is finished: {summary.steps} of {of} steps. `myxo summary {access.run}` tells more.", soft_wrap=True
-        )
-    else:
-        console.print(
-            f"Run {access.run} is not running: {summary.steps} of {of} steps trained, {groups.in_flight} groups in flight. "
-            "`myxo up` with its config goes on.",
-            soft_wrap=True,
-        )
+        fields = asdict(view)
+        del fields["restarts"]
+        for line in fields["services"]:
+            del line["restarts"]
+        return fields
+    console.print(panel(view))
+    for line in view.services:
+        if line.http:
+            console.print(f"metrics of {line.instance}: http://{line.http}/metrics", style="dim", soft_wrap=True)
+    return {}
+
+
+async def _at_rest(access: Access, phase: str | None, console: Console, as_json: bool) -> dict[str, Any]:
+    """Prints how a run ended or was interrupted, or returns it as plain data."""
+    summary = (await collect(access.bus, access.run)).summary()
+    run, of, groups = access.run, access.config.rollout.num_rollout, summary.groups
+    if as_json:
+        figures = {"run": run, "steps": summary.steps, "of": of, "in_flight": groups.in_flight, "dead": groups.dead}
+        return {**figures, "restarts": sum(summary.restarts.values()), "eval_failed": summary.eval_failed, "errors": summary.errors}
+    line = f"Run {run} is finished: {summary.steps} of {of} steps. `myxo summary {run}` tells more."
+    if phase != runs.FINISHED:
+        line = f"Run {run} is not running: {summary.steps} of {of} steps trained, {groups.in_flight} groups in flight. "
+        line += "`myxo up` with its config goes on."
+    console.print(line, soft_wrap=True)
     for name, value in exit_report.troubles_of(summary):
         console.print(f"  {name} {value}", soft_wrap=True, markup=False, highlight=False)
-    _say_failure(access.run, reason, console)
-    return 0
+    return {}
 
 
-def _say_failure(run: str, reason: str, console: Console) -> None:
-    if reason:
-        console.print(f"Run {run} failed: {reason}", soft_wrap=True, markup=False, highlight=False, style="red")
+async def watch(run: str, directory: Path, console: Console) -> int:
+    """Shows progress until the run has ended, then its audit and summary. A bus that is away for a while is waited for.
+
+    Returns 0, or 1 where the audit found a violation or the run failed. Raises ConfigError where there is no such run, NotAtWork.
+    """
+    async with reach(run, directory) as access:
+        if await runs.phase(access.bus, access.run) not in runs.ENDS:
+            if not access.live:
+                raise NotAtWork(f"run {access.run} is not running; `myxo up` with its config goes on")
+            await _until_end(access, console)
+        code = await _report(access, console)
+        phase, reason = await runs.phase_and_reason(access.bus, access.run)
+        if phase == runs.FAILED:
+            print(f"myxo: run {access.run} failed: {reason}", file=sys.stderr)
+            return exit_codes.FAILED
+        return code
 
 
-def _plain(view: View) -> dict[str, Any]:
-    fields = asdict(view)
-    fields["services"] = [{key: value for key, value in line.items() if key != "restarts"} for line in fields["services"]]
-    del fields["restarts"]  # known to the launcher alone
-    return fields
+async def _until_end(access: Access, console: Console) -> None:
+    config, run, bus = access.config, access.run, access.bus
+    began = await runs.trained_steps(bus, run)
+    view = RunView.at_start(config, began)
+    registry, shown, phase = Registry(bus, run), display(console, time.monotonic()), runs.RUNNING
+    try:
+        while True:
+            try:
+                view = await with_newest_failure(bus, look(config, await registry.alive(), before=view, began=began))
+                phase = await runs.phase(bus, run) or runs.RUNNING
+            except (MyxoError, nats.errors.Error, *TRANSIENT) as error:
+                view = replace(view, services=(), waiting_for=f"the bus ({error or type(error).__name__})")
+            if phase == runs.FINISHED:
+                view = view.finished()
+            shown.show(view, time.monotonic())
+            if phase in runs.ENDS:
+                return
+            await asyncio.sleep(POLL_INTERVAL_S)
+    finally:
+        shown.close()
 
 
-def _print_json(console: Console, value: dict[str, Any]) -> None:
-    console.file.write(json.dumps(value, indent=2) + "\n")
+async def _report(access: Access, console: Console) -> int:
+    end = time.monotonic() + REPORT_SECONDS
+    while True:
+        try:
+            return await exit_report.report(access.bus, access.run, access.directory, console)
+        except (MyxoError, nats.errors.Error, *TRANSIENT):
+            if time.monotonic() > end:
+                raise
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+
+async def summary(run: str, directory: Path, console: Console) -> int:
+    """Writes and prints a run's summary. Raises ConfigError where there is no such run."""
+    async with reach(run, directory) as access:
+        return await exit_report.report(access.bus, access.run, access.directory, console)

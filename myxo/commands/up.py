@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from pathlib import Path
 
@@ -15,12 +16,60 @@ from myxo.run.run_access import told_when_lost
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.bus.connection import redacted
+from shared.config import flags
 from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes, server_urls, telemetry
 from shared.runtime.errors import ConfigError
 
 LAUNCHER = "launcher"
 """The instance under which the launcher's own log lines stand."""
+
+_UP = """Run a config's run on this machine until it is finished, with live progress.
+
+Starts an embedded NATS server and Valkey (unless NATS_URL and REDIS_URL name others), the buffer, reward and rollout services and the
+trainer, restarts whatever dies, and ends with the audit and the summary. Ctrl-C stops everything in order; the same command goes on
+from the last checkpoint."""
+
+_SUBMIT = """Put a config's run on the NATS server of NATS_URL, its payloads to lie in the Redis of REDIS_URL, and exit. The services are
+started elsewhere: each needs only NATS_URL and MYXO_RUN, and REDIS_URL where accounts have passwords."""
+
+_OWN_FLAGS = ("--fresh", "--dry-run")
+
+
+def declare_up(command: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``myxo up``."""
+    _declare(command, _UP)
+    command.add_argument("--fresh", action="store_true", help="remove what the run has done so far and start it anew")
+    command.add_argument("--dry-run", action="store_true", help="check everything, print the resolved config, start nothing")
+
+    def run(parsed: argparse.Namespace, console: Console) -> int:
+        fresh, dry_run = parsed.fresh or "--fresh" in parsed.flags, parsed.dry_run or "--dry-run" in parsed.flags
+        arguments = [word for word in _without_help(command, parsed) if word not in _OWN_FLAGS]
+        return up(parsed.config, arguments, console, fresh=fresh, dry_run=dry_run)
+
+    command.set_defaults(run_command=run)
+
+
+def declare_submit(command: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``myxo submit``."""
+    _declare(command, _SUBMIT)
+    command.set_defaults(run_command=lambda parsed, console: submit(parsed.config, _without_help(command, parsed), console))
+
+
+def _declare(command: argparse.ArgumentParser, description: str) -> None:
+    command.description, command.usage = description, f"{command.prog} CONFIG [options] [flags]"
+    command.epilog = "flags, over the config's values:\n" + "\n".join(flags.help_lines())
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.add_argument("config", metavar="CONFIG", type=Path, help="the run's TOML file")
+    command.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
+
+
+def _without_help(command: argparse.ArgumentParser, parsed: argparse.Namespace) -> list[str]:
+    """Returns the config's flags; prints the help instead where they ask for it."""
+    if "--help" in parsed.flags or "-h" in parsed.flags:
+        command.print_help()
+        command.exit()
+    return list(parsed.flags)
 
 
 def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = False, dry_run: bool = False) -> int:
@@ -40,8 +89,7 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
     if fresh:
         directory.refuse_input_in_state(config)
     asyncio.run(server_checks.check_servers(given, config.run.name))
-    directory.hold()
-    try:
+    with directory.held():
         if fresh:
             directory.clear()
         directory.logs.mkdir(parents=True, exist_ok=True)
@@ -51,8 +99,6 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
                 return asyncio.run(Launch(config, directory, given, console, fresh=fresh).run())
             finally:
                 telemetry.silence_logs()
-    finally:
-        directory.release()
 
 
 def submit(path: Path, arguments: list[str], console: Console) -> int:
@@ -64,8 +110,9 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
     if given.redis_url is None:
         raise ConfigError("REDIS_URL", None, "required in the environment: redis://[user:password@]host:port, or REDIS_URL_FILE")
     asyncio.run(_submit(config, given.nats_url, given.redis_url))
-    own = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"
-    what = own if server_urls.has_credentials(given.redis_url) else "NATS_URL"
+    what = "NATS_URL"
+    if server_urls.has_credentials(given.redis_url):
+        what = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"
     console.print(
         f"Run {config.run.name} is on {redacted(given.nats_url)}. Start its services, each with {what} and MYXO_RUN={config.run.name}: "
         + ", ".join(f"python -m {module}" for module in SERVICE_MODULES.values()),

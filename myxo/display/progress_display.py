@@ -15,8 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from myxo.display.durations import duration
-from myxo.run.run_view import View
+from myxo.display.text import duration
+from myxo.run.run_view import RunView
 
 PLAIN_SECONDS = 5.0
 """Plain lines come no closer together than this."""
@@ -29,33 +29,27 @@ _SECONDS = re.compile(r"\d+ s\b|\d+/min\b")
 _STATE_STYLES = {
     "ready": "green",
     "standby": "cyan",
-    "starting": "yellow",
-    "fenced": "yellow",
-    "late": "yellow",
-    "away": "yellow",
-    "refused": "bold red",
+    **dict.fromkeys(("starting", "fenced", "late", "away"), "yellow"),
     "stopping": "dim",
-    "down": "bold red",
-    "failed": "bold red",
-    "run failed": "bold red",
+    **dict.fromkeys(("refused", "down", "failed", "run failed"), "bold red"),
 }
 
 
 class Pace:
-    """How long the rest takes, from when the last steps were finished."""
+    """The time that the rest of a run takes, from when the last steps were finished."""
 
     def __init__(self) -> None:
         self._seen: int | None = None
         self._finished: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS + 1)
 
     def note(self, now: float, steps: int) -> None:
-        """``steps`` are finished at ``now`` (seconds). What was finished before the first note says nothing about the pace."""
+        """Takes that ``steps`` are finished at ``now`` (seconds). Steps finished before the first note say nothing about the pace."""
         if self._seen is not None and steps > self._seen:
             self._finished.append((now, steps))
         self._seen = steps
 
     def left(self, of: int) -> float | None:
-        """Seconds until ``of`` steps are finished, as measured from the last finished step; None before two are known."""
+        """Returns the seconds from the last finished step until ``of`` steps are finished; None before two are known."""
         if len(self._finished) < 2:
             return None
         (began, first), (ended, last) = self._finished[0], self._finished[-1]
@@ -63,9 +57,9 @@ class Pace:
 
 
 class Display(Protocol):
-    """Where views go."""
+    """Shows one view after another."""
 
-    def show(self, view: View, now: float) -> None:
+    def show(self, view: RunView, now: float) -> None:
         """Shows the run as it is at ``now`` (monotonic seconds)."""
 
     def close(self) -> None:
@@ -73,7 +67,7 @@ class Display(Protocol):
 
 
 def display(console: Console, started: float) -> Display:
-    """The display that fits the console: live on a terminal, plain lines elsewhere. ``started``: monotonic seconds."""
+    """Returns the display that fits the console: live on a terminal, plain lines elsewhere. ``started``: monotonic seconds."""
     return LiveDisplay(console, started) if console.is_terminal else PlainDisplay(console.file.write, console.file.flush, started)
 
 
@@ -85,7 +79,7 @@ class LiveDisplay:
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._live.start()
 
-    def show(self, view: View, now: float) -> None:
+    def show(self, view: RunView, now: float) -> None:
         self._pace.note(now, view.steps)
         self._live.update(panel(view, now - self._started, self._pace.left(view.of)), refresh=True)
 
@@ -100,7 +94,7 @@ class PlainDisplay:
         self._write, self._flush, self._started, self._pace = write, flush, started, Pace()
         self._last, self._shown_at = "", float("-inf")
 
-    def show(self, view: View, now: float) -> None:
+    def show(self, view: RunView, now: float) -> None:
         self._pace.note(now, view.steps)
         said = what_happened(view)
         news = _SECONDS.sub("", said)  # seconds pass without anything happening
@@ -118,92 +112,81 @@ class PlainDisplay:
         self._flush()
 
 
-def what_happened(view: View) -> str:
-    """The part of a plain line that is worth a new line when it differs: no rates, no times."""
-    parts = [f"step {view.steps}/{view.of}"]
-    if view.waiting_for:
-        parts.append(f"waiting for {view.waiting_for}")
-    if view.reward is not None:
-        parts.append(f"reward {view.reward:.3f}")
-    parts += [f"eval/{name} {found.mean_reward:.3f} (v{found.version})" for name, found in view.evaluations.items()]
-    if view.staleness_max is not None:
-        parts.append(f"staleness {view.staleness_mean or 0:.2f} mean {view.staleness_max:.0f} max")
-    if view.live_version >= 0:
-        parts.append(f"v{view.live_version}")
+def what_happened(view: RunView) -> str:
+    """Returns the part of a plain line that is worth a new line when it differs: no rates, no times."""
     ready, replicas = view.replicas_ready
-    parts.append(f"replicas {ready}/{replicas}")
-    if view.restarts:
-        parts.append(f"restarts {view.restarts}")
-    parts += view.troubles.lines()
-    return "  ".join(parts)
+    staleness = f"staleness {view.staleness_mean or 0:.2f} mean {view.staleness_max:.0f} max" if view.staleness_max is not None else ""
+    parts = [
+        f"step {view.steps}/{view.of}",
+        f"waiting for {view.waiting_for}" if view.waiting_for else "",
+        f"reward {view.reward:.3f}" if view.reward is not None else "",
+        *(f"eval/{name} {found.mean_reward:.3f} (v{found.version})" for name, found in view.evaluations.items()),
+        staleness,
+        f"v{view.live_version}" if view.live_version >= 0 else "",
+        f"replicas {ready}/{replicas}",
+        f"restarts {view.restarts}" if view.restarts else "",
+        *view.troubles.lines(),
+    ]
+    return "  ".join(filter(None, parts))
 
 
-def panel(view: View, elapsed: float | None = None, remaining: float | None = None) -> RenderableType:
-    """The whole view as a panel. ``elapsed``, ``remaining``: seconds, where they are known."""
+def panel(view: RunView, elapsed: float | None = None, remaining: float | None = None) -> RenderableType:
+    """Returns the whole view as a panel. ``elapsed``, ``remaining``: seconds, where they are known."""
     head = Table.grid(padding=(0, 1), expand=True)
     head.add_column(ratio=1)
     head.add_column(justify="right")
     head.add_row(ProgressBar(total=view.of, completed=view.steps), f"step [bold]{view.steps}[/]/{view.of}")
-
-    figures = Table.grid(padding=(0, 2))
-    for _ in range(4):
-        figures.add_column(no_wrap=True)
-    staleness = "–" if view.staleness_max is None else f"{view.staleness_mean or 0:.2f} mean, {view.staleness_max:.0f} max of {view.bound}"
-    computing = "" if view.computed_per_s is None else f", {_tokens(view.computed_per_s)} computing"
-    cells = [
-        ("reward", _number(view.reward)),
-        *((f"eval/{name}", f"{found.mean_reward:.3f} at v{found.version}") for name, found in view.evaluations.items()),
-        ("live version", "–" if view.live_version < 0 else str(view.live_version)),
-        ("staleness", staleness),
-        ("generation", _rate("", view.generated_per_s) or "–"),
-        ("training", (_rate("", view.trained_per_s) or "–") + computing),
-        ("groups in flight", _count(view.in_flight)),
-        ("restarts", str(view.restarts)),
-    ]
-    for left, right in itertools.zip_longest(cells[::2], cells[1::2], fillvalue=("", "")):
-        figures.add_row(*(Text(cell, style="dim" if place % 2 == 0 else "") for place, cell in enumerate((*left, *right))))
-    parts: list[RenderableType] = [head, figures]
+    parts: list[RenderableType] = [head, _figures(view)]
     if view.queues:
         depths = ", ".join(f"{name} {waiting} waiting + {held} held" for name, (waiting, held) in view.queues.items())
         parts.append(Text(f"queues  {depths}", style="dim"))
     if view.waiting_for:
         parts.append(Text(f"waiting for {view.waiting_for}", style="yellow"))
-    parts.append(services_table(view))
-    parts += [Text(line, style="red") for line in view.troubles.lines()]
-    return Panel(
-        Group(*parts), title=f"[bold]{view.run}[/]", subtitle=None if elapsed is None else _times(elapsed, remaining), border_style="cyan"
-    )
+    parts += [_services(view), *(Text(line, style="red") for line in view.troubles.lines())]
+    times = None if elapsed is None else _times(elapsed, remaining)
+    return Panel(Group(*parts), title=f"[bold]{view.run}[/]", subtitle=times, border_style="cyan")
 
 
-def services_table(view: View) -> Table:
-    """One line a service."""
+def _figures(view: RunView) -> Table:
+    """Returns the figures of the run, two in a row."""
+    staleness = "–" if view.staleness_max is None else f"{view.staleness_mean or 0:.2f} mean, {view.staleness_max:.0f} max of {view.bound}"
+    computing = "" if view.computed_per_s is None else f", {_tokens(view.computed_per_s)} computing"
+    cells = [
+        ("reward", "–" if view.reward is None else f"{view.reward:.3f}"),
+        *((f"eval/{name}", f"{found.mean_reward:.3f} at v{found.version}") for name, found in view.evaluations.items()),
+        ("live version", "–" if view.live_version < 0 else str(view.live_version)),
+        ("staleness", staleness),
+        ("generation", _rate("", view.generated_per_s) or "–"),
+        ("training", (_rate("", view.trained_per_s) or "–") + computing),
+        ("groups in flight", "–" if view.in_flight is None else str(view.in_flight)),
+        ("restarts", str(view.restarts)),
+    ]
+    figures = Table.grid(padding=(0, 2))
+    for _ in range(4):
+        figures.add_column(no_wrap=True)
+    for (left, value), (right, other) in itertools.zip_longest(cells[::2], cells[1::2], fillvalue=("", "")):
+        figures.add_row(Text(left, style="dim"), Text(value), Text(right, style="dim"), Text(other))
+    return figures
+
+
+def _services(view: RunView) -> Table:
+    """Returns one line a service."""
     table = Table.grid(padding=(0, 2))
     for line in view.services:
         restarts = f"restarted {line.restarts}×" if line.restarts else ""
         version = f"v{line.version}" if line.version >= 0 else ""
-        table.add_row(
-            line.instance, Text(line.state, style=_STATE_STYLES.get(line.state, "")), version, Text(line.detail, style="dim"), restarts
-        )
+        state = Text(line.state, style=_STATE_STYLES.get(line.state, ""))
+        table.add_row(line.instance, state, version, Text(line.detail, style="dim"), restarts)
     return table
 
 
 def _times(elapsed: float, left: float | None) -> str:
-    return f"{duration(elapsed)}" + ("" if left is None else f", about {duration(left)} left")
+    return duration(elapsed) + ("" if left is None else f", about {duration(left)} left")
 
 
 def _rate(name: str, tokens: float | None) -> str:
-    if tokens is None:
-        return ""
-    return f"{name} {_tokens(tokens)} tokens/s".strip()
+    return "" if tokens is None else f"{name} {_tokens(tokens)} tokens/s".strip()
 
 
 def _tokens(count: float) -> str:
     return f"{count:.0f}" if count < 10_000 else f"{count / 1000:.1f}k"
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
-
-
-def _count(value: int | None) -> str:
-    return "–" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""The list of groups that `myxo samples` shows: which are wanted, in which order, how many. Pure but for the console's width."""
+"""The list of groups that `myxo samples` shows: which are wanted, in which order, how many. Pure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from rich.table import Table
 from rich.text import Text
 
-from myxo.display.printable import printable
-from myxo.run.group_history import BATCHED, DEAD, DROPPED, READY, REQUEUED, TRAINED, GroupHistory, GroupRecord
+from myxo.display.text import printable
+from myxo.run.group_history import BATCHED, DEAD, DROPPED, ENDS, READY, REQUEUED, TRAINED, GroupHistory, GroupRecord
 from shared.schema.ledger import LedgerRecord
 
 NEVER = float("-inf")
 
 ORDERS: dict[str, Callable[[GroupRecord], float]] = {
-    "age": lambda facts: facts.changed,
-    "reward": lambda facts: NEVER if facts.reward is None else facts.reward,
-    "tokens": lambda facts: sum(facts.tokens),
+    "age": lambda group: group.changed,
+    "reward": lambda group: NEVER if group.reward is None else group.reward,
+    "tokens": lambda group: sum(group.tokens),
 }
-"""What a list can be sorted by, ascending: what is newest, best rewarded, longest stands last, and stays where there are too many."""
+"""The orders of a list, ascending: the newest, best rewarded or longest stands last, and stays where there are too many."""
 
 _STYLES = {READY: "green", BATCHED: "cyan", TRAINED: "", DROPPED: "yellow", DEAD: "bold red", REQUEUED: "yellow"}
 
@@ -28,11 +28,11 @@ _REWARDS_SHOWN = 8
 """A group with more samples shows its rewards as their mean and range."""
 
 _REASON_SHOWN = 60
-"""Characters of a status: the reason of a death may be long. The group's own page has all of it."""
+"""Characters of a status: the reason of a death may be long, and the group's own page has all of it."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedGroups:
     """Which groups to list; None: any.
 
     step: in the batch of that step. min_reward, max_reward: of the samples' mean. version: holds a trained token of that version, or
@@ -48,19 +48,19 @@ class Wanted:
     evaluation: bool = False
     dataset: str | None = None
 
-    def admits(self, facts: GroupRecord) -> bool:
-        """Whether a group is wanted. One without rewards is within no bounds of reward, one without samples of no version."""
-        if (facts.dataset is not None) != self.evaluation or self.dataset not in (None, facts.dataset):
+    def admits(self, group: GroupRecord) -> bool:
+        """Tells whether a group is wanted. One without rewards is within no bounds of reward, one without samples of no version."""
+        if (group.dataset is not None) != self.evaluation or self.dataset not in (None, group.dataset):
             return False
-        if self.status not in (None, facts.status) or self.step not in (None, facts.step) or self.group not in (None, facts.group):
+        if self.status not in (None, group.status) or self.step not in (None, group.step) or self.group not in (None, group.group):
             return False
-        if self.min_reward is not None and (facts.reward is None or facts.reward < self.min_reward):
+        if self.min_reward is not None and (group.reward is None or group.reward < self.min_reward):
             return False
-        if self.max_reward is not None and (facts.reward is None or facts.reward > self.max_reward):
+        if self.max_reward is not None and (group.reward is None or group.reward > self.max_reward):
             return False
         if self.evaluation:
-            return self.version in (None, facts.version)
-        return self.version is None or any(low <= self.version <= high for low, high in zip(facts.oldest, facts.newest, strict=True))
+            return self.version in (None, group.version)
+        return self.version is None or any(low <= self.version <= high for low, high in zip(group.oldest, group.newest, strict=True))
 
 
 @dataclass
@@ -71,44 +71,41 @@ class SampleList:
         order: a key of `ORDERS`.
     """
 
-    wanted: Wanted
+    wanted: WantedGroups
     order: str = "age"
     limit: int = 20
     matched: int = 0
     """Ended groups that are wanted, shown or not."""
-    trails: GroupHistory = field(default_factory=GroupHistory)
+    history: GroupHistory = field(default_factory=GroupHistory)
+    ended: list[tuple[float, int, str, GroupRecord]] = field(default_factory=list)
+    """A heap of the ended groups that may be shown; a group ends once, so that entries never compare their records."""
 
-    def __post_init__(self) -> None:
-        self._kept: list[tuple[float, int, str, GroupRecord]] = []
-
-    def see(self, sequence: int, record: LedgerRecord) -> None:
+    def apply(self, sequence: int, record: LedgerRecord) -> None:
         """Takes a record; they come in the ledger's order."""
-        for facts in self.trails.see(sequence, record):
-            self.add(facts)
+        for group in self.history.apply(sequence, record):
+            if group.status in ENDS:
+                self.add(group)
 
-    def add(self, facts: GroupRecord) -> None:
+    def add(self, group: GroupRecord) -> None:
         """Takes a group that has ended."""
-        if self.wanted.admits(facts):
+        if self.wanted.admits(group):
             self.matched += 1
-            self._keep(self._kept, facts)
+            heapq.heappush(self.ended, self._entry(group))
+            if self.limit and len(self.ended) > self.limit:
+                heapq.heappop(self.ended)
 
     def rows(self) -> tuple[list[GroupRecord], int]:
-        """The groups to show, and how many are wanted in all."""
-        kept, still = list(self._kept), [facts for facts in self.trails.open.values() if self.wanted.admits(facts)]
-        for facts in still:
-            self._keep(kept, facts)
-        return [entry[-1] for entry in sorted(kept)], self.matched + len(still)
+        """Returns the groups to show, in order, and how many are wanted in all."""
+        still = [self._entry(group) for group in self.history.open.values() if self.wanted.admits(group)]
+        entries = sorted([*self.ended, *still])[-self.limit :]
+        return [entry[-1] for entry in entries], self.matched + len(still)
 
-    def _keep(self, kept: list[tuple[float, int, str, GroupRecord]], facts: GroupRecord) -> None:
-        entry = (ORDERS[self.order](facts), facts.changed, facts.group, facts)  # a group ends once: entries never compare their facts
-        if self.limit and len(kept) >= self.limit:
-            heapq.heappushpop(kept, entry)
-        else:
-            heapq.heappush(kept, entry)
+    def _entry(self, group: GroupRecord) -> tuple[float, int, str, GroupRecord]:
+        return ORDERS[self.order](group), group.changed, group.group, group
 
 
 def table(run: str, rows: Sequence[GroupRecord], of: int) -> Table:
-    """One line a group."""
+    """Returns one line a group."""
     shown = f"{of} groups" if len(rows) == of else f"{len(rows)} of {of} groups"
     lines = Table(title=f"Run {run}: {shown}", title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("group", "attempt"):
@@ -118,22 +115,22 @@ def table(run: str, rows: Sequence[GroupRecord], of: int) -> Table:
         lines.add_column(name, justify="right")
     lines.add_column("replica")
     lines.add_column("seconds", justify="right", no_wrap=True)
-    for facts in rows:
+    for group in rows:
         lines.add_row(
-            facts.group,
-            str(facts.attempt),
-            Text(_short(printable(facts.where())), style=_STYLES.get(facts.status, "dim")),
-            _rewards(facts.rewards),
-            span(facts.tokens, facts.tokens),
-            span(facts.oldest, facts.newest),
-            Text(printable(facts.replica) or "–"),
-            "–" if facts.seconds is None else f"{facts.seconds:.1f}",
+            group.group,
+            str(group.attempt),
+            Text(_short(printable(group.where())), style=_STYLES.get(group.status, "dim")),
+            _rewards(group.rewards),
+            span(group.tokens, group.tokens),
+            span(group.oldest, group.newest),
+            Text(printable(group.replica) or "–"),
+            "–" if group.seconds is None else f"{group.seconds:.1f}",
         )
     return lines
 
 
 def span(low: Sequence[int], high: Sequence[int]) -> str:
-    """From the lowest to the highest."""
+    """Returns the lowest and the highest value, as text."""
     if not low or not high:
         return "–"
     return str(min(low)) if min(low) == max(high) else f"{min(low)}–{max(high)}"

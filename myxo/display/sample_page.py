@@ -1,4 +1,4 @@
-"""One group and its samples told to a person, or as plain data: text, tokens beside their mask, versions and log-probs, provenance."""
+"""A group and its samples as a page or as plain data: text, tokens beside their mask, versions and log-probs, provenance."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from myxo.display.printable import printable
 from myxo.display.sample_list import span
-from myxo.run.group_history import GroupLife, GroupRecord
+from myxo.display.text import printable
+from myxo.run.group_history import GroupProvenance, GroupRecord
 from shared.schema.sample import Sample
 
 CELL = 9
@@ -31,51 +31,58 @@ SHOWN = 600
 NOT_KEPT = "not kept: only their text is; keep_rollouts_tokens keeps ids, masks and log-probs as well"
 
 Pieces = Callable[[Sequence[int]], list[str]]
-"""The text of each of some token ids."""
+"""Returns the text of each of some token ids."""
 
 
 def page(
-    run: str, life: GroupLife, samples: Sequence[Sample], index: int | None, absent: str | None, width: int, pieces: Pieces | None = None
+    run: str,
+    life: GroupProvenance,
+    samples: Sequence[Sample],
+    index: int | None,
+    absent: str | None,
+    width: int,
+    pieces: Pieces | None = None,
 ) -> RenderableType:
-    """A group: all its samples in a line each, or the one of ``index`` in full.
+    """Returns a group: all its samples in a line each, or the one of ``index`` in full.
 
     Args:
         absent: why there are no samples, where there are none. width: of the terminal, in characters. pieces: None without a tokenizer.
     """
-    facts = life.facts
-    assert facts is not None  # pages are made of groups that were found
-    parts: list[RenderableType] = [_heading(run, facts, index)]
+    group = life.record
+    assert group is not None  # pages are made of groups that were found
+    parts: list[RenderableType] = [_heading(run, group, index)]
     if absent is not None:
         parts.append(Text(f"No samples to show: {absent}.", style="yellow"))
-    parts += [Text(), _overview(facts, samples)] if index is None or absent is not None else []
+    parts += [Text(), _overview(group, samples)] if index is None or absent is not None else []
     if index is None and samples:
-        parts += [*_titled("prompt", prompt_text(samples[0].prompt_text)), Text(), _hint(run, facts.group)]
+        hint = Text(f"One of them in full: myxo samples {run} {group.group}/0", style="dim")
+        parts += [*_titled("prompt", prompt_text(samples[0].prompt_text)), Text(), hint]
     elif index is not None and absent is None:
-        parts += _in_full(samples[index], facts, index, width, pieces)
-    if life.passages:
+        parts += _in_full(samples[index], group, index, width, pieces)
+    if life.steps:
         parts += [Text(), Text("provenance", style="bold"), _provenance(life)]
     return Group(*parts)
 
 
 def responses(run: str, rows: Sequence[GroupRecord], samples: Mapping[str, Sequence[Sample]], absent: Mapping[str, str]) -> RenderableType:
-    """Prompt and responses of each of some groups, long ones cut. ``absent``: why a group has none."""
+    """Returns prompt and responses of each of some groups, long ones cut. ``absent``: why a group has none."""
     parts: list[RenderableType] = []
-    for facts in rows:
-        parts += [Text(), Text.assemble((facts.group, "bold"), "  ", printable(facts.where()))]
-        found = samples.get(facts.group, ())
+    for group in rows:
+        parts += [Text(), Text.assemble((group.group, "bold"), "  ", printable(group.where()))]
+        found = samples.get(group.group, ())
         if not found:
-            parts.append(Text(f"No samples to show: {absent.get(facts.group, 'none were kept')}.", style="yellow"))
+            parts.append(Text(f"No samples to show: {absent.get(group.group, 'none were kept')}.", style="yellow"))
             continue
         parts += _named("prompt", prompt_text(found[0].prompt_text))
         for index, sample in enumerate(found):
-            reward = reward_of(facts, index)
-            removed = ", removed" if index in facts.removed else ""
+            reward = reward_of(group, index)
+            removed = ", removed" if index in group.removed else ""
             parts += _named(f"{index}: {'no reward' if reward is None else f'reward {reward:.4g}'}{removed}", sample.text)
     return Group(*parts, Text(), Text(f"All of one: myxo samples {run} GROUP, of one sample: myxo samples {run} GROUP/INDEX", style="dim"))
 
 
-def texts(facts: GroupRecord, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Prompt and responses of a group as plain data for JSON."""
+def texts(group: GroupRecord, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Returns prompt and responses of a group as plain data for JSON."""
     return {
         "prompt_text": _json_value(samples[0].prompt_text) if samples else None,
         "label": samples[0].label if samples else None,
@@ -84,9 +91,9 @@ def texts(facts: GroupRecord, samples: Sequence[Sample]) -> dict[str, Any]:
                 "index": sample.index,
                 "text": sample.text,
                 "finish": sample.finish,
-                "reward": reward_of(facts, index),
-                "reward_parts": parts_of(facts, index),
-                "removed": index in facts.removed,
+                "reward": reward_of(group, index),
+                "reward_parts": parts_of(group, index),
+                "removed": index in group.removed,
             }
             for index, sample in enumerate(samples)
         ],
@@ -94,34 +101,34 @@ def texts(facts: GroupRecord, samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def as_plain(
-    run: str, life: GroupLife, samples: Sequence[Sample], index: int | None, absent: str | None, pieces: Pieces | None = None
+    run: str, life: GroupProvenance, samples: Sequence[Sample], index: int | None, absent: str | None, pieces: Pieces | None = None
 ) -> dict[str, Any]:
-    """The same as plain data for JSON, with whole arrays. What is no number there is None, and so is what was not kept."""
-    facts = life.facts
-    assert facts is not None
+    """Returns what `page` shows as plain data for JSON, with whole arrays; a value that is no number, or was not kept, is None."""
+    group = life.record
+    assert group is not None
     return {
         "run": run,
-        **facts.as_plain(),
-        "durable": life.trails.durable(facts),
-        "payload": life.payload.model_dump() if life.payload else None,
+        **group.as_plain(),
+        "durable": life.history.durable(group),
+        "payload": group.payload.model_dump() if group.payload else None,
         "absent": absent,
-        "samples": [_sample(sample, facts, pieces) for sample in samples if index in (None, sample.index)],
-        "provenance": [asdict(passage) for passage in life.passages],
+        "samples": [_sample(sample, group, pieces) for sample in samples if index in (None, sample.index)],
+        "provenance": [asdict(step) for step in life.steps],
     }
 
 
-def reward_of(facts: GroupRecord, index: int) -> float | None:
-    """The reward of one of the group's samples, where it has one."""
-    return facts.rewards[index] if index < len(facts.rewards) else None
+def reward_of(group: GroupRecord, index: int) -> float | None:
+    """Returns the reward of one of the group's samples, where it has one."""
+    return group.rewards[index] if index < len(group.rewards) else None
 
 
-def parts_of(facts: GroupRecord, index: int) -> dict[str, float]:
-    """The named rewards of one of the group's samples."""
-    return facts.parts[index] if index < len(facts.parts) else {}
+def parts_of(group: GroupRecord, index: int) -> dict[str, float]:
+    """Returns the named rewards of one of the group's samples."""
+    return group.parts[index] if index < len(group.parts) else {}
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt as text: chat messages under their roles."""
+    """Returns a prompt as text: chat messages under their roles."""
     if not isinstance(prompt, list):
         return str(prompt)
     said = ((entry.get("role", "?"), entry.get("content", "")) if isinstance(entry, dict) else ("?", entry) for entry in prompt)
@@ -129,7 +136,7 @@ def prompt_text(prompt: Any) -> str:
 
 
 def token_lines(sample: Sample, width: int, pieces: Pieces | None = None) -> Iterator[str]:
-    """The response's tokens in blocks of as many columns as fit: position, id, text, mask, weight version and log-prob under each other."""
+    """Yields the response's tokens in blocks of as many columns as fit: position, id, text, mask, weight version, log-prob."""
     across, versions = max(1, (width - CELL) // CELL), sample.versions()
     texts = [_cell(text) for text in pieces(sample.response.tolist())] if pieces else []
     for begin in range(0, len(sample.response), across):
@@ -147,55 +154,51 @@ def token_lines(sample: Sample, width: int, pieces: Pieces | None = None) -> Ite
 # --- parts of a page
 
 
-def _heading(run: str, facts: GroupRecord, index: int | None) -> Text:
-    name = facts.group if index is None else f"{facts.group}/{index}"
-    made = f" by {facts.replica} in {facts.seconds:.1f} s" if facts.seconds is not None else ""
-    where = f"attempt {facts.attempt}{made}, {facts.where()}"
+def _heading(run: str, group: GroupRecord, index: int | None) -> Text:
+    name = group.group if index is None else f"{group.group}/{index}"
+    made = f" by {group.replica} in {group.seconds:.1f} s" if group.seconds is not None else ""
+    where = f"attempt {group.attempt}{made}, {group.where()}"
     return Text.assemble((f"{name} of run {run}", "bold"), "  ", printable(where))
 
 
-def _overview(facts: GroupRecord, samples: Sequence[Sample]) -> Table:
+def _overview(group: GroupRecord, samples: Sequence[Sample]) -> Table:
     lines = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("sample", "reward", "tokens", "versions"):
         lines.add_column(name, justify="right", no_wrap=True)
     lines.add_column("finish")
     lines.add_column("response")
-    for index, reward in enumerate(facts.rewards):
+    for index, reward in enumerate(group.rewards):
         sample = samples[index] if index < len(samples) else None
         text = " ".join(sample.text.split()) if sample else ""
         versions = [version for _, _, version in sample.segments] if sample else []
-        oldest, newest = facts.oldest[index : index + 1], facts.newest[index : index + 1]
+        oldest, newest = group.oldest[index : index + 1], group.newest[index : index + 1]
         lines.add_row(
             str(index),
-            f"{reward:.4g}" + (" (removed)" if index in facts.removed else ""),
-            str(_length(facts, index, sample) or "–"),
-            span(versions, versions) if facts.dataset is not None else span(oldest, newest),
+            f"{reward:.4g}" + (" (removed)" if index in group.removed else ""),
+            str(_length(group, index, sample) or "–"),
+            span(versions, versions) if group.dataset is not None else span(oldest, newest),
             sample.finish if sample else "–",
             Text(printable(text if len(text) <= BEGINNING else text[:BEGINNING] + " …")),
         )
     return lines
 
 
-def _hint(run: str, group: str) -> Text:
-    return Text(f"One of them in full: myxo samples {run} {group}/0", style="dim")
-
-
-def _length(facts: GroupRecord, index: int, sample: Sample | None) -> int:
-    """Tokens of a response; 0 where nobody knows."""
-    if index < len(facts.tokens):
-        return facts.tokens[index]
+def _length(group: GroupRecord, index: int, sample: Sample | None) -> int:
+    """Returns the tokens of a response; 0 where they are not known."""
+    if index < len(group.tokens):
+        return group.tokens[index]
     return sample.segments[-1][1] if sample is not None and sample.segments else 0
 
 
 def _has_ids(sample: Sample) -> bool:
-    """Whether the sample's arrays are there, not only its text."""
+    """Tells whether the sample's arrays are there, not only its text."""
     return bool(len(sample.prompt)) or not sample.segments
 
 
-def _in_full(sample: Sample, facts: GroupRecord, index: int, width: int, pieces: Pieces | None) -> list[RenderableType]:
-    reward, parts = reward_of(facts, index), parts_of(facts, index)
+def _in_full(sample: Sample, group: GroupRecord, index: int, width: int, pieces: Pieces | None) -> list[RenderableType]:
+    reward, parts = reward_of(group, index), parts_of(group, index)
     segments = ", ".join(f"tokens {start}–{end - 1} under version {version}" for start, end, version in sample.segments)
-    trained = 0 if index in facts.removed else int(np.count_nonzero(sample.mask[sample.versions() >= facts.mask_below]))
+    trained = 0 if index in group.removed else int(np.count_nonzero(sample.mask[sample.versions() >= group.mask_below]))
     there = _has_ids(sample)
     tokens = f"{len(sample.prompt)} prompt, {len(sample.response)} response, {trained} of them trained"
     ids = " ".join(str(token) for token in sample.prompt)
@@ -205,7 +208,7 @@ def _in_full(sample: Sample, facts: GroupRecord, index: int, width: int, pieces:
         *((f"reward {name}", f"{value:g}") for name, value in parts.items()),
         ("label", "none" if sample.label is None else str(sample.label)),
         ("finish", sample.finish),
-        ("tokens", tokens if there else f"{_length(facts, index, sample)} response"),
+        ("tokens", tokens if there else f"{_length(group, index, sample)} response"),
         ("versions", segments or "none"),
         *((f"metadata {key}", str(value)) for key, value in sample.metadata.items()),
     ):
@@ -220,11 +223,11 @@ def _in_full(sample: Sample, facts: GroupRecord, index: int, width: int, pieces:
     ]
 
 
-def _provenance(life: GroupLife) -> Table:
+def _provenance(life: GroupProvenance) -> Table:
     lines = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for passage in life.passages:
-        at = datetime.fromtimestamp(passage.at, UTC).strftime("%Y-%m-%d %H:%M:%S")
-        lines.add_row(Text(f"{passage.sequence}", style="dim", justify="right"), Text(at, style="dim"), Text(printable(passage.what)))
+    for step in life.steps:
+        at = datetime.fromtimestamp(step.at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        lines.add_row(Text(f"{step.sequence}", style="dim", justify="right"), Text(at, style="dim"), Text(printable(step.what)))
     return lines
 
 
@@ -238,7 +241,7 @@ def _named(name: str, text: str) -> list[RenderableType]:
 
 
 def _cell(text: str) -> str:
-    """A token's text in one column: white space visible, the rest cut."""
+    """Returns a token's text in one column: white space visible, the rest cut."""
     shown = printable(text.replace("\n", "\\n").replace("\t", "\\t").replace(" ", "␣"))
     return shown if len(shown) < CELL else shown[: CELL - 2] + "…"
 
@@ -247,21 +250,21 @@ def _row(name: str, values: Sequence[Any] | np.ndarray[Any, Any]) -> str:
     return name.ljust(CELL) + "".join(str(value).rjust(CELL) for value in values)
 
 
-def _sample(sample: Sample, facts: GroupRecord, pieces: Pieces | None) -> dict[str, Any]:
+def _sample(sample: Sample, group: GroupRecord, pieces: Pieces | None) -> dict[str, Any]:
     names = ("index", "finish", "label", "metadata", "prompt_text", "text", "prompt", "response", "mask", "log_probs", "segments")
     fields = {name: _json_value(getattr(sample, name)) for name in names}
-    scored = {"reward": reward_of(facts, sample.index), "reward_parts": parts_of(facts, sample.index)}
+    scored = {"reward": reward_of(group, sample.index), "reward_parts": parts_of(group, sample.index)}
     arrays = {
         "versions": sample.versions().tolist(),
         "response_pieces": pieces(sample.response.tolist()) if pieces else None,
     }
     if not _has_ids(sample):
         arrays = dict.fromkeys((*arrays, "prompt", "response", "mask", "log_probs"))
-    return {**fields, **arrays, **scored, "removed": sample.index in facts.removed}
+    return {**fields, **arrays, **scored, "removed": sample.index in group.removed}
 
 
 def _json_value(value: Any) -> Any:
-    """What a payload may hold, as JSON has it: arrays as lists, no NaN and no infinity, bytes as text."""
+    """Returns a value of a payload as JSON has it: arrays as lists, no NaN and no infinity, bytes as text."""
     match value:
         case dict():
             return {str(key): _json_value(entry) for key, entry in value.items()}

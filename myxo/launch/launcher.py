@@ -8,24 +8,22 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import nats.errors
 import structlog
 from redis.exceptions import RedisError
 from rich.console import Console
 
-from myxo.commands import erase
 from myxo.display.progress_display import Display, display
-from myxo.launch import exit_report
+from myxo.launch import erase, exit_report
 from myxo.launch.run_servers import RunServers
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
 from myxo.launch.supervisor import StopReason, Supervisor
 from myxo.preflight.server_checks import GivenServers
-from myxo.run import troubles
 from myxo.run.run_access import told_when_lost
 from myxo.run.run_directory import RunDirectory, ServerUrls
-from myxo.run.run_view import View, look
+from myxo.run.run_view import RunView, look
+from myxo.run.service_failures import full_disk
 from shared.bus import runs, streams
 from shared.bus.connection import TRANSIENT, Bus
 from shared.bus.registry import ENVIRONMENT, Registry
@@ -35,13 +33,13 @@ from shared.runtime import exit_codes
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import log_failure
-from shared.schema.ledger import BatchTrained, RunFinished
+from shared.schema.ledger import RunFinished
 from shared.schema.messages import ServiceEvent, ServiceStatus
 from shared.store.payload_store import Store
 
 TICK_SECONDS = 0.1
-WATCH_SECONDS = 0.5
-"""How often cards and phase are read."""
+POLL_SECONDS = 0.5
+"""How often the registry and the run's phase are read."""
 
 SHOW_SECONDS = 0.5
 
@@ -66,7 +64,7 @@ class RunsElsewhere(MyxoError):
 
 
 class Launch:
-    """See the module's docstring.
+    """One launch.
 
     Args:
         directory: held by this process. given: servers from the environment. fresh: forget what the run has done so far.
@@ -78,18 +76,18 @@ class Launch:
         self._started = time.monotonic()
         self._signals: list[signal.Signals] = []
         self._began = 0  # steps trained when this launch began
-        self._cards: list[ServiceStatus] = []
+        self._statuses: list[ServiceStatus] = []
         self._phase: str | None = None
-        self._failure = ""  # why the run has failed, where its phase says so
+        self._failure = ""  # the reason of a phase that says that the run has failed
         self._away = float("-inf")  # when bus or store last did not answer, monotonic
-        self._telling: set[asyncio.Task[None]] = set()
+        self._publishing: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
 
     async def run(self) -> int:
-        """The whole launch. Returns the command's exit code; raises MyxoError for what keeps the run from starting."""
+        """Runs the whole launch. Returns the command's exit code; raises MyxoError for what keeps the run from starting."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signals.append, number)
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self._signals.append, signum)
         self._servers = RunServers(self._directory, self._given, self._config.store.appendfsync)
         self._servers.start()
         try:
@@ -99,7 +97,7 @@ class Launch:
                 with told_when_lost():
                     return await self._with_bus(bus)
             finally:
-                await cancelled(list(self._telling))
+                await cancelled(list(self._publishing))
                 await bus.close()
         finally:
             self._directory.remove_servers()
@@ -123,64 +121,58 @@ class Launch:
         await runs.create(bus, config, self._servers.redis_url)
         self._directory.freeze(config)
         self._directory.write_servers(ServerUrls(self._servers.nats_url, self._servers.redis_url, os.getpid()))
-        trained = await runs.last_record(bus, run, BatchTrained)
-        self._began = trained.step + 1 if trained else 0
-        return await self._attend(bus, specs)
+        self._began = await runs.trained_steps(bus, run)
+        return await self._supervise(bus, specs)
 
     # --- while it runs
 
-    async def _attend(self, bus: Bus, specs: list[ServiceSpec]) -> int:
+    async def _supervise(self, bus: Bus, specs: list[ServiceSpec]) -> int:
         """Supervises until the run is finished, cannot go on, or is to stop."""
         supervisor = Supervisor(
             specs,
             self._directory.log,
             excused=lambda since: max(self._away, self._servers.troubled) >= since,
-            on_restart=lambda spec, why: self._tell(bus, spec, why),
+            on_restart=lambda spec, why: self._publish_restart(bus, spec, why),
         )
-        watch = asyncio.create_task(self._watch(bus))
+        polling = asyncio.create_task(self._poll(bus))
         shown = display(self._console, self._started)
-        verdict: StopReason | None = None
+        stopped: StopReason | None = None
         try:
-            verdict = await self._until_end(bus, supervisor, watch, shown)
-            if verdict is not None and not verdict.bad_input:
-                await self._fail(bus, verdict.reason)
+            stopped = await self._until_end(bus, supervisor, polling, shown)
+            if stopped is not None and not stopped.bad_input:
+                await self._fail(bus, stopped.reason)
             if self._finished and not self._signals:
                 await self._wait(lambda: not any(map(supervisor.running, TRAINERS)), LEAVE_SECONDS)
         finally:
             shown.close()
             await self._stop(supervisor)
-            await cancelled([watch])
-            for number in (signal.SIGINT, signal.SIGTERM):  # nothing is left that a signal could hurt
-                asyncio.get_running_loop().remove_signal_handler(number)
+            await cancelled([polling])
+            for signum in (signal.SIGINT, signal.SIGTERM):  # nothing is left that a signal could hurt
+                asyncio.get_running_loop().remove_signal_handler(signum)
         if self._finished:
             return await self._report(bus)
         await self._show_troubles(bus)
-        if verdict is not None:
-            return self._give_up(verdict)
+        if stopped is not None:
+            return self._give_up(stopped)
         return self._interrupted() if self._signals else self._failed()
 
-    async def _until_end(self, bus: Bus, supervisor: Supervisor, watch: asyncio.Task[None], shown: Display) -> StopReason | None:
-        config = self._config
-        view = View(self._run, self._began, config.rollout.num_rollout, config.rollout.max_staleness)
-        show_at = 0.0
+    async def _until_end(self, bus: Bus, supervisor: Supervisor, polling: asyncio.Task[None], shown: Display) -> StopReason | None:
+        view, show_at = RunView.at_start(self._config, self._began), 0.0
         while not self._signals:
             now = time.monotonic()
             self._servers.tick(now)
             if not bus.connection.is_connected:
                 self._away = now
-            supervisor.see(self._cards)
-            if not self._ended and (verdict := supervisor.tick(now, view.steps)) is not None:
-                return verdict
-            if watch.done():
-                watch.result()
+            supervisor.note_ready(self._statuses)
+            if not self._ended and (reason := supervisor.tick(now, view.steps)) is not None:
+                return reason
+            if polling.done():
+                polling.result()
             if now >= show_at or self._ended:
                 show_at = now + SHOW_SECONDS
-                view = look(config, self._cards, supervisor.statuses(now), self._servers.restarts().values(), view, self._began)
-                seen = troubles.with_servers(view.troubles, self._servers.errors(), self._directory.root)
-                view = replace(view, troubles=seen)
-                if self._finished:  # the cards may be seconds behind
-                    view = replace(view, steps=view.of, waiting_for=None)
-                shown.show(view, now)
+                instances, servers, disk = supervisor.statuses(now), self._servers.restarts(), full_disk(self._directory.root)
+                view = look(self._config, self._statuses, instances, servers, view, self._began, disk)
+                shown.show(view.finished() if self._finished else view, now)
             if self._ended:
                 return None
             await asyncio.sleep(TICK_SECONDS)
@@ -192,25 +184,25 @@ class Launch:
 
     @property
     def _ended(self) -> bool:
-        return self._phase in (runs.FINISHED, runs.FAILED)
+        return self._phase in runs.ENDS
 
-    async def _watch(self, bus: Bus) -> None:
+    async def _poll(self, bus: Bus) -> None:
         """Reads the registry and the run's phase, and notes when bus or store do not answer. Runs until cancelled."""
         registry, store = Registry(bus, self._run), Store(self._servers.redis_url)
         try:
             while True:
                 try:
-                    self._cards = await registry.alive()
+                    self._statuses = await registry.alive()
                     self._phase, self._failure = await runs.phase_and_reason(bus, self._run)
                     await store.ping(deadline=2)
                 except (MyxoError, nats.errors.Error, RedisError, *TRANSIENT) as error:
                     self._away = time.monotonic()
                     self._log.warning("servers_away", error=str(error) or type(error).__name__)
-                await asyncio.sleep(WATCH_SECONDS)
+                await asyncio.sleep(POLL_SECONDS)
         finally:
             await store.close()
 
-    def _tell(self, bus: Bus, spec: ServiceSpec, why: str) -> None:
+    def _publish_restart(self, bus: Bus, spec: ServiceSpec, why: str) -> None:
         """Publishes that a service was restarted, beside everything else: the summary counts these events."""
         event = ServiceEvent(service=spec.service, instance=spec.instance, what="restarted", detail=f"after {why}", at=time.time())
 
@@ -221,8 +213,8 @@ class Launch:
                 self._log.warning("event_lost", what="restarted", error=str(error))
 
         task = asyncio.create_task(publish())
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        self._publishing.add(task)
+        task.add_done_callback(self._publishing.discard)
         log_failure(task, "telling of a restart")
 
     # --- before and after
@@ -230,23 +222,23 @@ class Launch:
     async def _refuse_others(self, bus: Bus, instances: set[str] | None) -> None:
         """Raises RunsElsewhere where services that this launch would start (None: any at all) are at work already.
 
-        Those of a launch that was killed keep their cards for a while; they are waited for. A buffer elsewhere is welcome: of all
+        Those of a launch that was killed stay in the registry for a while; they are waited for. A buffer elsewhere is welcome: of all
         buffers one is active.
         """
         registry = Registry(bus, self._run)
 
         async def others() -> list[ServiceStatus]:
-            cards = [card for card in await registry.alive() if card.service != ENVIRONMENT]
-            return [card for card in cards if instances is None or card.instance in instances or card.service in TRAINERS]
+            statuses = [status for status in await registry.alive() if status.service != ENVIRONMENT]
+            return [status for status in statuses if instances is None or status.instance in instances or status.service in TRAINERS]
 
         end = time.monotonic() + self._config.bus.registry_ttl * 1.5 + 2  # by then the statuses of services that were killed are gone
         while found := await others():
             if self._signals:
                 return
             if time.monotonic() > end:
-                who = ", ".join(f"{card.instance} on {card.host} (process {card.pid})" for card in found)
+                who = ", ".join(f"{status.instance} on {status.host} (process {status.pid})" for status in found)
                 raise RunsElsewhere(f"run {self._run} has services at work already: {who}; stop them first")
-            await asyncio.sleep(WATCH_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _stop(self, supervisor: Supervisor) -> None:
         """Stops every service: asked first, the trainer before those it needs, killed when time is up or at another signal."""
@@ -268,7 +260,7 @@ class Launch:
             await asyncio.sleep(TICK_SECONDS)
 
     async def _report(self, bus: Bus) -> int:
-        """Audit and summary, with the servers still looked after: one that dies meanwhile is back for the next try."""
+        """Prints audit and summary, with the servers still looked after: one that dies meanwhile is back for the next try."""
         end = time.monotonic() + REPORT_SECONDS
         while True:
             work = asyncio.create_task(exit_report.report(bus, self._run, self._directory, self._console))
@@ -293,8 +285,8 @@ class Launch:
             self._log.warning("failure_not_written_down", error=str(error) or type(error).__name__)
 
     async def _show_troubles(self, bus: Bus) -> None:
-        """The part of the summary that tells what went wrong: of a run that ends before it is finished."""
-        if full := troubles.full_disk(self._directory.root):
+        """Prints the part of the summary that tells what went wrong, for a run that ends before it is finished."""
+        if full := full_disk(self._directory.root):
             self._say(full)
         try:
             async with asyncio.timeout(TROUBLES_SECONDS):
@@ -306,23 +298,23 @@ class Launch:
         print(f"myxo: run {self._run} failed: {self._failure}", file=sys.stderr)
         return exit_codes.FAILED
 
-    def _give_up(self, verdict: StopReason) -> int:
-        if verdict.bad_input:
-            line = verdict.lines[-1] if verdict.lines else f"{verdict.instance} refused its input; see {verdict.log_path}"
+    def _give_up(self, stopped: StopReason) -> int:
+        if stopped.bad_input:
+            line = stopped.lines[-1] if stopped.lines else f"{stopped.instance} refused its input; see {stopped.log_path}"
             print(f"myxo: {line}", file=sys.stderr)
             return exit_codes.BAD_INPUT
-        for line in verdict.lines:
+        for line in stopped.lines:
             print(f"  {line}", file=sys.stderr)
         print(
-            f"myxo: {verdict.reason}; its last lines are above, all of them in {verdict.log_path}",
+            f"myxo: {stopped.reason}; its last lines are above, all of them in {stopped.log_path}",
             file=sys.stderr,
         )
         return exit_codes.FAILED
 
     def _interrupted(self) -> int:
-        number = self._signals[0]
-        self._say(f"Stopped by {number.name}. `myxo up` with the same config goes on from the last checkpoint.")
-        return 128 + number
+        first = self._signals[0]
+        self._say(f"Stopped by {first.name}. `myxo up` with the same config goes on from the last checkpoint.")
+        return 128 + first
 
     def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)

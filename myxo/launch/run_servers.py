@@ -1,17 +1,17 @@
-"""The bus and the store of a run: servers that somebody else runs, or embedded ones that this launcher keeps alive."""
+"""The bus and the store of a run: servers that the environment names, or embedded ones that this launcher keeps alive."""
 
 from __future__ import annotations
 
 import re
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 
-from myxo.launch.backoff import BackOff
+from myxo.launch.restart_policy import BackOff
 from myxo.preflight.server_checks import GivenServers
 from myxo.run.run_directory import RunDirectory
+from myxo.run.run_view import ServiceError
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.runtime.errors import MyxoError
 
@@ -26,7 +26,10 @@ class ServerLost(MyxoError):
 
 
 @dataclass
-class _Kept:
+class ManagedServer:
+    """An embedded server that is kept alive. ``since``: its last start, ``due``: its next one, monotonic seconds; ``reason``: its newest
+    error."""
+
     server: EmbeddedServer
     backoff: BackOff
     since: float
@@ -44,81 +47,73 @@ class RunServers:
     """
 
     def __init__(self, directory: RunDirectory, given: GivenServers, appendfsync: str) -> None:
-        self._kept: list[_Kept] = []
+        self.managed: list[ManagedServer] = []
         self.troubled = float("-inf")
         """When an embedded server was last found dead, `time.monotonic` seconds."""
         self.nats_url, self.redis_url = given.nats_url or "", given.redis_url or ""
         if given.nats_url is None:
             nats = EmbeddedNats(directory.nats)
             self.nats_url = nats.url
-            self._keep(nats)
+            self._manage(nats)
         if given.redis_url is None:
             valkey = EmbeddedValkey(directory.valkey, appendfsync)
             self.redis_url = valkey.url
-            self._keep(valkey)
+            self._manage(valkey)
 
-    def _keep(self, server: EmbeddedServer) -> None:
-        self._kept.append(_Kept(server, BackOff(at_once=True), time.monotonic()))
+    def _manage(self, server: EmbeddedServer) -> None:
+        self.managed.append(ManagedServer(server, BackOff(at_once=True), time.monotonic()))
 
     def start(self) -> None:
         """Starts the embedded ones. Raises MyxoError with the reason of the first that does not start."""
         try:
-            for kept in self._kept:
-                kept.server.start()
-                kept.since = time.monotonic()
+            for managed in self.managed:
+                managed.server.start()
+                managed.since = time.monotonic()
         except MyxoError:
             self.stop()
             raise
 
     def tick(self, now: float) -> None:
         """Restarts what has died: at once, then with growing waits. Raises ServerLost where that is of no use."""
-        for kept in self._kept:
-            if kept.server.alive():
+        for managed in self.managed:
+            if managed.server.alive():
                 continue
             self.troubled = now
-            if kept.due is None:
-                self._died(kept, now, ready=True)
-            if kept.due is not None and now >= kept.due:
-                self._restart(kept)
+            if managed.due is None:
+                self._died(managed, now, ready=True)
+            if managed.due is not None and now >= managed.due:
+                self._restart(managed)
 
-    def _restart(self, kept: _Kept) -> None:
-        kept.restarts += 1
-        kept.since = time.monotonic()
-        log = structlog.get_logger().bind(server=kept.server.name, restarts=kept.restarts)
+    def _restart(self, managed: ManagedServer) -> None:
+        managed.restarts += 1
+        managed.since = time.monotonic()
+        log = structlog.get_logger().bind(server=managed.server.name, restarts=managed.restarts)
         try:
-            kept.server.start(deadline=RESTART_SECONDS)
+            managed.server.start(deadline=RESTART_SECONDS)
         except MyxoError as error:
             log.warning("server_not_back", error=str(error))
-            self._died(kept, time.monotonic(), ready=False)
+            self._died(managed, time.monotonic(), ready=False)
             return
-        kept.due = None
-        log.info("server_restarted", seconds=round(time.monotonic() - kept.since, 3))
+        managed.due = None
+        log.info("server_restarted", seconds=round(time.monotonic() - managed.since, 3))
 
-    def _died(self, kept: _Kept, now: float, ready: bool) -> None:
-        wait = kept.backoff.died(now - kept.since, ready)
+    def _died(self, managed: ManagedServer, now: float, ready: bool) -> None:
+        wait = managed.backoff.died(now - managed.since, ready)
         if wait is None:
-            raise ServerLost(f"{kept.server.name} does not come back after {kept.restarts} restarts; see {kept.server.log_path}")
-        kept.due, kept.reason = now + wait, _reason(kept.server.last_words())
-        structlog.get_logger().warning("server_died", server=kept.server.name, reason=kept.reason, restart_in=wait)
+            raise ServerLost(f"{managed.server.name} does not come back after {managed.restarts} restarts; see {managed.server.log_path}")
+        managed.due, managed.reason = now + wait, _reason(managed.server.last_words())
+        structlog.get_logger().warning("server_died", server=managed.server.name, reason=managed.reason, restart_in=wait)
 
-    def restarts(self) -> dict[str, int]:
-        """How often each embedded server was restarted."""
-        return {kept.server.name: kept.restarts for kept in self._kept}
-
-    def errors(self) -> list[tuple[str, int, str]]:
-        """Name, restarts and newest error of each embedded server."""
-        return [(kept.server.name, kept.restarts, kept.reason) for kept in self._kept]
-
-    def logs(self) -> list[Path]:
-        """The embedded servers' own log files."""
-        return [kept.server.log_path for kept in self._kept]
+    def restarts(self) -> list[ServiceError]:
+        """Returns how often each embedded server was restarted, and its newest error."""
+        return [ServiceError(managed.server.name, managed.restarts, managed.reason) for managed in self.managed]
 
     def stop(self) -> None:
         """Stops the embedded ones; the store first, for nobody needs it once the services are gone."""
-        for kept in reversed(self._kept):
-            kept.server.stop()
+        for managed in reversed(self.managed):
+            managed.server.stop()
 
 
 def _reason(words: str) -> str:
-    """A server's last words, where they speak of an error; one that was killed had none."""
+    """Returns a server's last words where they speak of an error; one that was killed had none."""
     return words if _ERROR.search(words) else "it was killed"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import structlog
 
-from myxo.launch.backoff import BackOff
-from myxo.launch.repeated_deaths import SameDeaths, from_outside
+from myxo.launch.restart_policy import BackOff, SameDeaths, from_outside
 from myxo.launch.service_plan import ServiceSpec
+from myxo.run.run_view import InstanceStatus
 from shared.runtime import exit_codes, failure_summary
 from shared.runtime.child_process import ChildProcess, cause
 from shared.runtime.errors import MyxoError
@@ -28,12 +28,12 @@ REASON_LINES = 500
 """Lines of a log that are searched for what a service died of."""
 
 AT_WORK = ("ready", "fenced", "updating", "standby")
-"""States of a card that mean the service has got to work (a rollout that waits for weights is fenced, a second buffer stands by)."""
+"""States in which a service has got to work (a rollout that waits for weights is fenced, a second buffer stands by)."""
 
 
 @dataclass(frozen=True)
 class StopReason:
-    """Why the run cannot go on. ``lines``: the service's last words; ``error``: what it died of each time, where that was the same."""
+    """Why the run cannot go on. ``lines``: the service's last lines; ``error``: the error of each death, where that was the same."""
 
     instance: str
     bad_input: bool
@@ -44,35 +44,16 @@ class StopReason:
 
     @property
     def reason(self) -> str:
-        """In one line."""
+        """The reason in one line."""
         if self.error:
             return f"{self.instance} ended {self.deaths} times with the same error, and no training step in between: {self.error}"
         return f"{self.instance} ended {self.deaths} times in a row without getting to work"
 
 
-@dataclass(frozen=True)
-class InstanceStatus:
-    """One service as the launcher knows it.
-
-    ``lived``: seconds; ``started_at``: seconds since the epoch; ``due_in``: seconds to its next start, None while it runs;
-    ``last_error``: what the life before ended with.
-    """
-
-    service: str
-    instance: str
-    pid: int
-    restarts: int
-    ready: bool
-    lived: float
-    started_at: float
-    due_in: float | None
-    last_code: int | None
-    last_error: str = ""
-
-
 @dataclass
 class SupervisedService:
-    """A place that is always to be filled: the spec, who fills it now, and what happened to those before."""
+    """A service that is always to run: its process now, and what happened to the ones before. ``due``: when the next one starts, monotonic
+    seconds, None while one runs."""
 
     spec: ServiceSpec
     child: ChildProcess
@@ -84,6 +65,21 @@ class SupervisedService:
     last_error: str = ""
     same: SameDeaths = field(default_factory=SameDeaths)
 
+    def status(self, now: float) -> InstanceStatus:
+        """Returns what the launcher knows of it at ``now``, monotonic seconds."""
+        return InstanceStatus(
+            service=self.spec.service,
+            instance=self.spec.instance,
+            pid=self.child.pid,
+            restarts=self.restarts,
+            ready=self.ready and self.due is None,
+            lived=now - self.child.started_s,
+            started_at=self.child.started_at,
+            due_in=None if self.due is None else max(0.0, self.due - now),
+            last_code=self.last_code,
+            last_error=self.last_error,
+        )
+
 
 class Supervisor:
     """The services of one run.
@@ -92,7 +88,7 @@ class Supervisor:
         logs: instance → its log file.
         excused: (since, `time.monotonic` seconds) → whether bus or store were away since then. An exit with code 2 is then a
             death like any other, for an unreachable server is bad input only where it never answered.
-        on_restart: called with the instance and what ended its life before, when it has been started again.
+        on_restart: called with the spec of a service that was started again, and the error that ended its life before.
         backoff: makes each service's back-off.
     """
 
@@ -106,99 +102,84 @@ class Supervisor:
         backoff: Callable[[], BackOff] = BackOff,
     ) -> None:
         self._excused, self._on_restart, self._logs = excused, on_restart, logs
-        self._posts = [SupervisedService(spec, _started(spec, logs(spec.instance)), backoff()) for spec in specs]
+        self._services = [SupervisedService(spec, _started(spec, logs(spec.instance)), backoff()) for spec in specs]
         self._log = structlog.get_logger()
-        for post in self._posts:
-            self._log.info("service_started", started=post.spec.instance, pid=post.child.pid)
+        for service in self._services:
+            self._log.info("service_started", started=service.spec.instance, pid=service.child.pid)
 
     def tick(self, now: float, steps: int = 0) -> StopReason | None:
-        """Looks after everybody once. Returns a verdict when the run has to stop. ``steps``: training steps finished until now."""
-        for post in self._posts:
-            if post.due is None:
-                code = post.child.exit_code()
+        """Looks after all services once. Returns the reason where the run has to stop. ``steps``: training steps finished until now."""
+        for service in self._services:
+            if service.due is None:
+                code = service.child.exit_code()
                 if code is None:
                     continue
-                verdict = self._died(post, code, now, steps)
-                if verdict is not None:
-                    return verdict
-            if post.due is not None and now >= post.due:
-                self._restart(post)
+                reason = self._died(service, code, now, steps)
+                if reason is not None:
+                    return reason
+            if service.due is not None and now >= service.due:
+                self._restart(service)
         return None
 
-    def see(self, cards: Sequence[ServiceStatus]) -> None:
-        """Takes note of who says that it is ready."""
-        for card in cards:
-            for post in self._posts:
-                # a card of the life before lingers for its TTL; the pid says nothing, for a service may work in a child of its own
-                own = (card.service, card.instance) == (post.spec.service, post.spec.instance)
-                if own and card.at > post.child.started_at and card.state in AT_WORK:
-                    post.ready = True
+    def note_ready(self, statuses: Sequence[ServiceStatus]) -> None:
+        """Takes note of the services that say that they are at work."""
+        newest = {(status.service, status.instance): status for status in statuses}
+        for service in self._services:
+            status = newest.get((service.spec.service, service.spec.instance))
+            # one of the life before lingers for its TTL; the pid says nothing, for a service may work in a child of its own
+            if status is not None and status.at > service.child.started_at and status.state in AT_WORK:
+                service.ready = True
 
     def statuses(self, now: float) -> list[InstanceStatus]:
-        """Everybody, in the order of the specs."""
-        return [
-            InstanceStatus(
-                service=post.spec.service,
-                instance=post.spec.instance,
-                pid=post.child.pid,
-                restarts=post.restarts,
-                ready=post.ready and post.due is None,
-                lived=now - post.child.started_s,
-                started_at=post.child.started_at,
-                due_in=None if post.due is None else max(0.0, post.due - now),
-                last_code=post.last_code,
-                last_error=post.last_error,
-            )
-            for post in self._posts
-        ]
+        """Returns the statuses of all services, in the order of the specs."""
+        return [service.status(now) for service in self._services]
 
     def restarts(self) -> dict[str, int]:
-        """How often each instance was started again."""
-        return {post.spec.instance: post.restarts for post in self._posts}
+        """Returns how often each instance was started again."""
+        return {service.spec.instance: service.restarts for service in self._services}
 
-    def running(self, service: str | None = None) -> bool:
-        """Whether any process (of that kind of service) still runs."""
-        posts = [post for post in self._posts if service in (None, post.spec.service)]
-        return any(post.child.exit_code() is None for post in posts)
+    def running(self, kind: str | None = None) -> bool:
+        """Tells whether any process (of that kind of service) still runs."""
+        return any(service.child.running() for service in self._services if kind in (None, service.spec.service))
 
-    def terminate(self, service: str | None = None) -> None:
-        """Asks everybody (of that kind of service) to stop; nobody is started again unless `tick` is called."""
-        for post in self._posts:
-            if service in (None, post.spec.service):
-                post.child.terminate()
+    def terminate(self, kind: str | None = None) -> None:
+        """Asks every service (of that kind) to stop; none is started again unless `tick` is called."""
+        for service in self._services:
+            if kind in (None, service.spec.service):
+                service.child.terminate()
 
     def kill(self) -> list[str]:
-        """Ends whoever still runs, with all it started. Returns their instances."""
-        left = [post for post in self._posts if post.child.exit_code() is None]
-        for post in left:
+        """Ends the services that still run, with all they started. Returns their instances."""
+        left = [service for service in self._services if service.child.running()]
+        for service in left:
             with contextlib.suppress(MyxoError):  # one that the kernel does not let go is left to it
-                post.child.stop(0)
-        return [post.spec.instance for post in left]
+                service.child.stop(0)
+        return [service.spec.instance for service in left]
 
-    def _died(self, post: SupervisedService, code: int, now: float, steps: int) -> StopReason | None:
-        child, instance, excused = post.child, post.spec.instance, self._excused(post.child.started_s)
-        post.last_code = code
+    def _died(self, service: SupervisedService, code: int, now: float, steps: int) -> StopReason | None:
+        child, instance, excused = service.child, service.spec.instance, self._excused(service.child.started_s)
+        service.last_code = code
         if code == exit_codes.BAD_INPUT and not excused:
             self._log.error("bad_input", of=instance)
             return StopReason(instance, True, 1, child.last_lines(1), self._logs(instance))
-        said = "" if from_outside(code) or code == 0 else failure_summary.of_log(child.last_lines(REASON_LINES))
-        post.last_error = f"{cause(code)}: {said}" if said else cause(code)
-        wait = post.backoff.died(now - child.started_s, post.ready)
-        self._log.warning("service_died", died=instance, reason=post.last_error, lived=round(now - child.started_s, 1), restart_in=wait)
-        if not excused and post.same.died(code, said, steps):
-            return StopReason(instance, False, post.same.count, child.last_lines(LAST_LINES), self._logs(instance), post.last_error)
+        words = "" if from_outside(code) or code == 0 else failure_summary.of_log(child.last_lines(REASON_LINES))
+        service.last_error = f"{cause(code)}: {words}" if words else cause(code)
+        wait = service.backoff.died(now - child.started_s, service.ready)
+        self._log.warning("service_died", died=instance, reason=service.last_error, lived=round(now - child.started_s, 1), restart_in=wait)
+        if not excused and service.same.died(code, words, steps):
+            return StopReason(instance, False, service.same.count, child.last_lines(LAST_LINES), self._logs(instance), service.last_error)
         if wait is None:
-            return StopReason(instance, False, post.backoff.deaths_unready, child.last_lines(LAST_LINES), self._logs(instance))
-        post.due = now + wait
+            return StopReason(instance, False, service.backoff.deaths_unready, child.last_lines(LAST_LINES), self._logs(instance))
+        service.due = now + wait
         return None
 
-    def _restart(self, post: SupervisedService) -> None:
-        post.child = _started(post.spec, self._logs(post.spec.instance))
-        post.ready = False
-        post.due = None
-        post.restarts += 1
-        self._log.info("service_restarted", started=post.spec.instance, pid=post.child.pid, restarts=post.restarts)
-        self._on_restart(post.spec, post.last_error)
+    def _restart(self, service: SupervisedService) -> None:
+        service.child = _started(service.spec, self._logs(service.spec.instance))
+        service.ready = False
+        service.due = None
+        service.restarts += 1
+        self._log.info("service_restarted", started=service.spec.instance, pid=service.child.pid, restarts=service.restarts)
+        self._on_restart(service.spec, service.last_error)
 
 
 def _started(spec: ServiceSpec, log_path: Path) -> ChildProcess:

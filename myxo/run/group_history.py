@@ -1,7 +1,7 @@
-"""What has become of every group, in compact facts: the fold of the ledger for those who look at samples. Pure.
+"""What has become of every group: the fold of the ledger that lists, pages and the summary read. Pure.
 
-A group is in `GroupHistory.open` from its admission until it is trained, dropped or dead; then it is handed out once and forgotten, so that
-memory follows what is in flight, not how long the run is. Records that do not fit are passed over: judging them is the audit's business.
+A group is in `GroupHistory.open` from its admission until it is trained, dropped or dead; then it is handed out once more and forgotten, so
+that memory follows what is in flight, not how long the run is. Records that do not fit are passed over: judging them is the audit's work.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from shared.schema.ledger import (
 from shared.schema.messages import Payload
 
 OUTSTANDING, REQUEUED, READY, BATCHED = "outstanding", "requeued", "ready", "batched"
-STATUSES = (OUTSTANDING, REQUEUED, READY, BATCHED, TRAINED, DROPPED, DEAD, EVALUATED, FAILED)
-"""Where a group can be: with the rollout and reward services (at first, or again), back with rewards, in a batch, at one of the ends."""
+ENDS = (TRAINED, DROPPED, DEAD, EVALUATED, FAILED)
+STATUSES = (OUTSTANDING, REQUEUED, READY, BATCHED, *ENDS)
+"""The states of a group: with the rollout and reward services (at first, or again), back with rewards, in a batch, at one of the ends."""
 
 
 @dataclass(slots=True)
@@ -40,9 +41,9 @@ class GroupRecord:
     """One group. ``changed``: ledger sequence of the record that last changed it, ``at`` its time, seconds since the epoch.
 
     rewards, tokens, oldest, newest: one entry a sample, of the attempt that came back; empty while none has. parts: the samples' named
-    rewards, where they have some; removed: positions of those that a filter took out of the loss. ``version``: that its batch is trained
-    on, which masks tokens older than ``mask_below``, or that it evaluates. ``started``/``ended``: of the generation. dataset: of a held-out
-    prompt. keys: of its payload.
+    rewards; removed: positions of samples that a filter took out of the loss. ``version``: the weights that its batch is trained on, which
+    masks tokens older than ``mask_below``, or those that it evaluates. ``started``/``ended``: of the generation. dataset: only of a
+    held-out prompt. payload: where the samples lie.
     """
 
     group: str
@@ -64,7 +65,7 @@ class GroupRecord:
     started: float = 0.0
     ended: float = 0.0
     dataset: str | None = None
-    keys: tuple[str, ...] = ()
+    payload: Payload | None = None
 
     @property
     def reward(self) -> float | None:
@@ -84,16 +85,16 @@ class GroupRecord:
         self.oldest = tuple(sample.oldest for sample in scored.samples)
         self.newest = tuple(sample.newest for sample in scored.samples)
         self.replica = sys.intern(scored.replica)
-        self.started, self.ended = scored.started, scored.ended
-        self.keys = tuple(scored.payload.keys)
+        self.started, self.ended, self.payload = scored.started, scored.ended, scored.payload
 
-    def forget_samples(self) -> None:
-        """Nothing of an attempt that was given up stands any more."""
+    def given_up(self, attempt: int, reason: str) -> None:
+        """Forgets the samples of an attempt that is made again as ``attempt``."""
+        self.attempt, self.status, self.reason = attempt, REQUEUED, reason
         self.rewards = self.tokens = self.oldest = self.newest = self.removed = ()
-        self.parts, self.replica, self.keys = (), "", ()
+        self.parts, self.replica, self.payload = (), "", None
 
     def where(self) -> str:
-        """The status in words."""
+        """Returns the status in words."""
         match self.status:
             case "batched":
                 return f"in batch of step {self.step}"
@@ -105,123 +106,130 @@ class GroupRecord:
                 return f"{self.status} ({self.reason})" if self.reason else self.status
 
     def as_plain(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        facts = {**asdict(self), "reward": self.reward, "seconds": self.seconds}
-        del facts["keys"]
-        return facts
+        """Returns plain data for JSON, without the payload."""
+        plain = {**asdict(self), "reward": self.reward, "seconds": self.seconds}
+        del plain["payload"]
+        return plain
 
 
-def scored_for_evaluation(sequence: int, record: EvalScored) -> GroupRecord:
-    """The facts of a held-out prompt that came back, or was given up."""
-    status = EVALUATED if record.rewards else FAILED
-    facts = GroupRecord(
-        record.group, sequence, record.at, status=status, reason=record.reason, version=record.version, dataset=record.dataset
+def evaluated(sequence: int, record: EvalScored) -> GroupRecord:
+    """Returns the record of a held-out prompt that came back, or was given up."""
+    group = GroupRecord(
+        record.group, sequence, record.at, status=FAILED, reason=record.reason, version=record.version, dataset=record.dataset
     )
     if record.rewards:
-        facts.rewards, facts.parts, facts.oldest, facts.newest = tuple(record.rewards), record.parts, (record.oldest,), (record.newest,)
-    return facts
+        group.status, group.rewards, group.parts = EVALUATED, tuple(record.rewards), record.parts
+        group.oldest, group.newest = (record.oldest,), (record.newest,)
+    return group
 
 
-def facts_of(sequence: int, record: RolloutRecord) -> GroupRecord:
-    """The facts of a group as far as its kept responses tell them, where there is no ledger any more. ``sequence``: a place among them."""
+def kept_group(position: int, record: RolloutRecord) -> GroupRecord:
+    """Returns the record of a group as far as its kept responses tell it, for a run without a ledger.
+
+    Args:
+        position: its place among the kept groups, which stands for a ledger sequence.
+    """
     samples = record.samples
     versions = [[version for _, _, version in sample.segments] or [0] for sample in samples]
+    fields = ("attempt", "status", "reason", "step", "version", "mask_below", "dataset")
     return GroupRecord(
         record.group,
-        sequence,
+        position,
         record.at,
-        attempt=record.attempt,
-        status=record.status,
-        reason=record.reason,
-        step=record.step,
-        version=record.version,
-        mask_below=record.mask_below,
+        **{name: getattr(record, name) for name in fields},
         rewards=tuple(sample.reward or 0.0 for sample in samples),
         parts=tuple({name: value or 0.0 for name, value in sample.parts.items()} for sample in samples),
-        removed=tuple(position for position, sample in enumerate(samples) if sample.removed),
+        removed=tuple(index for index, sample in enumerate(samples) if sample.removed),
         tokens=tuple(sample.length for sample in samples),
         oldest=tuple(map(min, versions)),
         newest=tuple(map(max, versions)),
-        dataset=record.dataset,
     )
 
 
 @dataclass
 class GroupHistory:
-    """The fold. ``open``: groups in flight by id; ``admitted``: how many there ever were."""
+    """The fold. ``open``: groups in flight by id; ``batches``: the groups of each batch in training; ``admitted``: how many there were."""
 
     open: dict[str, GroupRecord] = field(default_factory=dict)
+    batches: dict[int, list[str]] = field(default_factory=dict)
     admitted: int = 0
     durable_steps: int = 0
-    _batches: dict[int, list[str]] = field(default_factory=dict)
 
-    def see(self, sequence: int, record: LedgerRecord) -> list[GroupRecord]:
-        """Takes a record and its place in the ledger, in order; returns the groups that it ended."""
+    def apply(self, sequence: int, record: LedgerRecord) -> list[GroupRecord]:
+        """Takes a record and its place in the ledger, in order; returns the groups that it changed, which are open or at one of `ENDS`."""
         match record:
             case GroupsAdmitted(first=first, count=count):
-                for number in range(first, first + count):
-                    name = group_id(number)
-                    self.open[name] = GroupRecord(name, sequence, record.at)
                 self.admitted = max(self.admitted, first + count)
+                admitted = [GroupRecord(group_id(index), sequence, record.at) for index in range(first, first + count)]
+                self.open |= {group.group: group for group in admitted}
+                return admitted
             case GroupsScored(groups=groups):
-                for scored in groups:
-                    for facts in self._changed([scored.group], sequence, record):
-                        facts.came_back(scored)
+                scored = {group.group: group for group in groups}
+                changed = self._changed(scored, sequence, record)
+                for group in changed:
+                    group.came_back(scored[group.group])
+                return changed
             case GroupRequeued(group=name, attempt=attempt, reason=reason):
-                for facts in self._changed([name], sequence, record):
-                    facts.forget_samples()
-                    facts.attempt, facts.status, facts.reason = attempt, REQUEUED, reason
+                changed = self._changed([name], sequence, record)
+                for group in changed:
+                    group.given_up(attempt, reason)
+                return changed
             case GroupsDropped(groups=names, reason=reason):
                 return self._ended(names, sequence, record, DROPPED, reason)
             case GroupDead(group=name, reason=reason):
                 return self._ended([name], sequence, record, DEAD, reason)
-            case BatchFormed(step=step, version=version, groups=names, mask_below=mask_below):
-                self._batches[step] = names
-                for facts in self._changed(names, sequence, record):
-                    facts.status, facts.step, facts.version, facts.mask_below = BATCHED, step, version, mask_below
+            case BatchFormed():
+                return self._batched(sequence, record)
             case BatchTrained(step=step):
-                return self._ended(self._batches.pop(step, []), sequence, record, TRAINED, "")
+                return self._ended(self.batches.pop(step, []), sequence, record, TRAINED, "")
             case CheckpointDurable(steps=steps):
                 self.durable_steps = max(self.durable_steps, steps)
             case EvalScored():
-                return [scored_for_evaluation(sequence, record)]
+                return [evaluated(sequence, record)]
             case _:
                 pass
         return []
 
-    def durable(self, facts: GroupRecord) -> bool:
-        """Whether the group is trained and in a durable checkpoint: its payload is freed then."""
-        return facts.status == TRAINED and facts.step is not None and facts.step < self.durable_steps
+    def _batched(self, sequence: int, record: BatchFormed) -> list[GroupRecord]:
+        self.batches[record.step] = record.groups
+        changed = self._changed(record.groups, sequence, record)
+        for group in changed:
+            group.status, group.step, group.version, group.mask_below = BATCHED, record.step, record.version, record.mask_below
+        return changed
 
-    def gone(self, facts: GroupRecord | None) -> str | None:
-        """Why the store has no samples of a group; None where it should."""
-        if facts is None or facts.status in (OUTSTANDING, REQUEUED):
+    def durable(self, group: GroupRecord) -> bool:
+        """Tells whether the group is trained and in a durable checkpoint: its payload is freed then."""
+        return group.status == TRAINED and group.step is not None and group.step < self.durable_steps
+
+    def gone(self, group: GroupRecord | None) -> str | None:
+        """Returns why the store has no samples of a group; None where it should."""
+        if group is None or group.status in (OUTSTANDING, REQUEUED):
             return "its samples are still with the rollout and reward services"
-        if facts.status in (DROPPED, EVALUATED):
-            return f"its samples were freed when it was {facts.status}"
-        if facts.status in (DEAD, FAILED):
+        if group.status in (DROPPED, EVALUATED):
+            return f"its samples were freed when it was {group.status}"
+        if group.status in (DEAD, FAILED):
             return "it was given up; samples that it had were freed"
-        if self.durable(facts):
-            return f"its samples were freed: step {facts.step} is trained and in a durable checkpoint"
+        if self.durable(group):
+            return f"its samples were freed: step {group.step} is trained and in a durable checkpoint"
         return None
 
     def _changed(self, names: Iterable[str], sequence: int, record: LedgerRecord) -> list[GroupRecord]:
         found = [self.open[name] for name in names if name in self.open]
-        for facts in found:
-            facts.changed, facts.at = sequence, record.at
+        for group in found:
+            group.changed, group.at = sequence, record.at
         return found
 
     def _ended(self, names: list[str], sequence: int, record: LedgerRecord, status: str, reason: str) -> list[GroupRecord]:
         found = self._changed(names, sequence, record)
-        for facts in found:
-            facts.status, facts.reason = status, reason
-            del self.open[facts.group]
+        for group in found:
+            group.status, group.reason = status, reason
+            del self.open[group.group]
         return found
 
 
 @dataclass(frozen=True)
-class Passage:
-    """A ledger record as far as it tells of one group. ``sequence``: its place; ``at``: seconds since the epoch; ``what`` in words."""
+class ProvenanceStep:
+    """A ledger record as far as it concerns one group. ``sequence``: its place; ``at``: seconds since the epoch; ``what``: in words."""
 
     sequence: int
     at: float
@@ -229,73 +237,61 @@ class Passage:
     what: str
 
 
-class GroupLife:
-    """All that the ledger knows of one group.
-
-    Args:
-        group: its id.
-    """
+class GroupProvenance:
+    """All that the ledger knows of the group with the id ``group``."""
 
     def __init__(self, group: str) -> None:
         self.group = group
-        self.facts: GroupRecord | None = None
+        self.record: GroupRecord | None = None
         """None: no such group was admitted."""
-        self.passages: list[Passage] = []
-        self.payload: Payload | None = None
-        """Where the samples of its latest scored attempt were put."""
-        self.trails = GroupHistory()
+        self.steps: list[ProvenanceStep] = []
+        self.history = GroupHistory()
         self._durable = False
 
-    def see(self, sequence: int, record: LedgerRecord) -> None:
+    def apply(self, sequence: int, record: LedgerRecord) -> None:
         """Takes a record; they come in the ledger's order."""
-        before = self.facts.status if self.facts else None
-        ended = self.trails.see(sequence, record)
-        self.facts = next((facts for facts in ended if facts.group == self.group), None) or self.trails.open.get(self.group) or self.facts
-        what = self._told(record, before)
+        changed = next((group for group in self.history.apply(sequence, record) if group.group == self.group), None)
+        self.record = changed or self.record
+        what = _words(record, changed) if changed is not None else self._other_words(record)
         if what is not None:
-            self.passages.append(Passage(sequence, record.at, record.event(), what))
+            self.steps.append(ProvenanceStep(sequence, record.at, record.event(), what))
 
     def gone(self) -> str | None:
-        """Why the store has no samples of it; None where it should."""
-        return self.trails.gone(self.facts)
+        """Returns why the store has no samples of it; None where it should."""
+        return self.history.gone(self.record)
 
-    def _told(self, record: LedgerRecord, before: str | None) -> str | None:
-        facts, name = self.facts, self.group
+    def _other_words(self, record: LedgerRecord) -> str | None:
+        """Describes a record that concerns the group and does not change it."""
         match record:
-            case GroupsAdmitted(version=version) if facts is not None and before is None:
-                return f"admitted while version {version} was live"
-            case GroupsScored(groups=groups):
-                for scored in groups:
-                    if scored.group == name:
-                        self.payload = scored.payload
-                        rewards = " ".join(f"{reward:g}" for reward in scored.rewards)
-                        seconds = scored.ended - scored.started
-                        return f"attempt {scored.attempt} back from {scored.replica} after {seconds:.1f} s, rewards {rewards}"
-            case GroupRequeued(group=group, attempt=attempt, reason=reason, partial=partial) if group == name:
-                how = "to be generated anew" if partial is None else "to go on from what it has"
-                return f"{how} as attempt {attempt}: {reason}"
-            case GroupsDropped(groups=names, reason=reason) if name in names:
-                return f"dropped: {reason}"
-            case GroupDead(group=group, reason=reason) if group == name:
-                return f"dead: {reason}"
-            case BatchFormed(step=step, version=version, groups=names, mask_below=mask_below) if name in names:
-                masked = f", tokens older than version {mask_below} masked" if mask_below else ""
-                return f"in the batch of step {step}, on version {version}{masked}"
-            case BatchTrained(step=step, started=started, ended=ended) if facts is not None and facts.step == step and before == BATCHED:
-                return f"trained in step {step}, {ended - started:.1f} s"
-            case EvalStarted(dataset=dataset, version=version, prompts=prompts) if _is_of(name, dataset, version, prompts):
-                return f"sent out for the evaluation of version {version}"
-            case EvalScored(group=group, rewards=scores, reason=reason) if group == name:
-                return "scored, rewards " + " ".join(f"{reward:g}" for reward in scores) if scores else f"failed: {reason}"
-            case CheckpointDurable(steps=steps) if facts is not None and self.trails.durable(facts) and not self._durable:
+            case CheckpointDurable(steps=steps) if self.record is not None and self.history.durable(self.record) and not self._durable:
                 self._durable = True
                 return f"a checkpoint of {steps} steps is durable, its samples are freed"
-            case _:
-                pass
+            case EvalStarted(dataset=dataset, version=version, prompts=prompts):
+                parts = eval_group_parts(self.group)
+                if parts is not None and parts[:2] == (dataset, version) and parts[2] < prompts:
+                    return f"sent out for the evaluation of version {version}"
         return None
 
 
-def _is_of(group: str, dataset: str, version: int, prompts: int) -> bool:
-    """Whether a group is one of the held-out prompts of an evaluation."""
-    parts = eval_group_parts(group)
-    return parts is not None and parts[:2] == (dataset, version) and parts[2] < prompts
+def _words(record: LedgerRecord, group: GroupRecord) -> str | None:
+    """Describes what a record has made of a group."""
+    rewards = " ".join(f"{reward:g}" for reward in group.rewards)
+    match record:
+        case GroupsAdmitted(version=version):
+            return f"admitted while version {version} was live"
+        case GroupsScored():
+            return f"attempt {group.attempt} back from {group.replica} after {group.ended - group.started:.1f} s, rewards {rewards}"
+        case GroupRequeued(attempt=attempt, reason=reason, partial=partial):
+            how = "to be generated anew" if partial is None else "to go on from what it has"
+            return f"{how} as attempt {attempt}: {reason}"
+        case GroupsDropped() | GroupDead():
+            return f"{group.status}: {group.reason}"
+        case BatchFormed(step=step, version=version, mask_below=mask_below):
+            masked = f", tokens older than version {mask_below} masked" if mask_below else ""
+            return f"in the batch of step {step}, on version {version}{masked}"
+        case BatchTrained(step=step, started=started, ended=ended):
+            return f"trained in step {step}, {ended - started:.1f} s"
+        case EvalScored(reason=reason):
+            return f"scored, rewards {rewards}" if rewards else f"failed: {reason}"
+        case _:
+            return None

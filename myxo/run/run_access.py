@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import nats.errors
@@ -17,9 +18,11 @@ from myxo.run.run_directory import RunDirectory, ServerUrls, find, no_such_run
 from shared.bus import runs, streams
 from shared.bus.connection import TRANSIENT, Bus, redacted
 from shared.config.run_config import RunConfig
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.store.payload_store import Store
+
+Server = TypeVar("Server", bound=EmbeddedServer)
 
 SETTLE_SECONDS = 5.0
 """How long a run that is just starting or just stopping has to say where its servers are, or to let go."""
@@ -51,7 +54,7 @@ def told_when_lost() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def reach(run: str, directory: Path) -> AsyncIterator[Access]:
-    """The run that a person named, for as long as the body runs.
+    """Reaches the run that a person named, for as long as the body runs.
 
     Args:
         run: its id or directory. directory: where runs lie.
@@ -59,54 +62,45 @@ async def reach(run: str, directory: Path) -> AsyncIterator[Access]:
     Raises ConfigError where there is no such run, RunHeld where its servers are just coming or going.
     """
     with told_when_lost():
-        async with _reach(run, directory) as access:
-            yield access
+        async with contextlib.AsyncExitStack() as stack:
+            yield await _reached(run, directory, stack)
 
 
-@contextlib.asynccontextmanager
-async def _reach(run: str, directory: Path) -> AsyncIterator[Access]:
+async def _reached(run: str, directory: Path, stack: contextlib.AsyncExitStack) -> Access:
     name, files = find(run, directory)
     given = given_servers().nats_url
     if given is not None:
         bus = await connect(given, name)
-        try:
-            if not await streams.exists(bus, name):
-                raise ConfigError("RUN", run, f"no such run on the NATS server at {redacted(given)}; `myxo submit CONFIG` makes one")
-            config = await runs.load(bus, name)
-            yield Access(name, config, bus, files or RunDirectory(config.run.root), live=True)
-        finally:
-            await bus.close()
-        return
+        stack.push_async_callback(bus.close)
+        if not await streams.exists(bus, name):
+            raise ConfigError("RUN", run, f"no such run on the NATS server at {redacted(given)}; `myxo submit CONFIG` makes one")
+        config = await runs.load(bus, name)
+        return Access(name, config, bus, files or RunDirectory(config.run.root), live=True)
     if files is None:
         raise no_such_run(run, directory)
     servers = await _settled(files)
-    if servers is not None:
-        bus = await Bus.connect(servers.nats_url, name="myxo")
-        try:
-            yield Access(name, await runs.load(bus, name), bus, files, live=True)
-        finally:
-            await bus.close()
-        return
-    if not (files.nats / "jetstream").is_dir():
-        raise ConfigError("RUN", run, f"{files.root} holds no streams; if the run is on a NATS server of its own, set NATS_URL")
-    files.hold()
+    if servers is None:
+        if not (files.nats / "jetstream").is_dir():
+            raise ConfigError("RUN", run, f"{files.root} holds no streams; if the run is on a NATS server of its own, set NATS_URL")
+        stack.enter_context(files.held())
+        server = stack.enter_context(_served(EmbeddedNats(files.nats)))
+    bus = await Bus.connect(server.url if servers is None else servers.nats_url, name="myxo")
+    stack.push_async_callback(bus.close)
+    return Access(name, await runs.load(bus, name), bus, files, live=servers is not None)
+
+
+@contextlib.contextmanager
+def _served(server: Server) -> Iterator[Server]:
+    """Runs an embedded server for as long as the body runs."""
     try:
-        server = EmbeddedNats(files.nats)
         server.start()
-        try:
-            bus = await Bus.connect(server.url, name="myxo")
-            try:
-                yield Access(name, await runs.load(bus, name), bus, files, live=False)
-            finally:
-                await bus.close()
-        finally:
-            server.stop()
+        yield server
     finally:
-        files.release()
+        server.stop()
 
 
 async def _settled(files: RunDirectory) -> ServerUrls | None:
-    """The live run's servers; None once nobody holds the directory, or when it takes too long to tell."""
+    """Returns the live run's servers; None once nobody holds the directory, or when it takes too long to tell."""
     end = time.monotonic() + SETTLE_SECONDS
     while True:
         servers = files.servers()
@@ -120,8 +114,8 @@ async def _settled(files: RunDirectory) -> ServerUrls | None:
 
 @contextlib.asynccontextmanager
 async def payloads(access: Access) -> AsyncIterator[Store]:
-    """The store of the run's payloads, for as long as the body runs: that of ``REDIS_URL``, the live run's own, the one that its creator
-    named, or what an embedded one left on disk, served for the moment.
+    """Opens the store of the run's payloads, for as long as the body runs: that of ``REDIS_URL``, the live run's own, the one that its
+    creator named, or what an embedded one left on disk, served for the moment.
 
     Raises ConfigError where none is known or the given one does not answer, RunHeld where its servers are just coming or going.
     """
@@ -130,50 +124,28 @@ async def payloads(access: Access) -> AsyncIterator[Store]:
         await check_store(url)
     else:
         url = _own_store(access) or _reachable(await runs.store_url(access.bus, access.run))
-    if url is not None:
-        async with _opened(url) as store:
-            yield store
-        return
-    files = access.directory
-    if not (files.valkey / "appendonlydir").is_dir():
-        expected = "required in the environment: redis://[user:password@]host:port of the run's payloads, or REDIS_URL_FILE"
-        raise ConfigError("REDIS_URL", None, expected)
-    with _held(files) if access.live else contextlib.nullcontext():  # a run at rest is held since it was reached
-        server = EmbeddedValkey(files.valkey, access.config.store.appendfsync)
-        try:
-            server.start()
-            async with _opened(server.url) as store:
-                yield store
-        finally:
-            server.stop()
+    async with contextlib.AsyncExitStack() as stack:
+        if url is None:
+            files = access.directory
+            if not (files.valkey / "appendonlydir").is_dir():
+                expected = "required in the environment: redis://[user:password@]host:port of the run's payloads, or REDIS_URL_FILE"
+                raise ConfigError("REDIS_URL", None, expected)
+            if access.live:  # a run at rest is held since it was reached
+                stack.enter_context(files.held())
+            url = stack.enter_context(_served(EmbeddedValkey(files.valkey, access.config.store.appendfsync))).url
+        store = Store(url)
+        stack.push_async_callback(store.close)
+        yield store
 
 
 def _own_store(access: Access) -> str | None:
-    """The live run's; not that of a run of the same name on another bus, whose keys would be the same."""
+    """Returns the live run's store; not that of a run of the same name on another bus, whose keys would be the same."""
     servers = access.directory.servers() if access.live else None
     return servers.redis_url if servers is not None and servers.nats_url == access.bus.url else None
 
 
 def _reachable(stated: str | None) -> str | None:
-    """What the run's creator said, unless it is the socket of a server that is gone."""
+    """Returns the store that the run's creator named, unless it is the socket of a server that is gone."""
     if not stated or (stated.startswith("unix:") and not Path(urlsplit(stated).path).is_socket()):
         return None
     return stated
-
-
-@contextlib.asynccontextmanager
-async def _opened(url: str) -> AsyncIterator[Store]:
-    store = Store(url)
-    try:
-        yield store
-    finally:
-        await store.close()
-
-
-@contextlib.contextmanager
-def _held(files: RunDirectory) -> Iterator[None]:
-    files.hold()
-    try:
-        yield
-    finally:
-        files.release()

@@ -17,11 +17,13 @@ Whatever else lies there is the user's and never touched.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -84,7 +86,7 @@ class RunDirectory:
         self._held: IO[str] | None = None
 
     def log(self, instance: str) -> Path:
-        """Where the standard output and error of an instance go."""
+        """Returns the file that the standard output and error of an instance go to."""
         return self.logs / f"{instance}.log"
 
     # --- the lock
@@ -116,8 +118,17 @@ class RunDirectory:
             self._held.close()
             self._held = None
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds the directory for as long as the body runs. Raises as `hold`."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.release()
+
     def is_held(self) -> bool:
-        """Whether some other process holds the directory now."""
+        """Tells whether some other process holds the directory now."""
         if not self._lock.is_file():
             return False
         with self._lock.open("a+") as file:
@@ -157,7 +168,7 @@ class RunDirectory:
         self._servers.unlink(missing_ok=True)
 
     def servers(self) -> ServerUrls | None:
-        """The live run's servers; None where no launcher holds the directory (what a killed one left behind means nothing)."""
+        """Returns the live run's servers; None where no launcher holds the directory (what a killed one left behind means nothing)."""
         if not self.is_held():
             return None
         try:
@@ -168,7 +179,7 @@ class RunDirectory:
 
 
 def find(run: str, directory: Path) -> tuple[str, RunDirectory | None]:
-    """(run id, its directory) for what a person typed: an id below ``directory``, or a run directory's path.
+    """Returns (run id, its directory) for what a person typed: an id below ``directory``, or a run directory's path.
 
     The directory is None where there is none on this machine, which is fine for a run on a given NATS server.
     Raises ConfigError for text that is neither.
@@ -186,7 +197,7 @@ def find(run: str, directory: Path) -> tuple[str, RunDirectory | None]:
 
 
 def no_such_run(run: str, directory: Path) -> ConfigError:
-    """The refusal of a run that is not there, with the nearest one that is."""
+    """Returns the refusal of a run that is not there, with the nearest one that is."""
     known = sorted(path.name for path in directory.iterdir() if _is_run(path)) if directory.is_dir() else []
     hint = nearest(run, known) if known else "there are none yet; `myxo up CONFIG` makes one"
     return ConfigError("RUN", run, f"no such run in {directory}/; {hint}")

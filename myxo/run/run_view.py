@@ -1,23 +1,45 @@
-"""What there is to see of a run at one moment, from the services' cards and the launcher's own knowledge. Pure.
+"""What there is to see of a run at one moment: the one model that the live panel, plain lines, `myxo status` and `myxo watch` show. Pure.
 
-A service that is away or new leaves gaps; every figure may be absent.
+It is made from the statuses that services publish and from what the launcher knows of its processes. A service that is away or new leaves
+gaps; every figure may be absent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from myxo.display.durations import duration
-from myxo.launch.supervisor import InstanceStatus
-from myxo.run import troubles
-from myxo.run.troubles import Troubles
+from myxo.display.text import duration, shortened_line
 from shared.bus.registry import ENVIRONMENT, STANDBY
 from shared.config.run_config import RunConfig
 from shared.runtime.child_process import cause
 from shared.schema.messages import ServiceStatus
 
 QUEUES = ("task", "eval", "generated", "scored")
+
+LATELY_SECONDS = 300.0
+"""How long the error of a service that is well again is shown."""
+
+
+@dataclass(frozen=True)
+class InstanceStatus:
+    """One service process as its launcher knows it.
+
+    ``lived``: seconds; ``started_at``: seconds since the epoch; ``due_in``: seconds to its next start, None while it runs;
+    ``last_error``: the error that the life before ended with.
+    """
+
+    service: str
+    instance: str
+    pid: int
+    restarts: int
+    ready: bool
+    lived: float
+    started_at: float
+    due_in: float | None
+    last_code: int | None
+    last_error: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,8 +65,42 @@ class EvaluationLine:
 
 
 @dataclass(frozen=True)
-class View:
-    """See the module's docstring. ``queues``: name → (waiting, in workers' hands).
+class ServiceError:
+    """The newest error of a service. ``restarts``: how often it was started again, 0 where that is not known."""
+
+    instance: str
+    restarts: int
+    reason: str
+
+    def __str__(self) -> str:
+        restarts = f" restarts {self.restarts}" if self.restarts else ""
+        return f"{self.instance}{restarts}" + (f": {shortened_line(self.reason)}" if self.reason else "")
+
+
+@dataclass(frozen=True)
+class Troubles:
+    """``dead``: groups since the run began; ``dead_reason``: the newest reason in this buffer's life. ``eval_failed``: held-out prompts."""
+
+    dead: int = 0
+    dead_per_minute: float = 0.0
+    dead_reason: str = ""
+    eval_failed: int = 0
+    errors: tuple[ServiceError, ...] = ()
+    disk: str = ""
+
+    def lines(self) -> list[str]:
+        """Returns one line for each trouble."""
+        found = []
+        if self.dead or self.eval_failed:
+            failed = f" and {self.eval_failed} held-out prompts" if self.eval_failed else ""
+            reason = f": {shortened_line(self.dead_reason)}" if self.dead_reason else ""
+            found.append(f"dead {self.dead} groups{failed} ({self.dead_per_minute:.0f}/min){reason}")
+        return [*found, *map(str, self.errors), *([self.disk] if self.disk else [])]
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run at one moment. ``queues``: name → (waiting, in workers' hands).
 
     Rates are in tokens a second: ``generated_per_s`` over the last seconds, ``trained_per_s`` over the newest step and the wait before it,
     ``computed_per_s`` over that step's optimizer steps alone. ``evaluations``: by the held-out sets' names.
@@ -71,6 +127,15 @@ class View:
     waiting_for: str | None = None
     troubles: Troubles = field(default_factory=Troubles)
 
+    @classmethod
+    def at_start(cls, config: RunConfig, steps: int) -> RunView:
+        """Returns the view of a run of which nothing is known but that ``steps`` are trained."""
+        return cls(config.run.name, steps, config.rollout.num_rollout, config.rollout.max_staleness)
+
+    def finished(self) -> RunView:
+        """Returns the view of the finished run; what services tell may be seconds behind."""
+        return replace(self, steps=self.of, waiting_for=None)
+
     @property
     def replicas_ready(self) -> tuple[int, int]:
         """(serving, all) rollout replicas."""
@@ -80,156 +145,264 @@ class View:
 
 def look(
     config: RunConfig,
-    cards: Sequence[ServiceStatus],
-    statuses: Sequence[InstanceStatus] = (),
-    server_restarts: Iterable[int] = (),
-    before: View | None = None,
+    services: Sequence[ServiceStatus],
+    instances: Sequence[InstanceStatus] = (),
+    servers: Sequence[ServiceError] = (),
+    before: RunView | None = None,
     began: int = 0,
-) -> View:
+    disk: str = "",
+) -> RunView:
     """Puts a view together.
 
     Args:
-        before: the previous one, whose figures stand in for those of services that are away just now.
-        began: steps that were trained when this launch began; until there is one more the view says what it waits for.
+        services: what the registry holds. instances, servers: the launcher's own processes and the restarts of its embedded servers; empty
+            where this process is not the launcher. before: the view that this one follows; its figures stand in for those that no service
+            tells. began: steps trained when the launch began: until there is one more the view says what it waits for. disk: what to say
+            of a disk that is full.
     """
-    buffer, trainer = _newest(cards, "buffer"), _newest(cards, "trainer")
-    served = [card.version for card in cards if card.service == "trainer"]  # the version its last push made live
-    rates = [card.gauges["generated_tokens_per_s"] for card in cards if "generated_tokens_per_s" in card.gauges]
-    steps = max(buffer.get("trained_steps", 0), trainer.get("step", 0), before.steps if before else 0)
-    return View(
+    before = before or RunView.at_start(config, 0)
+    buffer, trainer = _newest(services, "buffer"), _newest(services, "trainer")
+    served = [status.version for status in services if status.service == "trainer"]  # the version its last push made live
+    rates = [status.gauges["generated_tokens_per_s"] for status in services if "generated_tokens_per_s" in status.gauges]
+    steps = max(buffer.get("trained_steps", 0), trainer.get("step", 0), before.steps)
+    return RunView(
         run=config.run.name,
         steps=int(steps),
         of=config.rollout.num_rollout,
         bound=config.rollout.max_staleness,
-        reward=trainer.get("reward", before.reward if before else None),
-        loss=trainer.get("loss", before.loss if before else None),
-        evaluations={**(before.evaluations if before else {}), **_evaluations(buffer)},
-        staleness_mean=trainer.get("staleness_mean", before.staleness_mean if before else None),
-        staleness_max=trainer.get("staleness_max", before.staleness_max if before else None),
+        reward=trainer.get("reward", before.reward),
+        loss=trainer.get("loss", before.loss),
+        evaluations={**before.evaluations, **_evaluations(buffer)},
+        staleness_mean=trainer.get("staleness_mean", before.staleness_mean),
+        staleness_max=trainer.get("staleness_max", before.staleness_max),
         generated_per_s=sum(rates) if rates else None,
         trained_per_s=trainer.get("train_tokens_per_s"),
         computed_per_s=trainer.get("train_compute_tokens_per_s"),
-        live_version=max(int(buffer.get("live_version", -1)), *served, before.live_version if before else -1),
+        live_version=max(int(buffer.get("live_version", -1)), *served, before.live_version),
         in_flight=_whole(buffer.get("in_flight")),
         ready_groups=_whole(buffer.get("ready")),
-        queues={name: _depth(buffer, name) for name in QUEUES if f"queue_{name}" in buffer},
-        services=_lines(cards, statuses),
-        restarts=sum(status.restarts for status in statuses) + sum(server_restarts),
-        waiting_for=waiting_for(config, cards, statuses) if steps <= began else None,
-        troubles=troubles.look(cards, statuses, before.troubles if before else None),
+        queues={
+            name: (int(buffer[f"queue_{name}"]), int(buffer.get(f"queue_{name}_held", 0))) for name in QUEUES if f"queue_{name}" in buffer
+        },
+        services=_lines(services, instances),
+        restarts=sum(instance.restarts for instance in instances) + sum(server.restarts for server in servers),
+        waiting_for=waiting_for(config, services, instances) if steps <= began else None,
+        troubles=troubles(services, instances, servers, before.troubles, disk),
     )
 
 
-def waiting_for(config: RunConfig, cards: Sequence[ServiceStatus], statuses: Sequence[InstanceStatus]) -> str:
-    """What the next training step waits for, in words."""
-    for status in statuses:
-        if status.due_in is not None:
-            return f"{status.instance}, which ended with {cause(status.last_code)} and starts again in {status.due_in:.0f} s"
-    away = [card for card in cards if card.service == ENVIRONMENT and card.state in ("away", "refused")]
-    cards = [card for card in present(cards, statuses) if card.service != ENVIRONMENT]
-    instances = {card.instance for card in cards}
-    absent = [status for status in statuses if status.instance not in instances]
-    warm_up = _sft(cards)
-    engines = [card for card in cards if card.service == "rollout" and card.state == "starting"]
-    if absent:
-        oldest = max(absent, key=lambda status: status.lived)
-        return f"{', '.join(status.instance for status in absent)} to start ({oldest.lived:.0f} s so far)"
-    kinds = {card.service for card in cards if card.state != STANDBY}
-    needed = ("buffer", "reward", "rollout", "trainer", *(("critic",) if config.algorithm.has_critic else ()))
-    missing = [service for service in needed if service not in kinds]
-    if missing:
-        return f"a {missing[0]} service"
-    parts = [f"engine of {', '.join(card.instance for card in engines)} starting"] if engines else []
-    trainers = [card for card in cards if card.service in ("trainer", "critic") and card.state != "ready"]
-    parts += [warm_up] if warm_up else [f"{card.instance} {card.state}" for card in trainers]
-    if parts:
-        return "; ".join(parts)
-    buffer = _newest(cards, "buffer")
-    if buffer.get("live_version", -1) < 0 or not any(card.service == "rollout" and card.version >= 0 for card in cards):
-        states = ", ".join(f"{card.instance} {card.state}" for card in cards if card.service in ("trainer", "rollout"))
-        return f"weights to be served ({states})"
-    if away:
-        return "; ".join(f"environment {card.instance} ({card.state}: {card.detail})" for card in away)
-    if buffer.get("eval_pending"):
-        return f"the evaluation of version {buffer['live_version']:.0f} ({buffer['eval_pending']:.0f} prompts outstanding)"
-    if buffer.get("ready", config.rollout.rollout_batch_size) < config.rollout.rollout_batch_size:
-        return f"a batch ({buffer['ready']:.0f} of {config.rollout.rollout_batch_size} groups ready)"
-    return "a training step"
-
-
-def present(cards: Sequence[ServiceStatus], statuses: Sequence[InstanceStatus]) -> list[ServiceStatus]:
-    """The cards without those that the dead left behind: a card outlives its service by its TTL."""
-    started = {status.instance: status.started_at for status in statuses if status.due_in is None}
-    down = {status.instance for status in statuses if status.due_in is not None}
-    return [
-        card for card in cards if card.service == ENVIRONMENT or (card.instance not in down and card.at > started.get(card.instance, 0.0))
-    ]
-
-
-def _sft(cards: Sequence[ServiceStatus]) -> str | None:
-    trainer = _newest(cards, "trainer")
-    done, total = trainer.get("sft_step"), trainer.get("sft_steps")
-    if not total or (done or 0) >= total:
-        return None
-    parts = [f"SFT step {done or 0:.0f}/{total:.0f}"]
-    if "sft_loss" in trainer:
-        parts.append(f"loss {trainer['sft_loss']:.3f}")
-    if "sft_seconds_left" in trainer:
-        parts.append(f"about {duration(trainer['sft_seconds_left'])} left")
-    return ", ".join(parts)
+def _depth(buffer: dict[str, float], queue: str) -> tuple[int, int]:
+    return int(buffer[f"queue_{queue}"]), int(buffer.get(f"queue_{queue}_held", 0))
 
 
 def _evaluations(buffer: dict[str, float]) -> dict[str, EvaluationLine]:
-    """From the gauges ``eval_<name>`` and ``eval_<name>_version``, in the names' order."""
+    """Reads the gauges ``eval_<name>`` and ``eval_<name>_version``, in the names' order."""
     names = sorted(gauge.removeprefix("eval_") for gauge in buffer if gauge.startswith("eval_") and f"{gauge}_version" in buffer)
     return {name: EvaluationLine(buffer[f"eval_{name}"], int(buffer[f"eval_{name}_version"])) for name in names}
 
 
-def _lines(cards: Sequence[ServiceStatus], statuses: Sequence[InstanceStatus]) -> tuple[InstanceLine, ...]:
-    by_instance = {card.instance: card for card in present(cards, statuses) if card.service != ENVIRONMENT}
-    environments = sorted((card for card in cards if card.service == ENVIRONMENT), key=lambda card: card.instance)
-    own = {status.instance: status for status in statuses}
-    lines = []
-    for instance in [*own, *sorted(by_instance.keys() - own.keys())]:
-        card, status = by_instance.get(instance), own.get(instance)
-        state = card.state if card else "starting"
-        detail = _detail(card) if card else ""
-        if status is not None and status.due_in is not None:
-            state, detail = "down", f"{cause(status.last_code)}, again in {status.due_in:.0f} s"
-        service = status.service if status else by_instance[instance].service
-        restarts, http = status.restarts if status else None, card.http if card else ""
-        lines.append(InstanceLine(service, instance, state, card.version if card else -1, restarts, detail, http))
-    return (*lines, *(InstanceLine(card.service, card.instance, card.state, -1, None, card.detail or card.http) for card in environments))
+# --- what the next training step waits for
 
 
-def _detail(card: ServiceStatus) -> str:
-    gauges = card.gauges
-    match card.service:
+@dataclass(frozen=True)
+class _Waiting:
+    """What a cause of waiting is looked for in. ``present``: statuses of services that are alive, environments left out."""
+
+    config: RunConfig
+    services: Sequence[ServiceStatus]
+    instances: Sequence[InstanceStatus]
+    present: Sequence[ServiceStatus]
+    buffer: dict[str, float]
+
+
+def waiting_for(config: RunConfig, services: Sequence[ServiceStatus], instances: Sequence[InstanceStatus]) -> str:
+    """Returns what the next training step waits for, in words: the first cause that applies."""
+    alive = [status for status in present(services, instances) if status.service != ENVIRONMENT]
+    waiting = _Waiting(config, services, instances, alive, _newest(alive, "buffer"))
+    return next(words for cause_of in CAUSES if (words := cause_of(waiting)) is not None)
+
+
+def _a_restart(waiting: _Waiting) -> str | None:
+    for instance in waiting.instances:
+        if instance.due_in is not None:
+            return f"{instance.instance}, which ended with {cause(instance.last_code)} and starts again in {instance.due_in:.0f} s"
+    return None
+
+
+def _processes_to_start(waiting: _Waiting) -> str | None:
+    names = {status.instance for status in waiting.present}
+    absent = [instance for instance in waiting.instances if instance.instance not in names]
+    if not absent:
+        return None
+    return f"{', '.join(instance.instance for instance in absent)} to start ({max(instance.lived for instance in absent):.0f} s so far)"
+
+
+def _a_kind_of_service(waiting: _Waiting) -> str | None:
+    kinds = {status.service for status in waiting.present if status.state != STANDBY}
+    needed = ("buffer", "reward", "rollout", "trainer", *(("critic",) if waiting.config.algorithm.has_critic else ()))
+    return next((f"a {service} service" for service in needed if service not in kinds), None)
+
+
+def _services_getting_ready(waiting: _Waiting) -> str | None:
+    engines = [status.instance for status in waiting.present if status.service == "rollout" and status.state == "starting"]
+    warm_up = _warm_start(waiting.present)
+    trainers = [status for status in waiting.present if status.service in ("trainer", "critic") and status.state != "ready"]
+    parts = [f"engine of {', '.join(engines)} starting"] if engines else []
+    parts += [warm_up] if warm_up else [f"{status.instance} {status.state}" for status in trainers]
+    return "; ".join(parts) or None
+
+
+def _weights(waiting: _Waiting) -> str | None:
+    served = any(status.service == "rollout" and status.version >= 0 for status in waiting.present)
+    if served and waiting.buffer.get("live_version", -1) >= 0:
+        return None
+    states = [f"{status.instance} {status.state}" for status in waiting.present if status.service in ("trainer", "rollout")]
+    return f"weights to be served ({', '.join(states)})"
+
+
+def _an_environment(waiting: _Waiting) -> str | None:
+    away = [status for status in waiting.services if status.service == ENVIRONMENT and status.state in ("away", "refused")]
+    return "; ".join(f"environment {status.instance} ({status.state}: {status.detail})" for status in away) or None
+
+
+def _an_evaluation(waiting: _Waiting) -> str | None:
+    if not (pending := waiting.buffer.get("eval_pending")):
+        return None
+    return f"the evaluation of version {waiting.buffer['live_version']:.0f} ({pending:.0f} prompts outstanding)"
+
+
+def _a_batch(waiting: _Waiting) -> str | None:
+    size = waiting.config.rollout.rollout_batch_size
+    ready = waiting.buffer.get("ready", size)
+    return f"a batch ({ready:.0f} of {size} groups ready)" if ready < size else None
+
+
+CAUSES: tuple[Callable[[_Waiting], str | None], ...] = (
+    _a_restart,
+    _processes_to_start,
+    _a_kind_of_service,
+    _services_getting_ready,
+    _weights,
+    _an_environment,
+    _an_evaluation,
+    _a_batch,
+    lambda waiting: "a training step",
+)
+"""Each tells in words what is waited for, or None where it does not apply."""
+
+
+# --- services
+
+
+def present(services: Sequence[ServiceStatus], instances: Sequence[InstanceStatus]) -> list[ServiceStatus]:
+    """Returns the statuses without those that the dead left behind: a status outlives its service by its TTL."""
+    started = {instance.instance: instance.started_at if instance.due_in is None else float("inf") for instance in instances}
+    return [status for status in services if status.service == ENVIRONMENT or status.at > started.get(status.instance, 0.0)]
+
+
+def _lines(services: Sequence[ServiceStatus], instances: Sequence[InstanceStatus]) -> tuple[InstanceLine, ...]:
+    alive = {status.instance: status for status in present(services, instances) if status.service != ENVIRONMENT}
+    own = {instance.instance for instance in instances}
+    environments = sorted((status for status in services if status.service == ENVIRONMENT), key=lambda status: status.instance)
+    return (
+        *(_own_line(instance, alive.get(instance.instance)) for instance in instances),
+        *(_line(alive[name], None) for name in sorted(alive.keys() - own)),
+        *(InstanceLine(status.service, status.instance, status.state, -1, None, status.detail or status.http) for status in environments),
+    )
+
+
+def _own_line(instance: InstanceStatus, status: ServiceStatus | None) -> InstanceLine:
+    """Returns the line of a process of this launcher."""
+    if instance.due_in is not None:
+        detail = f"{cause(instance.last_code)}, again in {instance.due_in:.0f} s"
+        return InstanceLine(instance.service, instance.instance, "down", -1, instance.restarts, detail)
+    if status is None:
+        return InstanceLine(instance.service, instance.instance, "starting", -1, instance.restarts, "")
+    return _line(status, instance.restarts)
+
+
+def _line(status: ServiceStatus, restarts: int | None) -> InstanceLine:
+    return InstanceLine(status.service, status.instance, status.state, status.version, restarts, _detail(status), status.http)
+
+
+def _detail(status: ServiceStatus) -> str:
+    gauges = status.gauges
+    match status.service:
         case "rollout" if "running_groups" in gauges:
             rate = gauges.get("generated_tokens_per_s", 0.0)
             return f"{gauges['running_groups']:.0f} groups, {gauges.get('running_samples', 0):.0f} samples, {rate:.0f} tokens/s"
         case "reward" if "scoring" in gauges:
             return f"scoring {gauges['scoring']:.0f} groups"
-        case "buffer" if card.state == STANDBY:
+        case "buffer" if status.state == STANDBY:
             return f"{gauges.get('followed', 0):.0f} records of the ledger followed"
         case "buffer" if "in_flight" in gauges:
             return f"{gauges['in_flight']:.0f} groups in flight, {gauges.get('ready', 0):.0f} ready"
         case "trainer":
-            return _sft([card]) or (f"{gauges['train_tokens_per_s']:.0f} tokens/s" if "train_tokens_per_s" in gauges else "")
+            return _warm_start([status]) or (f"{gauges['train_tokens_per_s']:.0f} tokens/s" if "train_tokens_per_s" in gauges else "")
         case _:
             return ""
 
 
-def _depth(buffer: dict[str, float], name: str) -> tuple[int, int]:
-    return int(buffer[f"queue_{name}"]), int(buffer.get(f"queue_{name}_held", 0))
+def _warm_start(services: Sequence[ServiceStatus]) -> str | None:
+    trainer = _newest(services, "trainer")
+    done, total = trainer.get("sft_step", 0), trainer.get("sft_steps")
+    if not total or done >= total:
+        return None
+    loss = f", loss {trainer['sft_loss']:.3f}" if "sft_loss" in trainer else ""
+    left = f", about {duration(trainer['sft_seconds_left'])} left" if "sft_seconds_left" in trainer else ""
+    return f"SFT step {done:.0f}/{total:.0f}{loss}{left}"
 
 
-def _newest(cards: Sequence[ServiceStatus], service: str) -> dict[str, float]:
-    """The gauges of the one that spoke last: of these services only one is at work. One that starts up has nothing to say yet."""
-    working = (card for card in cards if card.service == service and card.state != STANDBY)
-    newest = max(working, key=lambda card: (card.state != "starting", card.at), default=None)
-    return newest.gauges if newest else {}
+def _newest_status(services: Sequence[ServiceStatus], service: str) -> ServiceStatus | None:
+    """Returns the newest status of a kind of service of which only one is at work; one that starts up has nothing to say yet."""
+    working = (status for status in services if status.service == service and status.state != STANDBY)
+    return max(working, key=lambda status: (status.state != "starting", status.at), default=None)
+
+
+def _newest(services: Sequence[ServiceStatus], service: str) -> dict[str, Any]:
+    status = _newest_status(services, service)
+    return status.gauges if status else {}
 
 
 def _whole(value: float | None) -> int | None:
     return None if value is None else int(value)
+
+
+# --- troubles
+
+
+def troubles(
+    services: Sequence[ServiceStatus],
+    instances: Sequence[InstanceStatus],
+    servers: Sequence[ServiceError],
+    before: Troubles,
+    disk: str,
+) -> Troubles:
+    """Returns what goes wrong, as services and launcher tell it. ``before`` stands in for a buffer that is away."""
+    buffer = _newest_status(services, "buffer")
+    if buffer is not None and buffer.state == "starting":
+        buffer = None
+    gauges = buffer.gauges if buffer is not None else {}
+    return Troubles(
+        dead=int(gauges.get("dead", before.dead)),
+        dead_per_minute=gauges.get("dead_per_minute", before.dead_per_minute),
+        dead_reason=(buffer.detail if buffer is not None else "") or before.dead_reason,
+        eval_failed=int(gauges.get("eval_failed", before.eval_failed)),
+        errors=(*_errors(services, instances), *(server for server in servers if server.restarts)),
+        disk=disk,
+    )
+
+
+def _errors(services: Sequence[ServiceStatus], instances: Sequence[InstanceStatus]) -> tuple[ServiceError, ...]:
+    """Returns the error of each service that was restarted lately, and of each other that has logged one lately."""
+    restarted = {
+        instance.instance: ServiceError(instance.instance, instance.restarts, instance.last_error)
+        for instance in instances
+        if instance.last_error and (instance.due_in is not None or instance.lived < LATELY_SECONDS)
+    }
+    logged = [
+        ServiceError(status.instance, 0, status.last_error)
+        for status in services
+        if status.last_error and status.instance not in restarted and status.at - status.last_error_at < LATELY_SECONDS
+    ]
+    return (*restarted.values(), *logged)

@@ -1,4 +1,4 @@
-"""What a run's config fixes for the buffer's decisions."""
+"""The sections of a run's config that the buffer decides by."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class BufferConfig:
         return version_after(steps, self.weights.update_weights_interval, steps)
 
     def admissible_groups(self, live_version: int) -> int:
-        """Groups that may be admitted while a version is live, from the run's beginning on, those dropped and dead left out."""
+        """Returns the groups that may be admitted while a version is live, from the run's beginning on, less those dropped and dead."""
         rollout, interval = self.rollout, self.weights.update_weights_interval
         steps = admissible_steps(live_version, rollout.max_staleness, interval, rollout.num_rollout)
         return steps * rollout.rollout_batch_size + self.surplus
 
     def version_of_step(self, step: int) -> int:
-        """The weight version that ``step`` trains on."""
+        """Returns the weight version that ``step`` trains on."""
         return step // self.weights.update_weights_interval

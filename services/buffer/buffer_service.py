@@ -31,18 +31,8 @@ from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import WorkQueue
 from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.service_base import Service
-from shared.schema.ledger import (
-    EvalEnded,
-    EvalScored,
-    EvalStarted,
-    GroupDead,
-    GroupRequeued,
-    GroupsAdmitted,
-    GroupsDropped,
-    LedgerRecord,
-    RunFinished,
-    group_id,
-)
+from shared.schema import ledger
+from shared.schema.ledger import LedgerRecord, group_id
 from shared.schema.messages import (
     Accepted,
     BatchAnswer,
@@ -217,24 +207,24 @@ class Buffer:
 
     async def _act(self, record: LedgerRecord) -> None:
         match record:
-            case GroupsAdmitted(first=first, count=count):
+            case ledger.GroupsAdmitted(first=first, count=count):
                 for number in range(first, first + count):
                     self._tasks.group(self._state.groups[group_id(number)], self._state, self._limits)
-            case GroupRequeued(group=name, attempt=attempt, reason=reason):
+            case ledger.GroupRequeued(group=name, attempt=attempt, reason=reason):
                 log = self._log.info if reason == policy.STALE else self._log.warning
                 log("group_requeued", group=name, attempt=attempt, reason=reason)
                 self._tasks.group(self._state.groups[name], self._state, self._limits)
-            case GroupsDropped(groups=names, reason=reason):
+            case ledger.GroupsDropped(groups=names, reason=reason):
                 self._log.info("groups_dropped", groups=names, reason=reason)
-            case GroupDead(group=name, reason=reason) | EvalScored(group=name, rewards=[], reason=reason):
+            case ledger.GroupDead(group=name, reason=reason) | ledger.EvalScored(group=name, rewards=[], reason=reason):
                 self._log.warning("group_dead", group=name, reason=reason)
-            case EvalStarted(version=version):
+            case ledger.EvalStarted(version=version):
                 self._tasks.evaluation(self._state.evaluations[version])
-            case EvalEnded(dataset=dataset, version=version, mean_reward=mean, failed=failed):
+            case ledger.EvalEnded(dataset=dataset, version=version, mean_reward=mean, failed=failed):
                 self._log.info("evaluated", dataset=dataset, version=version, mean_reward=round(mean, 4), failed=failed)
                 self._service.metrics.set(f"eval_{dataset}", mean)
                 self._service.metrics.set(f"eval_{dataset}_version", version)
-            case RunFinished(steps=steps):
+            case ledger.RunFinished(steps=steps):
                 self._log.info("run_finished", steps=steps)
                 await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
 

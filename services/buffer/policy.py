@@ -15,23 +15,8 @@ from services.buffer.buffer_config import BufferConfig
 from services.buffer.staleness import StalenessDecision
 from services.buffer.state import BufferState, GroupState
 from shared.runtime.errors import MyxoError
-from shared.schema.ledger import (
-    BatchFormed,
-    BatchTrained,
-    CheckpointDurable,
-    EvalStarted,
-    GroupDead,
-    GroupRequeued,
-    GroupsAdmitted,
-    GroupsDropped,
-    GroupsScored,
-    LedgerRecord,
-    RunFinished,
-    ScoredGroup,
-    VersionLive,
-    eval_group_parts,
-    group_number,
-)
+from shared.schema import ledger
+from shared.schema.ledger import LedgerRecord, eval_group_parts, group_number
 from shared.schema.messages import Batch, BatchGroup, Failed, Interrupted, Payload, Scored
 
 STALE = "stale"
@@ -63,7 +48,7 @@ def admit(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRe
     if state.live_version < 0 or state.formed_steps >= limits.rollout.num_rollout or _waits_for_first_evaluation(state, limits):
         return []
     room = limits.admissible_groups(state.live_version) - (state.admitted - state.dropped - state.dead)
-    return [GroupsAdmitted(first=state.admitted, count=room, version=state.live_version, at=now)] if room > 0 else []
+    return [ledger.GroupsAdmitted(first=state.admitted, count=room, version=state.live_version, at=now)] if room > 0 else []
 
 
 def min_version(group: GroupState, state: BufferState, limits: BufferConfig) -> int:
@@ -88,7 +73,7 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
 
     Groups that a filter took out, or left nothing of to train, are recorded with their rewards and dropped.
     """
-    fresh: dict[str, ScoredGroup] = {}
+    fresh: dict[str, ledger.ScoredGroup] = {}
     filtered: dict[str, list[str]] = {}
     records: list[LedgerRecord] = []
     decided: set[str] = set()
@@ -102,14 +87,14 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
         elif group is None or not _awaited(group, message):
             continue
         elif (problem := _misshapen(message, limits.rollout.n_samples_per_prompt)) is not None:
-            records.append(GroupDead(group=name, reason=problem, payload=message.payload, at=now))
+            records.append(ledger.GroupDead(group=name, reason=problem, payload=message.payload, at=now))
         else:
             fresh[name] = group_scored = _scored_group(message)
             if (reason := _filtered(message, group_scored)) is not None:
                 filtered.setdefault(reason, []).append(name)
         decided.add(name)
-    records += [GroupsScored(groups=batch, at=now) for batch in _record_batches(list(fresh.values()))]
-    records += [GroupsDropped(groups=names, reason=f"{FILTERED}: {reason}", at=now) for reason, names in filtered.items()]
+    records += [ledger.GroupsScored(groups=batch, at=now) for batch in _record_batches(list(fresh.values()))]
+    records += [ledger.GroupsDropped(groups=names, reason=f"{FILTERED}: {reason}", at=now) for reason, names in filtered.items()]
     return records
 
 
@@ -118,15 +103,15 @@ def _awaited(group: GroupState, message: Scored | Failed | Interrupted) -> bool:
     return group.scored is None and group.attempt == message.attempt
 
 
-def _filtered(message: Scored, scored: ScoredGroup) -> str | None:
+def _filtered(message: Scored, scored: ledger.ScoredGroup) -> str | None:
     if message.filtered is None and len(scored.removed) == len(message.scores):
         return NOTHING_LEFT
     return message.filtered
 
 
-def _record_batches(groups: list[ScoredGroup]) -> Iterator[list[ScoredGroup]]:
+def _record_batches(groups: list[ledger.ScoredGroup]) -> Iterator[list[ledger.ScoredGroup]]:
     """Yields the groups in batches of at most `RECORD_SAMPLES` samples, or of one group."""
-    batch: list[ScoredGroup] = []
+    batch: list[ledger.ScoredGroup] = []
     samples = 0
     for group in groups:
         if batch and samples + len(group.samples) > RECORD_SAMPLES:
@@ -138,11 +123,11 @@ def _record_batches(groups: list[ScoredGroup]) -> Iterator[list[ScoredGroup]]:
         yield batch
 
 
-def _scored_group(message: Scored) -> ScoredGroup:
+def _scored_group(message: Scored) -> ledger.ScoredGroup:
     """Returns what the ledger keeps of an outcome."""
     scores = message.scores
     marked = any([score.parts or score.removed for score in scores])  # seldom: a list is faster than a generator here
-    return ScoredGroup(
+    return ledger.ScoredGroup(
         group=message.group,
         attempt=message.attempt,
         payload=message.payload,
@@ -169,17 +154,17 @@ def _misshapen(message: Scored, rollouts: int) -> str | None:
 
 
 def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord]:
-    """A group that generation or scoring gave up on is dead; its admission is free again."""
+    """Ends a group that generation or scoring gave up on as dead; its admission is free again."""
     if eval_group_parts(message.group) is not None:
         return evaluation.failed(state, message, now)
     group = state.groups.get(message.group)
     if group is None or not _awaited(group, message):
         return []
-    return [GroupDead(group=message.group, reason=f"{message.by}: {message.reason}", payload=message.payload, at=now)]
+    return [ledger.GroupDead(group=message.group, reason=f"{message.by}: {message.reason}", payload=message.payload, at=now)]
 
 
 def interrupted(state: BufferState, limits: BufferConfig, message: Interrupted, now: float) -> list[LedgerRecord]:
-    """A replica stopped before a group's end. It goes on elsewhere with what it has; where that is stale, the policy decides."""
+    """Takes back a group that a replica did not end. It goes on elsewhere with what it has; where that is stale, the policy decides."""
     group = state.groups.get(message.group)
     if group is None or not _awaited(group, message):
         return []
@@ -204,7 +189,7 @@ def unwanted(state: BufferState, message: Scored | Failed | Interrupted) -> list
 
 
 def lost_payload(state: BufferState, name: str, now: float) -> list[LedgerRecord]:
-    """The store lost a ready group's samples: it is generated anew."""
+    """Has a ready group whose samples the store has lost generated anew."""
     group = state.ready.get(name)
     return [_requeue(group, "payload lost", now)] if group else []
 
@@ -244,7 +229,9 @@ def form_batch(
         _check_choice(chosen, {group.id for group in ready["fits"]}, size)
     if len(chosen) == size:
         mask_below = staleness.mask_below(limits.rollout.staleness_policy, bound)
-        records.append(BatchFormed(step=step, version=version, groups=sorted(chosen, key=group_number), mask_below=mask_below, at=now))
+        records.append(
+            ledger.BatchFormed(step=step, version=version, groups=sorted(chosen, key=group_number), mask_below=mask_below, at=now)
+        )
     return records
 
 
@@ -264,37 +251,37 @@ def batch(state: BufferState, step: int) -> Batch | None:
 
 
 def trained(state: BufferState, step: int, version: int, started: float, ended: float, now: float) -> list[LedgerRecord]:
-    """The trainer finished a step; a repeat gives no record. Raises WrongStep."""
+    """Ends the groups of a step that the trainer has finished; a repeat gives no record. Raises WrongStep."""
     if step < state.trained_steps:
         return []
     if step > state.trained_steps:
         raise WrongStep(f"step {step} was reported as trained; the next one to train is {state.trained_steps}")
     if step not in state.batches:
         raise WrongStep(f"step {step} was reported as trained; its batch was not formed yet")
-    return [BatchTrained(step=step, version=version, started=started, ended=ended, at=now)]
+    return [ledger.BatchTrained(step=step, version=version, started=started, ended=ended, at=now)]
 
 
 def durable(state: BufferState, steps: int, now: float) -> list[LedgerRecord]:
-    """A checkpoint is on disk; an older one gives no record. Raises WrongStep."""
+    """Takes note of a checkpoint that is on disk; an older one gives no record. Raises WrongStep."""
     if steps > state.trained_steps:
         raise WrongStep(f"a checkpoint of {steps} steps was reported; {state.trained_steps} are trained")
-    return [CheckpointDurable(steps=steps, at=now)] if steps > state.durable_steps else []
+    return [ledger.CheckpointDurable(steps=steps, at=now)] if steps > state.durable_steps else []
 
 
 # --- versions, evaluation, the end
 
 
 def live(state: BufferState, limits: BufferConfig, version: int, now: float) -> list[LedgerRecord]:
-    """A version is served; an older one gives no record. Where an evaluation is due, it starts, unless it did before.
+    """Takes note of a version that is served; an older one gives no record. Starts the evaluation that is due, unless it did before.
 
     A version is announced again and again: a buffer that died between these two records finds the second one missing.
     """
     if version < state.live_version:
         return []
-    records: list[LedgerRecord] = [VersionLive(version=version, at=now)] if version > state.live_version else []
+    records: list[LedgerRecord] = [ledger.VersionLive(version=version, at=now)] if version > state.live_version else []
     started = version in state.evaluations or version in state.evaluated
     if limits.eval_prompts and not started and evaluation.is_due(limits, version):
-        records.append(EvalStarted(dataset=limits.evaluation.eval_name, version=version, prompts=limits.eval_prompts, at=now))
+        records.append(ledger.EvalStarted(dataset=limits.evaluation.eval_name, version=version, prompts=limits.eval_prompts, at=now))
     return records
 
 
@@ -310,8 +297,8 @@ def close(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRe
         # over-sampled, or of a run that was resumed with fewer steps than it had admitted groups for
         surplus = [name for name, group in state.groups.items() if group.step is None]
         if surplus:
-            records.append(GroupsDropped(groups=surplus, reason=SURPLUS, at=now))
-        records.append(RunFinished(steps=state.trained_steps, at=now))
+            records.append(ledger.GroupsDropped(groups=surplus, reason=SURPLUS, at=now))
+        records.append(ledger.RunFinished(steps=state.trained_steps, at=now))
     return records
 
 
@@ -342,9 +329,11 @@ def _check_choice(chosen: list[str], candidates: Set[str], size: int) -> None:
         raise BadChoice(f"the buffer filter chose {len(chosen)} groups, {len(set(chosen))} of them different; a batch has {size}")
 
 
-def _drop(names: list[str], now: float) -> GroupsDropped:
-    return GroupsDropped(groups=names, reason=STALE, at=now)
+def _drop(names: list[str], now: float) -> ledger.GroupsDropped:
+    return ledger.GroupsDropped(groups=names, reason=STALE, at=now)
 
 
-def _requeue(group: GroupState, reason: str, now: float, partial: Payload | None = None, renew_below: int = 0) -> GroupRequeued:
-    return GroupRequeued(group=group.id, attempt=group.attempt + 1, reason=reason, partial=partial, renew_below=max(0, renew_below), at=now)
+def _requeue(group: GroupState, reason: str, now: float, partial: Payload | None = None, renew_below: int = 0) -> ledger.GroupRequeued:
+    return ledger.GroupRequeued(
+        group=group.id, attempt=group.attempt + 1, reason=reason, partial=partial, renew_below=max(0, renew_below), at=now
+    )

@@ -13,26 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.schema.ledger import (
-    BatchFormed,
-    BatchTrained,
-    CheckpointDurable,
-    EvalEnded,
-    EvalScored,
-    EvalStarted,
-    GroupDead,
-    GroupRequeued,
-    GroupsAdmitted,
-    GroupsDropped,
-    GroupsScored,
-    LedgerRecord,
-    RunFinished,
-    ScoredGroup,
-    VersionLive,
-    eval_group_id,
-    eval_group_parts,
-    group_id,
-)
+from shared.schema import ledger
+from shared.schema.ledger import LedgerRecord, eval_group_id, eval_group_parts, group_id
 from shared.schema.messages import Payload, SampleMeta
 
 NOTHING_TRAINED = 1 << 30
@@ -58,7 +40,7 @@ class Result:
     parts: tuple[dict[str, float], ...] = ()
 
     @classmethod
-    def of(cls, scored: ScoredGroup) -> Result:
+    def of(cls, scored: ledger.ScoredGroup) -> Result:
         payload, samples, removed = scored.payload, scored.samples, scored.removed
         trained = _without(samples, removed) if removed else samples
         oldest = min([sample.oldest for sample in trained], default=NOTHING_TRAINED)
@@ -151,7 +133,7 @@ class BufferState:
     batches: dict[int, BatchRecord] = field(default_factory=dict)
     formed_steps: int = 0
     evaluations: dict[int, EvaluationState] = field(default_factory=dict)  # under way, by version
-    last_evaluation: EvalEnded | None = None
+    last_evaluation: ledger.EvalEnded | None = None
     evaluated: set[int] = field(default_factory=set)  # versions whose evaluation ended
     finished_steps: int = 0  # steps of the run when it last finished; more may have been asked for since
     released: list[str] = field(default_factory=list)  # payload keys let go by the latest record: free them
@@ -174,13 +156,13 @@ class BufferState:
         self.released = []
         fold(self, record)
 
-    def _groups_admitted(self, record: GroupsAdmitted) -> None:
+    def _groups_admitted(self, record: ledger.GroupsAdmitted) -> None:
         for number in range(record.first, record.first + record.count):
             name = group_id(number)
             self.groups[name] = GroupState(number, name)
         self.admitted += record.count
 
-    def _groups_scored(self, record: GroupsScored) -> None:
+    def _groups_scored(self, record: ledger.GroupsScored) -> None:
         for scored in record.groups:
             group = self.groups[scored.group]
             if group.partial is not None:
@@ -189,23 +171,23 @@ class BufferState:
             group.scored = Result.of(scored)
             self.ready[scored.group] = group
 
-    def _group_requeued(self, record: GroupRequeued) -> None:
+    def _group_requeued(self, record: ledger.GroupRequeued) -> None:
         group = self.groups[record.group]
         self._release(group, but=record.partial)
         group.attempt, group.scored, group.partial, group.renew_below = record.attempt, None, record.partial, record.renew_below
         self.ready.pop(record.group, None)
 
-    def _groups_dropped(self, record: GroupsDropped) -> None:
+    def _groups_dropped(self, record: ledger.GroupsDropped) -> None:
         for name in record.groups:
             self._end(name)
         self.dropped += len(record.groups)
 
-    def _group_dead(self, record: GroupDead) -> None:
+    def _group_dead(self, record: ledger.GroupDead) -> None:
         self._end(record.group)
         self.released += record.payload.keys if record.payload is not None else []
         self.dead += 1
 
-    def _batch_formed(self, record: BatchFormed) -> None:
+    def _batch_formed(self, record: ledger.BatchFormed) -> None:
         batch = BatchRecord(record.step, record.version, [self.groups[name] for name in record.groups], record.mask_below)
         for group in batch.groups:
             group.step = record.step
@@ -213,23 +195,23 @@ class BufferState:
         self.batches[record.step] = batch
         self.formed_steps = record.step + 1
 
-    def _batch_trained(self, record: BatchTrained) -> None:
+    def _batch_trained(self, record: ledger.BatchTrained) -> None:
         self.trained += len(self.batches[record.step].groups)
         self.trained_steps = record.step + 1
 
-    def _checkpoint_durable(self, record: CheckpointDurable) -> None:
+    def _checkpoint_durable(self, record: ledger.CheckpointDurable) -> None:
         self.durable_steps = record.steps
         for step in [step for step in self.batches if step < record.steps]:
             for group in self.batches.pop(step).groups:
                 self._end(group.id)
 
-    def _version_live(self, record: VersionLive) -> None:
+    def _version_live(self, record: ledger.VersionLive) -> None:
         self.live_version = record.version
 
-    def _eval_started(self, record: EvalStarted) -> None:
+    def _eval_started(self, record: ledger.EvalStarted) -> None:
         self.evaluations[record.version] = EvaluationState(record.dataset, record.version, record.prompts)
 
-    def _eval_scored(self, record: EvalScored) -> None:
+    def _eval_scored(self, record: ledger.EvalScored) -> None:
         evaluation = self.evaluations[record.version]
         self.released += record.payload.keys if record.payload is not None else []
         if not record.rewards:
@@ -238,12 +220,12 @@ class BufferState:
         evaluation.rewards[record.group] = record.rewards
         evaluation.oldest, evaluation.newest = min(record.oldest, evaluation.oldest), max(record.newest, evaluation.newest)
 
-    def _eval_ended(self, record: EvalEnded) -> None:
+    def _eval_ended(self, record: ledger.EvalEnded) -> None:
         del self.evaluations[record.version]
         self.last_evaluation = record
         self.evaluated.add(record.version)
 
-    def _run_finished(self, record: RunFinished) -> None:
+    def _run_finished(self, record: ledger.RunFinished) -> None:
         self.finished_steps = record.steps
 
     def _end(self, name: str) -> None:
@@ -258,22 +240,7 @@ class BufferState:
 
 
 _FOLDS: dict[type[LedgerRecord], Callable[[BufferState, Any], None]] = {
-    kind: getattr(BufferState, f"_{kind.event()}")
-    for kind in (
-        GroupsAdmitted,
-        GroupsScored,
-        GroupRequeued,
-        GroupsDropped,
-        GroupDead,
-        BatchFormed,
-        BatchTrained,
-        CheckpointDurable,
-        VersionLive,
-        EvalStarted,
-        EvalScored,
-        EvalEnded,
-        RunFinished,
-    )
+    kind: vars(BufferState)[f"_{kind.event()}"] for kind in LedgerRecord.__subclasses__()
 }
 """How each kind of record is folded in: by the method that is named after it."""
 

@@ -13,13 +13,17 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig, changes
 from shared.runtime import server_urls
 from shared.runtime.errors import BadInput, ConfigError, raise_problems
-from shared.schema.ledger import LedgerRecord, RunFinished
+from shared.schema.ledger import BatchTrained, LedgerRecord, RunFinished
 
 Record = TypeVar("Record", bound=LedgerRecord)
 
 _CONFIG, _STORE, _PHASE = "config", "store", "phase"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 """Phases of a run. One that failed goes on when it is created again."""
+
+ENDS = (FINISHED, FAILED)
+"""The phases in which a run has ended."""
+
 
 FROZEN = "config.json"
 """The file of a run's directory that keeps its config, as it is frozen on the bus, for commands without its servers."""
@@ -117,3 +121,9 @@ async def last_record(bus: Bus, run: str, kind: type[Record]) -> Record | None:
         return None
     assert last.data is not None  # every ledger record has a body
     return kind.decode(last.data)
+
+
+async def trained_steps(bus: Bus, run: str) -> int:
+    """Returns how many training steps the run's ledger holds."""
+    trained = await last_record(bus, run, BatchTrained)
+    return trained.step + 1 if trained is not None else 0

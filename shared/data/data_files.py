@@ -37,15 +37,15 @@ class DataFile:
         return (self.start, self.stop, self.weight) == (None, None, 1.0)
 
     def rows(self, length: int) -> range:
-        """The rows of a file of ``length`` rows that belong to it."""
+        """Returns the rows of a file of ``length`` rows that are meant."""
         return range(length)[self.start : self.stop]
 
     def under(self, base: Path) -> DataFile:
-        """The same with an absolute path."""
+        """Returns the same with an absolute path."""
         return replace(self, path=_under(self.path, base))
 
     def __str__(self) -> str:
-        """Text that `parse` reads back."""
+        """Returns text that `parse` reads back."""
         if self.plain and parse(str(self.path)) == self:
             return str(self.path)
         start, stop = ("" if end is None else end for end in (self.start, self.stop))
@@ -112,24 +112,24 @@ def validator(field: str, *, weights: bool) -> Callable[[Any], Path | list[DataF
 
 
 def files(value: Path | list[DataFile] | None) -> list[DataFile]:
-    """A field's files, whichever form it has."""
+    """Returns a field's files, whichever form it has."""
     return [] if value is None else [DataFile(value)] if isinstance(value, Path) else value
 
 
 def plain_values(value: Path | list[DataFile] | None) -> str | list[str] | None:
-    """A field as JSON and TOML hold it."""
+    """Returns a field as JSON and TOML hold it."""
     return [str(file) for file in value] if isinstance(value, list) else None if value is None else str(value)
 
 
 def paths(value: object) -> list[Path]:
-    """The paths in a config's value: of a path, of a list of files, none otherwise. Names on the hub are none."""
+    """Returns the paths in a config's value: a path, or those of a list of files. Names on the hub are not among them."""
     if isinstance(value, Path):
         return [] if hub_names.is_name(value) else [value]
     return [path for item in value if isinstance(item, DataFile) for path in paths(item.path)] if isinstance(value, list) else []
 
 
 def absolute(value: Any, base: Path) -> Any:
-    """A config's value with its paths made absolute from ``base``; anything else as it is."""
+    """Returns a config's value with its paths made absolute from ``base``; anything else as it is."""
     if isinstance(value, Path):
         return _under(value, base)
     if isinstance(value, list) and value and isinstance(value[0], DataFile):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -21,28 +22,32 @@ class ReadProgress:
     """Shows how far something has got, as a context manager.
 
     Args:
-        what: in words. total: where it ends, in the unit of `at`.
+        what: in words. total: where it ends, in the unit of `at`. amount: writes such a number.
     """
 
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total = what, total
+    def __init__(self, what: str, total: int, amount: Callable[[int], str] = "{:,}".format) -> None:
+        self._what, self._total, self._amount = what, total, amount
+        self.shown = False
+        """Whether anything was shown."""
         self._due = time.monotonic() + PATIENCE_SECONDS
         self._progress: Progress | None = None
 
     def at(self, done: int) -> None:
-        """So far. Cheap, but looks at the clock: call it now and then, not for every line."""
+        """Shows how much is done. It is cheap, but looks at the clock: call it now and then, not for every line."""
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=done)
         elif time.monotonic() < self._due:
             return
         elif sys.stderr.isatty():
+            self.shown = True
             columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
             self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
             self._progress.add_task(self._what, total=self._total, completed=done)
             self._progress.start()
         else:
-            self._due = time.monotonic() + LINE_SECONDS
-            print(f"myxo: {self._what}: {done:,} of {self._total:,} ({done / max(self._total, 1):.0%})", file=sys.stderr, flush=True)
+            self._due, self.shown = time.monotonic() + LINE_SECONDS, True
+            progress = f"{self._amount(done)} of {self._amount(self._total)}"
+            print(f"myxo: {self._what}: {progress} ({done / max(self._total, 1):.0%})", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         return self

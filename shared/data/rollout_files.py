@@ -178,8 +178,9 @@ class RolloutReader:
                     if match is None or not line.endswith(b"\n"):
                         self.torn += 1
                         continue
-                    group, attempt, status, dataset, step, version = match.groups()
-                    yield line, RolloutHead(group.decode(), int(attempt), status.decode(), _text(dataset), _int(step), _int(version))
+                    parts: list[Any] = [part if part is None else part.decode() for part in match.groups()]
+                    group, attempt, status, dataset, step, version = parts
+                    yield line, RolloutHead(group, int(attempt), status, dataset, step and int(step), version and int(version))
 
 
 def files(directory: Path) -> list[Path]:
@@ -244,11 +245,3 @@ def _same(one: Any, other: Any) -> bool:
 
 def _json_value(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
-
-
-def _text(value: bytes | None) -> str | None:
-    return None if value is None else value.decode()
-
-
-def _int(value: bytes | None) -> int | None:
-    return None if value is None else int(value)

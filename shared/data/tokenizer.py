@@ -39,25 +39,25 @@ class Tokenizer:
         self.stop_ids = self._stop_ids(model)
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Token ids of a text, int32 [T]; special tokens only where the text spells them."""
+        """Returns the token ids of a text, int32 [T]; special tokens only where the text spells them."""
         # the call for several leaves out what nobody here asks for: where in the text each token lies
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.int32)
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
-        """How many tokens `encode` makes of each text; all processor cores share the work."""
+        """Returns how many tokens `encode` makes of each text; all processor cores share the work."""
         return [len(encoding) for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, tokens: Sequence[int] | NDArray[np.int32]) -> str:
-        """The text of token ids, special tokens left out."""
+        """Returns the text of token ids, special tokens left out."""
         return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
 
     def pieces(self, tokens: Sequence[int] | NDArray[np.int32]) -> list[str]:
-        """The text of each token id by itself, special tokens included; part of a character is shown as U+FFFD."""
+        """Returns the text of each token id by itself, special tokens included; part of a character is shown as U+FFFD."""
         return [str(self._tokenizer.decode([int(token)], skip_special_tokens=False)) for token in tokens]
 
     def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Chat messages through the model's chat template, with the generation prompt.
+        """Renders chat messages by the model's chat template, with the generation prompt.
 
         ``variables``: more of the template's variables; ``tools`` and ``documents`` are none unless they are among them, as templates
         expect of transformers.
@@ -85,7 +85,7 @@ class Tokenizer:
         return _environment().from_string(self._template)
 
     def _stop_ids(self, model: Path) -> list[int]:
-        """Ids that end a response: generation_config's, else config's, else the tokenizer's eos token."""
+        """Returns the ids that end a response: generation_config's, else config's, else the tokenizer's eos token."""
         for name in ("generation_config.json", "config.json"):
             ids = _json(model / name).get("eos_token_id")
             if ids is not None:
@@ -95,7 +95,7 @@ class Tokenizer:
 
 
 def _environment() -> jinja2.Environment:
-    """What chat templates are written for: the syntax, filter and functions that transformers gives them."""
+    """Returns what chat templates are written for: the syntax, filter and functions that transformers gives them."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 
     def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:

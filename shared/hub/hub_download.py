@@ -10,9 +10,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
+from shared.data.read_progress import ReadProgress
 from shared.hub.hub_client import Hub, HubError, RepositoryListing, Unreachable, in_daemon_thread
 from shared.hub.hub_names import HubName
 
@@ -21,12 +19,6 @@ STALL_SECONDS = 120.0
 
 XET_STALL_SECONDS = 20.0
 """The same for Xet, the hub's storage for large files, whose client tries for minutes: then plain HTTP is used instead."""
-
-LINE_SECONDS = 10.0
-"""How often a line tells how far a download has got."""
-
-PATIENCE_SECONDS = 1.0
-"""A download that ends sooner is not told."""
 
 _POLL_INTERVAL = 0.1
 
@@ -46,27 +38,26 @@ def download(hub: Hub, name: HubName, listing: RepositoryListing, files: Sequenc
         raise listing.cached
     total = sum(listing.files.get(file) or 0 for file in missing)
     _check_room(hub, total)
-    _run(_Transfer(hub, name, missing), _DownloadProgress(f"{name.repo} ({len(missing)} files)", total))
+    _run(_Transfer(hub, name, missing), f"{name.repo} ({len(missing)} files)", total)
     for file in filter(lacks, missing):
         raise HubError(f"{file} has not come whole: {listing.files.get(file)} bytes were promised; try again")
 
 
-def _run(transfer: _Transfer, progress: _DownloadProgress) -> None:
+def _run(transfer: _Transfer, what: str, total: int) -> None:
     """Runs a transfer in a thread, which a download that hangs leaves behind. Raises HubError."""
-    running, succeeded = in_daemon_thread(transfer.run), False
-    try:
+    running = in_daemon_thread(transfer.run)
+    with ReadProgress(f"downloading {what}", total, _size) as progress:
         while not wait([running], _POLL_INTERVAL).done:
-            progress.show(transfer.bytes)
+            progress.at(transfer.bytes)
             silent = time.monotonic() - transfer.last_byte_at
             if silent > XET_STALL_SECONDS:
                 transfer.leave_xet()
             if silent > STALL_SECONDS:
                 raise Unreachable(f"{transfer.hub.endpoint} has sent nothing of {transfer.file} for {STALL_SECONDS:.0f} s")
-        if (failure := running.exception()) is not None:
-            raise transfer.hub.in_words(failure, transfer.name) if isinstance(failure, Exception) else failure
-        succeeded = True
-    finally:
-        progress.close(succeeded)
+    if isinstance(failure := running.exception(), Exception):
+        raise transfer.hub.in_words(failure, transfer.name) from failure
+    if progress.shown:
+        _tell(f"downloaded {what}: {_size(total)}")
 
 
 def _check_room(hub: Hub, total: int) -> None:
@@ -156,39 +147,6 @@ def _meter(transfer: _Transfer) -> type[Any]:
             transfer.received(n or 0, count=False)
 
     return Meter
-
-
-class _DownloadProgress:
-    """A bar or lines on standard error, for a download that takes longer than `PATIENCE_SECONDS`."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total = what, total
-        self._bar: Progress | None = None
-        self._next_at = time.monotonic() + PATIENCE_SECONDS
-        self._begun = False
-
-    def show(self, done: int) -> None:
-        if self._bar is None and time.monotonic() >= self._next_at:
-            self._next_at, self._begun = time.monotonic() + LINE_SECONDS, True
-            if sys.stderr.isatty():
-                self._bar = self._started()
-            else:
-                _tell(f"downloading {self._what}: {_size(done)} of {_size(self._total)}")
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=done)
-
-    def _started(self) -> Progress:
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        bar.add_task(f"downloading {self._what}", total=self._total or None)
-        bar.start()
-        return bar
-
-    def close(self, succeeded: bool) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        if succeeded and self._begun:
-            _tell(f"downloaded {self._what}: {_size(self._total)}")
 
 
 def _tell(line: str) -> None:

@@ -36,12 +36,12 @@ class LengthTally:
         self.ages: Counter[int] = Counter()  # of trained samples, in versions
 
     def formed(self, step: int, now: float) -> None:
-        """The batch of a step was formed; its samples follow."""
+        """Counts the batch of a step as formed; its samples follow."""
         assert step == len(self._formed_at)
         self._formed_at.append(now)
 
     def trained(self, length: float, masked: float, age: int | None) -> None:
-        """A sample of ``length`` tokens is in a batch, ``masked`` of them not trained. age: of its oldest trained token, if it has one."""
+        """Counts a sample of ``length`` tokens in a batch, ``masked`` of them not trained. age: of its oldest trained token, if any."""
         if len(self._formed_at) <= self._first:
             return
         decile = bisect_left(self._edges, length)
@@ -52,7 +52,7 @@ class LengthTally:
             self.ages[age] += 1
 
     def discarded(self, length: float, drawn: float) -> None:
-        """A sample that would have had ``length`` tokens is thrown away with the ``drawn`` ones that it has."""
+        """Counts a sample that would have had ``length`` tokens as thrown away with the ``drawn`` ones that it has."""
         if len(self._formed_at) <= self._first:
             return
         decile = bisect_left(self._edges, length)

@@ -132,8 +132,8 @@ class World:
             case GroupsAdmitted(first=first, count=count):
                 prompts = self._model.prompts(self._rng, count)
                 lengths = self._model.lengths(self._rng, prompts, self._samples).tolist()
-                for place in range(count):
-                    self._send(SimulatedTask(group_id(first + place), 0, float(prompts[place])), [], lengths[place])
+                for index in range(count):
+                    self._send(SimulatedTask(group_id(first + index), 0, float(prompts[index])), [], lengths[index])
             case GroupRequeued(group=name, attempt=attempt, partial=partial, renew_below=renew_below):
                 before = self._tasks[name]
                 kept = [response for response in before.responses if partial is not None and response.newest >= renew_below]
@@ -160,7 +160,7 @@ class World:
                 self._tally.trained(response.length, masked, age)
 
     def _ask(self) -> None:
-        """The trainer asks for its next batch, unless it has one or there cannot be one."""
+        """Asks for the trainer's next batch, unless it has one or there cannot be one."""
         if self._trained_at < math.inf or self.missing > 0:
             return
         state, config, formed = self._state, self._config, self._state.formed_steps
@@ -178,7 +178,7 @@ class World:
     # --- rollout
 
     def _send(self, task: SimulatedTask, kept: list[Response], lengths: list[float]) -> None:
-        """A task reaches the engine: beside what is ``kept`` of an earlier attempt, samples of these lengths are generated."""
+        """Hands a task to the engine, which generates samples of these lengths beside what is ``kept`` of an earlier attempt."""
         self._tasks[task.group] = task
         made = [Response(length, task) for length in lengths]
         task.responses, task.left = kept + made, len(made)
@@ -192,7 +192,7 @@ class World:
                 self._begun.setdefault(task.oldest, []).append(task)
 
     def _end(self) -> None:
-        """A response ends; if it is its group's last, the group is scored."""
+        """Ends a response; if it is its group's last, the group is scored."""
         response = self._engine.take_ended()
         response.newest, task = self._state.live_version, response.task
         task.left -= 1
@@ -227,7 +227,7 @@ class World:
     # --- the trainer and its weights
 
     def _step(self) -> None:
-        """A training step ends; its weights are pushed and served."""
+        """Ends a training step; its weights are pushed and served."""
         self._pass_until(self._trained_at)
         self._trained_at = math.inf
         step = self._state.trained_steps

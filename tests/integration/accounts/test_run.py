@@ -13,9 +13,8 @@ import pytest
 from rich.console import Console
 
 from myxo.commands.audit import audit
-from myxo.commands.erase import erase_from_bus, erase_from_store
-from myxo.commands.status import status
-from myxo.launch.exit_report import summarise
+from myxo.commands.status import status, summary
+from myxo.launch.erase import erase_from_bus, erase_from_store
 from services.trainer.control_client import ControlClient
 from shared.bus import runs, streams
 from shared.bus.connection import Bus
@@ -191,7 +190,7 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
     assert await audit(RUN, tmp_path / "runs", out, True) == 0
     assert json.loads(out.file.getvalue())["trained"] == 4  # type: ignore[attr-defined]
     assert await status(RUN, tmp_path / "runs", out, False) == 0
-    assert await summarise(RUN, tmp_path / "runs", out) == 0
+    assert await summary(RUN, tmp_path / "runs", out) == 0
     await erase_from_bus(operator, RUN)
     await erase_from_store(servers.redis_url("operator"), RUN)
     assert not await streams.exists(operator, RUN)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from myxo.launch.backoff import BackOff
+from myxo.launch.restart_policy import BackOff
 from myxo.launch.service_plan import ServiceSpec
 from myxo.launch.supervisor import StopReason, Supervisor
 from shared.runtime.child_process import ChildProcess
@@ -134,7 +134,7 @@ def test_a_service_that_dies_three_times_of_the_same_is_given_up(supervise: Call
 
     def look() -> bool:
         nonlocal verdict
-        supervisor.see([card("trainer-0")])
+        supervisor.note_ready([card("trainer-0")])
         verdict = supervisor.tick(time.monotonic(), steps=7)
         return verdict is not None
 
@@ -153,7 +153,7 @@ def test_the_same_death_is_forgiven_where_steps_are_trained_in_between_or_the_bu
         steps += 1
         for supervisor in (progressing, excused):
             for instance in supervisor.restarts():
-                supervisor.see([card(instance)])
+                supervisor.note_ready([card(instance)])
         assert progressing.tick(time.monotonic(), steps) is None
         assert excused.tick(time.monotonic()) is None
         return min(*progressing.restarts().values(), *excused.restarts().values()) >= 4
@@ -165,7 +165,7 @@ def test_a_service_that_was_ready_is_not_given_up(supervise: Callable[..., Super
     """Four deaths are the limit here, but each life said that it was ready."""
     supervisor = supervise(spec(SLEEP))
     for life in range(1, 7):
-        supervisor.see([card("trainer-0")])
+        supervisor.note_ready([card("trainer-0")])
         os.kill(supervisor.statuses(time.monotonic())[0].pid, signal.SIGKILL)
         assert ticks_until(supervisor, lambda life=life: supervisor.restarts()["trainer-0"] == life) is None
 
@@ -173,9 +173,9 @@ def test_a_service_that_was_ready_is_not_given_up(supervise: Callable[..., Super
 def test_a_card_of_the_life_before_does_not_count(supervise: Callable[..., Supervisor]) -> None:
     supervisor = supervise(spec(SLEEP))
     for state, at in (("ready", time.time() - 60), ("starting", time.time()), ("warm start", time.time())):
-        supervisor.see([card("trainer-0", state, at)])
+        supervisor.note_ready([card("trainer-0", state, at)])
         assert not supervisor.statuses(time.monotonic())[0].ready
-    supervisor.see([card("trainer-0", "fenced")])
+    supervisor.note_ready([card("trainer-0", "fenced")])
     assert supervisor.statuses(time.monotonic())[0].ready
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myxo.launch.backoff import FIRST_SECONDS, HEALTHY_SECONDS, LONGEST_SECONDS, MOST_DEATHS, BackOff
+from myxo.launch.restart_policy import FIRST_SECONDS, HEALTHY_SECONDS, LONGEST_SECONDS, MOST_DEATHS, BackOff
 
 
 def test_waits_double_up_to_the_longest() -> None:

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from myxo.display.flag_list import flag_list, lines_of, meanings
+from myxo.commands.flag_list import flag_list, lines_of, meanings
 from shared.config import megatron_flags
 from shared.runtime.errors import ConfigError
 

@@ -7,11 +7,11 @@ import io
 import pytest
 from rich.console import Console
 
-from myxo.display.durations import duration
 from myxo.display.progress_display import LiveDisplay, Pace, PlainDisplay, display, panel
-from myxo.run.run_view import EvaluationLine, InstanceLine, View
+from myxo.display.text import duration
+from myxo.run.run_view import EvaluationLine, InstanceLine, RunView
 
-VIEW = View(
+VIEW = RunView(
     run="tiny",
     steps=3,
     of=10,
@@ -64,7 +64,7 @@ def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def lines(*shown: tuple[View, float]) -> list[str]:
+def lines(*shown: tuple[RunView, float]) -> list[str]:
     out = io.StringIO()
     plain = PlainDisplay(out.write, out.flush, started=0.0)
     for view, now in shown:
@@ -90,18 +90,18 @@ def test_a_plain_line_says_it_all() -> None:
 
 
 def test_no_new_line_where_nothing_happened() -> None:
-    busy = View(run="tiny", steps=3, of=10, bound=1, generated_per_s=1.0)
-    busier = View(run="tiny", steps=3, of=10, bound=1, generated_per_s=2.0)
+    busy = RunView(run="tiny", steps=3, of=10, bound=1, generated_per_s=1.0)
+    busier = RunView(run="tiny", steps=3, of=10, bound=1, generated_per_s=2.0)
     assert len(lines((busy, 0.0), (busier, 60.0))) == 1
 
 
 def test_seconds_that_pass_are_nothing_that_happened() -> None:
-    waiting = [View(run="tiny", steps=0, of=10, bound=1, waiting_for=f"rollout-0 to start ({s} s so far)") for s in (1, 60)]
+    waiting = [RunView(run="tiny", steps=0, of=10, bound=1, waiting_for=f"rollout-0 to start ({s} s so far)") for s in (1, 60)]
     assert len(lines((waiting[0], 0.0), (waiting[1], 60.0))) == 1
 
 
 def test_plain_lines_keep_their_distance_but_the_end_is_told() -> None:
-    views = [View(run="tiny", steps=step, of=10, bound=1) for step in range(11)]
+    views = [RunView(run="tiny", steps=step, of=10, bound=1) for step in range(11)]
     said = lines(*((view, view.steps * 1.0) for view in views))
     assert [line.split()[1] for line in said] == ["0/10", "5/10", "10/10"]
 
@@ -128,7 +128,7 @@ def test_the_panel_shows_figures_and_services() -> None:
 
 def test_an_empty_panel_says_what_it_waits_for() -> None:
     out = io.StringIO()
-    Console(file=out, width=100).print(panel(View(run="tiny", steps=0, of=10, bound=1, waiting_for="SFT step 3/10")))
+    Console(file=out, width=100).print(panel(RunView(run="tiny", steps=0, of=10, bound=1, waiting_for="SFT step 3/10")))
     assert "waiting for SFT step 3/10" in out.getvalue()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from myxo.launch.repeated_deaths import SameDeaths
+from myxo.launch.restart_policy import SameDeaths
 
 
 def given_up(*deaths: tuple[int, str, int]) -> list[bool]:

@@ -1,4 +1,4 @@
-"""What `myxo samples` makes of a ledger: every group's facts, the list's filters and orders, one group's provenance, a sample's page."""
+"""What `myxo samples` makes of a ledger: every group's group, the list's filters and orders, one group's provenance, a sample's page."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rich.console import Console
 
 from myxo import main as command_line
 from myxo.commands.samples import group_named, target
-from myxo.display.printable import printable
-from myxo.display.sample_list import ORDERS, SampleList, Wanted, table
+from myxo.display.sample_list import ORDERS, SampleList, WantedGroups, table
 from myxo.display.sample_page import as_plain, page, prompt_text, token_lines
-from myxo.run.group_history import STATUSES, GroupLife, GroupRecord
+from myxo.display.text import printable
+from myxo.run.group_history import STATUSES, GroupProvenance, GroupRecord
 from shared.runtime.errors import ConfigError
 from shared.schema.ledger import (
     BatchFormed,
@@ -76,25 +76,25 @@ LEDGER: list[LedgerRecord] = [
 ]
 
 
-def listed(wanted: Wanted | None = None, order: str = "age", limit: int = 20) -> list[GroupRecord]:
+def listed(wanted: WantedGroups | None = None, order: str = "age", limit: int = 20) -> list[GroupRecord]:
     return listing(wanted, order, limit).rows()[0]
 
 
-def listing(wanted: Wanted | None = None, order: str = "age", limit: int = 20, ledger: Iterable[LedgerRecord] = LEDGER) -> SampleList:
-    found = SampleList(wanted or Wanted(), order, limit)
+def listing(wanted: WantedGroups | None = None, order: str = "age", limit: int = 20, ledger: Iterable[LedgerRecord] = LEDGER) -> SampleList:
+    found = SampleList(wanted or WantedGroups(), order, limit)
     for sequence, record in enumerate(ledger, 1):
-        found.see(sequence, record)
+        found.apply(sequence, record)
     return found
 
 
-def numbers(facts: Iterable[GroupRecord]) -> list[int]:
-    return [int(entry.group[1:]) for entry in facts]
+def numbers(group: Iterable[GroupRecord]) -> list[int]:
+    return [int(entry.group[1:]) for entry in group]
 
 
-def life(number: int, ledger: Iterable[LedgerRecord] = LEDGER) -> GroupLife:
-    found = GroupLife(group_id(number))
+def life(number: int, ledger: Iterable[LedgerRecord] = LEDGER) -> GroupProvenance:
+    found = GroupProvenance(group_id(number))
     for sequence, record in enumerate(ledger, 1):
-        found.see(sequence, record)
+        found.apply(sequence, record)
     return found
 
 
@@ -102,7 +102,7 @@ def life(number: int, ledger: Iterable[LedgerRecord] = LEDGER) -> GroupLife:
 
 
 def test_where_every_group_is() -> None:
-    where = {int(facts.group[1:]): facts.where() for facts in listed()}
+    where = {int(group.group[1:]): group.where() for group in listed()}
     assert where == {
         0: "trained at step 0",
         1: "trained at step 0",
@@ -117,19 +117,19 @@ def test_where_every_group_is() -> None:
 
 
 def test_the_facts_of_a_group_are_those_of_its_latest_attempt() -> None:
-    (facts,) = listed(Wanted(group=group_id(6)))
-    assert (facts.attempt, facts.rewards, facts.tokens, facts.oldest, facts.newest) == (1, (0.5, -1.0), (5, 6), (1, 1), (1, 1))
-    assert (facts.replica, facts.seconds, facts.reward, facts.at) == ("rollout-0", 3.5, -0.25, 111.0)
-    (given_up,) = listed(Wanted(group=group_id(7)))
+    (group,) = listed(WantedGroups(group=group_id(6)))
+    assert (group.attempt, group.rewards, group.tokens, group.oldest, group.newest) == (1, (0.5, -1.0), (5, 6), (1, 1), (1, 1))
+    assert (group.replica, group.seconds, group.reward, group.at) == ("rollout-0", 3.5, -0.25, 111.0)
+    (given_up,) = listed(WantedGroups(group=group_id(7)))
     assert (given_up.attempt, given_up.rewards, given_up.reward, given_up.seconds) == (1, (), None, None)
 
 
 def test_only_groups_in_flight_and_those_to_be_shown_are_kept() -> None:
     found = listing(limit=2)
-    assert set(found.trails.open) == set(names(2, 3, 6, 7, 8))
+    assert set(found.history.open) == set(names(2, 3, 6, 7, 8))
     assert found.matched == 4  # ended
-    assert len(found._kept) == 2
-    assert found.trails._batches.keys() == {1}
+    assert len(found.ended) == 2
+    assert found.history.batches.keys() == {1}
     rows, of = found.rows()
     assert (numbers(rows), of) == ([7, 8], 9)
     assert found.rows() == (rows, of)  # looking changes nothing
@@ -142,7 +142,7 @@ def test_a_ledger_that_breaks_its_rules_can_be_looked_at() -> None:
         RunFinished(steps=1, at=1),
         GroupsScored(groups=[scored(0, (9.0, 9.0))], at=2.0),
     ]
-    assert [facts.where() for facts in listing(ledger=[*LEDGER, *odd]).rows()[0]] == [facts.where() for facts in listed()]
+    assert [group.where() for group in listing(ledger=[*LEDGER, *odd]).rows()[0]] == [group.where() for group in listed()]
 
 
 # --- filters, orders
@@ -151,27 +151,27 @@ def test_a_ledger_that_breaks_its_rules_can_be_looked_at() -> None:
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        (Wanted(), [0, 1, 2, 3, 4, 5, 6, 7, 8]),
-        (Wanted(status="trained"), [0, 1]),
-        (Wanted(status="batched"), [2, 3]),
-        (Wanted(status="ready"), [6]),
-        (Wanted(status="requeued"), [7]),
-        (Wanted(status="outstanding"), [8]),
-        (Wanted(status="dropped"), [4]),
-        (Wanted(status="dead"), [5]),
-        (Wanted(step=0), [0, 1]),
-        (Wanted(step=1), [2, 3]),
-        (Wanted(step=2), []),
-        (Wanted(min_reward=0.5), [0, 1]),
-        (Wanted(min_reward=0.25, max_reward=0.5), [0, 2, 3, 4]),
-        (Wanted(max_reward=0.0), [6]),
-        (Wanted(version=0), [0, 1, 2, 3, 4]),
-        (Wanted(version=1), [2, 3, 4, 6]),
-        (Wanted(group=group_id(3)), [3]),
-        (Wanted(group=group_id(3), status="dead"), []),
+        (WantedGroups(), [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+        (WantedGroups(status="trained"), [0, 1]),
+        (WantedGroups(status="batched"), [2, 3]),
+        (WantedGroups(status="ready"), [6]),
+        (WantedGroups(status="requeued"), [7]),
+        (WantedGroups(status="outstanding"), [8]),
+        (WantedGroups(status="dropped"), [4]),
+        (WantedGroups(status="dead"), [5]),
+        (WantedGroups(step=0), [0, 1]),
+        (WantedGroups(step=1), [2, 3]),
+        (WantedGroups(step=2), []),
+        (WantedGroups(min_reward=0.5), [0, 1]),
+        (WantedGroups(min_reward=0.25, max_reward=0.5), [0, 2, 3, 4]),
+        (WantedGroups(max_reward=0.0), [6]),
+        (WantedGroups(version=0), [0, 1, 2, 3, 4]),
+        (WantedGroups(version=1), [2, 3, 4, 6]),
+        (WantedGroups(group=group_id(3)), [3]),
+        (WantedGroups(group=group_id(3), status="dead"), []),
     ],
 )
-def test_filters(wanted: Wanted, expected: list[int]) -> None:
+def test_filters(wanted: WantedGroups, expected: list[int]) -> None:
     rows = listed(wanted)
     assert sorted(numbers(rows)) == expected
     assert listing(wanted).rows()[1] == len(expected)
@@ -201,26 +201,26 @@ def test_the_table_shows_each_group_in_a_line() -> None:
 
 def test_the_provenance_of_a_trained_group() -> None:
     found = life(0)
-    assert [(passage.sequence, passage.event) for passage in found.passages] == [
+    assert [(step.sequence, step.event) for step in found.steps] == [
         (2, "groups_admitted"),
         (3, "groups_scored"),
         (4, "batch_formed"),
         (7, "batch_trained"),
         (14, "checkpoint_durable"),
     ]
-    assert "rewards 0 1" in found.passages[1].what
+    assert "rewards 0 1" in found.steps[1].what
     assert found.gone() == "its samples were freed: step 0 is trained and in a durable checkpoint"
 
 
 def test_the_provenance_of_a_group_that_was_made_twice() -> None:
     found = life(6)
-    assert [passage.what for passage in found.passages] == [
+    assert [step.what for step in found.steps] == [
         "admitted while version 0 was live",
         "attempt 0 back from rollout-0 after 3.5 s, rewards 0.25 0.25",
         "to be generated anew as attempt 1: payload lost",
         "attempt 1 back from rollout-0 after 3.5 s, rewards 0.5 -1",
     ]
-    assert found.payload is not None and found.payload.keys == ["k6.1"]
+    assert found.record is not None and found.record.payload is not None and found.record.payload.keys == ["k6.1"]
     assert found.gone() is None
 
 
@@ -237,8 +237,8 @@ def test_a_group_in_a_batch_and_one_trained_but_not_durable_have_their_samples()
 
 def test_a_group_that_was_never_admitted() -> None:
     found = life(9)
-    assert found.facts is None and found.passages == []
-    assert found.trails.admitted == 9
+    assert found.record is None and found.steps == []
+    assert found.history.admitted == 9
 
 
 # --- pages
@@ -266,7 +266,7 @@ def printed(number: int, samples: list[Sample], index: int | None, absent: str |
     return shown(life(number), samples, index, absent)
 
 
-def shown(life: GroupLife, samples: list[Sample], index: int | None, absent: str | None = None) -> str:
+def shown(life: GroupProvenance, samples: list[Sample], index: int | None, absent: str | None = None) -> str:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(page("r", life, samples, index, absent, 100))
     return console.export_text()
@@ -325,26 +325,26 @@ EVALUATION: list[LedgerRecord] = [
 
 def test_held_out_prompts_are_listed_by_themselves() -> None:
     assert len(listing(ledger=EVALUATION).rows()[0]) == 9, "training groups only"
-    rows = listing(Wanted(evaluation=True), ledger=EVALUATION).rows()[0]
-    assert [(facts.group, facts.where()) for facts in rows] == [
+    rows = listing(WantedGroups(evaluation=True), ledger=EVALUATION).rows()[0]
+    assert [(group.group, group.where()) for group in rows] == [
         ("eval.heldout.2.1", "evaluated at version 2"),
         ("eval.heldout.2.0", "failed (rollout-0: too long)"),
     ]
     assert (rows[0].rewards, rows[0].parts, rows[0].seconds) == ((1.0,), ({"form": 0.5},), None)
     for wanted, count in (
-        (Wanted(evaluation=True, version=2), 2),
-        (Wanted(evaluation=True, version=3), 0),
-        (Wanted(evaluation=True, dataset="other"), 0),
-        (Wanted(evaluation=True, min_reward=0.5), 1),
+        (WantedGroups(evaluation=True, version=2), 2),
+        (WantedGroups(evaluation=True, version=3), 0),
+        (WantedGroups(evaluation=True, dataset="other"), 0),
+        (WantedGroups(evaluation=True, min_reward=0.5), 1),
     ):
         assert listing(wanted, ledger=EVALUATION).rows()[1] == count
 
 
 def test_the_page_of_a_held_out_prompt() -> None:
-    found = GroupLife(eval_group_id("heldout", 2, 1))
+    found = GroupProvenance(eval_group_id("heldout", 2, 1))
     for sequence, record in enumerate(EVALUATION, 1):
-        found.see(sequence, record)
-    assert [passage.what for passage in found.passages] == ["sent out for the evaluation of version 2", "scored, rewards 1"]
+        found.apply(sequence, record)
+    assert [step.what for step in found.steps] == ["sent out for the evaluation of version 2", "scored, rewards 1"]
     assert found.gone() == "its samples were freed when it was evaluated"
     kept = sample(group=found.group, prompt=np.array([], np.int32), response=np.array([], np.int32), text="sieben")
     assert "sieben" in shown(found, [kept], None)
@@ -364,7 +364,7 @@ def test_what_was_masked_and_removed_and_the_parts_of_a_reward_are_shown() -> No
         BatchFormed(step=0, version=3, groups=names(0), mask_below=2, at=105.0),
     ]
     found = life(0, ledger)
-    told = [passage.what for passage in found.passages]
+    told = [step.what for step in found.steps]
     assert told[1] == "to go on from what it has as attempt 1: rollout-1 did not end it"
     assert told[3] == "in the batch of step 0, on version 3, tokens older than version 2 masked"
     samples = [sample(0, segments=[(0, 3, 1), (3, 5, 2)]), sample(1)]
@@ -389,7 +389,7 @@ def test_json_has_whole_arrays_and_no_number_that_is_none() -> None:
     assert only["log_probs"] == [-0.5, -1.25, None, -2.0, -0.125]
     assert (only["response"], only["mask"], only["versions"]) == ([11, 12, 13, 14, 15], [1, 1, 0, 1, 1], [0, 0, 0, 1, 1])
     assert only["metadata"] == {"level": 2, "odd": None, "array": [1, 2]}
-    assert [passage["event"] for passage in plain["provenance"]][-1] == "batch_formed"
+    assert [step["event"] for step in plain["provenance"]][-1] == "batch_formed"
     assert len(as_plain("r", life(2), [sample(), sample(1)], None, None)["samples"]) == 2
 
 

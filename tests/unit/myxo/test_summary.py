@@ -84,7 +84,7 @@ RECORDS: list[LedgerRecord] = [
 def tally(config: RunConfig, records: list[LedgerRecord]) -> SummaryTally:
     result = SummaryTally(config)
     for record in records:
-        result.see(record)
+        result.apply(record)
     return result
 
 
@@ -108,7 +108,7 @@ def test_every_figure(config: RunConfig) -> None:
     assert summary.groups.dead == {"rollout-0: too long": 1}
     assert summary.audit == "ok"
     assert not summary.finished
-    assert [(one.version, one.step, one.mean_reward) for one in summary.evaluations] == [(0, 0, 0.25), (2, 2, 0.75)]
+    assert [(found.version, found.step, found.mean_reward) for found in summary.evaluations] == [(0, 0, 0.25), (2, 2, 0.75)]
 
 
 def test_every_held_out_set_is_kept_apart(config: RunConfig) -> None:
@@ -116,7 +116,7 @@ def test_every_held_out_set_is_kept_apart(config: RunConfig) -> None:
     other = [evaluation(version, mean).model_copy(update={"dataset": "extra"}) for version, mean in ((0, -1.0), (2, -0.5))]
     summary = tally(config, [*RECORDS, *other]).summary()
     assert (summary.accuracy_before, summary.accuracy_after) == (0.25, 0.75)
-    found = [(one.dataset, one.version, one.mean_reward) for one in summary.evaluations]
+    found = [(found.dataset, found.version, found.mean_reward) for found in summary.evaluations]
     assert found == [("extra", 0, -1.0), ("extra", 2, -0.5), ("heldout", 0, 0.25), ("heldout", 2, 0.75)]
     out = io.StringIO()
     Console(file=out, width=120).print(table(summary))
@@ -141,8 +141,8 @@ def test_a_step_without_known_rewards_is_a_gap(config: RunConfig) -> None:
     """It does not move the later steps' rewards to the left."""
     first, second = (BatchTrained(step=step, version=step, started=0.0, ended=1.0, at=112.0) for step in (0, 1))
     result = tally(config, [*RECORDS[:6], first])
-    result.see(second)  # of a batch that no record tells of
-    result.see(second)
+    result.apply(second)  # of a batch that no record tells of
+    result.apply(second)
     assert result.rewards[0] == 0.25 and math.isnan(result.rewards[1]) and len(result.rewards) == 2
     json.dumps(result.summary().as_json(), allow_nan=False)
 
@@ -192,7 +192,7 @@ def test_accuracy_is_unknown_where_no_evaluation_says_it(config: RunConfig) -> N
 def test_versions_become_steps(tmp_path: Path) -> None:
     config = run_config(tmp_path, rollout={"num_rollout": 5}, weights={"update_weights_interval": 2})
     evaluations = tally(config, [evaluation(0, 0.1), evaluation(1, 0.2), evaluation(3, 0.3)]).summary().evaluations
-    assert [one.step for one in evaluations] == [0, 2, 5]
+    assert [found.step for found in evaluations] == [0, 2, 5]
 
 
 def test_violations_are_listed(config: RunConfig) -> None:
@@ -236,27 +236,27 @@ def step_event(step: int, **metrics: float) -> TrainerStep:
 
 def test_agreement_of_engine_and_trainer_is_weighed_by_tokens(config: RunConfig) -> None:
     result = tally(config, RECORDS)
-    result.see_step(step_event(0, agreement_abs_diff=1.0, agreement_tokens=10.0))
-    result.see_step(step_event(1, agreement_abs_diff=0.0, agreement_tokens=30.0))
+    result.apply_step(step_event(0, agreement_abs_diff=1.0, agreement_tokens=10.0))
+    result.apply_step(step_event(1, agreement_abs_diff=0.0, agreement_tokens=30.0))
     assert result.summary().mean_abs_logprob_diff == pytest.approx(0.025)
 
 
 def test_a_step_that_was_made_again_counts_once(config: RunConfig) -> None:
     result = tally(config, RECORDS)
-    result.see_step(step_event(0, agreement_abs_diff=1.0, agreement_tokens=10.0))
-    result.see_step(step_event(0, agreement_abs_diff=99.0, agreement_tokens=1.0))
+    result.apply_step(step_event(0, agreement_abs_diff=1.0, agreement_tokens=10.0))
+    result.apply_step(step_event(0, agreement_abs_diff=99.0, agreement_tokens=1.0))
     assert result.summary().mean_abs_logprob_diff == pytest.approx(0.1)
 
 
 def test_no_tokens_in_agreement_is_no_figure(config: RunConfig) -> None:
     result = tally(config, RECORDS)
-    result.see_step(step_event(0, agreement_abs_diff=0.0, agreement_tokens=0.0))
-    result.see_step(step_event(1, loss=1.0))
+    result.apply_step(step_event(0, agreement_abs_diff=0.0, agreement_tokens=0.0))
+    result.apply_step(step_event(1, loss=1.0))
     assert result.summary().mean_abs_logprob_diff is None
 
 
 def test_restarts_are_counted_by_instance(config: RunConfig) -> None:
     result = tally(config, RECORDS)
     for instance in ("trainer-0", "rollout-1", "trainer-0"):
-        result.see_restart(ServiceEvent(service="x", instance=instance, what="restarted", at=0.0))
+        result.failures.restarted(ServiceEvent(service="x", instance=instance, what="restarted", at=0.0))
     assert result.summary().restarts == {"trainer-0": 2, "rollout-1": 1}

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from myxo.launch.supervisor import InstanceStatus
-from myxo.run.run_view import EvaluationLine, look, waiting_for
+from myxo.run.run_view import EvaluationLine, InstanceStatus, look, waiting_for
 from shared.config.run_config import RunConfig
 from shared.schema.messages import ServiceStatus
 from tests.support.run_config import run_config
@@ -21,9 +20,9 @@ def config(tmp_path: Path) -> RunConfig:
     return run_config(tmp_path)
 
 
-def card(service: str, state: str = "ready", *, number: int = 0, at: float = NOW, version: int = -1, **gauges: float) -> ServiceStatus:
+def service(kind: str, state: str = "ready", *, number: int = 0, at: float = NOW, version: int = -1, **gauges: float) -> ServiceStatus:
     return ServiceStatus(
-        service=service, instance=f"{service}-{number}", host="h", pid=1, http="", state=state, version=version, gauges=gauges, at=at
+        service=kind, instance=f"{kind}-{number}", host="h", pid=1, http="", state=state, version=version, gauges=gauges, at=at
     )
 
 
@@ -43,7 +42,7 @@ def status(
     )
 
 
-EVERYBODY = [card("buffer"), card("reward"), card("rollout", version=0), card("trainer")]
+EVERYBODY = [service("buffer"), service("reward"), service("rollout", version=0), service("trainer")]
 
 
 def test_nothing_is_known_at_first(config: RunConfig) -> None:
@@ -55,7 +54,7 @@ def test_nothing_is_known_at_first(config: RunConfig) -> None:
 
 
 def test_everything_is_taken_from_the_cards(config: RunConfig) -> None:
-    buffer = card(
+    buffer = service(
         "buffer",
         trained_steps=2,
         live_version=1,
@@ -68,8 +67,8 @@ def test_everything_is_taken_from_the_cards(config: RunConfig) -> None:
         queue_scored=0,
     )
     speeds = {"train_tokens_per_s": 100, "train_compute_tokens_per_s": 150}
-    trainer = card("trainer", step=2, reward=0.5, loss=-0.1, staleness_mean=0.75, staleness_max=1, **speeds)
-    rollouts = [card("rollout", number=n, version=1, generated_tokens_per_s=50, running_groups=2, running_samples=8) for n in range(2)]
+    trainer = service("trainer", step=2, reward=0.5, loss=-0.1, staleness_mean=0.75, staleness_max=1, **speeds)
+    rollouts = [service("rollout", number=n, version=1, generated_tokens_per_s=50, running_groups=2, running_samples=8) for n in range(2)]
     view = look(config, [buffer, trainer, *rollouts])
     assert (view.steps, view.reward, view.loss) == (2, 0.5, -0.1)
     assert view.evaluations == {"heldout": EvaluationLine(0.25, 0)}
@@ -82,102 +81,102 @@ def test_everything_is_taken_from_the_cards(config: RunConfig) -> None:
 
 
 def test_figures_survive_a_restart_of_the_service_they_came_from(config: RunConfig) -> None:
-    before = look(config, [card("buffer", trained_steps=3, live_version=2), card("trainer", reward=0.5)])
-    after = look(config, [card("rollout", version=2)], [status("buffer", due_in=2.0, restarts=1)], before=before)
+    before = look(config, [service("buffer", trained_steps=3, live_version=2), service("trainer", reward=0.5)])
+    after = look(config, [service("rollout", version=2)], [status("buffer", due_in=2.0, restarts=1)], before=before)
     assert (after.steps, after.reward, after.live_version, after.restarts) == (3, 0.5, 2, 1)
 
 
 def test_held_out_sets_are_known_by_their_names(config: RunConfig) -> None:
     """Whatever they are called; the newest figures of each stay when the buffer is away."""
     gauges = {"eval_live": 0.5, "eval_live_version": 2, "eval_gsm8k": -1.5, "eval_gsm8k_version": 4, "eval_pending": 3, "live_version": 9}
-    view = look(config, [card("buffer", **gauges)])
+    view = look(config, [service("buffer", **gauges)])
     assert view.evaluations == {"gsm8k": EvaluationLine(-1.5, 4), "live": EvaluationLine(0.5, 2)}
-    later = look(config, [card("buffer", eval_live=0.75, eval_live_version=6)], before=view)
+    later = look(config, [service("buffer", eval_live=0.75, eval_live_version=6)], before=view)
     assert later.evaluations == {"gsm8k": EvaluationLine(-1.5, 4), "live": EvaluationLine(0.75, 6)}
 
 
 def test_the_warm_start_tells_its_loss_and_the_time_left(config: RunConfig) -> None:
     gauges = {"sft_step": 10, "sft_steps": 500, "sft_loss": 2.31449, "sft_seconds_left": 83}
-    view = look(config, [*EVERYBODY[:3], card("trainer", "warm start", **gauges)])
+    view = look(config, [*EVERYBODY[:3], service("trainer", "warm start", **gauges)])
     assert view.waiting_for == "SFT step 10/500, loss 2.314, about 1m23s left"
     assert next(line.detail for line in view.services if line.service == "trainer") == view.waiting_for
 
 
 def test_steps_never_fall(config: RunConfig) -> None:
     """A trainer that resumed from a checkpoint makes steps again that the buffer has counted."""
-    before = look(config, [card("buffer", trained_steps=3)])
-    assert look(config, [card("trainer", step=2)], before=before).steps == 3
+    before = look(config, [service("buffer", trained_steps=3)])
+    assert look(config, [service("trainer", step=2)], before=before).steps == 3
 
 
 def test_the_card_of_a_dead_life_is_not_shown_as_its_successors(config: RunConfig) -> None:
-    cards = [card("rollout", at=NOW - 5, version=7)]
-    lines = look(config, cards, [status("rollout", started_at=NOW - 1, restarts=1)]).services
+    services = [service("rollout", at=NOW - 5, version=7)]
+    lines = look(config, services, [status("rollout", started_at=NOW - 1, restarts=1)]).services
     assert [(line.instance, line.state, line.version, line.restarts) for line in lines] == [("rollout-0", "starting", -1, 1)]
 
 
 def test_who_is_down_says_when_it_comes_back(config: RunConfig) -> None:
-    (line,) = look(config, [card("rollout")], [status("rollout", due_in=4.0)]).services
+    (line,) = look(config, [service("rollout")], [status("rollout", due_in=4.0)]).services
     assert (line.state, line.detail) == ("down", "signal 9, again in 4 s")
 
 
 def test_the_figures_are_those_of_the_active_buffer(config: RunConfig) -> None:
-    active = card("buffer", number=0, in_flight=4, live_version=1)
-    waits = card("buffer", "standby", number=1, at=NOW + 5, followed=12)
+    active = service("buffer", number=0, in_flight=4, live_version=1)
+    waits = service("buffer", "standby", number=1, at=NOW + 5, followed=12)
     view = look(config, [active, waits, *EVERYBODY[1:]])
     assert (view.in_flight, view.live_version) == (4, 1)
     assert [(line.instance, line.state, line.detail) for line in view.services if line.service == "buffer"] == [
         ("buffer-0", "ready", "4 groups in flight, 0 ready"),
         ("buffer-1", "standby", "12 records of the ledger followed"),
     ]
-    starts = card("buffer", "starting", number=2, at=NOW + 9)
+    starts = service("buffer", "starting", number=2, at=NOW + 9)
     assert look(config, [active, waits, starts, *EVERYBODY[1:]]).in_flight == 4, "it has nothing to say yet"
-    successor = card("buffer", number=1, at=NOW + 9, in_flight=2)
+    successor = service("buffer", number=1, at=NOW + 9, in_flight=2)
     assert look(config, [active, successor, *EVERYBODY[1:]]).in_flight == 2, "the card of the dead is older"
 
 
 def test_a_buffer_on_standby_alone_is_not_enough(config: RunConfig) -> None:
-    cards = [card("buffer", "standby"), *EVERYBODY[1:]]
-    assert waiting_for(config, cards, []) == "a buffer service"
-    assert look(config, cards).in_flight is None
+    services = [service("buffer", "standby"), *EVERYBODY[1:]]
+    assert waiting_for(config, services, []) == "a buffer service"
+    assert look(config, services).in_flight is None
 
 
 def test_services_that_joined_from_elsewhere_are_shown(config: RunConfig) -> None:
-    lines = look(config, [card("rollout"), card("rollout", number=7)], [status("rollout")]).services
+    lines = look(config, [service("rollout"), service("rollout", number=7)], [status("rollout")]).services
     assert [(line.instance, line.restarts) for line in lines] == [("rollout-0", 0), ("rollout-7", None)]
 
 
 @pytest.mark.parametrize(
-    ("cards", "statuses", "expected"),
+    ("services", "statuses", "expected"),
     [
         ([], [status("buffer"), status("trainer")], "buffer-0, trainer-0 to start (50 s so far)"),
         (EVERYBODY, [status("rollout", due_in=7.6)], "rollout-0, which ended with signal 9 and starts again in 8 s"),
-        ([card("buffer")], [], "a reward service"),
+        ([service("buffer")], [], "a reward service"),
         (
-            [*EVERYBODY[:2], card("rollout", "starting"), card("trainer", "warm start", sft_step=3, sft_steps=10)],
+            [*EVERYBODY[:2], service("rollout", "starting"), service("trainer", "warm start", sft_step=3, sft_steps=10)],
             [],
             "engine of rollout-0 starting; SFT step 3/10",
         ),
-        ([*EVERYBODY[:3], card("trainer", "loading the model")], [], "trainer-0 loading the model"),
-        ([card("buffer", live_version=-1), *EVERYBODY[1:]], [], "weights to be served (rollout-0 ready, trainer-0 ready)"),
+        ([*EVERYBODY[:3], service("trainer", "loading the model")], [], "trainer-0 loading the model"),
+        ([service("buffer", live_version=-1), *EVERYBODY[1:]], [], "weights to be served (rollout-0 ready, trainer-0 ready)"),
         (
-            [card("buffer", live_version=3), EVERYBODY[1], card("rollout", "fenced"), EVERYBODY[3]],
+            [service("buffer", live_version=3), EVERYBODY[1], service("rollout", "fenced"), EVERYBODY[3]],
             [],
             "weights to be served (rollout-0 fenced, trainer-0 ready)",
         ),
-        ([card("buffer", live_version=0, eval_pending=12), *EVERYBODY[1:]], [], "the evaluation of version 0 (12 prompts outstanding)"),
-        ([card("buffer", live_version=0, ready=1), *EVERYBODY[1:]], [], "a batch (1 of 2 groups ready)"),
-        ([card("buffer", live_version=0, ready=2), *EVERYBODY[1:]], [], "a training step"),
+        ([service("buffer", live_version=0, eval_pending=12), *EVERYBODY[1:]], [], "the evaluation of version 0 (12 prompts outstanding)"),
+        ([service("buffer", live_version=0, ready=1), *EVERYBODY[1:]], [], "a batch (1 of 2 groups ready)"),
+        ([service("buffer", live_version=0, ready=2), *EVERYBODY[1:]], [], "a training step"),
     ],
 )
 def test_what_is_waited_for_before_the_first_step(
-    config: RunConfig, cards: list[ServiceStatus], statuses: list[InstanceStatus], expected: str
+    config: RunConfig, services: list[ServiceStatus], statuses: list[InstanceStatus], expected: str
 ) -> None:
-    assert waiting_for(config, cards, statuses) == expected
+    assert waiting_for(config, services, statuses) == expected
 
 
 def test_a_resumed_run_waits_until_there_is_one_more_step(config: RunConfig) -> None:
-    assert look(config, [card("buffer", trained_steps=2)], began=2).waiting_for is not None
-    assert look(config, [card("buffer", trained_steps=3)], began=2).waiting_for is None
+    assert look(config, [service("buffer", trained_steps=2)], began=2).waiting_for is not None
+    assert look(config, [service("buffer", trained_steps=3)], began=2).waiting_for is None
 
 
 def environment(name: str, state: str = "ready", detail: str = "") -> ServiceStatus:
@@ -187,8 +186,8 @@ def environment(name: str, state: str = "ready", detail: str = "") -> ServiceSta
 
 
 def test_environments_stand_after_the_services_whatever_they_are_called(config: RunConfig) -> None:
-    cards = [environment("buffer-0"), *EVERYBODY, environment("judge", "away", "Connection refused")]
-    lines = look(config, cards, [status("buffer", due_in=4.0), status("trainer")]).services
+    services = [environment("buffer-0"), *EVERYBODY, environment("judge", "away", "Connection refused")]
+    lines = look(config, services, [status("buffer", due_in=4.0), status("trainer")]).services
     assert [(line.service, line.instance, line.state) for line in lines[-2:]] == [
         ("environment", "buffer-0", "ready"),
         ("environment", "judge", "away"),
@@ -203,5 +202,5 @@ def test_an_environment_is_no_service_that_a_run_needs(config: RunConfig) -> Non
 
 
 def test_a_run_whose_environment_is_away_waits_for_it(config: RunConfig) -> None:
-    cards = [card("buffer", live_version=0, ready=1), *EVERYBODY[1:], environment("judge", "away", "Connection refused")]
-    assert waiting_for(config, cards, []) == "environment judge (away: Connection refused)"
+    services = [service("buffer", live_version=0, ready=1), *EVERYBODY[1:], environment("judge", "away", "Connection refused")]
+    assert waiting_for(config, services, []) == "environment judge (away: Connection refused)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import itertools
@@ -21,7 +22,13 @@ SOURCES = (
     "core/optimizer/optimizer_config.py",
     "core/distributed/distributed_data_parallel_config.py",
 )
-"""Where Megatron explains its fields: in the string behind each."""
+"""The files in which Megatron explains its fields, in the string behind each."""
+
+
+def declare(command: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    command.add_argument("pattern", metavar="PATTERN", nargs="?", help="part of a flag's name: look among the config's own flags, too")
+    command.set_defaults(run_command=lambda parsed, console: flag_list(parsed.pattern, console))
 
 
 def flag_list(pattern: str | None, console: Console) -> int:
@@ -40,7 +47,7 @@ def flag_list(pattern: str | None, console: Console) -> int:
 
 
 def lines_of(pattern: str | None) -> list[str]:
-    """The lines, the config's own fields first."""
+    """Returns the lines, the config's own fields first."""
     catalogue = megatron_flags.catalogue().values()
     if pattern is None:
         return [_line(flag) for flag in catalogue if not flag.refused]
@@ -59,20 +66,20 @@ def _line(flag: Flag) -> str:
     default = "none" if flag.default is None else str(flag.default).lower() if isinstance(flag.default, bool) else str(flag.default)
     if flag.fixed is not UNSET:
         return f"{name} {kind}, always {default}: {flag.reason}"
-    told = next(filter(None, map(meanings().get, (flag.name, *flag.spellings))), "")
+    meaning = next(filter(None, map(meanings().get, (flag.name, *flag.spellings))), "")
     if flag.groups == ("architecture",):
-        return f"{name} {kind}, compared with the checkpoint's" + (f": {told}" if told else "")
-    return f"{name} {kind}, default {default}" + (f": {told}" if told else "")
+        return f"{name} {kind}, compared with the checkpoint's" + (f": {meaning}" if meaning else "")
+    return f"{name} {kind}, default {default}" + (f": {meaning}" if meaning else "")
 
 
 @cache
 def meanings() -> dict[str, str]:
-    """The first sentence of what the installed Megatron-Core says of each field; nothing where it is not installed."""
+    """Returns the first sentence of what the installed Megatron-Core says of each field; nothing where it is not installed."""
     found: dict[str, str] = {}
     spec = importlib.util.find_spec("megatron")
-    for place in (spec.submodule_search_locations or []) if spec is not None else []:
+    for directory in (spec.submodule_search_locations or []) if spec is not None else []:
         for source in SOURCES:
-            path = Path(place) / source
+            path = Path(directory) / source
             if path.is_file():
                 found |= _documented(ast.parse(path.read_text())) | found
     return found

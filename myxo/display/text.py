@@ -1,0 +1,32 @@
+"""Text for people: times, and what others wrote, fit for a terminal."""
+
+from __future__ import annotations
+
+import re
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""C0 and C1 control characters but tab and newline, and those that turn the direction of writing."""
+
+LINE_LIMIT = 160
+"""Characters of a reason in a line."""
+
+
+def duration(seconds: float) -> str:
+    """Returns a time as people write it: 45s, 2m10s, 3h05m."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def printable(text: str) -> str:
+    """Returns the text with its control characters spelled out: what a model wrote must not move the cursor or set the window's title."""
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def shortened_line(text: str) -> str:
+    """Returns the text as one short line without control characters."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= LINE_LIMIT else line[: LINE_LIMIT - 2] + " …"

@@ -1,0 +1,80 @@
+"""What services and launcher have published of failures and restarts, and a disk that is full."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from nats.js.errors import NotFoundError
+
+from myxo.run.run_view import LATELY_SECONDS, RunView, ServiceError
+from shared.bus import stream_replay
+from shared.bus.connection import Bus
+from shared.bus.subjects import Subjects
+from shared.schema.messages import ServiceEvent
+
+FULL_BYTES = 32 << 20
+"""A disk with less room than this counts as full."""
+
+
+@dataclass
+class ServiceFailures:
+    """How often each service was restarted, and the error that each service that failed or was restarted last ended with."""
+
+    restarts: Counter[str] = field(default_factory=Counter)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def failed(self, event: ServiceEvent) -> None:
+        """Takes a service's event that it failed; the launcher's event of the same says more, and comes after it."""
+        if event.detail:
+            self.errors[event.instance] = event.detail
+
+    def restarted(self, event: ServiceEvent) -> None:
+        """Takes the launcher's event that it started a service again."""
+        self.restarts[event.instance] += 1
+        self.failed(event)
+
+
+async def read_failures(bus: Bus, run: str) -> ServiceFailures:
+    """Reads the events since the run began."""
+    found, names = ServiceFailures(), Subjects(run)
+    for kind, take in (("failed", found.failed), ("restarted", found.restarted)):
+        async for _, event in stream_replay.read(bus, names.events_stream, ServiceEvent, subject=names.event("service", kind)):
+            take(event)
+    return found
+
+
+async def with_all_failures(bus: Bus, view: RunView) -> RunView:
+    """Returns the view with all failures and restarts since the run began."""
+    failures = await read_failures(bus, view.run)
+    known = {error.instance: error for error in view.troubles.errors}
+    for instance in failures.errors | failures.restarts:
+        known[instance] = ServiceError(instance, failures.restarts[instance], failures.errors.get(instance, ""))
+    return _with_errors(view, *known.values())
+
+
+async def with_newest_failure(bus: Bus, view: RunView) -> RunView:
+    """Returns the view with the newest failure that a service has published lately: its status is gone with it."""
+    names = Subjects(view.run)
+    try:
+        last = await bus.js.get_last_msg(names.events_stream, names.event("service", "failed"))
+    except NotFoundError:
+        return view
+    event = None if last.data is None else ServiceEvent.decode(last.data)
+    known = view.troubles.errors
+    if event is None or event.instance in {error.instance for error in known} or time.time() - event.at > LATELY_SECONDS:
+        return view
+    return _with_errors(view, *known, ServiceError(event.instance, 0, event.detail))
+
+
+def _with_errors(view: RunView, *errors: ServiceError) -> RunView:
+    return replace(view, troubles=replace(view.troubles, errors=errors))
+
+
+def full_disk(root: Path) -> str:
+    """Returns a line about the disk that ``root`` lies on where that is full, else nothing."""
+    free = shutil.disk_usage(root).free
+    return f"No space left on device: {free >> 20} MB are free at {root}" if free < FULL_BYTES else ""
