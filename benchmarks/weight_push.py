@@ -131,7 +131,7 @@ class Bench:
             return
         stage.until("every engine", lambda cards: len(cards) == self.engines, START_SECONDS)
         log(f"{self.engines} engines are up")
-        self._push(actor, pusher, channel, 0)  # makes the lanes, traces how the engines load
+        self._push(actor, pusher, channel, 0)  # makes the channels, traces how the engines load
         self._push(actor, pusher, channel, 1)
         plain = [self._push(actor, pusher, channel, version) for version in range(2, self.with_steps)]
         stepped = [self._push(actor, pusher, channel, self.with_steps + number) for number in range(self.arguments.rounds)]

@@ -42,7 +42,7 @@ _EXTRAS = {"tokenizers": "buffer", "jinja2": "buffer", "aiohttp": "reward"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line's entry point. Returns the exit code."""
+    """Runs the command line. Returns the exit code."""
     parsed = parse(sys.argv[1:] if arguments is None else arguments)
     telemetry.silence_logs()
     console = Console(highlight=False)

@@ -16,7 +16,7 @@ from myxo.run.run_summary import EvaluationSummary, Summary
 from shared.schema.messages import WarmStartEnded
 
 SMOOTH = 0.05
-"""Part of the steps that the smoothed reward is a moving mean over."""
+"""The part of the steps that the smoothed reward is a moving mean over."""
 
 MARGIN = 0.08
 """Space above and below the data, of their range."""
@@ -30,7 +30,7 @@ SETS = (("#d9731a", "o"), ("#9b4fb8", "s"), ("#1b998b", "^"), ("#c33149", "D"), 
 
 
 def available() -> bool:
-    """Whether pictures can be drawn here."""
+    """Tells whether pictures can be drawn here."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -82,7 +82,7 @@ def _reward(axes: Any, summary: Summary, rewards: Sequence[float]) -> None:
     if window > 1:
         axes.plot(steps, moving_mean(rewards, window), color=BLUE, linewidth=2, label=f"its mean over {window} steps")
     for index, name in enumerate(dict.fromkeys(evaluation.dataset for evaluation in summary.evaluations)):
-        _held_out(axes, [one for one in summary.evaluations if one.dataset == name], *SETS[index % len(SETS)])
+        _held_out(axes, [found for found in summary.evaluations if found.dataset == name], *SETS[index % len(SETS)])
     axes.set_xlabel("training steps" if summary.warm_start is None else "training steps (0: after the warm start)")
     axes.set_ylabel("mean reward of a sample")
     axes.set_title(f"{shortened(summary.run)}: reward over {len(rewards)} step{'s' if len(rewards) > 1 else ''}", loc="left")
@@ -94,19 +94,19 @@ def _reward(axes: Any, summary: Summary, rewards: Sequence[float]) -> None:
 
 
 def _held_out(axes: Any, evaluations: Sequence[EvaluationSummary], color: str, marker: str) -> None:
-    """A held-out set's mean rewards, the first and the last with their numbers."""
+    """Draws a held-out set's mean rewards, the first and the last with their numbers."""
     at = [evaluation.step for evaluation in evaluations]
     means = [evaluation.mean_reward for evaluation in evaluations]
     line = "--" if len(at) > 2 else "none"  # two points are no course
     label = f"eval/{shortened(evaluations[0].dataset)}"
     axes.plot(at, means, color=color, marker=marker, markersize=5, linewidth=1.2, linestyle=line, label=label, clip_on=False, zorder=3)
-    for place in sorted({0, len(at) - 1}):
+    for index in sorted({0, len(at) - 1}):
         axes.annotate(
-            f"{means[place]:.3f}",
-            (at[place], means[place]),
+            f"{means[index]:.3f}",
+            (at[index], means[index]),
             textcoords="offset points",
-            xytext=(6, 6) if place == 0 else (-6, 6),
-            ha="left" if place == 0 else "right",
+            xytext=(6, 6) if index == 0 else (-6, 6),
+            ha="left" if index == 0 else "right",
             color=color,
             fontweight="bold",
             fontsize="small",
@@ -134,7 +134,7 @@ def _fit(axes: Any, values: Sequence[float]) -> None:
 
 
 def fitting(values: Sequence[float]) -> tuple[float, float] | None:
-    """The ends of an axis that shows just these values with a margin; room around a single one; None where there is none."""
+    """Returns the ends of an axis that shows just these values with a margin; room around a single one; None where there is none."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return None
@@ -144,15 +144,15 @@ def fitting(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and up to ``window`` − 1 before it, of those that are numbers; NaN where none of them is."""
+    """Returns the mean of each value and up to ``window`` − 1 before it, of those that are numbers; NaN where none of them is."""
     means = []
-    for place in range(len(values)):
-        part = [value for value in values[max(0, place + 1 - window) : place + 1] if math.isfinite(value)]
+    for index in range(len(values)):
+        part = [value for value in values[max(0, index + 1 - window) : index + 1] if math.isfinite(value)]
         means.append(sum(part) / len(part) if part else math.nan)
     return means
 
 
 def shortened(name: str) -> str:
-    """The name, or its beginning and end where it is longer than `LONGEST_NAME`."""
+    """Returns the name, or its beginning and end where it is longer than `LONGEST_NAME`."""
     half = (LONGEST_NAME - 1) // 2
     return name if len(name) <= LONGEST_NAME else f"{name[:half]}…{name[-half:]}"

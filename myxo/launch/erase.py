@@ -1,4 +1,4 @@
-"""Taking a run off a bus and a store that outlive it, for `--fresh`."""
+"""Removes a run from a bus and a store that outlive it, for `--fresh`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def erase_from_bus(bus: Bus, run: str) -> None:
 
 
 async def erase_from_store(url: str, run: str) -> None:
-    """Deletes the run's payloads, and what its trainers told each other."""
+    """Deletes the run's payloads, and what its trainers exchanged."""
     client = redis.asyncio.Redis.from_url(url, **options(url))
     try:
         for kind in ("group", "exchange"):

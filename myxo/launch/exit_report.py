@@ -1,4 +1,4 @@
-"""The end of a run told to a person: summary.json, the picture, a table, and the audit's verdict."""
+"""The report at the end of a run: summary.json, the picture, a table, and the audit's verdict."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def report(bus: Bus, run: str, directory: RunDirectory, console: Console) 
 
 
 async def report_troubles(bus: Bus, run: str, console: Console) -> None:
-    """What went wrong, where anything did, onto the console: of a run that ends unfinished."""
+    """Prints what went wrong, where anything did, for a run that ends unfinished."""
     rows = troubles_of((await collect(bus, run)).summary())
     if rows:
         table = Table(title=f"Run {run}, what went wrong", title_justify="left", show_header=False, box=None, padding=(0, 2))
@@ -49,7 +49,7 @@ async def report_troubles(bus: Bus, run: str, console: Console) -> None:
 
 
 def troubles_of(summary: Summary) -> list[tuple[str, str]]:
-    """Dead groups and failed prompts by reason, restarts and failures by service, the most frequent of each."""
+    """Returns dead groups and failed prompts by reason, restarts and failures by service, the most frequent of each."""
     rows = []
     for name, reasons in (("dead", summary.groups.dead), ("held-out failed", summary.eval_failed)):
         rows += [(name, f"{count}: {shortened_line(reason)}") for reason, count in failure_summary.most(reasons, MOST)]
@@ -67,7 +67,7 @@ def write(summary: Summary, directory: RunDirectory) -> None:
 
 
 def table(summary: Summary) -> Table:
-    """The summary in about a dozen lines."""
+    """Returns the summary in about a dozen lines."""
     groups = summary.groups
     lines = [
         ("steps", f"{summary.steps} in {duration(summary.wall_seconds)}" + ("" if summary.finished else ", not finished")),
@@ -99,7 +99,7 @@ def _warm_start(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _evaluations(summary: Summary) -> list[tuple[str, str]]:
-    """A line for each held-out set: mean reward under the first and under the last version that was evaluated."""
+    """Returns a line for each held-out set: mean reward under the first and under the last version that was evaluated."""
     lines = []
     for name in dict.fromkeys(evaluation.dataset for evaluation in summary.evaluations):
         found = [evaluation for evaluation in summary.evaluations if evaluation.dataset == name]

@@ -33,7 +33,7 @@ class ServiceSpec:
 
 
 def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
-    """One trainer, its critic where the objective has one, and as many buffers, reward and rollout services as the config asks for.
+    """Returns one trainer, its critic where there is one, and as many buffers, reward and rollout services as the config asks for.
 
     Args:
         http: the launcher's own ``MYXO_HTTP``, ``host:port``: the first service serves its metrics there, each other one port further on.
@@ -48,8 +48,8 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
     shares = devices.assign_gpus(config)
     specs: list[ServiceSpec] = []
     for service, count in counts.items():
-        for number in range(count):
-            instance = f"{service}-{number}"
+        for index in range(count):
+            instance = f"{service}-{index}"
             environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": instance, "PYTHONUNBUFFERED": "1"}
             if instance in shares:
                 environment["CUDA_VISIBLE_DEVICES"] = shares[instance]
@@ -60,9 +60,9 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
     return specs
 
 
-def _http(first: str, number: int) -> str:
-    """The address of the service with this number, when the first one's is ``first``."""
+def _http(first: str, index: int) -> str:
+    """Returns the address of the service with this index, when the first one's is ``first``."""
     host, colon, port = first.rpartition(":")
-    if not colon or not port.isdigit() or not 0 <= int(port) <= LAST_PORT - number:
-        raise ConfigError("MYXO_HTTP", first, f"host:port, with room for {number + 1} services up to port {LAST_PORT}; port 0: free ones")
-    return f"{host}:{int(port) + number if int(port) else 0}"
+    if not colon or not port.isdigit() or not 0 <= int(port) <= LAST_PORT - index:
+        raise ConfigError("MYXO_HTTP", first, f"host:port, with room for {index + 1} services up to port {LAST_PORT}; port 0: free ones")
+    return f"{host}:{int(port) + index if int(port) else 0}"

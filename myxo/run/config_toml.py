@@ -14,7 +14,7 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+\Z")
 
 
 def dump(config: RunConfig) -> str:
-    """Every field of every section. Fields without a value stand as comments, for TOML has no null."""
+    """Returns every field of every section. Fields without a value stand as comments, for TOML has no null."""
     blocks = []
     for section in type(config).model_fields:
         lines = [f"[{section}]"]

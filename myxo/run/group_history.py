@@ -94,7 +94,7 @@ class GroupRecord:
         self.parts, self.replica, self.payload = (), "", None
 
     def where(self) -> str:
-        """The status in words."""
+        """Returns the status in words."""
         match self.status:
             case "batched":
                 return f"in batch of step {self.step}"
@@ -114,10 +114,13 @@ class GroupRecord:
 
 def evaluated(sequence: int, record: EvalScored) -> GroupRecord:
     """Returns the record of a held-out prompt that came back, or was given up."""
-    status, known = (EVALUATED, {"rewards": tuple(record.rewards), "parts": record.parts}) if record.rewards else (FAILED, {})
-    ages: dict[str, Any] = {"oldest": (record.oldest,), "newest": (record.newest,)} if record.rewards else {}
-    fields: dict[str, Any] = {"reason": record.reason, "version": record.version, "dataset": record.dataset, **known, **ages}
-    return GroupRecord(record.group, sequence, record.at, status=status, **fields)
+    group = GroupRecord(
+        record.group, sequence, record.at, status=FAILED, reason=record.reason, version=record.version, dataset=record.dataset
+    )
+    if record.rewards:
+        group.status, group.rewards, group.parts = EVALUATED, tuple(record.rewards), record.parts
+        group.oldest, group.newest = (record.oldest,), (record.newest,)
+    return group
 
 
 def kept_group(position: int, record: RolloutRecord) -> GroupRecord:

@@ -44,10 +44,10 @@ def needs_parser(verifier: str, label: str) -> bool:
 
 
 def main() -> int:
-    """The command line. Returns the exit code."""
+    """Runs the command line and returns the exit code."""
     asked = [json.loads(line) for line in sys.stdin]
     try:
-        if any(needs_parser(*one) for one in asked):
+        if any(needs_parser(*question) for question in asked):
             VERIFIERS["math"]("x", "x")  # loads what it imports on first use: no label's time
         end = time.process_time() + float(sys.argv[1])
         for verifier, label in asked:

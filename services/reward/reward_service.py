@@ -61,5 +61,5 @@ class Reward:
 
 
 async def serve(service: Service) -> None:
-    """The body of the reward service."""
+    """Runs the reward service."""
     await Reward(service).run()

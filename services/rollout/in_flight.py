@@ -45,7 +45,7 @@ class InFlight:
     def __init__(self, config: RunConfig) -> None:
         self._max_staleness, self._policy = config.rollout.max_staleness, config.rollout.staleness_policy
         self._asked: set[_Asked] = set()
-        self._leaving = False
+        self.leaving = False
 
     @contextlib.contextmanager
     def asked(self, group: str, partials: Sequence[Partial], requests: Sequence[GenerationRequest], version: int) -> Iterator[None]:
@@ -56,7 +56,7 @@ class InFlight:
         oldest = min((partial.segments[0][2] for partial in partials if partial.segments), default=version)
         if self._is_lost(oldest, version):
             raise Stopped(group, stale=True)
-        if self._leaving:
+        if self.leaving:
             raise Stopped(group, stale=False)
         asked = _Asked([request.rid for request in requests], oldest)
         self._asked.add(asked)
@@ -72,7 +72,7 @@ class InFlight:
 
     async def leave(self, client: EngineClient | None) -> None:
         """Has the engine end everything; returns once it has, or after `LEAVE_SECONDS`."""
-        self._leaving = True
+        self.leaving = True
         with contextlib.suppress(TimeoutError, MyxoError):
             async with asyncio.timeout(LEAVE_SECONDS):
                 while self._asked and client is not None:

@@ -47,28 +47,32 @@ RATE_SECONDS = 1.0
 
 
 class Rollout:
-    """One replica at work."""
+    """One replica at work.
+
+    Attributes:
+        tokens: generated tokens of the groups that have ended. running: the groups in hand.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service, self._config = service, service.config
         self._tokenizer = Tokenizer(service.config.model.hf_checkpoint)
-        self._replica = Replica(service)
-        self._in_flight = InFlight(service.config)
-        self._weights = WeightsReceiver(service, self._replica)
-        self._catch_up = WeightCatchUp(service, self._replica, self._weights.expects_push)
+        self.replica = Replica(service)
+        self.in_flight = InFlight(service.config)
+        self.weights = WeightsReceiver(service, self.replica)
+        self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
         custom = self._config.rollout.custom_generate_function_path
-        self._custom = None if custom is None else CustomGenerate(service, self._replica)
-        self._running: set[asyncio.Task[None]] = set()
+        self._custom = None if custom is None else CustomGenerate(service, self.replica)
+        self.running: set[asyncio.Task[None]] = set()
         self._samples_running = 0
-        self._tokens = 0
+        self.tokens = 0
 
     async def run(self) -> None:
         """Works until asked to stop; groups in hand are handed on then, or go back to the queue."""
         service = self._service
-        await self._weights.listen()
+        await self.weights.listen()
         await self._catch_up.listen()
-        work = [self._replica.keep_engine(), self._catch_up.keep(), self._take(EVAL), self._take(TRAIN)]
-        work += [self._measure(), self._stop_stale()]
+        work = [self.replica.keep_engine(), self._catch_up.keep(), self.take(EVAL), self.take(TRAIN)]
+        work += [self.measure(), self.stop_stale()]
         router = Router(service, url) if (url := router_url()) else None
         if router is not None:
             work.append(router.keep())
@@ -76,34 +80,34 @@ class Rollout:
             try:
                 await service.stopping.wait()
             finally:
-                await asyncio.gather(self._in_flight.leave(self._replica.client), self._weights.settled(PUSH_SECONDS))
-                if self._running:
-                    await asyncio.wait(self._running, timeout=HAND_ON_SECONDS)
-                await cancelled(self._running)
+                await asyncio.gather(self.in_flight.leave(self.replica.client), self.weights.settled(PUSH_SECONDS))
+                if self.running:
+                    await asyncio.wait(self.running, timeout=HAND_ON_SECONDS)
+                await cancelled(self.running)
                 if router is not None:
                     await router.leave()
 
-    async def _take(self, task_class: str) -> None:
+    async def take(self, task_class: str) -> None:
         """Fetches tasks of a class while the replica serves and has room; training tasks wait while evaluations fill it."""
         service, limit = self._service, self._config.rollout.rollout_concurrency
         queue = WorkQueue(service.bus, task_consumer(service.run, self._config.bus, task_class), Task)
         while not service.stopping.is_set():
-            room = limit - len(self._running)
-            if not self._replica.serving or room <= 0:
+            room = limit - len(self.running)
+            if not self.replica.serving or room <= 0:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
             for lease in await queue.fetch(room):
-                self._running.add(handling := asyncio.create_task(self._handle(lease)))
+                self.running.add(handling := asyncio.create_task(self._handle(lease)))
                 handling.add_done_callback(self._handled)
 
     def _handled(self, handling: asyncio.Task[None]) -> None:
-        self._running.discard(handling)
+        self.running.discard(handling)
         if not handling.cancelled() and (error := handling.exception()) is not None:
             self._service.log.error("task_failed", error=f"{type(error).__name__}: {error}", exc_info=error)
 
     async def _handle(self, lease: MessageLease[Task]) -> None:
         task, service = lease.message, self._service
-        in_flight = None if is_evaluation(task.group) else self._in_flight
+        in_flight = None if is_evaluation(task.group) else self.in_flight
         log = service.log.bind(group=task.group, attempt=task.attempt)
         self._samples_running += task.n
         try:
@@ -133,14 +137,14 @@ class Rollout:
         if self._custom is None:
             partials = restored(await self._earlier(task), task)
             try:
-                await generate_group(self._replica, task, partials, self._config.rollout.generate_timeout, in_flight)
+                await generate_group(self.replica, task, partials, self._config.rollout.generate_timeout, in_flight)
             except Stopped as stopped:
                 return await self._interrupted(task, partials, stopped)
             samples = samples_of(task, partials, self._tokenizer)
         else:
             samples = await self._custom.group(task)
         ended = time.time()
-        self._tokens += sum(len(sample.response) for sample in samples)
+        self.tokens += sum(len(sample.response) for sample in samples)
         return Generated(
             group=task.group,
             attempt=task.attempt,
@@ -177,18 +181,18 @@ class Rollout:
         tokens = tuple(len(sample.prompt) + len(sample.response) for sample in samples)
         return Payload(keys=keys, bytes=sum(len(blob) for blob in blobs), tokens=tokens)
 
-    async def _stop_stale(self) -> None:
+    async def stop_stale(self) -> None:
         """Ends, while new weights are served, the generations that these have made too old to be trained.
 
         Asks again until they have ended: the engine knows nothing of an id whose request is still on its way to it.
         """
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
-            client, version = self._replica.client, self._replica.version
+            client, version = self.replica.client, self.replica.version
             if client is None:
                 continue
             try:
-                await self._in_flight.stop_stale(client, version)
+                await self.in_flight.stop_stale(client, version)
             except MyxoError as error:
                 self._service.log.warning("stale_not_stopped", version=version, error=str(error))
                 await asyncio.sleep(RETRY_SECONDS)
@@ -200,14 +204,14 @@ class Rollout:
     async def _publish(self, subject: str, message: Generated | Interrupted | Failed) -> None:
         await self._service.bus.publish(subject, message, msg_id=outcome_id(message), deadline=600)
 
-    async def _measure(self) -> None:
+    async def measure(self) -> None:
         """Keeps the gauges."""
         drawn, rate, metrics = DrawnTokens(), TokenRate(), self._service.metrics
         while True:
-            tokens = await drawn.read(self._replica.client, self._tokens)
+            tokens = await drawn.read(self.replica.client, self.tokens)
             metrics.set("generated_tokens_per_s", rate.note(time.monotonic(), tokens))
             metrics.set("generated_tokens", tokens)
-            metrics.set("running_groups", len(self._running))
+            metrics.set("running_groups", len(self.running))
             metrics.set("running_samples", self._samples_running)
             await asyncio.sleep(RATE_SECONDS)
 

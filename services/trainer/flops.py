@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from shared.model.architecture import Architecture
+from shared.model.architecture import Architecture
 
 PEAKS = (
     (r"\bGB200\b", 2500e12),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import structlog
@@ -64,7 +65,6 @@ class RoleWorker:
 
     def close(self) -> None:
         """Lets go of groups, files and connections."""
-        self._reader.close()
         if self._exchange is not None:
             self._exchange.close()
         self._store.close()
@@ -113,7 +113,8 @@ class RoleWorker:
         if step is None:
             return
         self._set_state("loading the checkpoint")
-        self._progress = Progress.from_extra(self._actor.load_checkpoint(self._checkpoints, step))
+        extra = self._actor.load_checkpoint(self._checkpoints, step)
+        self._progress = Progress(steps=extra["steps"], sft_done=extra["sft_done"])
         self._begun_save = self._saved = self._progress.steps
         self._log.info("resumed", steps=self._progress.steps, version=self._version)
 
@@ -126,7 +127,7 @@ class RoleWorker:
         """Writes a checkpoint of where the training stands, in the background if so configured; the last one of a run at once."""
         started, steps, trainer = time.monotonic(), self._progress.steps, self._config.trainer
         wait = not trainer.async_save or steps == self._config.rollout.num_rollout
-        self._actor.save_checkpoint(self._checkpoints, steps, self._progress.as_extra(), keep=trainer.keep_checkpoints, wait=wait)
+        self._actor.save_checkpoint(self._checkpoints, steps, asdict(self._progress), keep=trainer.keep_checkpoints, wait=wait)
         self._begun_save = steps
         self._log.info("checkpoint_saved" if wait else "checkpoint_begun", steps=steps, seconds=round(time.monotonic() - started, 2))
 

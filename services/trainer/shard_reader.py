@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from services.trainer.batch_metrics import Table, empty_table, stats_row
-from services.trainer.collective import CollectiveThread
 from services.trainer.packing import check_vocabulary
 from services.trainer.partition import Partition
 from shared.runtime.errors import BadMessage, DeadlineExceeded
@@ -45,13 +45,16 @@ class ShardReader:
 
     def __init__(self, store: BlockingStore, rank: int, vocab_size: int) -> None:
         self._store, self._rank, self._vocab_size = store, rank, vocab_size
-        self._thread = CollectiveThread("read-ahead")
         self._ahead: tuple[int, Future[Shard]] | None = None
 
     def read_ahead(self, partition: Partition) -> None:
         """Begins to read a shard that will be taken next, unless it is on its way already."""
-        if self._ahead is None or self._ahead[0] != partition.batch.step:
-            self._ahead = partition.batch.step, self._thread.submit(lambda: self._read(partition))
+        if self._ahead is not None and self._ahead[0] == partition.batch.step:
+            return
+        future: Future[Shard] = Future()
+        self._ahead = partition.batch.step, future
+        # a daemon, not an executor's thread: the interpreter waits for those at its end, however long they hang
+        threading.Thread(target=self._complete, args=(future, partition), name="read-ahead", daemon=True).start()
 
     def take(self, partition: Partition) -> Shard:
         """Returns the shard of a batch.
@@ -65,12 +68,14 @@ class ShardReader:
         try:
             return ahead[1].result(READ_SECONDS)
         except TimeoutError:
-            self._thread.abandon()
             what, next_action = f"the samples of step {ahead[0]}", "this rank stops; restart all ranks from the newest checkpoint"
             raise DeadlineExceeded(what, "the store", READ_SECONDS, next_action) from None
 
-    def close(self) -> None:
-        self._thread.abandon()
+    def _complete(self, future: Future[Shard], partition: Partition) -> None:
+        try:
+            future.set_result(self._read(partition))
+        except BaseException as error:
+            future.set_exception(error)
 
     def _read(self, partition: Partition) -> Shard:
         batch, own, removed = partition.batch, set(partition.samples_of(self._rank)), partition.removed()

@@ -1,4 +1,4 @@
-"""Where a trainer stands, and what it wrote down to get there again."""
+"""Where a trainer stands, and where its files lie."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from shared.schema.versions import version_after
 
 @dataclass
 class Progress:
-    """``steps``: finished training steps. ``sft_done``: the warm start is over (or there is none)."""
+    """What a checkpoint says of the training.
+
+    Args:
+        steps: finished training steps. sft_done: the warm start is over (or there is none).
+    """
 
     steps: int = 0
     sft_done: bool = False
@@ -20,14 +24,6 @@ class Progress:
     def version(self, config: RunConfig) -> int:
         """The weight version that the finished steps amount to."""
         return version_after(self.steps, config.weights.update_weights_interval, config.rollout.num_rollout)
-
-    def as_extra(self) -> dict[str, int | bool]:
-        """What goes into a checkpoint."""
-        return {"steps": self.steps, "sft_done": self.sft_done}
-
-    @classmethod
-    def from_extra(cls, extra: dict[str, int | bool]) -> Progress:
-        return cls(steps=int(extra["steps"]), sft_done=bool(extra["sft_done"]))
 
 
 @dataclass(frozen=True)

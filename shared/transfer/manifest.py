@@ -58,7 +58,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The buckets of one lane of a push, in the order in which they travel.
+    """The buckets of one channel of a push, in the order in which they travel.
 
     Args:
         kind: ``weights``: tensors under their own names. ``adapter``: LoRA's matrices, to be laid over the base weights with ``scale``.

@@ -21,7 +21,6 @@ from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import SequenceLimits
 from services.rollout.engine.receiver.command_session import CommandSession
 from services.rollout.engine.receiver.receiver import Receiver
-from services.rollout.engine.receiver_client import ReceiverClient
 from services.rollout.replica import Replica
 from services.rollout.weight_receiver import WeightsReceiver
 from services.trainer.actor import Actor
@@ -85,9 +84,8 @@ def replica(instance: str, directory: str, model: str, environment: dict[str, st
         service = await connect("rollout")
         serving = Replica(service)
         limits = SequenceLimits(vocab_size=1, max_sequence=1)
-        client = EngineClient(Yes(), Capabilities("none", model, limits, 1, False, False, False), -1)  # type: ignore[arg-type]
-        client._receivers = ReceiverClient(place, 1)
-        await client.receivers.wait_open(60)
+        client = EngineClient(Yes(), Capabilities("none", model, limits, weight_sessions=False, overlaps=False), -1)  # type: ignore[arg-type]
+        await client.open_receiver(place, deadline=60)
         await serving.attach(client)
         await WeightsReceiver(service, serving).listen()
         async with attended(service):

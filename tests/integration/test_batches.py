@@ -121,7 +121,6 @@ def test_a_share_that_was_read_ahead_is_the_share(valkey: EmbeddedValkey, run_na
     assert ahead.partition is other and sorted(ahead.samples) == [0, 1, 2, 3]
     reader.read_ahead(other)
     assert reader.take(first).partition is first, "what was read ahead is of another step"
-    reader.close()
 
 
 def test_whitening_is_over_the_whole_batch(valkey: EmbeddedValkey, run_name: str) -> None:

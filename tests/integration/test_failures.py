@@ -20,6 +20,7 @@ from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.runtime.failures import failures_reported
 from shared.schema.messages import ServiceStatus
 from tests.support.run_config import run_config
 
@@ -55,17 +56,18 @@ run("reward", body)
 
 TRAINER = """
 import sys, time
-from services.trainer import link
+from services.trainer.control_client import ControlClient
+from shared.bus.registry import Registry
 from shared.runtime.service_base import exit_code
 
 async def dies(self, service):
     print("dying", flush=True)
     raise KeyError("what it died of")
 
-link.Link._read_registry = dies
+Registry.alive = dies
 
 def main():
-    with link.Link("{service}"):
+    with ControlClient("{service}"):
         time.sleep(600)  # as a collective whose other ranks are late
 
 sys.exit(exit_code("{service}", main))
@@ -149,11 +151,11 @@ class LateFuture(Future[None]):
 
 @pytest.fixture
 def signals() -> Iterator[None]:
-    """A link takes the process's signals; the tests after this one want theirs."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    """A control client takes the process's signals; the tests after this one want theirs."""
+    handlers = {signal_number: signal.getsignal(signal_number) for signal_number in (signal.SIGTERM, signal.SIGINT)}
     yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
+    for signal_number, handler in handlers.items():
+        signal.signal(signal_number, handler)
 
 
 def wait_for(what: str, condition: Callable[[], object], seconds: float = 30.0) -> None:
@@ -164,21 +166,23 @@ def wait_for(what: str, condition: Callable[[], object], seconds: float = 30.0) 
 
 
 def test_fifty_starts_of_a_trainer_while_the_buffer_tells_of_an_evaluation(
-    environment: dict[str, str], nats: EmbeddedNats, signals: None, run_name: str
+    environment: dict[str, str], nats: EmbeddedNats, signals: None, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The link's thread reads that card before the training's thread has heard that the link is up."""
+    """The client's thread reads that status before the training's thread has heard that the client is up."""
+    monkeypatch.setattr("services.trainer.control_client.Future", LateFuture)
+    died: list[BaseException] = []
 
-    async def tell() -> None:
+    async def report() -> None:
         bus = await Bus.connect(nats.url, "test")
         gauges = {"eval_heldout": 0.5, "eval_heldout_version": 3.0}
-        card = ServiceStatus(service="buffer", instance="buffer-0", host="h", pid=1, http="", state="ready", gauges=gauges, at=time.time())
-        await Registry(bus, run_name).renew(card)
+        status = ServiceStatus(
+            service="buffer", instance="buffer-0", host="h", pid=1, http="", state="ready", gauges=gauges, at=time.time()
+        )
+        await Registry(bus, run_name).renew(status)
         await bus.close()
 
     for _ in range(50):
-        asyncio.run(tell())
-        link = ControlClient()
-        link._started = LateFuture()
-        with link:
-            wait_for("the evaluation", lambda link=link: link.evaluations == {"heldout": (3, 0.5)} or not link._thread.is_alive(), 30)
-            assert link._thread.is_alive(), "the link's thread died in silence"
+        asyncio.run(report())
+        with failures_reported(died.append), ControlClient() as client:
+            wait_for("the evaluation", lambda client=client: died or client.evaluations == {"heldout": (3, 0.5)})
+            assert not died

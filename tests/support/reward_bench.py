@@ -31,13 +31,13 @@ class Bench:
 
     def __init__(self, bus: Bus, store: Store, config: RunConfig, nats_url: str, logs: Path) -> None:
         self.bus, self.store, self.config, self.names = bus, store, config, Subjects(config.run.name)
-        self._nats_url, self._logs = nats_url, logs
+        self.nats_url, self._logs = nats_url, logs
         self._scored = WorkQueue(bus, scored_consumer(config.run.name, config.bus), Outcome)
         self.processes: list[ServiceProcess] = []
 
     async def launch(self, instance: str = "reward-1") -> ServiceProcess:
         """Starts a reward service and waits until it is ready."""
-        environment = {"NATS_URL": self._nats_url, "MYXO_RUN": self.config.run.name, "MYXO_INSTANCE": instance}
+        environment = {"NATS_URL": self.nats_url, "MYXO_RUN": self.config.run.name, "MYXO_INSTANCE": instance}
         process = ServiceProcess("reward", self._logs / f"{instance}.log", environment)
         self.processes.append(process)
 

@@ -50,13 +50,13 @@ class _Truth:
     percent: bool = False
 
     def equals(self, number: str) -> float:
-        """1.0 where the number is this one, exactly; of a percentage also where it is its hundredth."""
+        """Returns 1.0 where the number is this one, exactly; of a percentage also where it is its hundredth."""
         truth, found = Fraction(self.number or 0), Fraction(number)
         return 1.0 if found == truth or (self.percent and found * 100 == truth) else 0.0
 
 
 def math(response: str, label: str) -> float:
-    """1.0 where the answer in ``response`` equals ``label``, else 0.0.
+    """Returns 1.0 where the answer in ``response`` equals ``label``, else 0.0.
 
     The answer is, after ``</think>``, the last ``\\boxed{}`` that is closed, else what follows the last ``####``, else the last expression.
     Raises ValueError for a label in which nothing can be compared.
@@ -77,7 +77,7 @@ def math(response: str, label: str) -> float:
     read = f"${number}$" if number is not None else _latex(answer) if answer != response else _mixed(inside) or response
     found = parse(read)
     truths = [truth.number or truth.expression, *([f"{truth.number}\\%"] if truth.percent else [])]
-    return 1.0 if any(verify(_parsed(one), found) for one in truths) else 0.0
+    return 1.0 if any(verify(_parsed(expected), found) for expected in truths) else 0.0
 
 
 def read(label: str) -> str:
@@ -104,7 +104,7 @@ def _truth(label: str) -> _Truth:
 
 
 def _only_number(label: str, prose: str) -> str:
-    """The one number of a sentence; of several nobody knows which is meant."""
+    """Returns the one number of a sentence; of several nobody knows which is meant."""
     numbers = _DIGITS.findall(prose)
     if len(numbers) != 1:
         found = f"{len(numbers)} numbers among words" if numbers else "words and no number"
@@ -113,15 +113,15 @@ def _only_number(label: str, prose: str) -> str:
 
 
 def _parsed(expression: str) -> list[Any]:
-    """What math-verify reads; empty where that is nothing but the text itself."""
+    """Returns what math-verify reads; empty where that is nothing but the text itself."""
     from math_verify import parse
 
     found: list[Any] = parse(f"${expression}$") or parse(expression)
-    return found if any(not isinstance(one, str) for one in found) else []
+    return found if any(not isinstance(expression, str) for expression in found) else []
 
 
 def _answer(response: str) -> str:
-    """The last ``\\boxed{…}`` that is closed, else what follows the last ``####`` on its line, else all of it.
+    """Returns the last ``\\boxed{…}`` that is closed, else what follows the last ``####`` on its line, else all of it.
 
     math-verify takes several boxes for a set of answers.
     """
@@ -140,7 +140,7 @@ def _answer(response: str) -> str:
 
 
 def _bare(text: str) -> str:
-    """Without white space, fences and a currency sign around it."""
+    """Returns the text without white space, fences and a currency sign around it."""
     text = text.strip().replace("\u2212", "-")
     for left, right in _FENCES:
         inside = text[len(left) : -len(right)]
@@ -150,7 +150,7 @@ def _bare(text: str) -> str:
 
 
 def _balanced(text: str) -> bool:
-    """Whether every brace that closes was opened in the text."""
+    """Returns whether every brace that closes was opened in the text."""
     depth = 0
     for brace in _BRACE.finditer(text):
         depth += {"{": 1, "\\boxed{": 1, "}": -1}.get(brace[0], 0)
@@ -160,7 +160,7 @@ def _balanced(text: str) -> bool:
 
 
 def _decimal(text: str) -> str | None:
-    """A number in plain decimal digits: as it stands, with thousands set apart, an exponent, a unit. None: it is none of these."""
+    """Returns a number in plain decimal digits, of one that stands so or has thousands set apart, an exponent, a unit; else None."""
     text = _UNIT.sub("", text.strip())
     if _NUMBER.match(text):
         return text
@@ -170,12 +170,12 @@ def _decimal(text: str) -> str | None:
 
 
 def _latex(text: str) -> str:
-    """``sin x``, ``sqrt(2)`` and ``x**2`` as LaTeX."""
+    """Returns ``sin x``, ``sqrt(2)`` and ``x**2`` as LaTeX."""
     return _mixed(_bare(text)) or _ROOT.sub(r"\\sqrt{\1}", _FUNCTION.sub(r"\\\1", text.replace("**", "^")))
 
 
 def _mixed(text: str) -> str | None:
-    """``2 1/2`` as LaTeX, which math-verify adds up; None where it is no mixed fraction."""
+    """Returns ``2 1/2`` as LaTeX, which math-verify adds up; None where it is no mixed fraction."""
     found = _MIXED.match(text)
     return f"${found[1]}({found[2]}+\\frac{{{found[3]}}}{{{found[4]}}})$" if found and int(found[3]) < int(found[4]) else None
 

@@ -55,7 +55,7 @@ class EngineClient:
     Attributes:
         version: the weight version that the engine serves, as far as this client has set or read it.
         paused: the mode of the present pause, or None.
-        memory: the engine's memory, given back and taken again.
+        memory: the engine's memory, given back and taken again. generating: groups that it generates for this client now.
         half_loaded: the engine was resumed after weights whose push was never finished. It generates for nobody until a whole push has gone
             through: ``receive``, then ``set_weight_version``.
     """
@@ -70,8 +70,8 @@ class EngineClient:
         self._late_versions: set[int] = set()  # see generation
         self._receivers: ReceiverClient | None = None
         self._background: set[asyncio.Task[None]] = set()
-        self._generating = self._retractions = 0
-        self.memory = EngineMemory(transport, lambda: self._generating)
+        self.generating = self._retractions = 0
+        self.memory = EngineMemory(transport, lambda: self.generating)
 
     @classmethod
     async def connect(cls, url: str, *, admin_key: str | None = None, deadline: float = CONTROL_SECONDS) -> Self:
@@ -138,14 +138,14 @@ class EngineClient:
             raise InvalidRequest(f"the engine at {self.url} holds half-loaded weights; push to it before generating")
         version, resumed_half_loaded = self.version, self._resumed_half_loaded
         body = group_body(requests, sampling, self.capabilities.limits, cache_key=f"v{version}")
-        self._generating += 1
+        self.generating += 1
         try:
             answer = await self._transport.post("/generate", body, deadline, "its requests are being aborted")
         except (DeadlineExceeded, asyncio.CancelledError):
             self._abandon([request.rid for request in requests])
             raise
         finally:
-            self._generating -= 1
+            self.generating -= 1
         where = f"{self.url}/generate"
         if resumed_half_loaded != self._resumed_half_loaded:
             raise EngineError(where, "went on with half-loaded weights while it generated this; it is discarded")

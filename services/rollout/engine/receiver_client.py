@@ -1,4 +1,4 @@
-"""Orders to an engine's receivers, one in each of its tensor-parallel ranks: asked all at once, answered by each.
+"""Commands to an engine's receivers, one in each of its tensor-parallel ranks: asked all at once, answered by each.
 
 The other end is `services.rollout.engine.receiver.command_session`, in the engine's processes.
 """
@@ -21,14 +21,14 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 LINE_BYTES = 64 * 2**20
 
 ANSWER_MARGIN = 5.0
-"""Seconds that a receiver has for its answer beyond an order's deadline: it knows best what was missing."""
+"""Seconds that a receiver has for its answer beyond a command's deadline: it knows best what was missing."""
 
 ABORT_SECONDS = 10.0
 """For the ranks to end what one of them has failed at."""
 
 
 class ReceiverError(EngineError):
-    """An order that a rank has refused or failed at. ``touched``: parameters of the engine may have changed."""
+    """A command that a rank has refused or failed at. ``touched``: parameters of the engine may have changed."""
 
     def __init__(self, where: str, reason: str, touched: bool = False) -> None:
         super().__init__(where, reason)
@@ -46,7 +46,7 @@ class ReceiveReport:
 
     @classmethod
     def of(cls, answers: Sequence[dict[str, Any]], where: str) -> ReceiveReport:
-        """What the ranks answered. Raises ReceiverError if they did not receive the same."""
+        """Returns what the ranks answered. Raises ReceiverError if they did not receive the same."""
         digests = {answer["digest"] for answer in answers}
         if len(digests) != 1:
             raise ReceiverError(where, f"its ranks have received different weights: digests {sorted(digests)}", touched=True)
@@ -66,7 +66,7 @@ class WeightsState:
 
     @classmethod
     def of(cls, answers: Sequence[dict[str, Any]]) -> WeightsState:
-        """What the ranks answered; of ranks that do not agree nothing is known."""
+        """Returns what the ranks answered; of ranks that do not agree nothing is known."""
         agree = len({(answer["version"], answer["digest"]) for answer in answers}) == 1
         version, digest = (answers[0]["version"], answers[0]["digest"]) if agree else (-1, "")
         return cls(version, digest, frozenset(answers[0]["channels"]))
@@ -90,12 +90,12 @@ class ReceiverClient:
                 while missing := [rank for rank in missing if not self._path(rank).exists()]:
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            whom = f"ranks {missing} of the engine"
-            raise DeadlineExceeded(f"a socket in {self.directory}", whom, deadline, "the engine cannot take weights") from None
+            awaited_from = f"ranks {missing} of the engine"
+            raise DeadlineExceeded(f"a socket in {self.directory}", awaited_from, deadline, "the engine cannot take weights") from None
         await self.ask({"verb": "state"}, deadline)
 
-    async def ask(self, order: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
-        """The answers to an order that is done at once, whatever the engine is at; by rank.
+    async def ask(self, command: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+        """Returns the answers to a command that is done at once, whatever the engine is at; by rank.
 
         Raises:
             ReceiverError: a rank refused, or is gone. DeadlineExceeded: one did not answer.
@@ -104,27 +104,27 @@ class ReceiverClient:
         async def converse(rank: int) -> dict[str, Any]:
             connection = await _Connection.open(self._path(rank), rank)
             try:
-                await connection.say(order)
+                await connection.say(command)
                 return await connection.answer()
             finally:
                 connection.close()
 
-        return await self._all((converse(rank) for rank in range(self.ranks)), str(order["verb"]), deadline)
+        return await self._all((converse(rank) for rank in range(self.ranks)), str(command["verb"]), deadline)
 
-    async def have_done(self, order: dict[str, Any], deadline: float, wake: Callable[[], Awaitable[object]]) -> list[dict[str, Any]]:
-        """The answers to an order that the schedulers do, by rank. When one rank fails, the others are told to end.
+    async def have_done(self, command: dict[str, Any], deadline: float, wake: Callable[[], Awaitable[object]]) -> list[dict[str, Any]]:
+        """Returns the answers to a command that the schedulers do, by rank. When one rank fails, the others are told to end.
 
         Args:
-            deadline: seconds for all of it, which the ranks are told. wake: has every rank's scheduler do its next order; called once the
-                order waits at all of them.
+            deadline: seconds for all of it, which the ranks are told. wake: has every rank's scheduler do its next command; called once the
+                command waits at all of them.
 
         Raises:
-            ReceiverError: a rank has failed, or waking them. DeadlineExceeded: one did not take the order, and none has begun it.
+            ReceiverError: a rank has failed, or waking them. DeadlineExceeded: one did not take the command, and none has begun it.
         """
-        told = order | {"deadline": deadline}
+        command = command | {"deadline": deadline}
         connections: list[_Connection] = []
         try:
-            await self._all((self._queued(rank, told, connections) for rank in range(self.ranks)), str(order["verb"]), deadline)
+            await self._all((self._queued(rank, command, connections) for rank in range(self.ranks)), str(command["verb"]), deadline)
             return await self._outcome([connection.answer() for connection in connections], wake, deadline + ANSWER_MARGIN)
         except BaseException:
             with contextlib.suppress(MyxoError):
@@ -138,10 +138,10 @@ class ReceiverClient:
         """Ends what every rank is at. Raises as `ask`."""
         await self.ask({"verb": "abort"}, deadline)
 
-    async def _queued(self, rank: int, order: dict[str, Any], connections: list[_Connection]) -> None:
+    async def _queued(self, rank: int, command: dict[str, Any], connections: list[_Connection]) -> None:
         connection = await _Connection.open(self._path(rank), rank)
         connections.append(connection)
-        await connection.say(order)
+        await connection.say(command)
         await connection.answer()  # that it is queued
 
     async def _outcome(
@@ -174,14 +174,16 @@ class ReceiverClient:
             await asyncio.gather(*everything, return_exceptions=True)
 
     async def _all(self, work: Iterable[Coroutine[Any, Any, Any]], verb: str, deadline: float) -> list[Any]:
-        tasks = [asyncio.create_task(one) for one in work]
+        tasks = [asyncio.create_task(coroutine) for coroutine in work]
         try:
             async with asyncio.timeout(deadline):
                 return await asyncio.gather(*tasks)
         except TimeoutError:
             silent = [rank for rank, task in enumerate(tasks) if task.cancelled() or not task.done()]
-            whom = f"ranks {silent} of the engine at {self.directory}"
-            raise DeadlineExceeded(f"the answer to {verb}", whom, deadline, "the engine is not to be trusted with weights") from None
+            awaited_from = f"ranks {silent} of the engine at {self.directory}"
+            raise DeadlineExceeded(
+                f"the answer to {verb}", awaited_from, deadline, "the engine is not to be trusted with weights"
+            ) from None
         finally:
             for task in tasks:
                 task.cancel()
@@ -192,7 +194,7 @@ class ReceiverClient:
 
 
 class _Connection:
-    """One order's connection to one rank."""
+    """One command's connection to one rank."""
 
     def __init__(self, rank: int, where: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._rank, self._where, self._reader, self._writer = rank, where, reader, writer
@@ -205,15 +207,15 @@ class _Connection:
             raise ReceiverError(str(path), f"rank {rank} cannot be reached: {error}") from error
         return cls(rank, str(path), reader, writer)
 
-    async def say(self, order: dict[str, Any]) -> None:
-        self._writer.write(orjson.dumps(order) + b"\n")
+    async def say(self, command: dict[str, Any]) -> None:
+        self._writer.write(orjson.dumps(command) + b"\n")
         try:
             await self._writer.drain()
         except OSError as error:
             raise ReceiverError(self._where, f"rank {self._rank} has hung up: {error}", touched=True) from error
 
     async def answer(self) -> dict[str, Any]:
-        """The next line. Raises ReceiverError: it says that the order was not done, or there is none."""
+        """Returns the next line. Raises ReceiverError: it says that the command was not done, or there is none."""
         try:
             line = await self._reader.readline()
             fields: dict[str, Any] = orjson.loads(line)

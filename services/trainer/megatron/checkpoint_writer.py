@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.runtime import deadline, gather_json, together
+from services.trainer.megatron.runtime import deadline, gather_json, host_copy, together
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import log_error
@@ -110,10 +110,7 @@ class _Staged:
 def _on_host(value: Any) -> Any:
     if not isinstance(value, Tensor) or value.device.type != DEVICE_TYPE:
         return value  # serialized already, or gathered to the host a moment ago
-    if DEVICE_TYPE == "cpu":
-        return value.detach().clone()
-    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    return copy.copy_(value.detach(), non_blocking=True)
+    return host_copy(value)
 
 
 def _encoded(result: WriteResult) -> list[Any]:
@@ -124,8 +121,8 @@ def _encoded(result: WriteResult) -> list[Any]:
 
 def _decoded(result: list[Any]) -> WriteResult:
     name, offset, index, size, path, start, length = result
-    place = MetadataIndex(name, None if offset is None else torch.Size(offset), index)
-    return WriteResult(place, size, _StorageInfo(path, start, length))
+    key = MetadataIndex(name, None if offset is None else torch.Size(offset), index)
+    return WriteResult(key, size, _StorageInfo(path, start, length))
 
 
 class Save:

@@ -44,7 +44,7 @@ class ContextSplit:
     def whole(self, per_token: Tensor) -> Tensor:
         """Returns the pack's [T, ...] of every rank's part [U, ...]. Every rank of the group is taken to compute the same from it:
         the gradient is this rank's part of the upstream one, counted once."""
-        gathered: Tensor = _GatherCopies.apply(per_token, self.group)
+        gathered: Tensor = _Gather.apply(per_token, self.group, False)
         return gathered.index_select(0, self.back)
 
 
@@ -83,8 +83,8 @@ def split(starts: list[int], padded: list[int], group: dist.ProcessGroup, rank: 
         where = where.flatten()
         back.append(where[:length])
         for chunk in (rank, 2 * size - 1 - rank):
-            place = chunk * width + steps
-            rows.append(torch.where(place < length, first + place, -1))
+            positions = chunk * width + steps
+            rows.append(torch.where(positions < length, first + positions, -1))
             keys.append(where[: (chunk + 1) * width])
             spans.append((width, (chunk + 1) * width))
     bounds = torch.tensor([(0, 0), *spans]).cumsum(0).int()
@@ -105,41 +105,27 @@ def gather_keys_and_values(key: Tensor, value: Tensor, split: ContextSplit) -> t
     Differentiable: a key's gradient is summed over the ranks whose queries have seen it.
     """
     joined = torch.cat([key.flatten(1), value.flatten(1)], 1)
-    gathered: Tensor = _GatherShared.apply(joined, split.group)
+    gathered: Tensor = _Gather.apply(joined, split.group, True)
     keys, values = gathered.index_select(0, split.keys).split([key[0].numel(), value[0].numel()], 1)
     return keys.unflatten(1, key.shape[1:]), values.unflatten(1, value.shape[1:])
 
 
-def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    gathered = tensor.new_empty(tensor.size(0) * group.size(), *tensor.shape[1:])
-    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
-    return gathered
-
-
-class _GatherShared(torch.autograd.Function):
-    """What is gathered goes into a different computation on each rank."""
+class _Gather(torch.autograd.Function):
+    """Gathers rows over a group. With ``summed`` each rank computes something else from them, and their gradients are summed over the
+    ranks; without it all ranks compute the same, and each takes its own part of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(tensor, group)
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, summed: bool) -> Tensor:
+        ctx.group, ctx.summed = group, summed
+        gathered = tensor.new_empty(tensor.size(0) * group.size(), *tensor.shape[1:])
+        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+        return gathered
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
+        if not ctx.summed:
+            return gradient.chunk(ctx.group.size())[ctx.group.rank()], None, None
         mine = gradient.new_empty(gradient.size(0) // ctx.group.size(), *gradient.shape[1:])
         dist.reduce_scatter_tensor(mine, gradient.contiguous(), group=ctx.group)
-        return mine, None
-
-
-class _GatherCopies(torch.autograd.Function):
-    """What is gathered goes into the same computation on each rank."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].chunk(ctx.group.size())[ctx.group.rank()], None
+        return mine, None, None

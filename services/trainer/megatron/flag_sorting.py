@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -74,8 +73,6 @@ def converted(group: str, name: str, value: Any) -> Any:
     if value is None:
         return None
     kinds = [hint, *typing.get_args(hint)]
-    if torch.dtype in kinds:
-        return getattr(torch, value)
     if typing.get_origin(hint) is tuple or any(typing.get_origin(kind) is tuple for kind in kinds):
         return tuple(value)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):

@@ -13,6 +13,7 @@ from services.trainer.megatron.adapters import DIRECTORY, Adapters
 from services.trainer.megatron.checkpoint import load_weights
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.hf_weights import load_hf, weights_of
+from services.trainer.megatron.runtime import host_copy
 
 
 class FrozenWeights:
@@ -29,7 +30,7 @@ class FrozenWeights:
     @classmethod
     def of(cls, model: MegatronModel, adapters: bool = False) -> FrozenWeights:
         """Returns the model's weights as they are now."""
-        copies = [_on_host(tensor) for tensor in _parameters(model, adapters)]
+        copies = [host_copy(tensor) for tensor in _parameters(model, adapters)]
         if DEVICE_TYPE == "cuda":
             torch.cuda.current_stream().synchronize()
         return cls(copies, adapters)
@@ -92,13 +93,6 @@ class FrozenWeights:
         # Pinned memory is not handed out again before the copies of this stream are through, so none is waited for.
         for parameter, tensor in zip(_parameters(model, self._adapters), self._tensors, strict=True):
             parameter.copy_(tensor, non_blocking=True)
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    if DEVICE_TYPE == "cpu":
-        return tensor.detach().clone()
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return copy.copy_(tensor.detach(), non_blocking=True)
 
 
 def _parameters(model: MegatronModel, adapters: bool) -> list[torch.Tensor]:

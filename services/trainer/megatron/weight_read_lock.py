@@ -47,7 +47,7 @@ class WeightRead:
 
 
 class WeightReadLock:
-    """Of one model: at most one reading at a time."""
+    """The readings of one model, at most one at a time."""
 
     def __init__(self) -> None:
         self._reading: WeightRead | None = None
@@ -58,8 +58,8 @@ class WeightReadLock:
         self._reading, self._seconds = WeightRead(what), seconds
         return self._reading
 
-    def wait(self, then: str) -> None:
-        """Returns once nobody reads. ``then``: what the caller is about to do. Raises DeadlineExceeded."""
+    def wait(self, next_action: str) -> None:
+        """Returns once nobody reads. ``next_action``: what the caller is about to do. Raises DeadlineExceeded."""
         reading, self._reading = self._reading, None
         if reading is not None and not reading.wait(self._seconds):
-            raise DeadlineExceeded(f"the end of {reading.what}", "the thread that reads the weights", self._seconds, f"no {then}")
+            raise DeadlineExceeded(f"the end of {reading.what}", "the thread that reads the weights", self._seconds, f"no {next_action}")

@@ -1,7 +1,7 @@
 """What the trainer optimises: rewards to advantages, log-probs to a loss. Pure functions; no Megatron, no bus.
 
 On the way of a batch: ``passing`` (per sample), ``token_advantages`` (per sample), ``Moments`` and ``whitened`` (per sample, by the whole
-batch), ``sample_weights`` (per sample), packing, ``batch_statistics`` (per optimizer step), then for each micro-batch the ``Loss`` of
+batch), ``sample_weights`` (per sample), packing, ``batch_statistics`` (per optimizer step), then for each micro-batch the loss of
 ``loss_of``, or a critic's ``ValueLoss``. ``needs`` says what has to be there for it; ``CustomFunctions`` are the user's own.
 """
 
@@ -19,7 +19,7 @@ from services.trainer.objective.correction import MissingStatistics, Statistics,
 from services.trainer.objective.custom_objective import CustomFunctions, CustomLoss
 from services.trainer.objective.loss import PolicyLoss, SftLoss, ValueLoss, loss_of, passing
 from services.trainer.objective.reduce import denominator, sample_weights
-from services.trainer.objective.tokens import Loss, MissingField
+from services.trainer.objective.tokens import MissingField
 from services.trainer.objective.whitening import Moments, whitened
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "BadReward",
     "CustomFunctions",
     "CustomLoss",
-    "Loss",
     "MissingField",
     "MissingStatistics",
     "Moments",

@@ -208,11 +208,11 @@ class CustomFunctions:
 class CustomLoss:
     """``custom_loss_function_path``: ``f(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)``.
 
-    An instance is a ``Loss`` on logits. ``logits``: [1, T, V / tp], divided by the temperature. ``batch``: a dict with ``tokens``,
-    ``labels`` and ``loss_mask`` [T], ``cu_seqlens``, ``total_lengths``, ``response_lengths``, ``loss_masks`` and each per-token field of
-    the micro-batch as a list of [R]; ``log_probs``, as slime has it, is ``proximal_log_probs`` once more. ``sum_of_sample_mean(x)`` with x
-    [F] (responses end to end) or [T] is this micro-batch's part of the batch's mean under the configured reducer. The loss is added up over
-    micro-batches and ranks, and so are metrics.
+    An instance is a `LossFunction` that an actor calls with logits. ``logits``: [1, T, V / tp], divided by the temperature. ``batch``: a
+    dict with ``tokens``, ``labels`` and ``loss_mask`` [T], ``cu_seqlens``, ``total_lengths``, ``response_lengths``, ``loss_masks`` and each
+    per-token field of the micro-batch as a list of [R]; ``log_probs``, as slime has it, is ``proximal_log_probs`` once more.
+    ``sum_of_sample_mean(x)`` with x [F] (responses end to end) or [T] is this micro-batch's part of the batch's mean under the configured
+    reducer. The loss is added up over micro-batches and ranks, and so are metrics.
     """
 
     custom: CustomFunctions

@@ -30,7 +30,7 @@ from shared.config.algorithm import AlgorithmSection
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """``pg - entropy_coef H + kl_loss_coef KL``; an instance is a ``Loss``.
+    """``pg - entropy_coef H + kl_loss_coef KL``; an instance is a `LossFunction`.
 
     Reads the fields ``weights`` and ``advantages``; ``rollout_log_probs`` unless ``off_policy`` is ``none`` (there it
     is only measured, if it is there); ``proximal_log_probs``, the trainer's log-probs at batch start, wherever a batch
@@ -58,7 +58,7 @@ class PolicyLoss:
     custom: CustomFunctions = field(default_factory=CustomFunctions)
 
     def __call__(self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Metrics]:
-        """See ``Loss``. Args: log_probs, entropy: [T], of ``batch.labels``. Raises MissingField; HookFailed; ValueError."""
+        """Args: log_probs, entropy: [T], of ``batch.labels``. Raises MissingField; HookFailed; ValueError."""
         config, tokens = self.config, MaskedTokens(log_probs, batch)
         current, advantages = tokens.log_probs, tokens.field("advantages", config.advantage_estimator).detach()
         rollout = None
@@ -160,7 +160,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class SftLoss:
-    """``-sum(weights log p)``; an instance is a ``Loss``.
+    """``-sum(weights log p)``; an instance is a `LossFunction`.
 
     With weights of reducer ``token_mean`` it is the batch's mean over trained tokens, with ``rollout_mean`` the mean of
     the samples' means (slime's default for SFT too). Metrics: loss, and entropy_loss with an entropy.
@@ -169,7 +169,7 @@ class SftLoss:
     """
 
     def __call__(self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Metrics]:
-        """See ``Loss``. Args: log_probs, entropy: [T], of ``batch.labels``. Raises MissingField; ValueError."""
+        """Args: log_probs, entropy: [T], of ``batch.labels``. Raises MissingField; ValueError."""
         tokens = MaskedTokens(log_probs, batch)
         loss = tokens.mean(-tokens.log_probs)
         metrics = {"loss": loss.detach()}
@@ -182,8 +182,8 @@ class SftLoss:
 class ValueLoss:
     """``sum(weights max((V_clipped - R)^2, (V - R)^2))``, V clipped to ``[V_old - value_clip, V_old + value_clip]``.
 
-    An instance is a ``Loss`` on values. The micro-batch carries fields ``values`` (V_old), ``returns`` (R) and ``weights``. There is no
-    factor 1/2. Metrics: loss, value_loss, value_clipfrac (share of tokens whose clipped term is the larger).
+    An instance is a critic's `LossFunction`. The micro-batch carries fields ``values`` (V_old), ``returns`` (R) and ``weights``. There is
+    no factor 1/2. Metrics: loss, value_loss, value_clipfrac (share of tokens whose clipped term is the larger).
 
     Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 9; clipped as in OpenAI's implementation of it.
     """
@@ -191,7 +191,7 @@ class ValueLoss:
     value_clip: float = 0.2
 
     def __call__(self, values: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Metrics]:
-        """See ``Loss``; ``values`` [T]: of the state in which ``batch.labels[t]`` is chosen. Raises MissingField; ValueError."""
+        """Args: values: [T], of the state in which ``batch.labels[t]`` is chosen. Raises MissingField; ValueError."""
         tokens = MaskedTokens(values, batch)
         old = tokens.field("values", "the clip of the value loss").detach()
         returns = tokens.field("returns", "the value loss").detach()

@@ -1,9 +1,9 @@
-"""What every loss reads a micro-batch through, what a loss is, and sums over the sequences of a packed micro-batch."""
+"""How every loss reads a micro-batch, and sums over the sequences of a packed one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,18 +24,6 @@ class MissingField(MyxoError):
     def __init__(self, field: str, needed_for: str, present: Mapping[str, Tensor]) -> None:
         self.field = field
         super().__init__(f"the micro-batch has no {field}, needed for {needed_for}; it has {sorted(present)}")
-
-
-class Loss(Protocol):
-    """What an actor calls on each micro-batch.
-
-    One with an attribute ``takes_logits`` that is true is called with the logits of this tensor-parallel rank, [T, V / tp], in place of
-    log-probs and entropy.
-    """
-
-    def __call__(self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Metrics]:
-        """Loss (a scalar with its graph) and metrics (detached scalars), to be summed over micro-batches and ranks."""
-        ...
 
 
 class MaskedTokens:

@@ -25,12 +25,12 @@ class Bench:
     """A rollout service that serves version 0, and hands to give it tasks and take what comes."""
 
     def __init__(self, service: Service, rollout: Rollout, client: EngineClient) -> None:
-        self.service, self.rollout, self.client, self.replica = service, rollout, client, rollout._replica
+        self.service, self.rollout, self.client, self.replica = service, rollout, client, rollout.replica
         run, bus = service.run, service.config.bus
         self._generated = WorkQueue(service.bus, generated_consumer(run, bus, "math"), Generated)
         self._scored = WorkQueue(service.bus, scored_consumer(run, bus), Outcome)
-        self.working = [asyncio.create_task(rollout._take(task_class)) for task_class in (TRAIN, EVAL)]
-        self.working.append(asyncio.create_task(rollout._stop_stale()))
+        self.working = [asyncio.create_task(rollout.take(task_class)) for task_class in (TRAIN, EVAL)]
+        self.working.append(asyncio.create_task(rollout.stop_stale()))
 
     async def task(self, group: str = "g00000007", n: int = 2, **changes: Any) -> None:
         task = Task(
@@ -47,12 +47,12 @@ class Bench:
 
     async def in_decode(self, group: str, n: int, **changes: Any) -> bool:
         """Sends a task. Returns once its samples have some tokens; False: they were all over before that was seen."""
-        tokens = self.rollout._tokens
+        tokens = self.rollout.tokens
 
         async def seen() -> str | None:
-            if self.rollout._tokens > tokens:
+            if self.rollout.tokens > tokens:
                 return "over"
-            decoding = self.client._generating > 0 and (await load(self.client)).used_tokens > len(PROMPT) + 2 * n
+            decoding = self.client.generating > 0 and (await load(self.client)).used_tokens > len(PROMPT) + 2 * n
             return "in decode" if decoding else None
 
         await self.task(group, n, **changes)

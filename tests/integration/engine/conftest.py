@@ -130,8 +130,8 @@ async def new_bench(
         await runs.create(bus, config, valkey.url)
         service = Service("rollout", "rollout-1", run_name, bus, config, valkey.url)
         rollout = Rollout(service)
-        await rollout._replica.attach(client)
-        await rollout._replica.serve(0)
+        await rollout.replica.attach(client)
+        await rollout.replica.serve(0)
         made.append(Bench(service, rollout, client))
         return made[-1]
 

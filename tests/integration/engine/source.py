@@ -26,7 +26,7 @@ class Source:
     """
 
     def __init__(self, desk: Bench, model: torch.nn.Module, version: int, world_size: int = 2) -> None:
-        self.weights, self.version = desk.rollout._weights, version
+        self.weights, self.version = desk.rollout.weights, version
         self.group = WeightsGroup(f"source-{next(NUMBERS)}", world_size)
         self.tensors = parameters(model)
         self.manifest = manifest_of(self.tensors)

@@ -88,13 +88,13 @@ async def test_another_replica_goes_on_from_the_tokens_of_one_that_left(new_benc
     desk = await new_bench()
     group = await caught(desk)
     await desk.client.resume()
-    await desk.rollout._in_flight.leave(desk.client)
+    await desk.rollout.in_flight.leave(desk.client)
     left = await desk.outcome()
     assert isinstance(left, Interrupted) and not left.stale
     parts = sample.decode(await desk.service.store.read(stored(left.payload).keys))
     assert any(one.finish == "abort" and 0 < len(one.response) < LONG for one in parts), "the engine was not stopped in the middle"
 
-    desk.rollout._in_flight._leaving = False  # as in the next replica
+    desk.rollout.in_flight.leaving = False  # as in the next replica
     await desk.task(group=group, attempt=1, partial=left.payload, **LONG_TASK)
     again, samples = await desk.generated()
     assert again.attempt == 1
@@ -133,7 +133,7 @@ async def test_a_group_whose_earlier_samples_are_lost_begins_anew(new_bench: New
 
 async def test_a_replica_that_stops_keeps_its_word_and_gives_no_other(new_bench: NewBench, checkpoint: Checkpoints) -> None:
     desk = await new_bench()
-    weights = desk.rollout._weights
+    weights = desk.rollout.weights
     assert await weights._offer(WeightsOffer(version=1)) == WeightsReady(replica="rollout-1", version=0)
     staying = asyncio.create_task(weights.settled(60))  # for what may follow the answer
     desk.service.stopping.set()

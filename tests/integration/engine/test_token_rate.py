@@ -29,13 +29,13 @@ async def test_tokens_count_as_they_are_drawn_and_the_rate_adds_up_to_them(new_b
             seen.append((time.monotonic(), value))
 
     monkeypatch.setattr(desk.service.metrics, "set", noted)
-    desk.working.append(asyncio.create_task(desk.rollout._measure()))
+    desk.working.append(asyncio.create_task(desk.rollout.measure()))
     await until(lambda: seen, "the engine's first count")
     for _ in range(3):  # a group that draws its end tokens early is over before it is seen
         await desk.task(n=SAMPLES, sampling=Sampling(temperature=1.0, max_new_tokens=TOKENS))
-        done = desk.rollout._tokens
-        await until(lambda done=done: max(gauges["generated_tokens"], desk.rollout._tokens) > done, "tokens", 240)
-        under_way = desk.rollout._tokens == done
+        done = desk.rollout.tokens
+        await until(lambda done=done: max(gauges["generated_tokens"], desk.rollout.tokens) > done, "tokens", 240)
+        under_way = desk.rollout.tokens == done
         await desk.client.pause("retract")  # as in a push
         await desk.client.resume()
         _, samples = await desk.generated()
@@ -43,10 +43,10 @@ async def test_tokens_count_as_they_are_drawn_and_the_rate_adds_up_to_them(new_b
             break
     else:
         raise AssertionError("no tokens were counted before their group had ended")
-    await until(lambda: gauges["generated_tokens"] == desk.rollout._tokens, "the count of the samples that came back", 60)
+    await until(lambda: gauges["generated_tokens"] == desk.rollout.tokens, "the count of the samples that came back", 60)
     await until(lambda: gauges["generated_tokens_per_s"] == 0, "an engine at rest", 60)
     assert len(samples) == SAMPLES
-    total = desk.rollout._tokens
+    total = desk.rollout.tokens
     steps = [(now - before, rate) for (before, _), (now, rate) in itertools.pairwise(seen)]
     coarse = max(seconds for seconds, _ in steps) / WINDOW_SECONDS  # a busy machine reads late
     assert sum(seconds * rate for seconds, rate in steps) == pytest.approx(total, rel=0.05 + coarse), "rate times time"

@@ -32,7 +32,7 @@ MINUTES = 240.0
 async def desk(new_bench: NewBench) -> AsyncIterator[Bench]:
     """A replica that serves version 0 and shares its device."""
     desk = await new_bench(**COLOCATED)
-    await desk.rollout._weights.listen()
+    await desk.rollout.weights.listen()
     yield desk
     if desk.replica.served.asleep:
         await ask(desk, "wake", WeightsWake(deadline=MINUTES), WeightsReady)
@@ -53,7 +53,7 @@ async def test_what_was_running_waits_for_the_turns_end_and_goes_on_from_its_tok
     for number in range(5):
         if await desk.in_decode(f"g{number:08d}", **LONG_TASK):
             asleep = await sleep(desk)
-            if desk.rollout._running:
+            if desk.rollout.running:
                 break
             await ask(desk, "wake", WeightsWake(deadline=MINUTES), WeightsReady)
         await desk.generated()  # it was over before the engine could be asked
@@ -62,7 +62,7 @@ async def test_what_was_running_waits_for_the_turns_end_and_goes_on_from_its_tok
     assert asleep == WeightsAsleep(replica="rollout-1", version=0)
     assert not desk.replica.serving
     assert desk.service.state == "asleep"
-    assert desk.client._generating == 0
+    assert desk.client.generating == 0
     await asked(desk.client, "POST", "/flush_cache")  # which the engine refuses while a request is in it
     await desk.client.resume()  # as a push that is broken off does: an engine that is asleep stays so
     late = asyncio.create_task(
@@ -107,7 +107,7 @@ async def test_each_word_of_the_trainer_counts_from_when_it_was_said(desk: Bench
 
 async def test_weights_that_went_with_the_memory_come_back_by_a_push_only(desk: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is told to release its memory as on a GPU; on a CPU it keeps it, so that only the protocol is seen here."""
-    turns = desk.rollout._weights.colocation
+    turns = desk.rollout.weights.colocation
     monkeypatch.setattr(turns, "_releases", True)
     monkeypatch.setattr(turns, "_loses", True)
     adopted: list[int] = []

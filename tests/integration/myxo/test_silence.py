@@ -46,11 +46,11 @@ def test_groups_that_all_fail_are_told_and_end_the_run_which_goes_on_when_called
     myxo: Myxo, config_file: ConfigFile, root: Path
 ) -> None:
     (root / "refuse").write_text(PROMPT_TOO_LONG)
-    config = config_file(rollout={"num_rollout": 6, "max_dead_in_a_row": 40}, eval={"skip_eval_before_train": True})
+    config = config_file(rollout={"num_rollout": 2, "max_dead_in_a_row": 8}, eval={"skip_eval_before_train": True})
     process = myxo.start("up", config, standins=True)
     code, out, err = ended(process)
     assert code == 1, f"{out}\n{err}"
-    assert "myxo: run test failed: " in err and "groups in a row failed (rollout.max_dead_in_a_row = 40)" in err
+    assert "myxo: run test failed: " in err and "groups in a row failed (rollout.max_dead_in_a_row = 8)" in err
     assert PROMPT_TOO_LONG in err
     report = out[out.index("what went wrong") :]
     assert "dead" in report and PROMPT_TOO_LONG[:50] in " ".join(report.split())
@@ -61,12 +61,12 @@ def test_groups_that_all_fail_are_told_and_end_the_run_which_goes_on_when_called
     code, out, _ = myxo.run("status", root, "--json")
     told = json.loads(out)
     assert (told["phase"], told["running"]) == ("failed", False)
-    assert PROMPT_TOO_LONG in told["reason"] and sum(told["dead"].values()) >= 40
+    assert PROMPT_TOO_LONG in told["reason"] and sum(told["dead"].values()) >= 8
 
     (root / "refuse").unlink()
     code, out, err = myxo.run("up", config, standins=True)
     assert (code, err) == (0, ""), f"{out}\n{err}"
-    assert "step 6/6" in out
+    assert "step 2/2" in out
 
 
 def test_dead_groups_are_told_at_once_by_lines_and_status_and_when_the_run_is_interrupted(

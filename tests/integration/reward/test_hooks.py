@@ -182,7 +182,7 @@ async def test_a_filter_that_says_nothing_fails_the_group(bench: NewBench) -> No
 )
 async def test_a_service_whose_function_cannot_be_imported_does_not_start(bench: NewBench, tmp_path: Path, path: str, words: str) -> None:
     desk = await bench(reward={"custom_rm_path": path})
-    environment = {"NATS_URL": desk._nats_url, "MYXO_RUN": desk.config.run.name}
+    environment = {"NATS_URL": desk.nats_url, "MYXO_RUN": desk.config.run.name}
     with ServiceProcess("reward", tmp_path / "refused.log", environment) as process:
         assert process.process.wait(120) == 2
         [line] = [line for line in process.words().splitlines() if line.startswith("reward: ")]

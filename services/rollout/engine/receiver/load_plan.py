@@ -54,7 +54,7 @@ class TensorCopy:
 
 @dataclass
 class LoadPlan:
-    """What loading one bucket comes to."""
+    """What loading one bucket amounts to: copies and fills."""
 
     copies: list[TensorCopy] = field(default_factory=list)
     fills: list[tuple[Tensor, Any]] = field(default_factory=list)
@@ -72,7 +72,7 @@ class LoadPlan:
         self._views.clear()
 
     def _grouped(self, flat: Tensor) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Targets and sources, in lists that one kernel can copy: same dtypes, contiguous or not."""
+        """Returns targets and sources, in lists that one kernel can copy: same dtypes, contiguous or not."""
         found = self._views.get(flat.data_ptr())
         if found is None:
             if len(self._views) >= VIEWED_BUFFERS:
@@ -133,8 +133,8 @@ def trace(model: Any, bucket: Bucket, flat: Tensor) -> tuple[LoadPlan | None, st
 
 
 def compare(model: Any, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
-    """What loading the bucket would change, without loading it: name → how many elements, of those that are copied here (int64, on the
-    device; names that nothing is copied of are absent).
+    """Returns what loading the bucket would change, without loading it: name → how many elements, of those that are copied here (int64,
+    on the device; names that nothing is copied of are absent).
 
     Raises NotImplementedError: ``load_weights`` does something to a parameter that cannot be compared.
     """
@@ -144,7 +144,7 @@ def compare(model: Any, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
 
 
 def parameters_of(model: Any) -> Iterator[Tensor]:
-    """Everything that a load may write into."""
+    """Yields everything that a load may write into."""
     yield from model.parameters()
     yield from model.buffers()
 
@@ -223,7 +223,7 @@ class _Comparing(_Watching):
         self._name = ""
 
     def named(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, while their names are noted: what is no copy from the buffer itself belongs to the one that the model took last."""
+        """Yields the tensors and notes their names: what is no copy from the buffer itself belongs to the one that the model took last."""
         for name, tensor in tensors:
             self._name = name
             yield name, tensor
@@ -247,7 +247,7 @@ class _Comparing(_Watching):
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The tensor's elements as integers: a NaN is equal to itself, and 0 is not -0."""
+    """Returns the tensor's elements as integers: a NaN is equal to itself, and 0 is not -0."""
     size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(size[tensor.element_size()])
 
@@ -267,19 +267,19 @@ def _storage(tensor: Tensor) -> int:
 def _is_view(func: Any) -> bool:
     """Whether an operation only gives its argument another shape: all that it returns aliases it, and nothing is written."""
     returns = func._schema.returns
-    return bool(returns) and not func._schema.is_mutable and all(one.alias_info is not None for one in returns)
+    return bool(returns) and not func._schema.is_mutable and all(value.alias_info is not None for value in returns)
 
 
 def _constant(func: Any, args: tuple[Any, ...]) -> Any:
-    """What an operation fills its first argument with; None if it does something else."""
+    """Returns what an operation fills its first argument with; None if it does something else."""
     if func is aten.zero_.default:
         return 0
     return args[1] if func is aten.fill_.Scalar else None
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def _overlap(first: Tensor, other: Tensor) -> bool:
     """Whether the stretches of memory from a tensor's first to its last element meet."""
-    (begin, end), (other_begin, other_end) = _extent(one), _extent(other)
+    (begin, end), (other_begin, other_end) = _extent(first), _extent(other)
     return begin < other_end and other_begin < end
 
 

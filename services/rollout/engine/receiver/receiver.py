@@ -279,6 +279,7 @@ class _Reception:
             for stream in self._streams:
                 self._merge(stream)
             self._drain()
+        seconds = time.monotonic() - started
         found = {name: known for stream in self._streams for name, known in stream.layout.hasher.digests().items()}
         differences = {name: int(count) for name, count in self._differences.items() if int(count)}
         if not self._check and any(stream.adapter for stream in self._streams):
@@ -289,7 +290,7 @@ class _Reception:
             receiver.learn(receiver.version, found)
         nbytes = sum(bucket.nbytes for manifest in manifests for bucket in manifest.buckets)
         digest = version_digest(receiver.known | found) if self._check else receiver.digest
-        return ReceivedPush(digest, nbytes, time.monotonic() - started, differences)
+        return ReceivedPush(digest, nbytes, seconds, differences)
 
     def _take_all(self) -> None:
         """Takes every channel's buckets in turn: the same order on all engines. Nothing is loaded before every channel has brought one."""

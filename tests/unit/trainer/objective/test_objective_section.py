@@ -113,9 +113,13 @@ def test_what_follows_from_several_fields() -> None:
 
 def test_every_contradiction_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(Problems) as error:
-        run_config(tmp_path, algorithm={"kl_coef": 0.1, "tis_clip": 0.5, "tis_clip_low": 0.5, "use_opsm": True, "off_policy": "none"})
-    for field in ("kl_coef", "tis_clip", "use_opsm"):
-        assert f"algorithm.{field}" in str(error.value)
+        run_config(
+            tmp_path,
+            algorithm={"kl_coef": 0.1, "tis_clip": 0.5, "tis_clip_low": 0.5, "use_opsm": True, "off_policy": "none"},
+            trainer={"num_steps_per_rollout": 3},
+        )
+    for field in ("algorithm.kl_coef", "algorithm.tis_clip", "algorithm.use_opsm", "trainer.num_steps_per_rollout"):
+        assert field in str(error.value)
 
 
 PAGE = (Path(__file__).parents[4] / "docs" / "algorithms.md").read_text()
