@@ -85,7 +85,7 @@ class Sample:
         for name in ("log_probs", "mask"):
             if len(getattr(self, name)) != length:
                 return f"{name} has {len(getattr(self, name))} entries for {length} response tokens"
-        if length and self.mask.max() > 1:
+        if length and np.maximum.reduce(self.mask) > 1:
             return f"mask holds {self.mask.max()}; expected 0 and 1"
         # all of them at once first: what is masked out need not be finite, but nearly always is
         finite = np.isfinite(self.log_probs)

@@ -52,19 +52,19 @@ class EngineMemory:
             await asyncio.sleep(POLL_INTERVAL_S)
         wanted = [tag for tag in release if tag not in self.released]
         if wanted:
-            then = "it may have released some of its memory"
-            await self._transport.post("/release_memory_occupation", {"tags": wanted}, self._left(end, deadline), then)
+            next_action = "it may have released some of its memory"
+            await self._transport.post("/release_memory_occupation", {"tags": wanted}, self._left(end, deadline), next_action)
             self.released |= set(wanted)
 
     async def take_back(self, *tags: str, deadline: float) -> None:
-        """Has memory again for what was released of ``tags``; what the weights' memory holds then means nothing, unless it was backed up.
+        """Takes memory again for what was released of ``tags``. The weights' memory then holds nothing of meaning, unless it was backed up.
 
         Raises as `sleep`.
         """
         wanted = [tag for tag in tags if tag in self.released]
         if wanted:
-            then = "it may have taken some of its memory"
-            await self._transport.post("/resume_memory_occupation", {"tags": wanted}, deadline, then)
+            next_action = "it may have taken some of its memory"
+            await self._transport.post("/resume_memory_occupation", {"tags": wanted}, deadline, next_action)
             self.released -= set(wanted)
 
     async def wake(self, *, deadline: float) -> None:

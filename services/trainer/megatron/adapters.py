@@ -130,25 +130,25 @@ class Adapters:
             On the first rank tensors in the dtypes of ``base``, those of matrices without adapters untouched.
         """
         found = list(base) if base is not None else None
-        for number, (name, shape) in enumerate(matrices):
+        for index, (name, shape) in enumerate(matrices):
             if name not in self._of:
                 continue
             a, b = (part.whole(group) for part in self._of[name])
             if found is not None:
                 assert a is not None and b is not None  # of the same rank
-                weight = found[number].reshape(shape)
-                found[number] = torch.addmm(weight.float(), b.float(), a.float(), alpha=self.scale).to(weight.dtype)
+                weight = found[index].reshape(shape)
+                found[index] = torch.addmm(weight.float(), b.float(), a.float(), alpha=self.scale).to(weight.dtype)
         return found
 
     def collect(self, tensor_group: dist.ProcessGroup, world: dist.ProcessGroup | None = None) -> dict[str, Tensor] | None:
         """Returns all adapters of the model on global rank 0, None on the others. This is a collective of all ranks."""
         with deadline("the export of the adapters"):
-            told = gather_json(self.tensors())
+            reported = gather_json(self.tensors())
             owners: dict[str, int] = {}
-            for rank, tensors in enumerate(told):
+            for rank, tensors in enumerate(reported):
                 for name, _, _ in tensors:
                     owners.setdefault(name, rank)
-            known = {name: (dtype, shape) for tensors in told for name, dtype, shape in tensors}
+            known = {name: (dtype, shape) for tensors in reported for name, dtype, shape in tensors}
             rank, found = dist.get_rank(), {}
             for name, owner in owners.items():
                 mine = name in self._parts and dist.get_global_rank(tensor_group, 0) == owner

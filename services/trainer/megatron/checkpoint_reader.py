@@ -23,24 +23,24 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from shared.runtime.errors import ConfigError
 
 
-def read_tensors(path: Path, places: dict[str, Any]) -> dict[str, Tensor]:
+def read_tensors(path: Path, shards: dict[str, Any]) -> dict[str, Tensor]:
     """Reads tensors into new memory.
 
     Args:
-        path: a checkpoint. places: Megatron's ShardedTensors, or factories of them, by any name; their data is not touched.
+        path: a checkpoint. shards: Megatron's ShardedTensors, or factories of them, by any name; their data is not touched.
 
     Returns:
-        By the same names, whole tensors of the places' shapes.
+        By the same names, whole tensors of the shards' shapes.
 
     Raises:
         ConfigError: the checkpoint does not hold one of them.
     """
-    state = dict(places)
+    state = dict(shards)
     factories, _ = extract_matching_values(state, lambda v: isinstance(v, ShardedTensorFactory), return_lists_as_dicts=True)
     apply_factories(state)
     parts: dict[str, _Parts] = {}
-    for place in nested_values(state):
-        parts.setdefault(place.key, _Parts()).add(place)
+    for shard in nested_values(state):
+        parts.setdefault(shard.key, _Parts()).add(shard)
     with own_errors():
         read_shards(parts, storage_reader=FileSystemReader(path), planner=_Planner(path))
     return apply_factory_merges(_filled(state), factories)
@@ -71,10 +71,10 @@ class _Parts:
     def __init__(self) -> None:
         self._by_offset: dict[torch.Size, Tensor] = {}
 
-    def add(self, place: ShardedTensor) -> None:
-        place.data = torch.empty(place.local_shape, dtype=place.dtype)
-        stacked = (1,) * place.prepend_axis_num
-        self._by_offset[torch.Size(place.global_offset)] = place.data.view(*stacked, *place.local_shape)
+    def add(self, shard: ShardedTensor) -> None:
+        shard.data = torch.empty(shard.local_shape, dtype=shard.dtype)
+        stacked = (1,) * shard.prepend_axis_num
+        self._by_offset[torch.Size(shard.global_offset)] = shard.data.view(*stacked, *shard.local_shape)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offset, part.size()) for offset, part in self._by_offset.items()]

@@ -121,8 +121,8 @@ def _encoded(result: WriteResult) -> list[Any]:
 
 def _decoded(result: list[Any]) -> WriteResult:
     name, offset, index, size, path, start, length = result
-    place = MetadataIndex(name, None if offset is None else torch.Size(offset), index)
-    return WriteResult(place, size, _StorageInfo(path, start, length))
+    key = MetadataIndex(name, None if offset is None else torch.Size(offset), index)
+    return WriteResult(key, size, _StorageInfo(path, start, length))
 
 
 class Save:

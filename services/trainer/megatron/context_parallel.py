@@ -83,8 +83,8 @@ def split(starts: list[int], padded: list[int], group: dist.ProcessGroup, rank: 
         where = where.flatten()
         back.append(where[:length])
         for chunk in (rank, 2 * size - 1 - rank):
-            place = chunk * width + steps
-            rows.append(torch.where(place < length, first + place, -1))
+            positions = chunk * width + steps
+            rows.append(torch.where(positions < length, first + positions, -1))
             keys.append(where[: (chunk + 1) * width])
             spans.append((width, (chunk + 1) * width))
     bounds = torch.tensor([(0, 0), *spans]).cumsum(0).int()

@@ -172,20 +172,22 @@ class _Source:
 
     def __init__(self, model: MegatronModel, reader: SafetensorsReader) -> None:
         self._reader, self._architecture = reader, model.architecture
-        self._by_place = {p.parameter.untyped_storage().data_ptr(): p for p in parameters(model.modules, model.config, model.architecture)}
-        self.bytes = sum(p.parameter.nbytes for p in self._by_place.values())
+        self._by_storage = {
+            p.parameter.untyped_storage().data_ptr(): p for p in parameters(model.modules, model.config, model.architecture)
+        }
+        self.bytes = sum(p.parameter.nbytes for p in self._by_storage.values())
         self._last: tuple[str, Tensor] | None = None
 
-    def tensor(self, place: Tensor) -> Tensor:
-        """Returns what belongs into a parameter, or into the view ``place`` of it."""
-        local = self._by_place[place.untyped_storage().data_ptr()]
+    def tensor(self, target: Tensor) -> Tensor:
+        """Returns what belongs into a parameter, or into the view ``target`` of it."""
+        local = self._by_storage[target.untyped_storage().data_ptr()]
         if self._last is None or self._last[0] != local.name:  # the halves of a gated MLP are asked for one by one
             self._last = None
             made = local.recipe.fuse(
                 [self._reader.read(name) for name in local.recipe.hf_names], self._architecture, local.parameter.size(0)
             )
             self._last = local.name, made.to(local.parameter.dtype).contiguous()
-        return self._last[1].as_strided(place.size(), place.stride(), place.storage_offset())
+        return self._last[1].as_strided(target.size(), target.stride(), target.storage_offset())
 
 
 class _Filling(MCoreSavePlanner):

@@ -177,11 +177,11 @@ def deadline(what: str) -> Iterator[None]:
         yield
     except (RuntimeError, TimeoutError) as error:
         text = str(error).lower()
-        then = "this rank stops; restart all ranks from the newest checkpoint"
+        next_action = "this rank stops; restart all ranks from the newest checkpoint"
         if "timed out" in text or "timeout" in text:
-            raise DeadlineExceeded(what, "the other trainer ranks", _timeout_seconds, then) from error
+            raise DeadlineExceeded(what, "the other trainer ranks", _timeout_seconds, next_action) from error
         if "connection closed" in text or "connection reset" in text or "broken pipe" in text or "nccl error" in text:
-            raise PeerLost(f"a trainer rank went away during {what}; {then}") from error
+            raise PeerLost(f"a trainer rank went away during {what}; {next_action}") from error
         raise
 
 
@@ -218,12 +218,12 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     Args:
         group: of gloo, to gather over; all ranks' own if None.
     """
-    place = device() if group is None else torch.device("cpu")
-    encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(place)
-    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=place)
+    target = device() if group is None else torch.device("cpu")
+    encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(target)
+    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=target)
     sizes[dist.get_rank(group)] = encoded.numel()
     dist.all_reduce(sizes, group=group)
-    mine = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=place)
+    mine = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=target)
     mine[: encoded.numel()] = encoded
     everyone = [torch.empty_like(mine) for _ in sizes]
     dist.all_gather(everyone, mine, group=group)

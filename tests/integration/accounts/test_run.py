@@ -93,7 +93,7 @@ def start(servers: GuardedServers, service: str, logs: Path) -> ServiceProcess:
 async def ready(registry: Registry, process: ServiceProcess) -> None:
     async def is_ready() -> bool:
         assert process.process.poll() is None, process.words()
-        return any((card.pid, card.state) == (process.process.pid, "ready") for card in await registry.alive(process.name))
+        return any((found.pid, found.state) == (process.process.pid, "ready") for found in await registry.alive(process.name))
 
     await until(is_ready, process.name)
 
@@ -118,13 +118,13 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
         await ready(registry, buffer)
         await ready(registry, reward)
 
-        # a replica: its card, weights, tasks, payloads
+        # a replica: its status, weights, tasks, payloads
         async def prepare(offer: WeightsPrepare) -> Ready:
             return Ready(replica="rollout-0", version=offer.version - 1)
 
         await rollout.serve(NAMES.replica_weights("rollout-0", "prepare"), WeightsPrepare, prepare)
-        card = ServiceStatus(service="rollout", instance="rollout-0", host="h", pid=1, http="", state="ready", at=time.time())
-        await Registry(rollout, RUN).renew(card)
+        registered = ServiceStatus(service="rollout", instance="rollout-0", host="h", pid=1, http="", state="ready", at=time.time())
+        await Registry(rollout, RUN).renew(registered)
         assert [seen.instance for seen in await Registry(trainer, RUN).alive("rollout")] == ["rollout-0"]
         assert [seen.instance for seen in await Registry(rollout, RUN).alive("rollout")] == ["rollout-0"]
         joined = ServiceEvent(service="rollout", instance="rollout-0", what="joined", detail="", at=time.time())
@@ -177,7 +177,7 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
         await player.durable(2)
         await until(lambda: roles.stores["operator"].missing(keys), "the end of the payloads")
         assert await runs.phase(trainer, RUN) == runs.FINISHED
-        await Registry(rollout, RUN).leave(card)
+        await Registry(rollout, RUN).leave(registered)
         assert reward.stop() == 0
         assert buffer.stop() == 0
         assert await registry.alive() == []
@@ -242,7 +242,7 @@ async def test_a_service_on_the_wrong_account_or_without_one_says_so_and_ends(
         "store": ({**own, "REDIS_URL_FILE": str(wrong_store)}, "the store refuses"),
         "no store": ({**own, "REDIS_URL_FILE": ""}, "REDIS_URL = None: required"),
     }
-    processes = {name: ServiceProcess(service, tmp_path / f"{name}.log", told) for name, (told, _) in cases.items()}
+    processes = {name: ServiceProcess(service, tmp_path / f"{name}.log", environment) for name, (environment, _) in cases.items()}
     try:
         for name, (_, expected) in cases.items():
             assert processes[name].process.wait(90) == 2, processes[name].words()

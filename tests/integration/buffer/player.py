@@ -71,8 +71,8 @@ class Player:
 
         async def says_so() -> bool:
             assert buffer.process.poll() is None, buffer.words()
-            cards = await registry.alive("buffer")
-            return any((card.pid, card.instance, card.state) == (buffer.process.pid, instance, state) for card in cards)
+            statuses = await registry.alive("buffer")
+            return any((status.pid, status.instance, status.state) == (buffer.process.pid, instance, state) for status in statuses)
 
         await until(says_so, f"{instance} {state}")
 

@@ -70,8 +70,8 @@ async def test_after_a_kill_the_standby_answers_and_the_run_goes_on(new_run: New
     async with two_buffers(player) as (first, second):
         await player.live(0)
         had = await player.batch(0, working=True)
-        [card] = [card for card in await Registry(player.bus, player.config.run.name).alive("buffer") if card.state == STANDBY]
-        with urllib.request.urlopen(f"http://{card.http}/healthz", timeout=30) as answer:
+        [status] = [status for status in await Registry(player.bus, player.config.run.name).alive("buffer") if status.state == STANDBY]
+        with urllib.request.urlopen(f"http://{status.http}/healthz", timeout=30) as answer:
             health = json.load(answer)
         assert (health["ok"], health["instance"], health["state"]) == (True, "buffer-2", STANDBY)
         assert '"event": "active"' not in second.words()
@@ -113,9 +113,9 @@ async def test_when_nats_was_away_exactly_one_goes_on(
         await asyncio.sleep(outage)
         mortal_nats.start()
         await play_to_the_end(player, 0)
-        card = await holder(player)
+        status = await holder(player)
         buffers = {"buffer-1": first, "buffer-2": second}
-        active, other = buffers.pop(card.holder), buffers.popitem()[1]
+        active, other = buffers.pop(status.holder), buffers.popitem()[1]
         assert active.process.poll() is None
         if active is first:
             assert other.process.poll() is None

@@ -39,7 +39,7 @@ def lease(bus: Bus, config: RunConfig, instance: str, timing: LeaseTiming = LONG
     return LeaderLease(bus, config.run.name, "job", instance, timing)
 
 
-async def card(bus: Bus, config: RunConfig) -> LeaseStatus:
+async def status(bus: Bus, config: RunConfig) -> LeaseStatus:
     value = await bus.get(Subjects(config.run.name).leases_bucket, "job")
     assert value is not None
     return LeaseStatus.decode(value)
@@ -51,7 +51,7 @@ async def test_one_of_many_gets_it(bus: Bus, run: RunConfig) -> None:
     assert sorted(got) == [False] * 7 + [True]
     winner = got.index(True)
     await leases[winner].held()
-    assert (await card(bus, run)).holder == str(winner)
+    assert (await status(bus, run)).holder == str(winner)
     assert not any([await one.attempt() for number, one in enumerate(leases) if number != winner])
 
 
@@ -64,7 +64,7 @@ async def test_a_lease_that_was_released_is_taken_at_once(bus: Bus, run: RunConf
     assert await second.attempt()
     await second.held()
     await first.release()
-    assert (await card(bus, run)).holder == "second", "who holds nothing releases nothing"
+    assert (await status(bus, run)).holder == "second", "who holds nothing releases nothing"
 
 
 async def test_a_lease_of_a_process_that_is_dead_is_taken_at_once(bus: Bus, run: RunConfig) -> None:
@@ -103,7 +103,7 @@ async def test_a_renewal_whose_confirmation_was_lost_is_known_again(bus: Bus, ru
     holder = lease(bus, run, "holder", SHORT)
     assert await holder.attempt()
     bucket = Subjects(run.run.name).leases_bucket
-    stored = await bus.put(bucket, "job", (await card(bus, run)).encode())
+    stored = await bus.put(bucket, "job", (await status(bus, run)).encode())
     keeping = asyncio.create_task(holder.keep())
 
     async def renewed() -> bool:

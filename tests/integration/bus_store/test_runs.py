@@ -43,8 +43,8 @@ async def test_resuming_with_another_fixed_value_is_refused_by_field_and_changes
     other = run_config(tmp_path, run={"name": run_name}, rollout={"max_staleness": 3}, bus={"ack_wait": 99})
     with pytest.raises(Problems, match=rf"run {run_name} exists with another value; use --fresh") as caught:
         await runs.create(bus, other, "unix:///other")
-    told = [(problem.field, problem.value) for problem in caught.value.problems if isinstance(problem, ConfigError)]
-    assert told == [("rollout.max_staleness", "1 → 3"), ("bus.ack_wait", "30.0 → 99.0")]
+    reported = [(problem.field, problem.value) for problem in caught.value.problems if isinstance(problem, ConfigError)]
+    assert reported == [("rollout.max_staleness", "1 → 3"), ("bus.ack_wait", "30.0 → 99.0")]
     assert await runs.load(bus, run_name) == config
     assert await runs.store_url(bus, run_name) is None
 

@@ -26,7 +26,7 @@ CASES = {
     "replicas serve what is overtaken": ("auto", NEW, 6, 7, ("a",), PULLS, DISK),
     "only from disk": ("disk", NEW, 7, 7, ("a",), PULLS, DISK),
     "for newcomers only": ("peer", 6, 7, 7, ("a",), PULLS, DISK),
-    "nobody lends the first one": ("peer", NEW, -1, 7, (), PULLS, DISK),
+    "nobody sends the first one": ("peer", NEW, -1, 7, (), PULLS, DISK),
     "it has the newest": ("auto", 7, 7, 7, ("a",), PULLS, None),
     "versions never fall": ("auto", 8, 7, 7, ("a",), PULLS, None),
 }

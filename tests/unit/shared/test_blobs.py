@@ -15,7 +15,7 @@ LARGE = b"\r\n$5\r\n-+:" * (blobs.BUFFER_BYTES // 4)
 VALUES = st.none() | st.binary(max_size=40) | st.sampled_from([b"", b"\r\n", b"$-1\r\n", LARGE])
 
 
-def told(value: bytes | None) -> bytes:
+def answer_of(value: bytes | None) -> bytes:
     return b"$-1\r\n" if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
 
 
@@ -36,14 +36,14 @@ def read(answers: Answers, data: bytes, size: int) -> list[Answer]:
 @given(st.lists(VALUES, max_size=8), st.integers(1, 64).map(lambda size: size**3))
 def test_values_come_out_as_they_went_in(values: list[bytes | None], size: int) -> None:
     size = max(size, sum(len(value or b"") for value in values) // 500)  # not a large one byte by byte
-    assert read(Answers(), b"".join(map(told, values)), size) == values
+    assert read(Answers(), b"".join(map(answer_of, values)), size) == values
 
 
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
 def test_a_buffer_is_used_again_without_mixing(size: int) -> None:
     answers = Answers()
     for value in (b"a" * 3000, b"", b"b" * 5000, b"c"):
-        assert read(answers, told(value) + b"+OK\r\n:12\r\n", size) == [value, b"OK", b"12"]
+        assert read(answers, answer_of(value) + b"+OK\r\n:12\r\n", size) == [value, b"OK", b"12"]
 
 
 def test_refusals_are_the_libraries_errors() -> None:
