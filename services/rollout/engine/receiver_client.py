@@ -158,20 +158,25 @@ class ReceiverClient:
             with contextlib.suppress(MyxoError):
                 await self.abort()
             await asyncio.wait(everything, timeout=ABORT_SECONDS)
-            silent = [rank for rank, task in enumerate(ranks) if not task.done()]
-            if first is None:
-                first = DeadlineExceeded("the answer", f"ranks {silent} of the engine", deadline, "it is fenced")
-            if not isinstance(first, MyxoError):
-                raise first
-            failures = [task.exception() for task in ranks if task.done()]
-            touched = bool(silent) or any(not isinstance(error, ReceiverError) or error.touched for error in failures)
-            if isinstance(first, ReceiverError):
-                raise ReceiverError(first.where, first.reason, touched) from first
-            raise ReceiverError(str(self.directory), str(first), touched) from first
+            raise self._failure(first, ranks, deadline)
         finally:
             for task in everything:
                 task.cancel()
             await asyncio.gather(*everything, return_exceptions=True)
+
+    def _failure(self, first: BaseException | None, ranks: Sequence[asyncio.Task[Any]], deadline: float) -> BaseException:
+        """Returns what the caller is told of a command that has failed. ``first``: the first error; None: the deadline has passed."""
+        silent = [rank for rank, task in enumerate(ranks) if not task.done()]
+        if first is None:
+            first = DeadlineExceeded("the answer", f"ranks {silent} of the engine", deadline, "it is fenced")
+        if not isinstance(first, MyxoError):
+            return first
+        failures = [task.exception() for task in ranks if task.done()]
+        touched = bool(silent) or any(not isinstance(error, ReceiverError) or error.touched for error in failures)
+        where, reason = (first.where, first.reason) if isinstance(first, ReceiverError) else (str(self.directory), str(first))
+        failure = ReceiverError(where, reason, touched)
+        failure.__cause__ = first
+        return failure
 
     async def _all(self, work: Iterable[Coroutine[Any, Any, Any]], verb: str, deadline: float) -> list[Any]:
         tasks = [asyncio.create_task(coroutine) for coroutine in work]

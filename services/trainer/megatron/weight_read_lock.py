@@ -22,7 +22,7 @@ class WeightRead:
         self.stall = 0.0
         self._over = threading.Event()
         self._read: torch.cuda.Event | None = None
-        self._waiting_since: float | None = None
+        self.waiting_since: float | None = None
 
     def over(self) -> None:
         """Everything has been read, or on a GPU will have been in the order of the current stream. Again is fine."""
@@ -31,14 +31,14 @@ class WeightRead:
         if torch.cuda.is_available():
             self._read = torch.cuda.Event()
             self._read.record()
-        if (since := self._waiting_since) is not None:
+        if (since := self.waiting_since) is not None:
             self.stall += time.monotonic() - since
         self._over.set()
 
     def wait(self, seconds: float) -> bool:
         """Whether it was over within ``seconds``; then the current stream's further work comes after it."""
         if not self._over.is_set():
-            self._waiting_since = time.monotonic()
+            self.waiting_since = time.monotonic()
             if not self._over.wait(seconds):
                 return False
         if self._read is not None:

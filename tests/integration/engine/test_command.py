@@ -62,7 +62,7 @@ def test_on_a_cpu(model: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert {"--sleep-on-idle", "--skip-server-warmup", "--disable-cuda-graph"} <= set(command.argv)
     assert "--enable-metrics" in command.argv
     assert command.env["PYTHONPATH"] == f"{site}:/mine:{ROOT}"  # the receiver is imported by the engine
-    assert flag(command.argv, "--custom-weight-loader") == "services.rollout.engine.receiver.load"
+    assert flag(command.argv, "--custom-weight-loader") == "services.rollout.engine.receiver.loader.load"
     assert command.env["OMP_NUM_THREADS"] == "2"
 
 

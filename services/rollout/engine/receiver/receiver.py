@@ -280,17 +280,21 @@ class _Reception:
                 self._merge(stream)
             self._drain()
         seconds = time.monotonic() - started
-        found = {name: known for stream in self._streams for name, known in stream.layout.hasher.digests().items()}
         differences = {name: int(count) for name, count in self._differences.items() if int(count)}
+        nbytes = sum(bucket.nbytes for manifest in manifests for bucket in manifest.buckets)
+        return ReceivedPush(self._learn(differences), nbytes, seconds, differences)
+
+    def _learn(self, differences: dict[str, int]) -> str:
+        """Has the receiver know what it holds now. Returns the version's digest."""
+        receiver = self._receiver
+        found = {name: known for stream in self._streams for name, known in stream.layout.hasher.digests().items()}
         if not self._check and any(stream.adapter for stream in self._streams):
             receiver.adopt(self._version, found)  # over its own checkpoint, whatever it held before: they are all that there is to know
         elif not self._check:
             receiver.learn(self._version, found)
         elif not differences:
             receiver.learn(receiver.version, found)
-        nbytes = sum(bucket.nbytes for manifest in manifests for bucket in manifest.buckets)
-        digest = version_digest(receiver.known | found) if self._check else receiver.digest
-        return ReceivedPush(digest, nbytes, seconds, differences)
+        return version_digest(receiver.known | found) if self._check else receiver.digest
 
     def _take_all(self) -> None:
         """Takes every channel's buckets in turn: the same order on all engines. Nothing is loaded before every channel has brought one."""

@@ -31,7 +31,7 @@ def test_a_change_waits_for_the_end_of_a_reading() -> None:
 
     changing = threading.Thread(target=change)
     changing.start()
-    while reading._waiting_since is None:
+    while reading.waiting_since is None:
         threading.Event().wait(0.001)
     assert not changed.is_set()
     reading.over()
