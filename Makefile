@@ -101,7 +101,6 @@ size: $(READY)
 docs: $(READY)
 	@$(BIN)/python -m docs.catalogue
 	@$(BIN)/python -m docs.accounts
-	@$(BIN)/python -m services.trainer.megatron.flag_sorting --write
 	@$(BIN)/python -m services.rollout.engine.sglang_catalogue --write
 	@$(BIN)/python -m docs.flags
 

@@ -129,8 +129,8 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
         assert [seen.instance for seen in await Registry(rollout, RUN).alive("rollout")] == ["rollout-0"]
         joined = ServiceEvent(service="rollout", instance="rollout-0", what="joined", detail="", at=time.time())
         await rollout.publish(NAMES.event("service", "joined"), joined)
-        lane = WeightChannelAddress(kind="group", name="lane-1", address="a", port=1, backend="gloo", world_size=2)
-        offer = WeightsPrepare(version=0, channels=[lane], rank=1, deadline=5)
+        channel = WeightChannelAddress(kind="group", name="channel-1", address="a", port=1, backend="gloo", world_size=2)
+        offer = WeightsPrepare(version=0, channels=[channel], rank=1, deadline=5)
         answer = await trainer.request(NAMES.replica_weights("rollout-0", "prepare"), offer, Ready, deadline=60, awaited_from="rollout-0")
         assert answer.replica == "rollout-0"
 
