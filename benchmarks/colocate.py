@@ -6,8 +6,8 @@ runs them under ``myxo up --colocate``, and reads the GPU's memory fifty times a
 
 Columns. ``memory_bytes``: of the GPU in use, median at the ends of the engine's turns (``generating``), least at those of the trainer's
 (``training``). ``free_bytes``: as the trainer itself sees it once the engine has woken, and once it sleeps. ``sleep``, ``wake``: until the
-engine has given its memory back, has all of it again. ``push``: weights by the memory channel; ``out``, ``back``: of what the trainer keeps in
-host memory. Seconds are medians.
+engine has given its memory back, has all of it again. ``push``: weights by the memory channel; ``out``, ``back``: of what the trainer
+keeps in host memory. Seconds are medians.
 """
 
 from __future__ import annotations
