@@ -7,8 +7,6 @@ failure, a request for a batch (with its answer), a step reported as trained, a 
 the event that lets them in. Messages are made outside of the measured time. Prints a table with the goal beside each figure.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

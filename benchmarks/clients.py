@@ -12,8 +12,6 @@ Blobs are those of groups of 8 samples of 768 and of 8,448 tokens. The sides tak
 repetitions. The library would replace our code where it is within 10 % of both.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import importlib.metadata

@@ -10,8 +10,6 @@ engine has given its memory back, has all of it again. ``push``: weights by the 
 keeps in host memory. Seconds are medians.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -5,8 +5,6 @@ a few steps, measures, and prints a table; with ``--write`` it goes to ``benchma
 Needs a Docker engine with Compose v2.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

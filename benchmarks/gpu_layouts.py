@@ -6,8 +6,6 @@ TF32 off), from the same weights on the same batches. Figures are the largest di
 log-probs of fresh sequences after training, to one GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

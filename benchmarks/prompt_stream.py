@@ -6,8 +6,6 @@ itself with SIGKILL; a second one goes on behind the last number that was writte
 line may have come twice in an epoch.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ one on standby. Ways to die:
 The ledger holds ``--records`` records when it begins. ``replay`` is how long a buffer takes that has followed none of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

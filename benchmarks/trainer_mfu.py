@@ -9,8 +9,6 @@ what the model needs, so that recomputation lowers the MFU. ``limit_tflops`` is 
 measured beside each case.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

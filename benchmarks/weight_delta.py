@@ -9,8 +9,6 @@ changes is decided by Adam's learning rate far more than by the gradient.
 The last version is put together from each chain and compared with the trainer's weights, bit for bit.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -10,8 +10,6 @@ broadcast a tensor, one request to the engine a bucket. ``stall``: that a traini
 optimizer may change the weights. ``generation``: 32 generations that run through a push; the longest gap between two of their tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -7,8 +7,6 @@ the caller has its error, and how long after that a replaced process has scored 
 Pebble is no dependency of Myxo: ``pip install pebble`` before.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """Writes the tables of ``docs/accounts.md`` from the rights that the servers are given: ``python -m docs.accounts [--check]``."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterable

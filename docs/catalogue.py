@@ -3,8 +3,6 @@
 With ``--check`` nothing is written; exit code 1 and a diff where the page is not what the models say.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import sys

@@ -4,8 +4,6 @@
 under ``runs/`` (a run makes them).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

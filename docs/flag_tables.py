@@ -4,8 +4,6 @@ Names are those of Megatron's command line with underscores. What stands in no t
 there as given.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 ARCHITECTURE: dict[str, tuple[str, Any]] = {

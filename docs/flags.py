@@ -4,8 +4,6 @@ With ``--check`` nothing is written; the exit code is 1, with a diff, where the 
 and `docs.flag_tables` give, or the page is not what the catalogue says.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

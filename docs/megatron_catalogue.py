@@ -3,8 +3,6 @@
 ``python -m docs.flags`` writes it; at run time nothing but the JSON is read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import json

@@ -4,8 +4,6 @@ With ``--check`` exits 1 where a bound is broken. Complexity is McCabe's as rado
 branch); circles are of modules, imports under ``TYPE_CHECKING`` and inside functions among them (grimp).
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import statistics

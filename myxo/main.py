@@ -3,8 +3,6 @@
 Exit codes: 0 done, 1 failed (an audit's violation, a service that cannot run), 2 bad input, 130 and 143 interrupted.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """Fixtures of all suites: real servers, a tiny checkpoint."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path

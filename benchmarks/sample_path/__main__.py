@@ -14,8 +14,6 @@ Beside them, from the same minutes: the limit, the same bytes SET and GET throug
 and Ray as slime uses it, lists of Python numbers by `ray.put` and `ray.get` between two actors.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

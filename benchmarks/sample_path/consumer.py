@@ -4,8 +4,6 @@ trained, pushes the next version live, and every few steps a checkpoint as durab
 Tells on standard output, a line a step, how many samples it has compared so far.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -4,8 +4,6 @@ Every array of a sample is a window into a pool of random numbers; where it begi
 in it. So the producer has its arrays as an engine's client would, at no cost of their own, and the consumer can compare every value.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import numpy as np

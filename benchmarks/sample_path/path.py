@@ -1,7 +1,5 @@
 """The path itself: embedded servers, the real buffer, a producer and a consumer, and what they use while the samples flow."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -146,7 +144,7 @@ class Ends:
         pids |= {"nats": running.nats.process.pid, "valkey": running.valkey.process.pid}
         self._watched = {name: psutil.Process(pid) for name, pid in pids.items()}
 
-    def __enter__(self) -> Ends:
+    def __enter__(self) -> "Ends":
         return self
 
     def __exit__(self, *_: object) -> None:

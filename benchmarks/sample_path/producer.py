@@ -5,8 +5,6 @@ for, encodes, writes the payload, publishes `Scored`, and acks the task only whe
 are where many finish at about the same time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

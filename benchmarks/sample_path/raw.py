@@ -1,7 +1,5 @@
 """The limit: what the same Valkey takes and gives back of the same bytes, with nothing around it."""
 
-from __future__ import annotations
-
 import time
 
 import redis

@@ -5,8 +5,6 @@ consumer is an actor that is handed the reference and makes arrays again, and co
 beyond the reference.
 """
 
-from __future__ import annotations
-
 import logging
 import statistics
 import time

@@ -3,8 +3,6 @@
 The same seed gives the same files. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -5,8 +5,6 @@ included (7+5=12; 3+4+1=08; 2+9=11), so that the answer can be read off. Both ar
 head, which is more than a short warm start teaches a tiny model; writing the columns down is not.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A tiny Qwen3 with random weights and a tokenizer of single characters, as a Hugging Face checkpoint."""
 
-from __future__ import annotations
-
 import json
 import string
 from pathlib import Path

@@ -3,8 +3,6 @@
 Each is named by a flag; the README of this directory has the command.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -3,8 +3,6 @@
 The trainer calls them; they may import torch. Each is named by a flag; the README of this directory has the command.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

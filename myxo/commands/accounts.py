@@ -1,7 +1,5 @@
 """``myxo accounts DIR``: makes the accounts of a run on NATS and Redis."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """``myxo audit RUN``: replays the run's ledger and checks its invariants."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """Arguments that several commands have."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from pathlib import Path

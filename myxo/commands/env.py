@@ -1,7 +1,5 @@
 """``myxo env check URL``: whether a live environment keeps the protocol, line by line."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """``myxo flags``: Megatron's flags as a run takes them, and with a pattern the config's own fields and the refused flags too."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib.util

@@ -3,8 +3,6 @@
 Lines without a time (what a library printed, a crash's last words) belong to the line before them in their file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import mmap

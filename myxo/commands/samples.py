@@ -3,8 +3,6 @@
 Where nothing but the rollout files is left of a run, they are the list, too.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

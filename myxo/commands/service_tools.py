@@ -1,7 +1,5 @@
 """Commands whose work belongs to a service: it is started like the service itself, for none is imported here."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

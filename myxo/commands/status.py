@@ -1,7 +1,5 @@
 """How a run stands: ``myxo status`` now or at its last record, ``myxo watch`` until it ends, ``myxo summary`` in figures and a picture."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

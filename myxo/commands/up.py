@@ -1,7 +1,5 @@
 """``myxo up`` and ``myxo submit``: from a config file to a run."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Showing a run as it goes: a live panel on a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import deque

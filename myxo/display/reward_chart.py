@@ -4,8 +4,6 @@ Curves bear the names that docs/metrics.md tells of. matplotlib is an optional e
 picture is drawn.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The list of groups that `myxo samples` shows: which are wanted, in which order, how many. Pure."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A group and its samples as a page or as plain data: text, tokens beside their mask, versions and log-probs, provenance."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict

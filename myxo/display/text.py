@@ -1,7 +1,5 @@
 """Text for people: times, and what others wrote, fit for a terminal."""
 
-from __future__ import annotations
-
 import re
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

@@ -1,7 +1,5 @@
 """Removes a run from a bus and a store that outlive it, for `--fresh`."""
 
-from __future__ import annotations
-
 import time
 
 import redis.asyncio

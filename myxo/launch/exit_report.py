@@ -1,7 +1,5 @@
 """The report at the end of a run: summary.json, the picture, a table, and the audit's verdict."""
 
-from __future__ import annotations
-
 import json
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """One launch of a run on this machine: servers, services, progress, and the orderly end of them all."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

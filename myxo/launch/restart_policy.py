@@ -3,8 +3,6 @@
 A service that never gets to work is given up by `BackOff`; one that gets to work and dies of the same error each time, by `SameDeaths`.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 

@@ -1,7 +1,5 @@
 """The bus and the store of a run: servers that the environment names, or embedded ones that this launcher keeps alive."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which service processes a run on this machine consists of."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Works in ticks, each of which only looks and acts and never waits, so that the launcher goes on watching everything else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Sequence

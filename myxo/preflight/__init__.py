@@ -6,8 +6,6 @@ for the sake of something that another check reports. A new one is a function in
 and stands in a table below. None needs a GPU; all together take seconds.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

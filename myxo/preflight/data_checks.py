@@ -5,8 +5,6 @@ reads the others tells what is wrong with them. Where the config has prompts lef
 files are not read again.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import time

@@ -1,7 +1,5 @@
 """What the checks of a run look at: its config, and what several of them read from disk, each loaded once."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping

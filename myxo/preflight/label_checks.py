@@ -4,8 +4,6 @@ The verifiers belong to the reward service, so a process of its own asks them (`
 run is refused where over half of the labels that were tried can surely never be matched; fewer labels, or doubtful ones, are noted.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

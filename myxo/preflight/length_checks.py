@@ -4,8 +4,6 @@ A prompt's length is that of the longest that was read. Where none was read (the
 no prompt are refused; a function that generates in place of the engine has lengths of its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from myxo.preflight.inspection import Findings, Inspection

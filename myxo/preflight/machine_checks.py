@@ -4,8 +4,6 @@ A run is refused where it surely cannot get to its end; where it only may not, a
 `check_extras` are also asked of a run whose services are started elsewhere.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Checks of the models that a config names: their files, their weights, and whether ranks, engines and flags fit them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial

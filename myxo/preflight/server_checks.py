@@ -1,7 +1,5 @@
 """The NATS and Redis servers that the environment names: whether they answer, and what the bus knows of a run's names on the hub."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 

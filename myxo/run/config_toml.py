@@ -1,7 +1,5 @@
 """The resolved config as TOML text, section by section; `tomllib` and `shared.config.run_config.parse` read it back to the same config."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

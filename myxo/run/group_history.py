@@ -4,8 +4,6 @@ A group is in `GroupHistory.open` from its admission until it is trained, droppe
 that memory follows what is in flight, not how long the run is. Records that do not fit are passed over: judging them is the audit's work.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field

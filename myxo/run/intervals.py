@@ -1,7 +1,5 @@
 """Measures of sets of time intervals: how long generation and training ran at the same time. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 Interval = tuple[float, float]

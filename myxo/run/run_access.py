@@ -1,7 +1,5 @@
 """Finding bus and store of a run to look at: given servers, the live run's own, or its stored files served for the moment."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

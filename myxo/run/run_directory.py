@@ -15,8 +15,6 @@ DIR/NAME/
 Whatever else lies there is the user's and never touched.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """The summary of a run, from its ledger and its events. Pure but for `collect`, which reads them."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ It is made from the statuses that services publish and from what the launcher kn
 gaps; every figure may be absent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -128,11 +126,11 @@ class RunView:
     troubles: Troubles = field(default_factory=Troubles)
 
     @classmethod
-    def at_start(cls, config: RunConfig, steps: int) -> RunView:
+    def at_start(cls, config: RunConfig, steps: int) -> "RunView":
         """Returns the view of a run of which nothing is known but that ``steps`` are trained."""
         return cls(config.run.name, steps, config.rollout.num_rollout, config.rollout.max_staleness)
 
-    def finished(self) -> RunView:
+    def finished(self) -> "RunView":
         """Returns the view of the finished run; what services tell may be seconds behind."""
         return replace(self, steps=self.of, waiting_for=None)
 

@@ -1,7 +1,5 @@
 """What services and launcher have published of failures and restarts, and a disk that is full."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections import Counter

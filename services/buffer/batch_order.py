@@ -4,8 +4,6 @@
 that came back first among the ``window`` numbers from the oldest group on that no batch has; so at most ``window`` − 1 groups overtake it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import islice
 from typing import Literal

@@ -4,8 +4,6 @@
 returns at most ``num`` of them; fewer: the batch waits. Its choice is in the ledger, so it is made once for each step.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 from services.buffer.state import GroupState

@@ -1,7 +1,5 @@
 """The sections of a run's config that the buffer decides by."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from shared.config.run_config import RunConfig
@@ -23,7 +21,7 @@ class BufferConfig:
     eval_prompts: int = 0
 
     @classmethod
-    def from_run(cls, config: RunConfig, eval_prompts: int) -> BufferConfig:
+    def from_run(cls, config: RunConfig, eval_prompts: int) -> "BufferConfig":
         return cls(config.rollout, config.weights, config.eval, eval_prompts)
 
     @property

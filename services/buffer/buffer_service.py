@@ -4,8 +4,6 @@ One lock orders all decisions. Everything done twice after a crash (tasks publis
 one is active: it holds the lease (`shared.bus.leader_lease`). The others stand by: they follow the ledger and answer nobody.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

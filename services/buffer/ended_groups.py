@@ -4,8 +4,6 @@ A group's responses are worth keeping once it is known what became of it: at `Ba
 is freed behind a checkpoint, and at the records that drop a group, give it up, or score a held-out prompt, which free it at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

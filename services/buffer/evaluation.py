@@ -1,7 +1,5 @@
 """Decides about evaluations: which versions get one, what comes back of them, when they end. Pure."""
 
-from __future__ import annotations
-
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState, EvaluationState
 from shared.schema.ledger import EvalEnded, EvalScored, LedgerRecord, eval_group_id, eval_group_parts

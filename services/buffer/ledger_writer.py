@@ -1,7 +1,5 @@
 """The ledger's only writer: records go to the stream in order, each confirmed, and never beside another writer's."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 

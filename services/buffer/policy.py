@@ -6,8 +6,6 @@ dead ones are replaced. A batch trained on version V trains no token older than 
 what is older when the batch is formed, `services.buffer.batch_order` which of the others it takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Set
 
 from services.buffer import batch_order, evaluation, reward_parts, staleness

@@ -1,7 +1,5 @@
 """The prompts of a run as the buffer has them: opened once, counted in log and gauges."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 

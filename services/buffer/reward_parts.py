@@ -1,7 +1,5 @@
 """Sums up the named rewards of a batch's samples: how many samples have each, its mean, spread and range. Pure."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping

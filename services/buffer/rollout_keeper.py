@@ -5,8 +5,6 @@ kept (it is to be freed and too much waits, the store has lost it, the disk does
 neither a decision nor a batch ever waits for this.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

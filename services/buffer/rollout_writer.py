@@ -1,7 +1,5 @@
 """Writes the responses of ended groups to disk (`shared.data.rollout_files`), bound by the run's ``keep_rollouts_bytes``."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

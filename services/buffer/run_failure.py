@@ -3,8 +3,6 @@
 While it stands the buffer admits nothing and tells the trainer to leave. Nobody restarts anything: services idle, or are stopped.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable

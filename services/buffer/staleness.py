@@ -4,8 +4,6 @@ A batch that is trained on version V takes no trained token older than the bound
 they do with a group that holds older tokens; docs/staleness.md derives what follows from each.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from services.buffer.state import Result

@@ -5,8 +5,6 @@ Decisions are in `services.buffer.policy`; this module decides nothing. Invarian
 end (trained and durable, dropped, or dead), so memory follows what is in flight, not how long the run is.
 """
 
-from __future__ import annotations
-
 import sys
 from array import array
 from collections.abc import Callable
@@ -34,13 +32,13 @@ class Result:
     size: int
     oldest: int
     samples: list[SampleMeta]
-    rewards: array[float]
-    tokens: array[int]
+    rewards: "array[float]"
+    tokens: "array[int]"
     removed: tuple[int, ...] = ()
     parts: tuple[dict[str, float], ...] = ()
 
     @classmethod
-    def of(cls, scored: ledger.ScoredGroup) -> Result:
+    def of(cls, scored: ledger.ScoredGroup) -> "Result":
         payload, samples, removed = scored.payload, scored.samples, scored.removed
         trained = _without(samples, removed) if removed else samples
         oldest = min([sample.oldest for sample in trained], default=NOTHING_TRAINED)

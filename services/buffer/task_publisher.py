@@ -1,7 +1,5 @@
 """Publishes tasks: one worker sends what the state says is outstanding, so that a full queue holds up no decision."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from functools import partial

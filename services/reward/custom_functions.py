@@ -5,8 +5,6 @@ The order is slime's: score; keep or drop (``dynamic_sampling_filter_path``); of
 ``reward`` and ``remove_sample`` counts; nothing else that it changes does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import inspect

@@ -6,8 +6,6 @@ protocol version; `late`: it takes connections and does not answer in time. Whil
 queue. A late one is given work all the same: its groups die at their deadlines and are replaced, so that it cannot stop the run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """Carries requests and answers between the service and its worker processes: MessagePack behind its length in four bytes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,7 +1,5 @@
 """Takes the groups of one environment from its queue, has them scored, and sends the outcome on."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """Decides which scored groups are kept, and which of their samples are trained, by the run's filters, for training groups alone."""
 
-from __future__ import annotations
-
 from services.reward.custom_functions import SCORE, FilterResult
 from services.reward.hooks_pool import HooksPool
 from shared import hooks

@@ -1,7 +1,5 @@
 """Runs the user's own functions in processes apart."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 

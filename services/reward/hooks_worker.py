@@ -7,8 +7,6 @@ function cannot be imported. Then in: ``{"verb": "score", "samples": [blob, …]
 ``{"error": text}``. Blobs are those of `shared.schema.sample`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import asdict
 from typing import Any

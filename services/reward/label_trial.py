@@ -5,8 +5,6 @@ In, all at once: a JSON line ``[verifier, label]`` for each. Out, for each in th
 ``reads`` is what the verifier compares answers with, ``why`` says why it can compare with none. A missing package ends it with code 3.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

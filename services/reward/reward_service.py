@@ -1,7 +1,5 @@
 """The reward service: every environment of the run, each with a queue, a scorer and a limit of its own."""
 
-from __future__ import annotations
-
 import asyncio
 
 from services.reward.environment_health import EnvironmentHealthCheck

@@ -1,7 +1,5 @@
 """Makes a score of what a function or an environment gave for a sample: one number that counts, the others beside it by name."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

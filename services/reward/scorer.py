@@ -1,7 +1,5 @@
 """Scores the groups of one environment: by a verifier of our own, by the user's function, or by an environment outside of Myxo."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from abc import ABC, abstractmethod

@@ -5,8 +5,6 @@ everything is loaded: ``{"ready": True}``; then in: ``{"responses": [text, …],
 ``{"error": text}``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 

@@ -4,8 +4,6 @@ A process has one call in hand that holds up its event loop, and beside it any n
 that had several, each of these is made once more, alone in a process: so none pays for what another did.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from typing import Any

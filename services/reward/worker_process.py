@@ -1,7 +1,5 @@
 """One worker process and the calls that it has in hand; answers find their calls by an id, in whatever order they come."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

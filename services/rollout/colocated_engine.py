@@ -5,8 +5,6 @@ went with the memory are gone: the replica then holds no version until a push. T
 that it goes on; one that falls silent is taken for gone, and the replica wakes by itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 

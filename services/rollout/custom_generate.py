@@ -4,8 +4,6 @@ The function runs on an event loop in a thread of its own: one that blocks there
 What it was doing while the replica's weights turned out to be untrusted (a push that failed, an engine that died) is thrown away.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import copy

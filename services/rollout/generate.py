@@ -3,8 +3,6 @@
 A sample keeps the tokens, log-probs and version spans that it already has; going on means handing prompt and tokens back to the engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import nullcontext
 

@@ -3,8 +3,6 @@
 A group that is lost to its age (`shared.schema.versions.is_lost`) is not generated to its end: that would be lost time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence

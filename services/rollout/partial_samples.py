@@ -1,7 +1,5 @@
 """Holds what a sample has so far, its tokens, log-probs and versions, over every interruption, in this replica or the next."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal

@@ -4,8 +4,6 @@ The gate is open while `ServedVersion` says that the replica serves. An update c
 closed (fenced) until a version has been loaded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import zlib

@@ -1,7 +1,5 @@
 """The rollout service on the bus: takes tasks while its replica serves weights, writes samples, sends references on."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 import uuid

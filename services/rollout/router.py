@@ -4,8 +4,6 @@ The router fronts the engines for agents that speak to one address. It learns of
 router was restarted; an engine whose replica died without a word is taken off by any replica that still lives, by the registry.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from typing import Any

@@ -4,8 +4,6 @@ This is the only place that knows: the replica, its pushes and its own catching 
 is pure state, without an engine, a bus or a clock.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from shared.bus.registry import CATCHING_UP

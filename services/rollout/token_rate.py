@@ -3,8 +3,6 @@
 A count that grows when a group ends jumps when several end together. The engine counts each token as it is drawn.
 """
 
-from __future__ import annotations
-
 from collections import deque
 
 from services.rollout.engine.engine_client import EngineClient

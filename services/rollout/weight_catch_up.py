@@ -5,8 +5,6 @@ disturbs nobody: its source goes on generating, and the disk is read beside ever
 find it, to be tried again elsewhere.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -6,8 +6,6 @@ there, a trainer that falls silent included, fences the replica, unless nothing 
 version is served whose digest is not the one that the commit names.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

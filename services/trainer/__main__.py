@@ -1,7 +1,5 @@
 """``python -m services.trainer [critic]``: the trainer of the run named by MYXO_RUN, or its critic, one process a rank."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -5,8 +5,6 @@ data-parallel rank; ranks that share a model or a sequence (tensor, pipeline and
 and every data-parallel rank the same number of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -62,7 +60,7 @@ class Actor:
         self._saving: Save | None = None
 
     @classmethod
-    def create(cls, settings: TrainerSettings, hf_dir: str | Path, *, random: bool = False) -> Actor:
+    def create(cls, settings: TrainerSettings, hf_dir: str | Path, *, random: bool = False) -> "Actor":
         """Join the other ranks, build this rank's part of the model and load it.
 
         The ranks' addresses come from torchrun's environment variables (see :mod:`.megatron.runtime`).

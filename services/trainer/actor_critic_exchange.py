@@ -4,8 +4,6 @@ The critic writes the values of each step's tokens, the actor the KL that the re
 reads them has a checkpoint beyond the step: one that resumes reads the very tensors that it had.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar

@@ -4,8 +4,6 @@ Each rank fills the rows of its own samples and leaves the others 0; their sum o
 ranks get the same loss weights and the same metrics, to the bit. Names of metrics are slime's (docs/metrics.md).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -112,7 +110,7 @@ class BatchMetrics:
     removed_samples: int
 
     @classmethod
-    def of(cls, batch: Batch, stats: SampleStats) -> BatchMetrics:
+    def of(cls, batch: Batch, stats: SampleStats) -> "BatchMetrics":
         trained = stats.column(StatColumn.TRAINED) > 0
         ages = batch.version - stats.column(StatColumn.OLDEST)[trained] if trained.any() else np.zeros(1)
         return cls(

@@ -5,8 +5,6 @@ Started by ``myxo replay``. Every rank runs it; the launcher starts more of them
 trainer's own code: the same batches under the same config give the same steps, and with ``--deterministic`` the same bits.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@
 ``with_field`` and ``with_values``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -99,17 +97,17 @@ class TrainBatch:
             index: torch.from_numpy(sample.mask != 0) for indices, samples in pairs for index, sample in zip(indices, samples, strict=True)
         }
 
-    def with_field(self, name: str, values: Callable[[MicroBatch], Tensor]) -> TrainBatch:
+    def with_field(self, name: str, values: Callable[[MicroBatch], Tensor]) -> "TrainBatch":
         """The same batch with one more field; ``values`` gives a micro-batch's, a tensor [T]."""
         steps = [[replace(item, packed=item.packed.with_fields(**{name: values(item)})) for item in step] for step in self.steps]
         return replace(self, steps=steps)
 
-    def with_computed(self, name: str, compute: Callable[[Sequence[PackedBatch]], list[Tensor]]) -> TrainBatch:
+    def with_computed(self, name: str, compute: Callable[[Sequence[PackedBatch]], list[Tensor]]) -> "TrainBatch":
         """The same batch with a field that the model computes from all micro-batches at once: a tensor [T] for each."""
         tensors = iter(compute(self.micro_batches()))
         return self.with_field(name, lambda _: next(tensors).cpu())
 
-    def with_values(self, name: str, values: PerSample) -> TrainBatch:
+    def with_values(self, name: str, values: PerSample) -> "TrainBatch":
         """The same batch with values of its response tokens as one more field. Raises BadSample."""
         return self.with_field(name, lambda item: spread(item.samples, [values[index] for index in item.indices], name))
 

@@ -6,8 +6,6 @@ weights leave, the engines have the rest of their memory and generate. Every ran
 the replicas.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -4,8 +4,6 @@ A command travels as JSON, with the batches of `Train` and `Value` as MessagePac
 nothing is unpickled.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 from dataclasses import asdict, dataclass

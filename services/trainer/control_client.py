@@ -4,8 +4,6 @@ The loop computes for seconds at a time; heartbeats, health checks and weight re
 deadline and runs on the client's event loop; only rank 0 has one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import threading
@@ -70,7 +68,7 @@ class ControlClient:
         self._replicas: list[ServiceStatus] = []
         self._evaluations: dict[str, tuple[int, float]] = {}
 
-    def __enter__(self) -> ControlClient:
+    def __enter__(self) -> "ControlClient":
         for stop_signal in (signal.SIGTERM, signal.SIGINT):
             signal.signal(stop_signal, lambda *_: self._stop_asked.set())
         self._thread.start()

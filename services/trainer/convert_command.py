@@ -1,7 +1,5 @@
 """The command line of the conversion: ``myxo convert``, or ``python -m services.trainer.convert_command``."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -3,8 +3,6 @@
 Source: Schulman et al. 2017 (arXiv:1707.06347), the value function of PPO, as a model of its own.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

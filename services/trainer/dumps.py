@@ -3,8 +3,6 @@
 The paths are templates as slime has them: ``{rollout_id}`` is the step, ``{rank}`` the rank.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ sums, MLPs, the chosen experts and their router, the vocabulary; not norms, rota
 forward pass (the backward pass has two products for each), whatever is computed again to save memory.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

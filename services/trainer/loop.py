@@ -4,8 +4,6 @@ Warm start, then: take a command; push the weights, or train a batch, report it,
 `services.trainer.objective`; which batch comes next is the buffer's; what to do next is `services.trainer.step_scheduler`'s.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from dataclasses import asdict

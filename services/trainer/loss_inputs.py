@@ -1,7 +1,5 @@
 """What the loss reads on one rank: rewards, advantages and the statistics of importance weights, or what the user's own functions make."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import cast

@@ -5,8 +5,6 @@ the values of a response's first token sit on the prompt's last position. A sequ
 Values of tokens that are not trained do not get in: a field is blank wherever the mask is 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -58,7 +56,7 @@ class PackedBatch:
     max_seqlen: int
     fields: dict[str, Tensor]
 
-    def to(self, device: torch.device | str) -> PackedBatch:
+    def to(self, device: torch.device | str) -> "PackedBatch":
         """The same micro-batch with every tensor on ``device``."""
         return replace(
             self,
@@ -69,7 +67,7 @@ class PackedBatch:
             fields={name: tensor.to(device) for name, tensor in self.fields.items()},
         )
 
-    def with_fields(self, **tensors: Tensor) -> PackedBatch:
+    def with_fields(self, **tensors: Tensor) -> "PackedBatch":
         """The same micro-batch with more per-token tensors [T], for example ``proximal_log_probs``.
 
         Raises:

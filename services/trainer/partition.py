@@ -1,7 +1,5 @@
 """Which rank trains which samples of a batch: decided from its references alone, the same on every rank, before anybody reads a payload."""
 
-from __future__ import annotations
-
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence

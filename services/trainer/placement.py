@@ -12,8 +12,6 @@ Invariants, all of them properties that the tests draw at random:
 - the same samples in the same order give the same placement, on every rank and in every run.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Hashable, Sequence
 from typing import TypeAlias

@@ -1,7 +1,5 @@
 """One rank of the trainer: ``python -m services.trainer.rank ROLE`` under torchrun, or alone as a world of one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

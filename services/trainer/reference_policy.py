@@ -1,7 +1,5 @@
 """The reference policy of a run with a KL term: version 0, or the policy of the last step that ``ref_update_interval`` divides."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator

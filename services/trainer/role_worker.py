@@ -1,7 +1,5 @@
 """What both roles of the trainer do alike, as every rank runs it: the model, commands, this rank's shard of each batch, checkpoints."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rank's shard of each batch, out of the store: read when it is asked for, or ahead, while the batch before it trains."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from concurrent.futures import Future

@@ -4,8 +4,6 @@ The actor pushes where replicas are behind, else trains the next batch; with a c
 gives each batch its values, and trains it; where the reward is charged with a KL, it waits for the actor's first.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The section [trainer] as the model of one role takes it, and what the rest of the run's config adds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -50,7 +48,7 @@ class TrainerSettings:
     temperature: float = 1.0
 
     @classmethod
-    def from_run(cls, config: RunConfig, role: Role = "actor") -> TrainerSettings:
+    def from_run(cls, config: RunConfig, role: Role = "actor") -> "TrainerSettings":
         updates = config.rollout.num_rollout * config.trainer.num_steps_per_rollout
         return cls(config.trainer, role, updates, config.rollout.rollout_temperature or 1.0)
 

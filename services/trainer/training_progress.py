@@ -1,7 +1,5 @@
 """Where a trainer stands, and where its files lie."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """The supervised warm start: demonstrations from a JSONL file, in an order that the seed alone gives."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -4,8 +4,6 @@ The authority's private key is never written: where a certificate has to be made
 reads the authority's certificate at its start.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@
 In compose every one of these directories is a volume of its own, mounted into nobody's container but its owner's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 from dataclasses import dataclass, replace

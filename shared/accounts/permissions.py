@@ -4,8 +4,6 @@ Everything that is not listed here is refused by the servers. A right is granted
 rollout service are one account.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 

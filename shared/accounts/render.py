@@ -3,8 +3,6 @@
 NATS gets the passwords as they are (its file is mounted into no other container), Redis their SHA-256.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """The errors of the control plane: which of them are worth another attempt, and how attempts are spaced."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import re

@@ -4,8 +4,6 @@ Every wait here has a deadline; what a lost connection interrupts is retried wit
 messages carry a `Nats-Msg-Id`. Queues are in `shared.bus.work_queue`, what streams look like in `shared.bus.streams`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
@@ -64,7 +62,7 @@ class Bus:
         self._acks = PublishAcks(connection)
 
     @classmethod
-    async def connect(cls, url: str, name: str, deadline: float = 15.0, *, inbox: str = "_INBOX") -> Bus:
+    async def connect(cls, url: str, name: str, deadline: float = 15.0, *, inbox: str = "_INBOX") -> "Bus":
         """Connects and proves that JetStream answers.
 
         Args:

@@ -25,8 +25,6 @@ What is left: a message that a stopped process had half sent. The ledger refuses
 records have taken (`services.buffer.ledger_writer`). All this presumes that NATS keeps what it has confirmed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import secrets

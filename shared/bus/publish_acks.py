@@ -5,8 +5,6 @@ awaited. That is a fraction of the work of a request for each, and two thirds of
 (docs/dependencies.md).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -3,8 +3,6 @@
 The server alone decides that a status is over (``bus.registry_ttl``): the clocks of two machines may differ by more than a TTL.
 """
 
-from __future__ import annotations
-
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.runtime.errors import BadMessage

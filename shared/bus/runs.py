@@ -1,7 +1,5 @@
 """A run on the bus is created once with its frozen config, and found again by its id."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Reads a stream from its beginning to its present end, for the buffer's recovery, the audit and the summary."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

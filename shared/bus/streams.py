@@ -4,8 +4,6 @@ Work queues and the ledger discard *new* on full (back-pressure: a publisher wai
 nothing decides by, lets its oldest go.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

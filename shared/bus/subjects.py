@@ -1,7 +1,5 @@
 """Names on the bus: subjects, streams, consumers and KV buckets of a run. Every subject starts with the run's id."""
 
-from __future__ import annotations
-
 import re
 
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}\Z")

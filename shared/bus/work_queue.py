@@ -4,8 +4,6 @@ Delivery is at-least-once: whoever takes work from a queue is idempotent by the 
 than `max_deliver` times has killed or outlived its workers; the worker that receives it once more declares it dead instead of trying.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -141,7 +139,7 @@ class Pull:
         self._arrival: asyncio.Future[None] | None = None
 
     @classmethod
-    async def open(cls, bus: Bus, stream: str, consumer: str) -> Pull:
+    async def open(cls, bus: Bus, stream: str, consumer: str) -> "Pull":
         inbox = bus.connection.new_inbox()
         pull = cls(bus.connection, inbox, f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}")
         await bus.connection.subscribe(f"{inbox}.*", cb=pull._take)

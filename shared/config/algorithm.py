@@ -1,7 +1,5 @@
 """The section of the run's config that says what is optimised. Names are slime's; `docs/algorithms.md` has the formulas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import ClassVar, Literal
 

@@ -4,8 +4,6 @@ What a file says stands over what its bases say, the later of several bases over
 over one another key by key. A base's path is relative to the file that names it.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field

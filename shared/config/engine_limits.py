@@ -1,7 +1,5 @@
 """How long a sequence an engine generates: what decides it before the engine is there, and when it is asked."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

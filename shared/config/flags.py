@@ -4,8 +4,6 @@ Megatron's own flags are taken as they are, where no field of the config has the
 that no field answers to is refused with what stands in its place (`shared.config.slime_flags`), an unknown flag with the nearest valid one.
 """
 
-from __future__ import annotations
-
 import ast
 import types
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The learning rate as a function of how many updates have been made."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -5,8 +5,6 @@ gives be checked without torch. A flag has one name (`Flag.name`) and may have o
 ``apply_rope_fusion = false``.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -6,8 +6,6 @@ sections, so that every field is also a flag (`shared.config.flags`). The resolv
 services read it from there.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -115,7 +113,7 @@ class RunConfig(Section):
                 f"the trainer's {ranks} (actor_num_gpus_per_node), which colocate makes them share"
             )
 
-    def absolute(self, base: Path) -> RunConfig:
+    def absolute(self, base: Path) -> "RunConfig":
         """Returns the config with every path absolute, relative ones taken from ``base``; other models become names on the hub."""
         sections = {}
         for section in type(self).model_fields:

@@ -1,7 +1,5 @@
 """What the sections of a run's config are made of: fields, and rules about how the fields of a section go together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, Self
 

@@ -1,7 +1,5 @@
 """The sections of a run's config (`shared.config.run_config`), each field with its default, bounds and meaning."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal

@@ -5,8 +5,6 @@ for another version one that is made at the first need, by the rollout service's
 cache.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

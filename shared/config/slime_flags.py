@@ -4,8 +4,6 @@ Names are slime's with underscores; those that Myxo takes under the same name ar
 `shared.config.megatron_flags`.
 """
 
-from __future__ import annotations
-
 _ALWAYS = {
     "balance_data": "batches are always balanced over the data-parallel ranks",
     "use_dynamic_batch_size": "micro-batches are always packed by tokens, see --max-tokens-per-gpu",

@@ -1,7 +1,5 @@
 """The run's [trainer]: how a model is shared among ranks and trained."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

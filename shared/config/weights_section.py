@@ -1,7 +1,5 @@
 """The run's [weights]: how versions get from the trainer to the engines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal, Self
 

@@ -5,8 +5,6 @@ As text ``train.jsonl``, ``train.jsonl@[100:200]`` (slime's suffix; rows as Pyth
 (`shared.hub.hub_names`): ``hf:org/name:train@[100:200]``.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
@@ -40,7 +38,7 @@ class DataFile:
         """Returns the rows of a file of ``length`` rows that are meant."""
         return range(length)[self.start : self.stop]
 
-    def under(self, base: Path) -> DataFile:
+    def under(self, base: Path) -> "DataFile":
         """Returns the same with an absolute path."""
         return replace(self, path=_under(self.path, base))
 

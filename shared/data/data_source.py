@@ -9,8 +9,6 @@ the source's state behind it, to ``prompts/drawn.jsonl`` in the run's directory 
 buffer reads what was written and goes on from the last state; a source without states is asked for as many prompts as were drawn before.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from array import array

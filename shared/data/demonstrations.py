@@ -1,7 +1,5 @@
 """Demonstrations from rows of a file: text with a response, or a chat of which the assistant's turns are trained."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What a data file is: Parquet by its name, JSONL, or something else, told by its first bytes with how to make JSONL of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

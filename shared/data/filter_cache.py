@@ -4,8 +4,6 @@ The cache is only a shortcut, so that a run that is started again need not read 
 of other input, or cannot be written, the prompts are filtered again, to the same end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -38,7 +36,7 @@ class RowBitmap:
         self._before: NDArray[np.int64] = np.cumsum([0, *blocks], dtype=np.int64)
 
     @classmethod
-    def of(cls, used: NDArray[np.bool_]) -> RowBitmap:
+    def of(cls, used: NDArray[np.bool_]) -> "RowBitmap":
         """Packs one flag for each row."""
         return cls(np.packbits(used), len(used))
 

@@ -1,7 +1,5 @@
 """Prompts from rows of files: text or chat messages, label, metadata, tools, environment; rendered and tokenised without torch."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Progress of reading long files, on standard error and only where it takes long: a bar on a terminal, now and then a line elsewhere."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ numbered, and only the newest grows; a buffer that starts goes on in a new one. 
 group that was written by two buffers is told by its id and attempt.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

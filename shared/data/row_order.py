@@ -1,7 +1,5 @@
 """The order in which rows are used: epoch after epoch, each shuffled by seed + epoch, so that a running number alone gives its row."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Sequence
 from itertools import accumulate

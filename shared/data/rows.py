@@ -1,7 +1,5 @@
 """Rows of files by number, each an object with keys: JSONL, Parquet, or slices of several files one after the other."""
 
-from __future__ import annotations
-
 import bisect
 import difflib
 import json

@@ -1,7 +1,5 @@
 """An HF checkpoint's tokenizer without transformers or torch: `tokenizers` for text, jinja2 for the chat template."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Checks whether a live environment keeps the protocol. Each check asks it something real and says in a line what came of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The class of all environments outside of Myxo: the verbs are the same over every transport, and their answers are checked here."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Opens an environment by its address, and speaks to those that answer on the run's bus: MessagePack maps, by request and reply."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nats.errors import NoRespondersError

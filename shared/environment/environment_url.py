@@ -3,8 +3,6 @@
 Addresses come from the run's config alone, never from a message or a prompt.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ no cookie kept; a name is resolved once for each connection, the addresses check
 a limit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

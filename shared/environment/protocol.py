@@ -4,8 +4,6 @@ Every map is the same over HTTP (JSON) and over NATS (MessagePack). What comes f
 a model learns: an answer that does not fit is refused with the environment, the field and what was expected. Unknown fields are ignored.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal

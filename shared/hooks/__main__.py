@@ -4,8 +4,6 @@ Exits 0, or 2 with ``[field, value, expected]`` as the last line of standard out
 take memory that the launcher would keep, and sees what is importable from a service.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

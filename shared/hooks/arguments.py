@@ -1,7 +1,5 @@
 """``args`` as hooks get it: the run's whole config, flat, under the flags' names."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 from shared.config.run_config import RunConfig, field_sections

@@ -1,7 +1,5 @@
 """Filters of scored groups: what a dynamic sampling filter decides, and those that come with Myxo."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A sample as hooks see it: plain lists and slime's field names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -42,7 +40,7 @@ class HookSample:
     rollout_log_probs: list[float] | None = None
     weight_versions: list[Any] = field(default_factory=list)
     remove_sample: bool = False
-    status: Status = Status.PENDING
+    status: "Status" = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -1,7 +1,5 @@
 """Imports the function at ``package.module:function``, and knows which service imports which."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

@@ -10,8 +10,6 @@ Where a version is not known, it is the one that was served when the rollout beg
 So staleness is never understated.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Sequence, Set

@@ -1,7 +1,5 @@
 """The hub itself, through huggingface_hub: what a repository holds, where its files lie in the cache, and why it could not be reached."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib.util
@@ -72,7 +70,7 @@ class Hub:
     current: dict[tuple[str, str, str], str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, environment: Mapping[str, str] = os.environ) -> Hub:
+    def of(cls, environment: Mapping[str, str] = os.environ) -> "Hub":
         """Reads ``HF_ENDPOINT``, ``HF_HOME``, ``HF_HUB_CACHE`` and ``HF_HUB_OFFLINE`` in the same way as huggingface_hub."""
         home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
         cache = environment.get("HF_HUB_CACHE") or f"{home}/hub"

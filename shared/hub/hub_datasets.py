@@ -5,8 +5,6 @@ reads them. It sees a directory of empty files with the repository's names, in w
 no network, and nothing but the split is downloaded.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

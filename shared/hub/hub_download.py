@@ -1,7 +1,5 @@
 """Downloads of a repository's files into the cache, with room checked before and progress shown: a bar on a terminal, else plain lines."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import time
@@ -43,7 +41,7 @@ def download(hub: Hub, name: HubName, listing: RepositoryListing, files: Sequenc
         raise HubError(f"{file} has not come whole: {listing.files.get(file)} bytes were promised; try again")
 
 
-def _run(transfer: _Transfer, what: str, total: int) -> None:
+def _run(transfer: "_Transfer", what: str, total: int) -> None:
     """Runs a transfer in a thread, which a download that hangs leaves behind. Raises HubError."""
     running = in_daemon_thread(transfer.run)
     with ReadProgress(f"downloading {what}", total, _size) as progress:

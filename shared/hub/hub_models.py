@@ -1,7 +1,5 @@
 """Models from the hub: which files of a repository a run needs, and a directory that holds them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -5,8 +5,6 @@ commit; a pinned name carries the commit too, ``@REVISION=COMMIT``, where the re
 ``hf:``, so that a field may hold either.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,12 +36,12 @@ class HubName:
     config: str | None = None
     split: str | None = None
 
-    def pinned(self, commit: str) -> HubName:
+    def pinned(self, commit: str) -> "HubName":
         """Returns the same name at a commit."""
         return replace(self, commit=commit)
 
     @property
-    def unpinned(self) -> HubName:
+    def unpinned(self) -> "HubName":
         """The name without its commit, as it was asked for."""
         return self if self.revision == self.commit else replace(self, commit=None)
 

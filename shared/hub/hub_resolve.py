@@ -4,8 +4,6 @@ The frozen config of a run holds pinned names, no paths: each service finds the 
 they are the same everywhere. A resumed run goes on with the commits that it began with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path

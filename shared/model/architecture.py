@@ -1,7 +1,5 @@
 """The shape of a language model, independent of any framework's names for it."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

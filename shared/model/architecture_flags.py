@@ -5,8 +5,6 @@ written for another size is refused. Two names are not Megatron's own but common
 ``post_mlp_layernorm``, the norms after each block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

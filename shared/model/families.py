@@ -4,8 +4,6 @@
 not know) instead of training a model that is almost the right one.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads the headers of a Hugging Face checkpoint's safetensors files, and tells whether they hold the model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

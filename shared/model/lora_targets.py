@@ -1,7 +1,5 @@
 """Low-rank adapters (LoRA, Hu et al. 2021): the matrices that they are laid on."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ class Lora:
     targets: tuple[str, ...] = (ALL_LINEAR,)
 
     @classmethod
-    def of(cls, trainer: TrainerSection) -> Lora | None:
+    def of(cls, trainer: TrainerSection) -> "Lora | None":
         """Returns the adapters of a run's config; None where it has none."""
         return None if trainer.lora_rank is None else cls(trainer.lora_rank, trainer.lora_alpha, tuple(trainer.target_modules))
 

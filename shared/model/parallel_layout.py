@@ -1,7 +1,5 @@
 """How the ranks of a world share a model (docs/layouts.md), and which models and worlds a layout can divide."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +43,7 @@ class ParallelLayout:
         return 1 if self.expert > 1 else self.tensor
 
     @classmethod
-    def of(cls, trainer: TrainerSection) -> ParallelLayout:
+    def of(cls, trainer: TrainerSection) -> "ParallelLayout":
         """Returns the layout that a run's config asks for."""
         return cls(
             tensor=trainer.tensor_model_parallel_size,

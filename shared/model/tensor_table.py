@@ -4,8 +4,6 @@ A row holds if the model, or the layer, has every feature in its ``when``; a fam
 knows one from another. Sizes are words, resolved by :func:`sizes`, so that the same table says what a checkpoint must hold.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

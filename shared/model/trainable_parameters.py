@@ -1,7 +1,5 @@
 """Patterns over the names of parameters, and which parameters they leave to train."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ class Freezing:
     freeze: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, trainer: TrainerSection) -> Freezing:
+    def of(cls, trainer: TrainerSection) -> "Freezing":
         """Returns the patterns of a run's config."""
         return cls(tuple(trainer.only_train_params_name_list), tuple(trainer.freeze_params_name_list))
 

@@ -4,8 +4,6 @@ Each is written under a scratch name beside its target and renamed. Where a dire
 renamed to its ``.replaced`` name; a kill between the two renames leaves it there, where `settle` finds it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

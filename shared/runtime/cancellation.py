@@ -1,7 +1,5 @@
 """Ends tasks for certain."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterable

@@ -7,8 +7,6 @@ signal alone, which costs nothing, and has to be asked for in a thread that live
 Everything here blocks; a coroutine calls `wait_ready` and `stop` by ``asyncio.to_thread``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

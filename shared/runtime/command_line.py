@@ -1,7 +1,5 @@
 """Reads the arguments of a command and ends it: each error is one line, and the exit code is one of `shared.runtime.exit_codes`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable

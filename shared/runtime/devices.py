@@ -1,7 +1,5 @@
 """The devices that services compute on, resolved without torch, and assigned where several services of a run are on one machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from shared.config.run_config import RunConfig

@@ -4,8 +4,6 @@ The NATS server listens on loopback behind a password of its own; Valkey listens
 keep the same address over a restart, and what they stored.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import os

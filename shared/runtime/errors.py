@@ -1,7 +1,5 @@
 """The few named errors of Myxo. Each says what an operator needs: what was awaited, from whom, for how long, and what happens next."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable, Sequence

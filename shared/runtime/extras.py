@@ -1,7 +1,5 @@
 """Refuses a config before anything starts where a package that only it needs is not installed."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from shared.config.run_config import RunConfig

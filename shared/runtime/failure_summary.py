@@ -1,7 +1,5 @@
 """Tells why a service failed, in one short line out of its log. Pure."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

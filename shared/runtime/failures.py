@@ -8,8 +8,6 @@ In a process that `arm` has made a service's, a failure asks the service to end 
 its main thread may be inside a collective, which nothing can call off. In any other process failures are only logged.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

@@ -3,8 +3,6 @@
 Standard library alone, so that a probe costs little: containers run it every few seconds.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import urllib.error

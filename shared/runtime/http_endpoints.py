@@ -1,7 +1,5 @@
 """Serves ``/healthz`` and ``/metrics`` of every service, with FastAPI on uvicorn."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -5,8 +5,6 @@ reader's process table: the inode of a namespace belongs to one namespace at a t
 another start time. Where they differ (another machine, another container) nothing is said.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -5,8 +5,6 @@ loopback where NATS is on this machine and the address of the right interface wh
 over loopback, but has to be reached from other machines, needs ``MYXO_HOST``.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from urllib.parse import urlsplit

@@ -11,8 +11,6 @@ The watchdog ends as its command does: with its exit code or by its signal. It p
 only and is started with ``-I -S``: it is there in 15 ms and takes about 8 MB.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

@@ -5,8 +5,6 @@ does not, so that deployments name files: ``NATS_URL_FILE``, ``REDIS_URL_FILE``.
 ``tls://`` and ``rediss://``.
 """
 
-from __future__ import annotations
-
 import os
 import ssl
 from pathlib import Path

@@ -7,8 +7,6 @@ Environment: ``NATS_URL`` and ``MYXO_RUN`` (required), ``REDIS_URL`` (else the r
 Exit codes: 0 done or asked to stop, 2 bad input (one line on standard error), 1 anything else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Logs and metrics: each log line is a JSON object with the ids of run, service and instance; Prometheus gauges and counters go by name."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

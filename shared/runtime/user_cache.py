@@ -3,8 +3,6 @@
 A cache is only a shortcut: where nothing can be read or written, the work is done again and comes to the same end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -4,8 +4,6 @@ An array travels as a map ``{"dtype": "<i4", "shape": [n], "data": bytes}`` and 
 buffer (no copy). Nothing here can execute code: only the dtypes of `ARRAY_DTYPES` are accepted.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from typing import Any

@@ -3,8 +3,6 @@
 Subject ``<run>.ledger.<event>``; the stream keeps them all. Groups carry one of the ends ``trained``, ``dropped``, ``dead``.
 """
 
-from __future__ import annotations
-
 import re
 
 from pydantic import Field

@@ -5,8 +5,6 @@ bound; tokens that it masks for their age, and samples that a filter removed, ar
 size, in order. Versions: never fall.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ refuses an unknown schema version, an unknown kind and a field that does not fit
 The catalogue in ``docs/messages.md`` is generated from these models.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -40,7 +38,7 @@ class Message(BaseModel):
     """Base of all messages: strict fields, MessagePack both ways."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-    kinds: ClassVar[dict[str, type[Message]]] = {}
+    kinds: "ClassVar[dict[str, type[Message]]]" = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -348,7 +346,7 @@ class WarmStartEnded(Message):
     losses: list[float]
 
     @classmethod
-    def of(cls, losses: list[float], points: int = 200) -> WarmStartEnded:
+    def of(cls, losses: list[float], points: int = 200) -> "WarmStartEnded":
         """Returns the message for the losses of all steps, in at most ``points`` numbers."""
         every = -(-len(losses) // points) or 1
         parts = [losses[begin : begin + every] for begin in range(0, len(losses), every)]

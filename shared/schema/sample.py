@@ -3,8 +3,6 @@
 A group's samples are encoded into one or more blobs (MessagePack, arrays as raw bytes); a reference lists the keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal

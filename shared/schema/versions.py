@@ -5,8 +5,6 @@ Versions are counted from the run's beginning, so a trainer that resumes from a 
 weights, and they never fall.
 """
 
-from __future__ import annotations
-
 
 def version_after(steps: int, interval: int, total: int) -> int:
     """Returns the version that ``steps`` finished steps amount to, of ``total``."""

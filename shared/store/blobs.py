@@ -5,8 +5,6 @@ The client library copies a value several times, which costs twice to four times
 reads the answers. Errors are the library's own (`redis.exceptions`), so that callers know one kind.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time
@@ -182,7 +180,7 @@ class BlobConnection:
         self._loop.add_reader(plain, self._read)
 
     @classmethod
-    async def open(cls, url: str, seconds: float, options: Mapping[str, Any]) -> BlobConnection:
+    async def open(cls, url: str, seconds: float, options: Mapping[str, Any]) -> "BlobConnection":
         """Connects, in a thread. Raises what the library raises."""
         return cls(*await asyncio.to_thread(connection, url, seconds, options), seconds)
 

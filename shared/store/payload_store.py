@@ -3,8 +3,6 @@
 Services on an event loop use `Store`; the trainer's ranks read with `BlockingStore`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence

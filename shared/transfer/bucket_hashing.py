@@ -1,7 +1,5 @@
 """The digests of a push's tensors, taken bucket by bucket as they pass, at both ends in the same way."""
 
-from __future__ import annotations
-
 from collections import deque
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Buckets as torch tensors: the flat buffers that they take in turn, and the tensors in one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

@@ -5,8 +5,6 @@ tensor's digest is the xxh3 of 64 bits of its leaves', little-endian. Leaves of 
 `shared.transfer.digest_kernel`. A version's digest is the xxh3 of 128 bits over all names, dtypes, shapes and tensors' digests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ the last block the last stripe has a key of its own, and no scrambling follows. 
 No torch here: tensors are made of the ones that are handed in.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton

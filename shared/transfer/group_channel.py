@@ -4,8 +4,6 @@ Two broadcasts are on their way while a bucket is being filled at the one end an
 has left hanging does not end by itself with NCCL, nor can gloo call one off: both ends only check whether it is done, until their deadline.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import datetime
@@ -77,7 +75,7 @@ class BroadcastGroup:
             stream.synchronize()
 
     @classmethod
-    def form(cls, end: GroupSender | GroupReceiver, store: TCPStore, rank: int, deadline: TransferDeadline) -> BroadcastGroup:
+    def form(cls, end: "GroupSender | GroupReceiver", store: TCPStore, rank: int, deadline: TransferDeadline) -> "BroadcastGroup":
         """Returns the group of one end of a channel. It is formed on a thread: whoever has begun it cannot be called back.
 
         Raises ChannelBroken, TransferAborted, DeadlineExceeded; the end is broken then, and a group that comes late is given up.

@@ -4,8 +4,6 @@ It is a Hugging Face checkpoint whose tensors are changed in place through memor
 is changed it has a scratch name: a process that is killed there leaves nothing that could be taken for a version.
 """
 
-from __future__ import annotations
-
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How a push is laid out: which tensors lie where in which bucket. Both ends of a push read the same manifest."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -83,7 +81,7 @@ class Manifest:
         return xxhash.xxh3_64_hexdigest(self.encoded)
 
     @classmethod
-    def decode(cls, encoded: bytes) -> Manifest:
+    def decode(cls, encoded: bytes) -> "Manifest":
         """Raises BadMessage."""
         try:
             fields = json.loads(encoded)

@@ -5,8 +5,6 @@ other GPUs of the host, too; on a CPU they are files in memory. The store says w
 lies in one (``full/<push>/<bucket>``), and how many readers have loaded it (``taken/…``). Handles are JSON; nothing is unpickled.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

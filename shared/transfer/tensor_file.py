@@ -3,8 +3,6 @@
 The format is that of https://github.com/huggingface/safetensors: a length (8 bytes), a JSON header, the tensors' bytes.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

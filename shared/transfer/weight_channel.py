@@ -8,8 +8,6 @@ Invariant: nothing here waits without checking, at least every `POLL_INTERVAL_S`
 up. What cannot be called off (a store on another machine, the forming of a process group) runs on a thread that may be left behind.
 """
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import datetime

@@ -5,8 +5,6 @@ Each version is a directory ``v000012`` with a small ``checkpoint.json``. It app
 and the deltas from there on, each lying on the one before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -45,7 +43,7 @@ class FileSum(NamedTuple):
     xxh3: str
 
     @classmethod
-    def read(cls, path: Path) -> FileSum:
+    def read(cls, path: Path) -> "FileSum":
         with path.open("rb") as file:
             return cls(path.stat().st_size, hashlib.file_digest(file, xxhash.xxh3_128).hexdigest())
 
@@ -169,7 +167,7 @@ class WeightCheckpoints:
         self.directory = directory
 
     @classmethod
-    def of_run(cls, config: RunConfig) -> WeightCheckpoints:
+    def of_run(cls, config: RunConfig) -> "WeightCheckpoints":
         """Returns a run's versions, which its trainer may remove. In a directory that runs share they lie in one by the run's name."""
         shared = config.weights.update_weight_disk_dir
         return cls(config.run.root / "weights" if shared is None else shared / config.run.name)

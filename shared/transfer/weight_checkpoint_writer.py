@@ -1,7 +1,5 @@
 """Writes one version to disk: tensors come in bucket by bucket, and go to files at once, whole or as changes since the version before."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

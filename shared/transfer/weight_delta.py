@@ -5,8 +5,6 @@ are zeros. ``overwrite`` stores positions (as distances) and values of the eleme
 Everything is compressed with zstd.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

@@ -5,8 +5,6 @@ plain torch module. Only SGLang's HTTP calls stand in: they answer yes. Every pa
 see at any moment whether what it serves is of one version, and of the one that it says.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

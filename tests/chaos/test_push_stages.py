@@ -1,7 +1,5 @@
 """A replica killed -9 at each stage of a push: the other serves the version all the same, the dead one nothing until it has caught up."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Deaths in the middle of pushes: no replica ever serves a mixed version, and every one comes to serve a new one."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing as mp
 import random

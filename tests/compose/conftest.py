@@ -1,7 +1,5 @@
 """One compose project for all tests here: images built once, the quick start made small, an environment in Node.js scoring it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A compose project under test: its commands, what its run says of itself, its end."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

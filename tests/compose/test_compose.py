@@ -3,8 +3,6 @@
 The tests are one story in order, over one stack (`stack` in conftest.py): bringing it up costs more than any of them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 

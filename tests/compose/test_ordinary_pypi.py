@@ -1,7 +1,5 @@
 """The compose stack with images that were built with nothing but PyPI, where torch is the build for CUDA. Takes 20 GB of disk."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What rollout and trainer leave behind of a finished run: the same for the real services (tests/e2e) and for their stand-ins."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A small run's input: a tiny random model, sums of one-digit numbers, demonstrations."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

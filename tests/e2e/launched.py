@@ -1,7 +1,5 @@
 """A run under ``myxo up``, seen from outside: its processes, its ledger, its end."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -35,7 +33,7 @@ class LaunchedRun:
         root.parent.mkdir(parents=True, exist_ok=True)
         self.output = root.parent / f"{run}.out"
 
-    def __enter__(self) -> LaunchedRun:
+    def __enter__(self) -> "LaunchedRun":
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
                 self._command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=die_with_parent

@@ -1,7 +1,5 @@
 """Trainer and engine share devices and use them by turns; on CPUs nothing needs the room, but the schedule is the same."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

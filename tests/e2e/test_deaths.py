@@ -1,7 +1,5 @@
 """Every part of a run is killed -9 once; the run goes on to its last step and the ledger holds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run without pushes: two trainer ranks write every version to disk, by deltas, and the replica reads them there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

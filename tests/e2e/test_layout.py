@@ -1,7 +1,5 @@
 """A run with two trainer ranks that share the model, two replicas, several optimizer steps a batch, a KL term and the user's functions."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The quick start with nothing but PyPI to install from, where torch is the build for CUDA. Takes 10 GB of disk while it runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """PPO: the critic is a process of its own, and values and KL go through the store; both roles die once and come back."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

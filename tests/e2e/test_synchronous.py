@@ -1,7 +1,5 @@
 """max_staleness = 0: a synchronous run, the same first batch each time."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -3,8 +3,6 @@
 By hand: ``PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 python -m pytest -c /dev/null --noconftest tests/gpu``.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

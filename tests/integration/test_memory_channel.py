@@ -1,7 +1,5 @@
 """A channel over mapped memory, both ends: what the trainer's side fills is what the engine's side reads."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

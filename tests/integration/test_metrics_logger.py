@@ -1,7 +1,5 @@
 """What a training step leaves behind: TensorBoard's files, Prometheus' gauges, the event on the bus; over the real bus."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 import urllib.request

@@ -1,7 +1,5 @@
 """The architecture that Megatron's flags describe: how the ready configs of published sizes are held to those sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A buffer's config of a few numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

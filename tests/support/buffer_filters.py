@@ -1,7 +1,5 @@
 """Buffer filters for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shared.hooks import HookSample

@@ -1,7 +1,5 @@
 """NATS and Redis from the images that the compose file names, in containers of testcontainers."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

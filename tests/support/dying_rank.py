@@ -1,7 +1,5 @@
 """A trainer's rank whose thread dies, or one that is busy and hears no signal: run by torchrun."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """What an engine's scheduler does for a receiver of weights, without an engine."""
 
-from __future__ import annotations
-
 import threading
 
 from services.rollout.engine.receiver.command_session import CommandSession

@@ -1,7 +1,5 @@
 """Functions for ``rollout.custom_generate_function_path``: good ones, and ones that misbehave."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Real servers with the configs and accounts that `myxo accounts` makes: what a deployment runs, on free ports of this machine."""
 
-from __future__ import annotations
-
 import socket
 import tempfile
 from pathlib import Path

@@ -4,8 +4,6 @@ It serves ``/api/{models,datasets}/REPO[/revision/REV]`` and ``[/datasets/]REPO/
 asked is noted, and how it fails can be set.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading
@@ -38,7 +36,7 @@ class HubServer:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
-    def __enter__(self) -> HubServer:
+    def __enter__(self) -> "HubServer":
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         return self
 

@@ -1,7 +1,5 @@
 """Who should be able to do what, written down by hand: what `shared.accounts.permissions` derives is held against this."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shared.bus.subjects import Subjects

@@ -1,7 +1,5 @@
 """A source of prompts for tests: counts, and says in which process."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run that has replicas and nothing else: real servers, real rollout services, and in this process the trainer's link to them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time
@@ -47,7 +45,7 @@ class Replicated:
         self.replicas: dict[str, ServiceProcess] = {}
         self._open = contextlib.ExitStack()
 
-    def __enter__(self) -> Replicated:
+    def __enter__(self) -> "Replicated":
         import asyncio
 
         nats, valkey = EmbeddedNats(self.directory / "nats"), EmbeddedValkey(self.directory / "valkey")

@@ -1,7 +1,5 @@
 """A run with a real reward service, and hands to give it work and take its results."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Functions for the hooks that the reward service calls: good ones, and ones that misbehave."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

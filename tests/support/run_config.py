@@ -1,7 +1,5 @@
 """Run configs for tests: the smallest that is valid, with what a test changes laid over it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

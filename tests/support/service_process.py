@@ -1,7 +1,5 @@
 """One real service process of a run, started the way an operator starts it: ``python -m services.<name>``."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -47,7 +45,7 @@ class ServiceProcess:
         """Everything it has written so far."""
         return self.log.read_text(errors="replace")
 
-    def __enter__(self) -> ServiceProcess:
+    def __enter__(self) -> "ServiceProcess":
         return self
 
     def __exit__(self, *_: object) -> None:

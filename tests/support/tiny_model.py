@@ -8,8 +8,6 @@ Run as a command to make one by hand::
     python -m tests.support.tiny_model /tmp/tiny --seed 1 --layers 2 --hidden 128
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass
 from pathlib import Path

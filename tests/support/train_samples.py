@@ -1,7 +1,5 @@
 """Samples as the trainer's tests want them: by their tokens, with everything else filled in."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

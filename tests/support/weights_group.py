@@ -1,7 +1,5 @@
 """The trainer's end of group channels, without a trainer: whole models of plain tensors, pushed to engines."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -32,7 +30,7 @@ class WeightsGroup(GroupSender):
         super().__init__(name, "127.0.0.1", world_size, torch.device("cpu"))
 
     def push(
-        self, manifest: Manifest, tensors: Tensors, only: slice = slice(None), then: Callable[[WeightsGroup], None] = lambda group: None
+        self, manifest: Manifest, tensors: Tensors, only: slice = slice(None), then: "Callable[[WeightsGroup], None]" = lambda group: None
     ) -> None:
         """Sends the buckets, or ``only`` these, and does ``then``."""
         for index, bucket in enumerate(manifest.buckets[only]):

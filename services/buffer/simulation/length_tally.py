@@ -1,7 +1,5 @@
 """What became of the generated samples and tokens, by length: longer responses grow older, so every policy treats them differently."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass

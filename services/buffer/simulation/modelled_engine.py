@@ -7,8 +7,6 @@ by more than the limit T_sync/((g + h)/N + w). U_sync = (g + h)/(N · T_sync) is
 where w = 0, the limit is 1/U_sync.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import deque
@@ -135,7 +133,7 @@ class Baseline:
     limit: float
 
     @classmethod
-    def of(cls, model: WorkloadModel, rng: Generator) -> Baseline:
+    def of(cls, model: WorkloadModel, rng: Generator) -> "Baseline":
         makespan, ideal = mean_makespan(model, rng), (model.generation + model.train) / model.gpus
         step = makespan + model.train / model.gpus
         return cls(makespan, step, ideal / step, step / (ideal + model.push))

@@ -1,7 +1,5 @@
 """The command line of the simulation: ``myxo simulate``, or ``python -m services.buffer.simulation``."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 matplotlib is an optional extra (``myxo[report]``), imported only when a picture is drawn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A simulation: every wanted policy at every wanted bound, and what each of them came to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product

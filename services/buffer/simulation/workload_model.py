@@ -3,8 +3,6 @@
 Symbols: N GPUs; g and h, GPU-seconds of generation and of training a step; w, seconds that a weight push stops everything.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from functools import cached_property

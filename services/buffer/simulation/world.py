@@ -4,8 +4,6 @@ Every decision is `services.buffer.policy`'s, every record is folded by `service
 `shared.schema.ledger_audit`, as in a run on a bus. The time that messages, verifiers, prefill and checkpoints take is left out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

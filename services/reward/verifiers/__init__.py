@@ -1,7 +1,5 @@
 """Verifiers: a response and its label in, a score out. Pure and synchronous; `services.reward.worker` runs them in a process apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from services.reward.verifiers.exact import exact

@@ -3,8 +3,6 @@
 What is read in labels and answers stands, case by case, in docs/math-rewards.md.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from decimal import Decimal

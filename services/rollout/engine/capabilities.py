@@ -4,8 +4,6 @@ Two generations of SGLang are in use. From 0.5.21 on, a weight push lies between
 ``/end_weight_update``, and is refused outside; before, there are no such endpoints.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from http import HTTPStatus

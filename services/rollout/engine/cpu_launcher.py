@@ -22,8 +22,6 @@ region of torch's. The stand-ins are made at import, so a child that is spawned 
 imports this file again, as ``__mp_main__``).
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.abc
 import importlib.machinery
@@ -50,7 +48,7 @@ class InertClass(Exception):
         super().__init__(*arguments)
         vars(self).update(options)
 
-    def __class_getitem__(cls, _item: Any) -> type[InertClass]:
+    def __class_getitem__(cls, _item: Any) -> "type[InertClass]":
         return cls
 
 

@@ -4,8 +4,6 @@ The engine's control port loads weights and unpickles on some of its endpoints: 
 to kill an engine is refused here, before it is sent, as ``InvalidRequest``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import pickle

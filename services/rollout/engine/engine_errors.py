@@ -1,7 +1,5 @@
 """The named errors of calls to an engine."""
 
-from __future__ import annotations
-
 from shared.runtime.errors import MyxoError
 
 

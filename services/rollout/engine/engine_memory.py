@@ -4,8 +4,6 @@ Asleep means: nothing runs in the engine, new requests wait at its door, and wha
 a request is in it, and of a token generated without its memory: both are excluded here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ The engine runs under the watchdog of `shared.runtime.child_process`, since it s
 an engine can generate, so only a real generation proves that it is ready.
 """
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

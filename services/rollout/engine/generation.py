@@ -10,8 +10,6 @@ weights drew, and counts it as the new version's. Versions that came in so are c
 token later than the engine says.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ table goes through verbatim, also one that this module has never heard of, and i
 know (where the engine listens, what it serves) cannot be overridden.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

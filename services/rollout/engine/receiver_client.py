@@ -3,8 +3,6 @@
 The other end is `services.rollout.engine.receiver.command_session`, in the engine's processes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import Counter
@@ -45,7 +43,7 @@ class ReceiveReport:
     differences: dict[str, int]
 
     @classmethod
-    def of(cls, answers: Sequence[dict[str, Any]], where: str) -> ReceiveReport:
+    def of(cls, answers: Sequence[dict[str, Any]], where: str) -> "ReceiveReport":
         """Returns what the ranks answered. Raises ReceiverError if they did not receive the same."""
         digests = {answer["digest"] for answer in answers}
         if len(digests) != 1:
@@ -65,7 +63,7 @@ class WeightsState:
     channels: frozenset[str]
 
     @classmethod
-    def of(cls, answers: Sequence[dict[str, Any]]) -> WeightsState:
+    def of(cls, answers: Sequence[dict[str, Any]]) -> "WeightsState":
         """Returns what the ranks answered; of ranks that do not agree nothing is known."""
         agree = len({(answer["version"], answer["digest"]) for answer in answers}) == 1
         version, digest = (answers[0]["version"], answers[0]["digest"]) if agree else (-1, "")
@@ -138,7 +136,7 @@ class ReceiverClient:
         """Ends what every rank is at. Raises as `ask`."""
         await self.ask({"verb": "abort"}, deadline)
 
-    async def _queued(self, rank: int, command: dict[str, Any], connections: list[_Connection]) -> None:
+    async def _queued(self, rank: int, command: dict[str, Any], connections: "list[_Connection]") -> None:
         connection = await _Connection.open(self._path(rank), rank)
         connections.append(connection)
         await connection.say(command)
@@ -205,7 +203,7 @@ class _Connection:
         self._rank, self._where, self._reader, self._writer = rank, where, reader, writer
 
     @classmethod
-    async def open(cls, path: Path, rank: int) -> _Connection:
+    async def open(cls, path: Path, rank: int) -> "_Connection":
         try:
             reader, writer = await asyncio.open_unix_connection(str(path), limit=LINE_BYTES)
         except OSError as error:

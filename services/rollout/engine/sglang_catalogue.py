@@ -5,8 +5,6 @@ python -m services.rollout.engine.sglang_catalogue --write       write the one o
 python -m services.rollout.engine.sglang_catalogue --check       exit 1 where that is not what this SGLang's parser says
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Sends JSON over HTTP to one engine, with a deadline on every call and the engine's own words in every error."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -5,8 +5,6 @@ For a push of adapters alone: `Adapters.tensors` says what this pipeline stage h
 manifest is of kind ``adapter`` with `Adapters.scale`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

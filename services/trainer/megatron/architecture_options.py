@@ -1,7 +1,5 @@
 """The fields of Megatron's configuration that follow from an architecture, whatever the layout and the training settings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.nn.functional as F

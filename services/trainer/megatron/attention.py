@@ -4,8 +4,6 @@ Megatron's own ``DotProductAttention`` refuses packed sequences. Here, in half p
 flash attention does the work; anywhere else, scaled dot-product attention on dense batches of sequences of similar length.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import cache

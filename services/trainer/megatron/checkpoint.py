@@ -9,8 +9,6 @@ The shards are read back by ``torch.load`` inside Megatron and PyTorch: a checkp
 operator, like the code, and never a place for files that came over the wire.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -4,8 +4,6 @@ Megatron's own loading takes a model: all layers that lie stacked under one name
 place in the whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -5,8 +5,6 @@ writes its file without another word between the ranks: what was written stands 
 0's thread publishes the directory when it has seen all of them. Training goes on meanwhile, in memory of its own.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

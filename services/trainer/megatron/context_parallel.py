@@ -5,8 +5,6 @@ takes chunks c and 2C - 1 - c: an early one that sees few keys and a late one th
 all ranks do the same work. Keys and values are gathered over the group, queries stay where they are.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any

@@ -17,8 +17,6 @@ torch itself and every other package stay as they are, and nothing rewritten is 
 nothing happens at all: GPUs run the stock library. Made for megatron-core 0.16; the layout tests hold it to the numbers.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib.machinery
@@ -55,7 +53,7 @@ class CpuEvent:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end: CpuEvent) -> float:
+    def elapsed_time(self, end: "CpuEvent") -> float:
         return 0.0
 
 

@@ -4,8 +4,6 @@ No rank ever holds more than one bucket besides its own shards: the ranks that s
 them, which hands it to global rank 0.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

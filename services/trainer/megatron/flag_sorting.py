@@ -1,7 +1,5 @@
 """Megatron's flags as the trainer takes them: what goes into which of Megatron's dataclasses, and what describes the architecture."""
 
-from __future__ import annotations
-
 import enum
 import typing
 from collections.abc import Mapping

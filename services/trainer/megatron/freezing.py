@@ -1,7 +1,5 @@
 """Which parameters train: all, those that patterns name, or LoRA's adapters alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Frozen weights beside the policy's: a copy in host memory that takes the parameters' place for a forward pass."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +26,7 @@ class FrozenWeights:
         self._tensors, self._adapters = tensors, adapters
 
     @classmethod
-    def of(cls, model: MegatronModel, adapters: bool = False) -> FrozenWeights:
+    def of(cls, model: MegatronModel, adapters: bool = False) -> "FrozenWeights":
         """Returns the model's weights as they are now."""
         copies = [host_copy(tensor) for tensor in _parameters(model, adapters)]
         if DEVICE_TYPE == "cuda":
@@ -36,19 +34,19 @@ class FrozenWeights:
         return cls(copies, adapters)
 
     @classmethod
-    def of_policy(cls, model: MegatronModel) -> FrozenWeights:
+    def of_policy(cls, model: MegatronModel) -> "FrozenWeights":
         """Returns the policy as it is now: of a model with adapters they are all that it takes."""
         return cls.of(model, adapters=model.lora is not None)
 
     @classmethod
-    def of_saved_policy(cls, model: MegatronModel, directory: Path) -> FrozenWeights:
+    def of_saved_policy(cls, model: MegatronModel, directory: Path) -> "FrozenWeights":
         """Returns a policy that this model was once, from what `Actor.save_hf` wrote then."""
         if model.lora is None:
             return cls.from_hf(model, directory)
         return cls._loaded(model, lambda: Adapters(model).load(directory / DIRECTORY), adapters=True)
 
     @classmethod
-    def from_hf(cls, model: MegatronModel, directory: Path) -> FrozenWeights:
+    def from_hf(cls, model: MegatronModel, directory: Path) -> "FrozenWeights":
         """Returns the weights of a Hugging Face checkpoint of the same architecture, with adapters that add nothing to them; the model's
         own stay as they are."""
 
@@ -59,7 +57,7 @@ class FrozenWeights:
         return cls._loaded(model, load)
 
     @classmethod
-    def from_checkpoint(cls, model: MegatronModel, root: Path, step: int | None = None) -> FrozenWeights:
+    def from_checkpoint(cls, model: MegatronModel, root: Path, step: int | None = None) -> "FrozenWeights":
         """Returns the weights of a training checkpoint of the same architecture, whatever its layout; the newest below ``root`` if
         ``step`` is None. The model's own stay as they are. This is a collective of all ranks.
 
@@ -69,7 +67,7 @@ class FrozenWeights:
         return cls._loaded(model, lambda: load_weights(model, root, step))
 
     @classmethod
-    def _loaded(cls, model: MegatronModel, load: Callable[[], None], adapters: bool = False) -> FrozenWeights:
+    def _loaded(cls, model: MegatronModel, load: Callable[[], None], adapters: bool = False) -> "FrozenWeights":
         own = cls.of(model, adapters)
         try:
             load()

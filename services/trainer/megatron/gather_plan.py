@@ -1,7 +1,5 @@
 """Which rank has which parameter to give away, and how it is made whole: every export of the model is built of this."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -47,12 +45,12 @@ class GatherGroups:
     made: list[dist.ProcessGroup] = field(default_factory=list)
 
     @classmethod
-    def of_training(cls) -> GatherGroups:
+    def of_training(cls) -> "GatherGroups":
         """Returns the groups that the training uses: for exports that training waits for."""
         return cls(parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group())
 
     @classmethod
-    def own(cls) -> GatherGroups:
+    def own(cls) -> "GatherGroups":
         """Makes groups for exports that run beside the training: collectives of one group must not come from two threads.
 
         A collective of all ranks.

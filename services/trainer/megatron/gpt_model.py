@@ -1,7 +1,5 @@
 """The model of this rank: Megatron's GPT model, configured from an architecture and a layout."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

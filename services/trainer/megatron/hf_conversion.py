@@ -5,8 +5,6 @@ take addresses and no memory, and say under which name and place of the format e
 once. A model may be larger than the machine's memory.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ splits both over the tensor-parallel ranks and rounds the vocabulary up. :func:`
 local layer spec and for Transformer Engine's (which keeps norms inside the linear layers and numbers experts otherwise).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -178,7 +176,7 @@ class SafetensorsReader:
                 raise ConfigError("model.hf_checkpoint", str(path), f"a readable safetensors file ({error})") from error
             self._files.update(dict.fromkeys(opened.keys(), opened))
 
-    def __enter__(self) -> SafetensorsReader:
+    def __enter__(self) -> "SafetensorsReader":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,8 +4,6 @@ With sequence parallelism each rank sees its part of the sequence only. A weight
 gradient is then summed over the tensor-parallel group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

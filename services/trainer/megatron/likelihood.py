@@ -8,8 +8,6 @@ temperature, z = log Σ exp(x) and p = exp(x − z):
     H = z − Σ p_j x_j                  ∂/∂x_j = −p_j (log p_j + H)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +33,7 @@ class VocabularySlice:
     width: int
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, rows: int, vocab_size: int) -> VocabularySlice:
+    def of(cls, group: dist.ProcessGroup, rows: int, vocab_size: int) -> "VocabularySlice":
         """Makes this rank's slice. Makes this rank's slice. ``rows``: local logits a token, padding included; ``vocab_size``: the whole
         vocabulary without it."""
         start = group.rank() * rows

@@ -6,8 +6,6 @@ the variable-length kernel. Measured on an H200 (`benchmarks/trainer_mfu.py` say
 against 246 TFLOP/s.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any

@@ -5,8 +5,6 @@ with A [rank, inputs] and B [outputs, rank]. A column-parallel layer has A whole
 the outputs; a row-parallel one has A split with the inputs and B whole. How adapters leave the model: :mod:`.adapters`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

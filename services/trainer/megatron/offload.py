@@ -4,8 +4,6 @@ What moves is storages, not tensors: Megatron's parameters and gradients are vie
 views. A storage is emptied in place and filled again, so that every view of it is valid afterwards, with the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 

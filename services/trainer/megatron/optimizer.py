@@ -1,7 +1,5 @@
 """Megatron's optimizer (distributed or not), its Adam, and one update that looks before it leaps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ sequences of similar length are laid side by side as the rows of one dense, righ
 padded key is later than every real query, so no mask but the causal one is needed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any

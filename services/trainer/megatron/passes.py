@@ -1,7 +1,5 @@
 """Forward and backward passes of a model over this rank's micro-batches, in Megatron's schedule for its pipeline."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ DeepSeek-V3 and Kimi-K2 are published so: a matrix is float8 (e4m3), and beside 
 Only the conversion reads them. A run needs a copy in bfloat16, since its engines would take the pushed weights for 8-bit ones.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

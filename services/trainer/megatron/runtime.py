@@ -5,8 +5,6 @@ One process is one rank. torchrun (or whoever starts the ranks) sets ``RANK``, `
 group's deadline, and :func:`deadline` turns its running out into an error that says what was waited for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

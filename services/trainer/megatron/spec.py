@@ -4,8 +4,6 @@
 Transformer Engine's layers have not been run: none of the machines that this was made on has it.
 """
 
-from __future__ import annotations
-
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm

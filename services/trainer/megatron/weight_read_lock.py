@@ -1,7 +1,5 @@
 """Who reads the parameters beside the training: whoever is about to change them waits until that is over."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """What rank 0 writes down of each step: TensorBoard, Prometheus, W&B, and the step's event. docs/metrics.md explains every name."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -48,7 +46,7 @@ class TrainingSpeed:
     adapters: bool = False
 
     @classmethod
-    def of(cls, actor: Actor) -> TrainingSpeed:
+    def of(cls, actor: Actor) -> "TrainingSpeed":
         device = torch.cuda.get_device_name() if next(actor.model.modules[0].parameters()).is_cuda else "cpu"
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         settings = actor.settings

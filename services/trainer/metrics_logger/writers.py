@@ -1,7 +1,5 @@
 """Where a trainer's measurements go: each writer takes numbers by name and the step that they belong to."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol

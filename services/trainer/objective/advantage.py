@@ -3,8 +3,6 @@
 A group that lost samples (dropped, dead, rejected) is normalised over those it has; two groups never mix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 

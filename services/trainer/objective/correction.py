@@ -3,8 +3,6 @@
 Some of it needs statistics of a whole optimizer step: of every rank's tokens, once, before the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The user's own functions in the objective, under slime's signatures: what they are given, and what is made of what they give back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -85,7 +83,7 @@ class CustomFunctions:
     denominator: float | None = None
 
     @classmethod
-    def of(cls, config: RunConfig) -> CustomFunctions:
+    def of(cls, config: RunConfig) -> "CustomFunctions":
         """Imports them. Raises ConfigError for one that cannot be imported."""
         named = paths(config, "trainer")
         functions = {field: load(field, path) for field, path in named.items()}

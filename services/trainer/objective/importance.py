@@ -6,8 +6,6 @@ start. The decoupled objective clips around the proximal policy and weights by p
 All tensors are [T], finite everywhere.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ Invariants, held by tests:
 - with one optimizer step a batch the proximal policy is the policy itself: ratio exactly 1, ``ppo_kl`` exactly 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 

@@ -4,8 +4,6 @@ Symbols: d = log pi_old - log pi_theta, the ratio rho = exp(-d), A the advantage
 finite everywhere (``loss.py`` blanks what the mask excludes).
 """
 
-from __future__ import annotations
-
 from typing import Final, NamedTuple
 
 import torch

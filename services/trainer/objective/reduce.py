@@ -8,8 +8,6 @@ Source: per rollout, GRPO (arXiv:2402.03300), eq. 3; per token, DAPO (arXiv:2503
 Dr.GRPO, Liu et al. 2025 (arXiv:2503.20783).
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 
 import numpy as np

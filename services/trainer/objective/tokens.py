@@ -1,7 +1,5 @@
 """How every loss reads a micro-batch, and sums over the sequences of a packed one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

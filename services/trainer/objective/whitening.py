@@ -1,7 +1,5 @@
 """Advantages to mean 0 and variance 1 over the trained tokens of a whole batch, whoever holds its parts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ class Moments:
     m2: float = 0.0
 
     @classmethod
-    def of(cls, values: Sequence[Tensor], masks: Sequence[Tensor]) -> Moments:
+    def of(cls, values: Sequence[Tensor], masks: Sequence[Tensor]) -> "Moments":
         """Returns the moments of all values whose mask is true. Args: values: float64 [R] of each sample. masks: bool [R] of each."""
         kept = [value[mask] for value, mask in zip(values, masks, strict=True)]
         flat = torch.cat([torch.empty(0, dtype=torch.float64), *kept])
@@ -34,7 +32,7 @@ class Moments:
         return cls(flat.numel(), mean, float((flat - mean).square().sum()))
 
     @classmethod
-    def merged(cls, parts: Iterable[Moments]) -> Moments:
+    def merged(cls, parts: "Iterable[Moments]") -> "Moments":
         """Returns the moments of the sets of all parts together."""
         count, mean, m2 = 0, 0.0, 0.0
         for part in parts:

@@ -3,8 +3,6 @@
 The requests are made on the control client's thread; the push's thread waits for them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
@@ -59,13 +57,13 @@ class PushProtocol:
         """Of the replicas whose engines are up."""
         return self._link.replicas
 
-    def offer(self, members: Members, version: int) -> PushRequest[WeightsReady]:
+    def offer(self, members: Members, version: int) -> "PushRequest[WeightsReady]":
         """Asks who can take a version now. A channel is made with nobody else: its other members would wait for the dead."""
         return self.request(members, "offer", lambda _: WeightsOffer(version=version), WeightsReady, OFFER_SECONDS)
 
     def prepare(
         self, members: Members, version: int, channels: list[WeightChannelAddress], rank: Callable[[Target], int], seconds: float
-    ) -> PushRequest[WeightsReady]:
+    ) -> "PushRequest[WeightsReady]":
         """Has the engines begin to join channels. ``rank``: of a member's first engine process."""
 
         def message(target: Target) -> WeightsPrepare:
@@ -75,17 +73,17 @@ class PushProtocol:
 
     def receive(
         self, members: Members, version: int, push: int, channels: list[str], check: bool, seconds: float
-    ) -> PushRequest[WeightsReceived]:
+    ) -> "PushRequest[WeightsReceived]":
         """Has the replicas take, or compare, what is about to be sent."""
         message = WeightsReceive(version=version, push=push, channels=channels, check=check, deadline=seconds)
         return self.request(members, "receive", lambda _: message, WeightsReceived, seconds)
 
-    def commit(self, members: Members, version: int, digest: str, seconds: float) -> PushRequest[Accepted]:
+    def commit(self, members: Members, version: int, digest: str, seconds: float) -> "PushRequest[Accepted]":
         """Has the replicas serve what they have received."""
         message = WeightsCommit(version=version, digest=digest, deadline=seconds)
         return self.request(members, "commit", lambda _: message, Accepted, seconds)
 
-    def abort(self, members: Members, version: int, reason: str) -> PushRequest[Accepted]:
+    def abort(self, members: Members, version: int, reason: str) -> "PushRequest[Accepted]":
         """Says that the push has failed."""
         return self.request(members, "abort", lambda _: WeightsAbort(version=version, reason=reason), Accepted, ABORT_SECONDS)
 
@@ -99,7 +97,7 @@ class PushProtocol:
 
     def request(
         self, members: Members, verb: str, message: Callable[[Target], Message], reply: type[Answer], seconds: float
-    ) -> PushRequest[Answer]:
+    ) -> "PushRequest[Answer]":
         """Asks every member at once, in the background."""
         return PushRequest(self._link, members, verb, message, reply, seconds)
 

@@ -1,7 +1,5 @@
 """Who takes part in a push, when the channels are made anew, and what a failure means. Pure: no clock, no requests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

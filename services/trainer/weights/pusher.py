@@ -5,8 +5,6 @@ control client's thread, collectives run on a thread of the push, so that a dead
 Parameters are read in place: the next step's forward and backward passes run meanwhile, and its optimizer waits for `WeightReadLock`.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -4,8 +4,6 @@ Rank 0 writes what all ranks gather, bucket by bucket; packing and writing of on
 the disk never stops the training: the snapshot is given up, and the next one is whole.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

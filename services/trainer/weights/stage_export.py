@@ -3,8 +3,6 @@
 All ranks of a stage construct the same export, and call `fill` for every bucket of its manifest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """One rank's part in a push: its pipeline stage's export, and where it is the stage's source, the channel that carries it."""
 
-from __future__ import annotations
-
 import datetime
 import secrets
 from collections.abc import Callable

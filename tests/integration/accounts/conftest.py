@@ -1,7 +1,5 @@
 """One pair of guarded servers for the tests that only try what is refused, another for those that run a whole run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

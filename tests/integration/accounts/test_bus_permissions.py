@@ -1,7 +1,5 @@
 """What NATS refuses: for every role, every subject that is not its own, to publish and to subscribe, in the log and at the client."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import socket

@@ -1,7 +1,5 @@
 """A whole run with every role on its own account: all that the code does is allowed, and nothing else was tried."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

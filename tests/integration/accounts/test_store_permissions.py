@@ -1,7 +1,5 @@
 """What Redis refuses: for every account, commands that are not its own, keys of another run, and everybody without a password."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Encrypted connections: who trusts the authority gets in, nobody else does, and the error says what to do."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Iterator

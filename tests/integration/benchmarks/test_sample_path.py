@@ -1,7 +1,5 @@
 """The benchmark of the sample path at its smallest: it runs, checks what it measures, and tells what it should."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The benchmark of deltas trains, writes, puts together and compares."""
 
-from __future__ import annotations
-
 from benchmarks import weight_delta
 
 

@@ -1,7 +1,5 @@
 """The benchmark of pushes runs on CPUs as it would on four GPUs: two trainer ranks, two engines, the real services between them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

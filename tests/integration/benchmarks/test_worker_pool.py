@@ -1,7 +1,5 @@
 """The benchmark of the worker pool measures what it says, with the pool that needs no further package."""
 
-from __future__ import annotations
-
 from benchmarks.worker_pool import DEADLINE_S, ENDLESS, QUICK, calls_per_second, ours, table
 
 

@@ -1,7 +1,5 @@
 """A run on the shared servers, and somebody to play its other services."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rest of a run, played over the real bus and store: what replicas, verifiers and a trainer say to the buffer."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """kill -9 of the buffer, of NATS and of Valkey under a run: the same batches, every group with one end, and the run finishes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

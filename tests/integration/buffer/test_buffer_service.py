@@ -1,7 +1,5 @@
 """The real buffer process over real servers: what it lets in, hands out, drops, and how it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import urllib.request

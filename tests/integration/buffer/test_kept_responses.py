@@ -1,7 +1,5 @@
 """The real buffer keeps the responses of groups that have ended before it frees them, and goes on where it cannot."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from structlog.testing import capture_logs

@@ -1,7 +1,5 @@
 """The real buffer with every staleness policy, order and filter, and beside another run's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

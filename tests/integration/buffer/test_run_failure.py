@@ -1,7 +1,5 @@
 """A run whose groups all fail: the buffer ends it, durably, with the reason; and goes on when the run is created again."""
 
-from __future__ import annotations
-
 from services.buffer.run_failure import STATE
 from shared.bus import runs
 from shared.bus.registry import Registry

@@ -1,7 +1,5 @@
 """Two buffers: one is active, the other takes its place when it dies, stops, or falls silent; never do both record anything."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Every test of bus and store runs on the embedded servers and, where a Docker engine is, on the images of the compose file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

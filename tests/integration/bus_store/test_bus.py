@@ -1,7 +1,5 @@
 """The control plane over a real NATS server: confirmed publishing, size checks, requests, keys."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The leader's lease on a real server: one holder at a time, handed over by release, death or silence, and by nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Work queues over a real NATS server: leases that are kept, lost, handed back, exhausted."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path

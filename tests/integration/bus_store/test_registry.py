@@ -1,7 +1,5 @@
 """Statuses of services are there while they are renewed, and gone soon after."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

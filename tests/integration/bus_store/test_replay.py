@@ -1,7 +1,5 @@
 """Reading a stream from its beginning to its present end."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

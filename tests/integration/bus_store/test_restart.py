@@ -1,7 +1,5 @@
 """kill -9 of a server and its return: what was stored is there, and connected clients go on by themselves."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

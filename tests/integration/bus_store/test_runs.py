@@ -1,7 +1,5 @@
 """A run on the bus: made once, found by its id, resumed only with what may change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

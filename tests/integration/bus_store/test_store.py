@@ -1,7 +1,5 @@
 """The payload plane over a real Valkey server."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

@@ -1,7 +1,5 @@
 """The rollout service at work on a real engine, without a trainer: tasks in, groups out."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any

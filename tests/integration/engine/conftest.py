@@ -1,7 +1,5 @@
 """Real engines for this suite, the models that they are given, and clients that find them as they were."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager

@@ -1,7 +1,5 @@
 """Requests that keep an engine busy while something is done to it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import uuid

@@ -1,7 +1,5 @@
 """What the engine's log-probs must be, from transformers' forward pass."""
 
-from __future__ import annotations
-
 import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, Qwen3ForCausalLM

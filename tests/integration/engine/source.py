@@ -1,7 +1,5 @@
 """The trainer, as a replica sees it in a push: requests by its handlers, bytes by one channel."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A trainer's adapters in a real engine: nothing else travels, and both ends compute the same."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The launch command. What it starts is tested with the engines."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The stand-ins of the CPU launcher, in a process that imports it as a spawned child of the engine does."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rollout service with a function of the user's own, over real servers and a real engine."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

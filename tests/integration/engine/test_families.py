@@ -1,7 +1,5 @@
 """An engine that is pushed what the trainer exports draws the same greedy tokens, for every family that SGLang serves on a CPU."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """docs/first-run.md as it stands: its files written, its commands run, its reward at work in a run, its agent on a real engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """SGLang's flags are checked against the parser of the SGLang that is installed, before a run and when a rollout service starts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Generating groups with a real engine: exact log-probs, aborts, going on, deadlines, refusals."""
 
-from __future__ import annotations
-
 import asyncio
 from importlib.metadata import version
 

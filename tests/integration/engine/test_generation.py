@@ -1,7 +1,5 @@
 """Reading engines' answers: what each release says of versions, and answers that do not fit. No engine here."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Groups that are stopped in the middle: for their age, and because their replica leaves; and those that go on where another ended."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

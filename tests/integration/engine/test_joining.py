@@ -1,7 +1,5 @@
 """Replicas that help themselves to weights: from disk, whole and by deltas; from another engine that goes on generating."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import time

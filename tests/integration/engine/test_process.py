@@ -1,7 +1,5 @@
 """Engines' processes: how they fail to start, how they end, and that none stays behind. How any process does is tested apart."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A replica in a push, from its first request to its last, and what it serves when something fails on the way."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 

@@ -1,7 +1,5 @@
 """A real sglang-router in front of a real engine: joined, served through, taken off when its replica is gone."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import subprocess

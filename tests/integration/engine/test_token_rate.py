@@ -1,7 +1,5 @@
 """How fast a real engine is said to generate: while groups are under way, and in all."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

@@ -1,7 +1,5 @@
 """What the trainer's ranks export, split over them in any way, leaves the engine with the trainer's own log-probs, by every transport."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """A replica that shares its device with a trainer: it sleeps while the trainer has its turn, and loses nothing."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Pushing weights into a running engine: over gloo and from disk, with requests running."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """The reward service's bench, and a server full of faults."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

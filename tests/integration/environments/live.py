@@ -1,7 +1,5 @@
 """Real environments: the examples as processes of their own, and a server that breaks the protocol in whichever way its URL says."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -49,7 +47,7 @@ class EnvironmentProcess:
         self.process.kill()
         self.process.wait(30)
 
-    def __enter__(self) -> EnvironmentProcess:
+    def __enter__(self) -> "EnvironmentProcess":
         return self
 
     def __exit__(self, *_: object) -> None:

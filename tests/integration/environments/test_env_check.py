@@ -1,7 +1,5 @@
 """``myxo env check`` against live environments: passes those that keep the protocol, and says what is wrong with those that do not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The real reward service with environments outside of it: over HTTP and NATS, down, hung, restarted, wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

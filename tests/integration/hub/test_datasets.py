@@ -1,7 +1,5 @@
 """Splits of data sets by name: which files, which rows, and what is said where there are none."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models by name: what is downloaded, what is pinned, and what is said where that does not work."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

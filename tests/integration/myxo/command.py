@@ -1,7 +1,5 @@
 """``myxo`` as a process of its own, and looking at what it started and wrote."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

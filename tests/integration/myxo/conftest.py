@@ -1,7 +1,5 @@
 """What the command line's tests share: a run's input on disk, and the command."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

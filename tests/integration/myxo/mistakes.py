@@ -1,7 +1,5 @@
 """The harness of the table of mistakes: a good run's input, and what a row changes of it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -23,7 +21,7 @@ class Input:
     sections: Sections
 
     @classmethod
-    def make(cls, directory: Path, tiny_model: Path) -> Input:
+    def make(cls, directory: Path, tiny_model: Path) -> "Input":
         """Four steps of two groups; a Qwen3 with 4 heads, 2 key/value heads, 2 layers and a context of 1,024 tokens."""
         shutil.copytree(tiny_model, directory / "model")
         write_jsonl(directory / "prompts.jsonl")

@@ -1,7 +1,5 @@
 """Mistakes with files, keys, labels and the machine, as newcomers make them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

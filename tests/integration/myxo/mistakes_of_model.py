@@ -1,7 +1,5 @@
 """Mistakes about the model, its layout, its lengths and the engine, as newcomers make them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

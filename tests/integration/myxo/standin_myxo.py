@@ -1,7 +1,5 @@
 """``myxo`` with the stand-ins in the places of rollout and trainer; everything else is the real thing."""
 
-from __future__ import annotations
-
 import sys
 
 from myxo.launch.service_plan import SERVICE_MODULES

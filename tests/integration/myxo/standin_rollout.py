@@ -5,8 +5,6 @@ The share of right answers grows with the weight version, so that a run has a re
 file ``refuse``, every group fails for the reason in it; while it holds a file ``die``, the service dies of it once it is at work.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -4,8 +4,6 @@ For tests of the launcher, beside `standin_rollout`. It speaks to the buffer as 
 file ``pause`` with a number, no step from that number on is trained, so that a test has the time it needs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path

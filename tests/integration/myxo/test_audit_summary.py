@@ -1,7 +1,5 @@
 """``myxo audit``, ``summary`` and ``status`` on a ledger written by hand: on a given NATS server, and on a stopped run's own store."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

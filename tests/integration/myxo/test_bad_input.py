@@ -1,7 +1,5 @@
 """Bad input ends every command with exit code 2 and one line that names the field, the value and what would be right."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Data, labels and the machine before a start: what is refused, what is told only, and what is read."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 import time

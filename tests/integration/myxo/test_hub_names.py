@@ -1,7 +1,5 @@
 """A run whose model and data are named on the hub, through the command line."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path

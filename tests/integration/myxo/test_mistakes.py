@@ -3,8 +3,6 @@
 Rows run as the command does, most of them in this process, for a process of their own would cost each a second.
 """
 
-from __future__ import annotations
-
 import resource
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``myxo samples`` on a ledger written by hand and real payloads: on given servers, on a live run's own, and on a stopped run's files."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

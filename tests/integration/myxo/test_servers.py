@@ -1,7 +1,5 @@
 """The launcher's own servers: restarted where they died, with what they stored, at the same addresses."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

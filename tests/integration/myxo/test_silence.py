@@ -1,7 +1,5 @@
 """Nothing fails in silence: what goes wrong is told while the run goes on and when it ends, and what is hopeless ends it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

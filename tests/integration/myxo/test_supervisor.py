@@ -1,7 +1,5 @@
 """The supervisor with real processes: kill -9, restarts, exit codes, and what a dead service leaves running."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

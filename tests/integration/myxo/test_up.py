@@ -1,7 +1,5 @@
 """``myxo up`` from start to end: real servers, buffer and reward service; rollout and trainer are the quick stand-ins of this directory."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

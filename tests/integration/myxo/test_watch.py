@@ -1,7 +1,5 @@
 """``myxo watch`` on a NATS server that somebody else runs: to the end of the run, across the server's death."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import time

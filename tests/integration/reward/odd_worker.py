@@ -1,7 +1,5 @@
 """A worker with a verifier that misbehaves as its response says; else it scores as exact match does."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Async reward functions: many groups wait in one process, and none pays for what another does."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path

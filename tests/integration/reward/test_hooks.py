@@ -1,7 +1,5 @@
 """The real reward process with functions of the user's own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Verifier processes: they answer within the deadline or are killed, and none takes another's calls down."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable

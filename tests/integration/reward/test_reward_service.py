@@ -1,7 +1,5 @@
 """The real reward process over real servers: what it is given comes out scored, or failed with the reason."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

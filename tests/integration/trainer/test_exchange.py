@@ -1,7 +1,5 @@
 """What actor and critic leave for each other in a real store."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The trainer's side of snapshots: real weights of a real optimizer, the link on a real bus, and what replicas' cards ask for."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

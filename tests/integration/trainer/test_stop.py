@@ -1,7 +1,5 @@
 """A trainer that is asked to stop while the buffer is away."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Certificates: what they say, when they are made anew, and that a TLS library believes them."""
 
-from __future__ import annotations
-
 import ssl
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta

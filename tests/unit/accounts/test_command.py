@@ -1,7 +1,5 @@
 """``myxo accounts`` as a person types it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files with credentials: made once, kept, for nobody else to read."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 

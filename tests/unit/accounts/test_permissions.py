@@ -1,7 +1,5 @@
 """The rights that are derived from the code's names are those that are meant, and no more."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Config texts: what must be in them, and what must not."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 

@@ -1,7 +1,5 @@
 """Whatever happens in whatever order, the invariants hold after every record, and the run finishes once everything comes back."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Dead groups: in a row, a minute, and from when on a run is hopeless."""
 
-from __future__ import annotations
-
 import pytest
 
 from services.buffer.buffer_config import BufferConfig

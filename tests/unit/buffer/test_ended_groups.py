@@ -1,7 +1,5 @@
 """Which groups a record ends, with what their state and the record know of them, and which of those are kept."""
 
-from __future__ import annotations
-
 from services.buffer.ended_groups import chosen, ended, trained_not_durable
 from services.buffer.state import BufferState
 from shared.schema.ledger import (

@@ -1,7 +1,5 @@
 """Single decisions of the buffer: what each event leads to, and what is refused in which words."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

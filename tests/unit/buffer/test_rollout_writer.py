@@ -1,7 +1,5 @@
 """Kept responses: the writer on a real disk (rotation, the bound, what it does where the disk refuses), and the keeper's bounds."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The simulation of the buffer: its arithmetic against cases done by hand, its runs against the audit, its command line."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The four staleness policies and the three orders, decision by decision."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@
 of records as the ledger, and checks every invariant after every record.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

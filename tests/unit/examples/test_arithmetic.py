@@ -1,7 +1,5 @@
 """What `examples/arithmetic/prepare.py` writes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The example environments: their rewards are those of the quick start's own verifier, and their containers ask for little."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 from pathlib import Path

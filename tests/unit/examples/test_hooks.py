@@ -1,7 +1,5 @@
 """The example's functions, called as the reward service calls them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

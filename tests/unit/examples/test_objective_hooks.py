@@ -1,7 +1,5 @@
 """The example's functions of the objective, called as the trainer calls them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

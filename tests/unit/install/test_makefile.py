@@ -1,7 +1,5 @@
 """How the Makefile makes the environment, with an interpreter that only notes what it is asked to do."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The waits between the lives of a process that keeps dying."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """The picture of a run."""
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import replace
@@ -68,7 +66,7 @@ SEVERAL = [EvaluationSummary(name, step, step, number + step / 40, 10, 0) for nu
 
 def drawn(
     monkeypatch: pytest.MonkeyPatch, path: Path, rewards: list[float], evaluations: list[EvaluationSummary], warm: bool = False
-) -> list[Axes]:
+) -> "list[Axes]":
     """The plots of a picture, as they were saved."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     kept = []

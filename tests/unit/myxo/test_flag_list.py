@@ -1,7 +1,5 @@
 """``myxo flags``."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

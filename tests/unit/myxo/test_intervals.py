@@ -1,7 +1,5 @@
 """Sets of intervals, checked against counting the cells of a grid."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

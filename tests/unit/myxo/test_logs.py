@@ -1,7 +1,5 @@
 """Reading the services' logs: the end of long files, merged by time, with levels, as they grow."""
 
-from __future__ import annotations
-
 import io
 import json
 import time

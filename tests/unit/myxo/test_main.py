@@ -1,7 +1,5 @@
 """The command line itself: help, version, errors of use, and what importing it costs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

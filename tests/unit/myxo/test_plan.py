@@ -1,7 +1,5 @@
 """Which processes a config asks for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """How a run is shown: pace, plain lines, the panel."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

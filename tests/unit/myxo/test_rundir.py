@@ -1,7 +1,5 @@
 """A run's directory: its lock, its servers file, what --fresh removes and what it leaves alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """When a service that dies of the same again and again is given up."""
 
-from __future__ import annotations
-
 import pytest
 
 from myxo.launch.restart_policy import SameDeaths

@@ -1,7 +1,5 @@
 """What `myxo samples` makes of a ledger: every group's group, the list's filters and orders, one group's provenance, a sample's page."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterable

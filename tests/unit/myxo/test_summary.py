@@ -1,7 +1,5 @@
 """What a run came to, from records and events written by hand."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

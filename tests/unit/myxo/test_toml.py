@@ -1,7 +1,5 @@
 """The resolved config as TOML reads back as the same config."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What goes wrong in a run that goes on, as panel, plain lines and exit report tell it."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What there is to see of a run, from cards that may be absent, old, or incomplete."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """docs/math-rewards.md says what the math verifier reads: each row of its tables is run through it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

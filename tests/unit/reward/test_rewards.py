@@ -1,7 +1,5 @@
 """Which of the numbers that were given counts."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

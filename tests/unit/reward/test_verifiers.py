@@ -1,7 +1,5 @@
 """Verifiers: what counts as the right answer."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """An adapter over an engine's own checkpoint: plain maths, one rounding, and errors before anything is handed out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two attempts at one group in one replica: the first, whose lease ran out, and its successor."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where a replica takes weights from, situation by situation."""
 
-from __future__ import annotations
-
 import pytest
 
 from services.rollout.weight_catch_up import FromDisk, FromPeer, Situation, choose

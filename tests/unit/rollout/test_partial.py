@@ -1,7 +1,5 @@
 """What a sample keeps over interruptions."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Weights from receiver to receiver: the very bytes, or an error that says what came between."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An abort that comes before the order which it aborts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Loading a bucket by what the first load was seen to do: the same parameters, or no plan at all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Commands to receivers in plain processes' place: threads that own a small model each, and a source in this one."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """What a replica serves, event by event: never a version whose bytes may have changed, and never two at once."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The rate of generation: its integral over a run is the run's tokens, whatever groups end when."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

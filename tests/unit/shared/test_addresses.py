@@ -1,7 +1,5 @@
 """Where the environment says that the servers are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The audit accepts a run that kept the invariants and names each way of breaking one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The store's answers, however they are cut on their way."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

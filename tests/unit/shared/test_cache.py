@@ -1,7 +1,5 @@
 """Results that are kept for the user: read again, forgotten when unused, and never in the way."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

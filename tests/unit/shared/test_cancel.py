@@ -1,7 +1,5 @@
 """Tasks that have to end, end."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

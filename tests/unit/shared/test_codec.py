@@ -1,7 +1,5 @@
 """The wire codec: whatever is packed comes back, and whatever comes in is either read or refused as a `BadMessage`."""
 
-from __future__ import annotations
-
 import msgpack
 import numpy as np
 import pytest

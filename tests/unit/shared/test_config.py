@@ -1,7 +1,5 @@
 """The run config: bad input is refused at the edge, with the field's name and what would be right."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import Counter

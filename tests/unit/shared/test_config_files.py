@@ -1,7 +1,5 @@
 """A config that builds on other files: ``base = …``."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

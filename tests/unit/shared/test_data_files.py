@@ -1,7 +1,5 @@
 """Files as a config names them: path, slice, weight; as text, as a table, and there and back again."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A source of the user's own: what a group was given once it is given again, whatever the source does."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

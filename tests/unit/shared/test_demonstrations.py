@@ -1,7 +1,5 @@
 """Demonstrations: which tokens of text and of chats are trained, against templates in use."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

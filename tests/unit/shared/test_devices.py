@@ -1,7 +1,5 @@
 """GPUs shared out among a run's services on one machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Where an environment may be, and where never."""
 
-from __future__ import annotations
-
 import pytest
 
 from shared.environment.environment_url import blocked, parse

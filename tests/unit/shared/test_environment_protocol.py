@@ -1,7 +1,5 @@
 """The environment protocol's answers: what fits becomes scores, anything else is refused with the field and what was expected."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Flags: every config field answers to one, SGLang's pass through, and a wrong one is refused with the nearest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

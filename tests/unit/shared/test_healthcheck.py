@@ -1,7 +1,5 @@
 """The probe of the containers, against real health sides."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Samples between store and hooks: nothing is lost on the way, and what does not fit together is refused by field."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The user's own functions: found or refused by field, and what they are given."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

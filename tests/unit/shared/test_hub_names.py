@@ -1,7 +1,5 @@
 """Names on the hub, as configs give them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

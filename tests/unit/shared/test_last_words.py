@@ -1,7 +1,5 @@
 """Why a service failed, out of what it logged."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

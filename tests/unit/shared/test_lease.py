@@ -1,7 +1,5 @@
 """The lease's decisions about time: who has the lease may act until, and who waits may take it from."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """Whether a process is dead is said only where it is certain."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

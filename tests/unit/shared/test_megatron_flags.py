@@ -1,7 +1,5 @@
 """Megatron's flags on the command line and in TOML, checked without torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

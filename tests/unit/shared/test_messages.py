@@ -1,7 +1,5 @@
 """The wire schema: every kind comes back as it was sent, and what does not fit is refused with the name of the field."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The address by which other machines reach a process."""
 
-from __future__ import annotations
-
 import pytest
 
 from shared.runtime.errors import ConfigError

@@ -1,7 +1,5 @@
 """Prompts: read, rendered and tokenised, or refused with file, line, key and what would be right."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Progress of long reading: a bar on a terminal, lines elsewhere, nothing where it is soon done."""
 
-from __future__ import annotations
-
 import io
 import sys
 

@@ -1,7 +1,5 @@
 """The files of kept responses: a record as a line and back, lines that are cut off, groups that were written twice."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The k-th row that is used, over blocks and odd ends."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

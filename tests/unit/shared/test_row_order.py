@@ -1,7 +1,5 @@
 """The order of rows is a function of the running number alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

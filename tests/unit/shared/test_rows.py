@@ -1,7 +1,5 @@
 """Rows of JSONL and Parquet files, and of several in a row; whatever is wrong is told with file and line."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Samples: what belongs together stays aligned, and a payload that does not fit together is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

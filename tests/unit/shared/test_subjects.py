@@ -1,7 +1,5 @@
 """Names on the bus: apart between runs, and legal."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

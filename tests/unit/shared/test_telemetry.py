@@ -1,7 +1,5 @@
 """Metrics under legal Prometheus names, and logs as JSON lines that say who speaks."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

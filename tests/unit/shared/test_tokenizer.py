@@ -1,7 +1,5 @@
 """The torch-free tokenizer agrees with transformers on ids, text and chat templates."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The one rule of steps and versions, against its definition step by step."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

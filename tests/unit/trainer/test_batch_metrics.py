@@ -1,7 +1,5 @@
 """Metrics of a batch: loops, lengths, equal groups, passes; sums over ranks."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

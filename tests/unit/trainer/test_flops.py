@@ -1,7 +1,5 @@
 """FLOPs against a count of the real model's matrix products, and MFU's denominators."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

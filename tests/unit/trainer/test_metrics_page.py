@@ -1,7 +1,5 @@
 """docs/metrics.md names what the code measures, no more and no less."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

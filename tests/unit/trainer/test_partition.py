@@ -1,7 +1,5 @@
 """A batch dealt out from its references: every sample once, groups whole where that costs nothing."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """To whom a push goes, when its channels are made anew, and to whom a broken one is put down."""
 
-from __future__ import annotations
-
 import pytest
 
 from services.trainer.weights.push_schedule import BACK_OFF_MOST, PushSchedule, Target, culprits_of, reason_gone

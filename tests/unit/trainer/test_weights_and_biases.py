@@ -1,7 +1,5 @@
 """W&B: its offline files, and the refusal where it is not installed."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 from pathlib import Path

@@ -5,8 +5,6 @@ scheduler, when SGLang calls the loader. All others are done at once, on their c
 is ``{"ok": true, …}`` or ``{"ok": false, "error": text, "touched": bool}``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

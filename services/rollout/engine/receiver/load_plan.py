@@ -6,8 +6,6 @@ tensor of its own, a quantization, something computed from parameters, a paramet
 ``load_weights`` every time.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """SGLang's way in: it calls `load` by its dotted name (``--custom-weight-loader``) with the model, on the scheduler's thread."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

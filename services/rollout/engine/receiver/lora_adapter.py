@@ -4,8 +4,6 @@ The base is read from the disk at every push, mapped and not copied, so that the
 add up over pushes. The matrices that no adapter touches are not handed out: the trainer leaves them as they are.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack

@@ -7,8 +7,6 @@ along, so that the destination knows the version's digest without having seen a 
 Whatever changes the source's parameters ends the transfer first (`Receiver.before_change`): what the destination has then is of no version.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

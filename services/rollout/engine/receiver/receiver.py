@@ -4,8 +4,6 @@ Invariant: `Receiver.digest` is that of exactly the tensors which the model hold
 forgotten; a push of a part keeps what is known of the rest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

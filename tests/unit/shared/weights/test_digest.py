@@ -1,7 +1,5 @@
 """Manifests say where tensors lie; digests do not depend on it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Safetensors files as bytes, held against the library that made the format."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Versions on disk: chains, what breaks them, what is kept, and that nobody ever sees half of one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """A tensor's change between two versions: small, and bit-equal when laid over the older one."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

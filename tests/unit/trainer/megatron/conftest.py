@@ -1,7 +1,5 @@
 """Tiny checkpoints, actors of a world of one, and worlds of several ranks."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What one rank does in the tests of adapters and of frozen parameters; also run in the test's own process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What one rank does in the tests that compare layouts; also run in the test's own process, as the world of one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

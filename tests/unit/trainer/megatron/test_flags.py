@@ -1,7 +1,5 @@
 """Megatron's flags as the trainer resolves them, against Megatron's own dataclasses."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

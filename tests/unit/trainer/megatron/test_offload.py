@@ -1,7 +1,5 @@
 """A model that was in host memory and came back: the same bits everywhere, and steps as if it had never gone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Whoever changes parameters waits for those who read them, and knows for how long."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny models and batches: real architectures, a few thousand weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

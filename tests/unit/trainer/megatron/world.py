@@ -1,7 +1,5 @@
 """A world of rank processes that outlives a test: starting one costs seconds, a case on tiny models a fraction of one."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing as mp

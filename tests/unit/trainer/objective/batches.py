@@ -1,7 +1,5 @@
 """Batches drawn at random, as the reference's sequences and as the trainer's packed micro-batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

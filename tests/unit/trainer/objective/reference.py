@@ -3,8 +3,6 @@
 Shares no code with the trainer but the config that it reads; there is no tensor, no packing and no autograd here.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The section [algorithm]: slime's names mean what they mean there, and what contradicts itself is refused by field."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path
