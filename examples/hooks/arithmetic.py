@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from shared.data.tokenizer import Tokenizer
-from shared.hooks import Arguments, DynamicFilterOutput, HookSample
+from shared.hooks import Arguments, DynamicFilterOutput, Sample
 
 AGAIN = " no. "
 """What a wrong answer is told, before the problem once more."""
@@ -24,10 +24,10 @@ def answer(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-async def second_try(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
+async def second_try(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """``--custom-generate-function-path``: who answers wrong is told so, and may try again. Both answers are trained, the words are not."""
     await turn(args, sample, sampling_params)
-    if sample.status is not HookSample.Status.ABORTED and answer(sample.response) != sample.label:
+    if sample.status is not Sample.Status.ABORTED and answer(sample.response) != sample.label:
         words = f"{AGAIN}{sample.prompt}"
         sample.append_response_tokens(tokens=tokenizer(args.hf_checkpoint).encode(words), trainable=False, text=words)
         await turn(args, sample, sampling_params)
@@ -35,7 +35,7 @@ async def second_try(args: Arguments, sample: HookSample, sampling_params: dict[
     return sample
 
 
-async def turn(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> None:
+async def turn(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> None:
     """One answer of this replica's engine behind the tokens that are there."""
     body = {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True}
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
@@ -51,13 +51,13 @@ async def turn(args: Arguments, sample: HookSample, sampling_params: dict[str, A
     )
 
 
-async def score(args: Arguments, sample: HookSample, **_: Any) -> dict[str, float]:
+async def score(args: Arguments, sample: Sample, **_: Any) -> dict[str, float]:
     """``--custom-rm-path``: 1 for a right answer, a tenth less where it took two tries; ``right`` stands beside it."""
     right = answer(sample.response) == sample.label
     return {"reward": right - 0.1 * (sample.metadata.get("tries", 1) - 1), "right": float(right)}
 
 
-def mixed(args: Arguments, group: list[HookSample], **_: Any) -> DynamicFilterOutput:
+def mixed(args: Arguments, group: list[Sample], **_: Any) -> DynamicFilterOutput:
     """``--dynamic-sampling-filter-path``: only groups in which some are right and some are wrong."""
     right = sum(sample.reward["right"] for sample in group if isinstance(sample.reward, dict))
     if 0 < right < len(group):
@@ -65,14 +65,14 @@ def mixed(args: Arguments, group: list[HookSample], **_: Any) -> DynamicFilterOu
     return DynamicFilterOutput(False, "all_right" if right else "all_wrong")
 
 
-def without_truncated(args: Arguments, groups: list[list[HookSample]]) -> None:
+def without_truncated(args: Arguments, groups: list[list[Sample]]) -> None:
     """``--rollout-sample-filter-path``: answers that were cut off are not trained; their rewards still count in the group."""
     for group in groups:
         for sample in group:
-            sample.remove_sample = sample.status is HookSample.Status.TRUNCATED
+            sample.remove_sample = sample.status is Sample.Status.TRUNCATED
 
 
-def write_down(args: Arguments, all_groups: list[list[HookSample]], data_source: None) -> None:
+def write_down(args: Arguments, all_groups: list[list[Sample]], data_source: None) -> None:
     """``--rollout-all-samples-process-path``: a line for each group, kept or not, in ``groups.jsonl`` of the run's directory."""
     directory = Path(args.dir) / args.name
     directory.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.hooks import Arguments, HookSample
+from shared.hooks import Arguments, Sample
 
 LONG = 512
 """Response tokens from which on an answer costs something."""
@@ -18,7 +18,7 @@ DIVISOR = 1024
 """Tokens by which the sum of every answer is divided."""
 
 
-def less_for_length(args: Arguments, samples: list[HookSample]) -> tuple[list[float], list[float]]:
+def less_for_length(args: Arguments, samples: list[Sample]) -> tuple[list[float], list[float]]:
     """``--custom-reward-post-process-path``: what advantages are made of is the reward, less a tenth for each full ``LONG`` tokens."""
     raw = [float(sample.get_reward_value(args)) for sample in samples]
     return raw, [reward - 0.1 * (sample.response_length // LONG) for reward, sample in zip(raw, samples, strict=True)]
