@@ -99,7 +99,7 @@ class CustomGenerate:
         samples: list[hooks.HookSample] = []
         for sample in given if isinstance(given, list) else [given]:
             if not isinstance(sample, hooks.HookSample):
-                raise self._refusal(f"gave a {type(sample).__name__}; expected a shared.hooks.HookSample or a list of them")
+                raise self._refusal(f"gave a {type(sample).__name__}; expected a shared.hooks.Sample or a list of them")
             if sample.status is Status.FAILED:
                 raise self._refusal("gave a sample of status FAILED")
             samples.append(sample)

@@ -172,7 +172,7 @@ async def test_failures_and_aborts_are_tried_again(bench: NewBench) -> None:
         ("raising", "ValueError: the tool is broken; it failed 5 times in a row"),
         ("leaving", "SystemExit: 3"),
         ("cancelling", "cancelled itself"),
-        ("nothing", "gave a NoneType; expected a shared.hooks.HookSample"),
+        ("nothing", "gave a NoneType; expected a shared.hooks.Sample"),
         ("without_log_probs", "sample g00000007/0: rollout_log_probs is missing"),
     ],
 )
