@@ -19,7 +19,11 @@ ONE_BY_ONE = tuple((victim,) for pair in PAIRS for victim in pair)
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     ("rounds", "steps"),
-    [pytest.param(PAIRS, 40, id="in pairs"), pytest.param(ONE_BY_ONE, 120, id="one by one", marks=pytest.mark.extra)],
+    [
+        pytest.param((sum(PAIRS, ()),), 20, id="all at once"),
+        pytest.param(PAIRS, 40, id="in pairs", marks=pytest.mark.extra),
+        pytest.param(ONE_BY_ONE, 120, id="one by one", marks=pytest.mark.extra),
+    ],
 )
 def test_a_run_survives_the_death_of_every_part(
     rounds: tuple[tuple[str, ...], ...], steps: int, small_run: Callable[..., Path], tmp_path: Path

@@ -21,7 +21,7 @@ def test_two_ranks_two_replicas_and_the_users_functions(small_run: Callable[...,
 
     The functions are the example's, but for its dynamic filter: a random model is right too seldom for mixed groups.
     """
-    steps = 12
+    steps = 8
     flags = [
         *("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2", "--num-steps-per-rollout", "2"),
         *("--rollout-replicas", "2", "--in-flight-on-push", "abort", "--kl-loss-coef", "0.01"),

@@ -11,40 +11,49 @@ from shared.runtime.embedded_servers import EmbeddedValkey
 from tests.e2e.launched import LaunchedRun, gauge
 
 RUN_SECONDS = 1500
-STEPS = 8
 
 
 @pytest.mark.timeout(RUN_SECONDS + 300)
-def test_a_run_with_a_critic_survives_the_death_of_either_role(small_run: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("deaths", "run_steps"),
+    [
+        pytest.param([(2, ("critic", "trainer"))], 5, id="at once"),
+        pytest.param([(2, ("critic",)), (6, ("trainer",))], 12, id="one by one", marks=pytest.mark.extra),
+    ],
+)
+def test_a_run_with_a_critic_survives_the_death_of_either_role(
+    deaths: list[tuple[int, tuple[str, ...]]], run_steps: int, small_run: Callable[..., Path], tmp_path: Path
+) -> None:
     """The KL in the reward makes each wait for the other in every step; checkpoints at other steps than the deaths make both replay."""
     flags = [
         *("--advantage-estimator", "ppo", "--kl-coef", "0.01", "--critic-lr", "1e-3", "--save-interval", "3"),
         *("--gamma", "0.99", "--lambd", "0.95", "--num-steps-per-rollout", "2"),
     ]
-    config = small_run("ppo", steps=STEPS, staleness=1)
+    config = small_run("ppo", steps=run_steps, staleness=1)
     with LaunchedRun(config, tmp_path / "runs" / "ppo", "ppo", flags) as run:
-        for service, steps in (("critic", 2), ("trainer", 5)):
+        for steps, services in deaths:
             cards = run.until(f"{steps} steps", lambda found, steps=steps: gauge(found, "critic", "step") >= steps, RUN_SECONDS)
-            assert gauge(cards, "critic", "step") < STEPS, f"the run ended before the {service} was killed: make it longer"
-            run.kill(next(card.pid for card in cards if card.service == service))
+            assert gauge(cards, "critic", "step") < run_steps, f"the run ended before {services} were killed: make it longer"
+            for service in services:
+                run.kill(next(card.pid for card in cards if card.service == service))
         assert run.wait(RUN_SECONDS) == 0, run.said()
     summary = run.summary()
     assert summary["audit"] == "ok"
-    assert summary["steps"] == STEPS
+    assert summary["steps"] == run_steps
     root = tmp_path / "runs" / "ppo"
     assert (root / "hf" / "model.safetensors").is_file()
     assert list((root / "critic-checkpoints").glob("step_*"))
-    assert asyncio.run(left_over(root)) == []
+    assert asyncio.run(left_over(root, run_steps)) == []
 
 
-async def left_over(root: Path) -> list[str]:
+async def left_over(root: Path, steps: int) -> list[str]:
     """Steps whose values or KL the finished run has not freed."""
     server = EmbeddedValkey(root / "valkey")
     server.start()
     try:
         exchange = ActorCriticExchange(server.url, "ppo")
         kinds: tuple[Kind, ...] = ("values", "kl")
-        found = [f"{kind} {step}" for kind in kinds for step in range(STEPS) if exchange.complete(kind, step)]
+        found = [f"{kind} {step}" for kind in kinds for step in range(steps) if exchange.complete(kind, step)]
         exchange.close()
         return found
     finally:

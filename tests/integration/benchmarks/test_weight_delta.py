@@ -1,8 +1,11 @@
 """The benchmark of deltas trains, writes, puts together and compares."""
 
+import pytest
+
 from benchmarks import weight_delta
 
 
+@pytest.mark.extra
 def test_a_step_of_the_quick_start() -> None:
     (row,) = weight_delta.measure("quickstart", 1)
     assert (row["xor_rebuilt"], row["overwrite_rebuilt"]) == ("bit-equal", "bit-equal")

@@ -207,9 +207,20 @@ async def test_bad_input_ends_a_service_with_code_2_and_one_line(new_run: NewRun
         ("buffer", {"NATS_URL": nats.url, "MYXO_RUN": ""}, "MYXO_RUN = ''"),
         ("reward", {"NATS_URL": nats.url, "MYXO_RUN": "Bad.Name"}, "MYXO_RUN = 'Bad.Name'"),
         ("reward", {"NATS_URL": nats.url, "MYXO_RUN": "never-made"}, "no run 'never-made' on the bus"),
+        ("buffer", run, f"data.prompt_data = '{broken}': cannot be read"),
+    ]
+    said = await refusals(tmp_path, [(name, environment) for name, environment, _ in cases])
+    for line, (_, _, words) in zip(said, cases, strict=True):
+        assert words in line
+
+
+@pytest.mark.extra
+async def test_servers_that_are_not_there_are_named_without_their_password(new_run: NewRun, nats: EmbeddedNats, tmp_path: Path) -> None:
+    """This takes as long as a service waits for its servers."""
+    run = {"NATS_URL": nats.url, "MYXO_RUN": (await new_run()).config.run.name}
+    cases = [
         ("reward", {"NATS_URL": "nats://myxo:secret@127.0.0.1:1", "MYXO_RUN": "a"}, "no NATS server at nats://127.0.0.1:1 within"),
         ("buffer", {**run, "REDIS_URL": f"unix://{tmp_path}/none.sock"}, "the store does not answer"),
-        ("buffer", run, f"data.prompt_data = '{broken}': cannot be read"),
     ]
     said = await refusals(tmp_path, [(name, environment) for name, environment, _ in cases])
     for line, (_, _, words) in zip(said, cases, strict=True):

@@ -94,7 +94,7 @@ async def test_a_buffer_that_is_asked_to_stop_hands_over(new_run: NewRun) -> Non
         assert second.process.poll() is None
 
 
-@pytest.mark.parametrize("outage", [0.3, SHORT["lease_duration"] + 1.0])
+@pytest.mark.parametrize("outage", [pytest.param(0.3, marks=pytest.mark.extra), SHORT["lease_duration"] + 1.0])
 async def test_when_nats_was_away_exactly_one_goes_on(
     mortal_nats: EmbeddedNats,
     mortal_valkey: EmbeddedValkey,

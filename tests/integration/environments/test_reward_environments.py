@@ -156,6 +156,7 @@ async def test_a_hung_environment_loses_its_groups_at_their_deadline(bench: NewB
     assert process.process.poll() is None
 
 
+@pytest.mark.extra
 async def test_an_environment_that_stays_away_loses_only_what_was_in_its_hands(bench: NewBench, tmp_path: Path) -> None:
     port = free_port()
     desk = await bench(reward={"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}", "reward_timeout": 3.0})
@@ -195,6 +196,7 @@ async def test_groups_wait_for_an_environment_that_comes_later(bench: NewBench, 
     assert said[0]["environment"] == "remote_rm" and "Connect" in said[0]["reason"]
 
 
+@pytest.mark.extra
 async def test_an_environment_on_the_bus_may_come_later_too(bench: NewBench, nats: EmbeddedNats, tmp_path: Path) -> None:
     desk = await bench(reward={"rm_type": "judge", "environments": {"judge": "nats:judge"}, "reward_timeout": PATIENT})
     await desk.launch()

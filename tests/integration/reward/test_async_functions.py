@@ -101,6 +101,7 @@ async def test_a_group_that_ends_the_process_costs_no_other(started: Started) ->
     assert dead == f"the functions {JUDGE}'s process ended in the middle of a call"
 
 
+@pytest.mark.extra
 async def test_async_functions_that_never_wait_have_their_deadlines_one_after_the_other(started: Started) -> None:
     pool = await started(3.0)
     assert await scored(pool, *["compute 1.2"] * 5) == [1.2] * 5, "6 s in all"
