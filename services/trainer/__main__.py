@@ -20,7 +20,7 @@ def launch(role: str) -> None:
 
 
 def prepare_environment(config: RunConfig) -> None:
-    """What every rank's libraries read when they are imported."""
+    """Sets the environment variables that every rank's libraries read when they are imported."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.trainer.torch_threads or 1))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads must not spin on cores that an engine may want
     if config.trainer.train_device == "cpu":
@@ -31,7 +31,7 @@ def prepare_environment(config: RunConfig) -> None:
 
 
 def run_ranks(ranks: int, *module: str) -> None:
-    """torchrun with its own rendezvous on a free port; the first failed rank's exit code becomes this process's.
+    """Runs torchrun with its own rendezvous on a free port; the first failed rank's exit code becomes this process's.
 
     Args:
         module: what each rank runs, and its arguments.
@@ -46,7 +46,7 @@ def run_ranks(ranks: int, *module: str) -> None:
     try:
         run(arguments)
     except SignalException:
-        pass  # asked to stop: torchrun has passed it on and waited for the ranks
+        pass  # this process was asked to stop: torchrun has passed the signal on and waited for the ranks
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         sys.exit(failure.exitcode if 0 < failure.exitcode < 128 else 1)

@@ -35,7 +35,7 @@ __all__ = ["Actor", "SaveFailed", "StepResult", "latest_step"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; the same on every rank.
+    """The result of one optimizer step; the same on every rank.
 
     Args:
         loss: sum over all micro-batches and data-parallel ranks. metrics: the loss function's, summed likewise.
@@ -51,7 +51,7 @@ class StepResult:
 
 
 class Actor:
-    """A model, its optimizer, and the checkpoint directory that they came from. Made by :meth:`create`."""
+    """A model, its optimizer, and the checkpoint directory that they came from. :meth:`create` makes one."""
 
     def __init__(self, settings: TrainerSettings, hf_dir: Path, model: MegatronModel, optimizer: Optimizer) -> None:
         self.settings, self.hf_dir = settings, hf_dir
@@ -61,7 +61,7 @@ class Actor:
 
     @classmethod
     def create(cls, settings: TrainerSettings, hf_dir: str | Path, *, random: bool = False) -> "Actor":
-        """Join the other ranks, build this rank's part of the model and load it.
+        """Joins the other ranks, builds this rank's part of the model and loads it.
 
         The ranks' addresses come from torchrun's environment variables (see :mod:`.megatron.runtime`).
 
@@ -114,7 +114,7 @@ class Actor:
         return runtime.data_parallel()[1]
 
     def log_probs(self, batches: Sequence[PackedBatch], temperature: float | None = None) -> list[Tensor]:
-        """Log-probabilities of the labels under the current weights, without gradients.
+        """Returns the log-probabilities of the labels under the current weights, without gradients.
 
         Args:
             temperature: instead of the configured one.
@@ -127,7 +127,7 @@ class Actor:
             return passes.log_probs(self._policy("log_probs"), self._checked(batches), self._temperature(temperature))
 
     def values(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """A critic's values under the current weights, without gradients.
+        """Returns a critic's values under the current weights, without gradients.
 
         Returns:
             float32 [T] for each micro-batch, on the model's device: at position t the value before label t is generated.
@@ -148,10 +148,10 @@ class Actor:
         need_entropy: bool = False,
         temperature: float | None = None,
     ) -> StepResult:
-        """One optimizer step on the gradient of the summed loss.
+        """Takes one optimizer step on the gradient of the summed loss.
 
         A loss or gradient norm that is not finite leaves weights, moments and schedule as they were;
-        :attr:`StepResult.skipped` says so. A sum over infinitely many such steps is the caller's to notice.
+        :attr:`StepResult.skipped` says so. The caller decides how many such steps in a row are too many.
 
         Args:
             batches: this data-parallel rank's micro-batches, at least one.
@@ -177,7 +177,7 @@ class Actor:
         self.optimizer.reset(schedule or self.settings.schedule)
 
     def export(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[Bucket]:
-        """The weights under their Hugging Face names, bucket by bucket; tied embeddings come once.
+        """Yields the weights under their Hugging Face names, bucket by bucket; tied embeddings come once.
 
         Every rank must iterate to the end. All ranks get the same names in the same buckets; global rank 0 gets full,
         contiguous tensors in the model's dtype on its device, the others None in their place. A tensor may be a view of a
@@ -191,13 +191,13 @@ class Actor:
         return self._export().buckets(bucket_bytes, None if dtype is None else DTYPES[dtype])
 
     def save_hf(self, directory: str | Path) -> None:
-        """Write a Hugging Face checkpoint: safetensors, config, tokenizer. It appears complete or not at all."""
+        """Writes a Hugging Face checkpoint: safetensors, config, tokenizer. It appears complete or not at all."""
         export.save_hf(self._export(), self.hf_dir, Path(directory))
 
     def save_checkpoint(
         self, root: str | Path, step: int, extra: dict[str, Any] | None = None, keep: int | None = None, *, wait: bool = True
     ) -> Path:
-        """Write everything that an exact resume needs; see :func:`.megatron.checkpoint.start_saving`.
+        """Writes everything that an exact resume needs; see :func:`.megatron.checkpoint.start_saving`.
 
         Args:
             wait: until the checkpoint is published. Otherwise the state of this moment is copied to host memory and written
@@ -215,7 +215,7 @@ class Actor:
         return target
 
     def finish_save(self) -> Path | None:
-        """Wait for a checkpoint that is still being written; its directory, or None if there was none.
+        """Waits for a checkpoint that is still being written. Returns its directory, or None if there was none.
 
         Raises:
             SaveFailed: it could not be written. DeadlineExceeded, PeerLost: another rank did not keep up.
@@ -224,7 +224,7 @@ class Actor:
         return None if saving is None else saving.finish()
 
     def load_checkpoint(self, root: str | Path, step: int | None = None, *, reset_optimizer_states: bool = False) -> dict[str, Any]:
-        """Go back to a checkpoint, the newest if ``step`` is None, and return its ``extra``.
+        """Goes back to a checkpoint, the newest if ``step`` is None, and returns its ``extra``.
 
         Args:
             reset_optimizer_states: load the weights only, and start the optimizer and its schedule anew.
@@ -234,7 +234,7 @@ class Actor:
         return checkpoint.load_checkpoint(self.model, self.optimizer, Path(root), step, reset_optimizer_states)
 
     def close(self) -> None:
-        """Leave the process group. The actor is of no use afterwards."""
+        """Leaves the process group. The actor cannot be used afterwards."""
         runtime.stop()
 
     def _export(self) -> Exporter:

@@ -1,7 +1,7 @@
-"""What actor and critic give each other through the store: values of response tokens, and how far each has saved.
+"""The exchange of actor and critic through the store: values of response tokens, and the step of each role's newest checkpoint.
 
-The critic writes the values of each step's tokens, the actor the KL that the reward is charged with. A step's tensors stay until whoever
-reads them has a checkpoint beyond the step: one that resumes reads the very tensors that it had.
+The critic writes the values of each step's tokens, the actor the KL penalty of the reward. A step's tensors stay until the role that
+reads them has a checkpoint beyond the step: a role that resumes reads the very tensors that it had.
 """
 
 import time
@@ -28,11 +28,11 @@ RETRY_SECONDS = 0.2
 READER: dict[Kind, Role] = {"values": "actor", "kl": "critic"}
 
 _COMPLETE = "complete"
-"""Field of a step's hash that says that every rank has written. Samples' names hold a slash."""
+"""The field of a step's hash that marks that every rank has written. It differs from samples' names, which have a slash."""
 
 
 class ActorCriticExchange:
-    """One rank's side. Every call has a deadline of `CALL_SECONDS` and raises DeadlineExceeded or StoreRefused."""
+    """One rank's side of the exchange. Every call has a deadline of `CALL_SECONDS` and raises DeadlineExceeded or StoreRefused."""
 
     def __init__(self, url: str, run: str) -> None:
         self._client: Any = redis.Redis.from_url(url, **options(url))
@@ -40,18 +40,18 @@ class ActorCriticExchange:
         self._freed_below: dict[Kind, int] = {"values": 0, "kl": 0}
 
     def write(self, kind: Kind, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Writes a rank's samples, [R] by name. Nothing is written for steps that their reader is past: nobody would free it."""
+        """Writes a rank's samples, [R] by name. Skips steps that the reader has already saved: nobody would free their tensors."""
         if tensors and step >= self.saved(READER[kind]):
             fields = {name: tensor.float().numpy().astype("<f4").tobytes() for name, tensor in tensors.items()}
             self._retry(f"writing the {kind} of step {step}", lambda: self._client.hset(self._key(kind, step), mapping=fields))
 
     def finish(self, kind: Kind, step: int) -> None:
-        """Says that every rank has written. For one rank to call, once they have."""
+        """Marks the step as complete. One rank calls it, once all ranks have written."""
         if step >= self.saved(READER[kind]):
             self._retry(f"finishing the {kind} of step {step}", lambda: self._client.hset(self._key(kind, step), _COMPLETE, b"1"))
 
     def complete(self, kind: Kind, step: int) -> bool:
-        """Whether the tensors of all ranks are there."""
+        """Returns whether the tensors of all ranks are there."""
         return bool(self._retry(f"looking for the {kind} of step {step}", lambda: self._client.hexists(self._key(kind, step), _COMPLETE)))
 
     def read(self, kind: Kind, step: int, names: Sequence[str]) -> list[Tensor]:
@@ -65,14 +65,14 @@ class ActorCriticExchange:
         return [torch.from_numpy(np.frombuffer(blob, "<f4").astype(np.float32)) for blob in blobs]
 
     def forget(self, kind: Kind, below: int) -> None:
-        """Frees the tensors of steps below; the reader's to call, once it has a checkpoint of so many steps and has said so."""
+        """Frees the tensors of earlier steps. The reader calls it once it has saved a checkpoint of so many steps and published that."""
         keys = [self._key(kind, step) for step in range(self._freed_below[kind], below)]
         if keys:
             self._retry(f"freeing the {kind} of {below} steps", lambda: self._client.unlink(*keys))
             self._freed_below[kind] = below
 
     def save(self, role: Role, steps: int) -> None:
-        """Says that a role has a checkpoint of so many steps."""
+        """Publishes that a role has a checkpoint of so many steps."""
         self._retry(f"writing the {role}'s checkpoint", lambda: self._client.set(self._names.exchange_key("saved", role), steps))
 
     def saved(self, role: Role) -> int:

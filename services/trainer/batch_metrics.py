@@ -1,4 +1,4 @@
-"""What a batch's samples say before they are trained: one row of statistics a sample, and the metrics that are made of them.
+"""The statistics of a batch's samples before they are trained, one row a sample, and the metrics that are made of them.
 
 Each rank fills the rows of its own samples and leaves the others 0; their sum over the data-parallel ranks is the whole table. From it all
 ranks get the same loss weights and the same metrics, to the bit. Names of metrics are slime's (docs/metrics.md).
@@ -23,13 +23,13 @@ Sum = Callable[[Table], Table]
 """The sum of a table over all data-parallel ranks."""
 
 LOOP_TIMES = 8
-"""So often is a phrase said in a row by a response that loops,"""
+"""The least number of repetitions of the phrase that a looping response ends in."""
 
 LOOP_TOKENS = 64
-"""in at least so many tokens,"""
+"""The least number of tokens of these repetitions together."""
 
 LOOP_LONGEST = 256
-"""and it has at most so many tokens itself."""
+"""The most tokens that the phrase itself has."""
 
 TOKEN_MEANS = {
     "advantages": "advantages",
@@ -40,14 +40,14 @@ TOKEN_MEANS = {
     "values": "values",
     "returns": "returns",
 }
-"""Metrics of a batch → the field that they are the mean of over trained tokens, where the batch has it."""
+"""Metric of a batch → the field whose mean over trained tokens it is, where the batch has the field."""
 
 RENAMED = ("reward", "truncated")
 """Batch metrics that are written under slime's names, raw_reward and truncated_ratio."""
 
 
 class StatColumn(IntEnum):
-    """trained: tokens with mask 1. masked: tokens that left the loss for their age. response: tokens. rollout: the sample's, in its group.
+    """trained: tokens with mask 1. masked: tokens masked for their age. response: tokens. rollout: the sample's, in its group.
     oldest: version of the oldest trained token, 0 where there is none. truncated: 1 where generation ran into its limit.
     looping: 1 where the response ends in a loop."""
 
@@ -67,16 +67,16 @@ class SampleStats:
     table: Table
 
     def column(self, column: StatColumn) -> NDArray[np.float64]:
-        """[N]."""
+        """Returns a column as an array: [N]."""
         return self.table[:, column]
 
     def integers(self, column: StatColumn) -> list[int]:
-        """The column as integers."""
+        """Returns a column as integers."""
         return [int(value) for value in self.table[:, column]]
 
 
 def empty_table(samples: int) -> Table:
-    """A rank's table before it has read a sample."""
+    """Returns a rank's table before it has read a sample."""
     return np.zeros((samples, len(StatColumn)))
 
 
@@ -94,9 +94,9 @@ def stats_row(sample: Sample, trainable: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class BatchMetrics:
-    """What is known of a batch before training: means over samples, ages of trained samples in weight versions.
+    """The metrics of a batch before training: means over samples, ages of trained samples in weight versions.
 
-    masked_tokens: that leave the loss for their age, of samples that no filter removed.
+    masked_tokens: tokens masked for their age, in samples that no filter removed.
     """
 
     reward: float
@@ -149,7 +149,7 @@ def rollout_metrics(batch: Batch, stats: SampleStats, shaped: Sequence[float] | 
 
 
 def zero_std(groups: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Counts the groups of several samples whose rewards are equal, by that reward to one decimal: they teach nothing."""
+    """Counts the groups of several samples whose rewards are equal, by that reward to one decimal: their advantages are 0."""
     equal = Counter(f"{round(rewards[0], 1) + 0.0:g}" for rewards in groups if len(rewards) > 1 and len(set(rewards)) == 1)
     return {f"zero_std/count_{reward}": float(count) for reward, count in sorted(equal.items())}
 
@@ -190,7 +190,7 @@ def token_means(micro_batches: Sequence[PackedBatch], total: Sum) -> dict[str, f
 
 
 def loops(response: ArrayLike) -> bool:
-    """Whether a response, int [R], ends in a loop: its last tokens are one phrase, said over and over until generation stopped."""
+    """Returns whether a response, int [R], ends in a loop: its last tokens repeat one phrase until generation stopped."""
     tail = np.asarray(response)[-LOOP_TIMES * LOOP_LONGEST :]
     if len(tail) < LOOP_TOKENS:
         return False

@@ -29,11 +29,11 @@ are a line of JSON on standard output; checkpoints, TensorBoard's files and the 
 its name. Flags are laid over the config as by `myxo up`, --deterministic among them."""
 
 CONFIG_VARIABLE = "MYXO_REPLAY_CONFIG"
-"""Where the launcher has written the config for its ranks."""
+"""The environment variable with the path of the config that the launcher has written for its ranks."""
 
 
 class ReplayClient:
-    """In the place of rank 0's `ControlClient`: batches come from files, and what is reported of them is printed."""
+    """A stand-in for rank 0's `ControlClient`: batches come from files, and reports are printed."""
 
     stopping = False
     replicas: list[Any] = []
@@ -43,7 +43,7 @@ class ReplayClient:
         self._dumps = dumps
 
     def batch(self, step: int, version: int, hold: bool = True) -> BatchAnswer:
-        """The batch of ``step``, or that there are no more."""
+        """Returns the batch of ``step``, or the answer that there are no more."""
         return self._dumps.batch(step) if step in self._dumps.steps else RunDone()
 
     def report_step(self, step: TrainerStep) -> None:
@@ -121,7 +121,7 @@ def rank(template: str) -> None:
     dumps = DumpedBatches(template)
     control: Any = ReplayClient(dumps) if int(os.environ.get("RANK", "0")) == 0 else None
     for step in dumps.steps if control is None else ():
-        dumps.batch(step)  # the other ranks hear of a batch from rank 0, and read its payloads themselves
+        dumps.batch(step)  # the other ranks get a batch's references from rank 0, and read its payloads themselves
     trainer = Trainer(config, dumps, control)  # type: ignore[arg-type]
     try:
         trainer.run()

@@ -1,4 +1,4 @@
-"""A batch as one rank trains it: the samples of its shard in packed micro-batches, with what each token brings along.
+"""A batch as one rank trains it: the samples of its shard in packed micro-batches, with the fields of each token.
 
 ``assemble`` lays the shard out with its loss weights; fields that the model, the critic or the objective gives come one by one, by
 ``with_field`` and ``with_values``.
@@ -28,7 +28,7 @@ TEACHER = "teacher_log_probs"
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch: what is packed, in order. ``indices``: the samples' in the partition."""
+    """One micro-batch: the packed samples, in order. ``indices``: the samples' indices in the partition."""
 
     indices: list[int]
     samples: list[Sample]
@@ -39,7 +39,7 @@ class MicroBatch:
 class TrainBatch:
     """One rank's part of a training step, split into optimizer steps; every rank has as many of them, of as many micro-batches.
 
-    ``sample_stats`` and ``metrics`` are the whole batch's. ``denominators``: of each optimizer step, what sums over samples are divided by.
+    ``sample_stats`` and ``metrics`` are the whole batch's. ``denominators``: for each optimizer step, the divisor of sums over samples.
     """
 
     partition: Partition
@@ -58,24 +58,24 @@ class TrainBatch:
 
     @property
     def indices(self) -> list[int]:
-        """This rank's samples, ascending."""
+        """Returns the indices of this rank's samples, ascending."""
         return sorted(index for step in self.steps for micro_batch in step for index in micro_batch.indices)
 
     @property
     def names(self) -> list[str]:
-        """Their names, in the same order."""
+        """Returns their names, in the same order."""
         return [self.partition.name(index) for index in self.indices]
 
     @property
     def rollouts(self) -> list[tuple[int, int]]:
-        """The rollout of each sample of the whole batch, unique over the batch: (its group's index, its index in the group)."""
+        """Returns each sample's rollout, unique over the whole batch: (its group's index, its index in the group)."""
         return [
             (item.group, rollout)
             for item, rollout in zip(self.partition.items, self.sample_stats.integers(StatColumn.ROLLOUT), strict=True)
         ]
 
     def micro_batches(self) -> list[PackedBatch]:
-        """All of them, one optimizer step after another."""
+        """Returns the micro-batches of all optimizer steps, in order."""
         return [micro_batch.packed for step in self.steps for micro_batch in step]
 
     def per_sample(self, field: str) -> dict[int, Tensor]:
@@ -98,17 +98,17 @@ class TrainBatch:
         }
 
     def with_field(self, name: str, values: Callable[[MicroBatch], Tensor]) -> "TrainBatch":
-        """The same batch with one more field; ``values`` gives a micro-batch's, a tensor [T]."""
+        """Returns the same batch with one more field; ``values`` gives that of a micro-batch, a tensor [T]."""
         steps = [[replace(item, packed=item.packed.with_fields(**{name: values(item)})) for item in step] for step in self.steps]
         return replace(self, steps=steps)
 
     def with_computed(self, name: str, compute: Callable[[Sequence[PackedBatch]], list[Tensor]]) -> "TrainBatch":
-        """The same batch with a field that the model computes from all micro-batches at once: a tensor [T] for each."""
+        """Returns the same batch with a field that the model computes from all micro-batches at once: a tensor [T] for each."""
         tensors = iter(compute(self.micro_batches()))
         return self.with_field(name, lambda _: next(tensors).cpu())
 
     def with_values(self, name: str, values: PerSample) -> "TrainBatch":
-        """The same batch with values of its response tokens as one more field. Raises BadSample."""
+        """Returns the same batch with values of its response tokens as one more field. Raises BadSample."""
         return self.with_field(name, lambda item: spread(item.samples, [values[index] for index in item.indices], name))
 
 
@@ -150,7 +150,7 @@ def demonstration_micro_batches(
 def _step_weights(
     placement: Placement, partition: Partition, stats: SampleStats, objective: AlgorithmSection
 ) -> tuple[dict[int, float], float] | None:
-    """The weights of an optimizer step's samples, and what sums over them are divided by; None where nothing of the step is trained."""
+    """Returns the weights of an optimizer step's samples and the divisor of sums over them; None where no token of the step is trained."""
     counts, rollouts = stats.integers(StatColumn.TRAINED), stats.integers(StatColumn.ROLLOUT)
     members = sorted(index for ranks in placement for micro_batch in ranks for index in micro_batch)
     if not any(counts[index] for index in members):
@@ -176,7 +176,7 @@ def _micro_batch(
 
 
 def _teacher_log_probs(sample: Sample) -> Tensor:
-    """The teacher's log-probs of the response, as a generate function left them in the metadata: [R]. Raises BadSample."""
+    """Returns the teacher's log-probs of the response, [R], which a generate function put into the metadata. Raises BadSample."""
     try:
         return torch.tensor(sample.metadata[TEACHER], dtype=torch.float64)
     except (KeyError, TypeError, ValueError):

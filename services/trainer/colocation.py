@@ -1,9 +1,9 @@
-"""The trainer's side of sharing its GPUs with engines (`colocate`). It decides who has their memory.
+"""The trainer's side of sharing its GPUs with engines (`colocate`). It decides which of them has the memory.
 
-Trainer and engines have it one after the other. Once a batch is ready the engines are offloaded, then what this rank keeps in host
-memory is onloaded. With the push it goes back: moments and gradients leave the GPU, the engines have memory for weights and get them, the
-weights leave, the engines have the rest of their memory and generate. Every rank makes the same calls in the same order; rank 0 speaks to
-the replicas.
+Trainer and engines have it in turns. Once a batch is ready the engines are offloaded, then what this rank keeps in host
+memory is onloaded. With a push it goes back: moments and gradients are offloaded, the engines onload their weights and take the push, the
+trainer's weights are offloaded, the engines onload the rest and generate. Every rank makes the same calls in the same order; only
+rank 0 sends requests to the replicas.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.messages import Message, ServiceStatus, WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
 
 LASTS_SECONDS = 30.0
-"""How long a replica sleeps after the last word from the trainer. A restart of the trainer takes about that long."""
+"""The time that a replica stays offloaded after the last request of the trainer. A restart of the trainer takes about that long."""
 
 RENEW_SECONDS = 4.0
 POLL_INTERVAL_S = 0.2
 LEAVE_SECONDS = 4.0
-"""For the replicas to answer a trainer that is to stop."""
+"""The time that the replicas have to answer a trainer that is to stop."""
 
 
 class ColocationScheduler:
@@ -49,27 +49,27 @@ class ColocationScheduler:
         self._releases = devices.engines_release(config)
         self._offload: Offload | None = None
         self._onloaded = False
-        self._engines_offloaded = False  # as rank 0 knows
+        self._engines_offloaded = False  # rank 0's record
         self._since = 0.0
         self._renewing: Future[None] | None = None
         self._lost: set[str] = set()
         self._log: Any = structlog.get_logger()
 
-    # --- a trainer's life
+    # --- from start to stop
 
     def begin(self) -> None:
-        """Before a model is loaded: the engines come up first, each sizes its cache by what is free, and then make room."""
+        """Waits, before a model is loaded, until the engines are up (each sizes its cache by the free memory), and offloads them."""
         if self.colocated and not self._onloaded:
             self.offload_engines(awaited=self._config.rollout.rollout_replicas if self._releases else 0)
             self._onloaded = True
 
     def attach(self, actor: Actor) -> None:
-        """The model is loaded. Before the first command."""
+        """Takes the loaded model, before the first command."""
         if self._offloads:
             self._offload = Offload(actor.model, actor.optimizer)
 
     def end(self) -> None:
-        """The trainer leaves: engines that sleep are woken, if they can be reached. Rank 0's alone, and no collective."""
+        """Onloads the offloaded engines that can be reached, since the trainer stops. Only rank 0 does this; it is no collective."""
         if self._engines_offloaded:
             self._onload_engines(LEAVE_SECONDS)
         self._onloaded = False
@@ -101,9 +101,9 @@ class ColocationScheduler:
 
     @contextlib.contextmanager
     def pushing(self) -> Iterator[None]:
-        """The body pushes and returns when nothing reads the weights any more; then the engines have the GPU. A collective.
+        """Gives the engines the GPU after the body, which pushes and returns when nothing reads the weights any more. A collective.
 
-        So they do after a push that was not made, or failed: engines that hold a version go on with it.
+        They also get it after a push that was not made, or failed: engines that hold a version go on with it.
         """
         if self.colocated:
             self.onload()
@@ -124,7 +124,7 @@ class ColocationScheduler:
     # --- on rank 0: the replicas
 
     def offload_engines(self, awaited: int = 0) -> None:
-        """Returns once every engine of the run is out of the way; for rank 0 also before it orders a push.
+        """Returns once every engine of the run is offloaded; rank 0 also calls it before it commands a push.
 
         Args:
             awaited: replicas that have to be there. Raises DeadlineExceeded where they do not come.
@@ -148,7 +148,7 @@ class ColocationScheduler:
         self._log.info("engines_offloaded", replicas=len(asleep), seconds=round(time.monotonic() - started, 3), free_bytes=_free())
 
     def call_off(self) -> None:
-        """The push that the engines were offloaded for does not come."""
+        """Records that the push for which the engines were offloaded does not come."""
         if self._engines_offloaded and not self._onloaded:
             self._onload_engines(self._config.weights.push_timeout)
 
@@ -159,7 +159,7 @@ class ColocationScheduler:
 
     def _onload_engines(self, deadline: float) -> None:
         control = self._control
-        assert control is not None  # of rank 0
+        assert control is not None  # rank 0 only
         if self._renewing is not None:
             self._renewing.cancel()
             self._renewing = None
@@ -167,7 +167,7 @@ class ColocationScheduler:
         control.gauges({"onloaded": 0.0})
         try:
             awake = control.call(self._ask_all(control, "wake", deadline), deadline + POLL_INTERVAL_S)
-        except MyxoError as error:  # they wake by themselves when they hear nothing more
+        except MyxoError as error:  # they onload by themselves when no further request comes
             self._log.warning("engines_not_onloaded", error=str(error))
             return
         onloaded, seconds = started - self._since, time.monotonic() - started
@@ -176,7 +176,7 @@ class ColocationScheduler:
         self._log.info("engines_onloaded", replicas=len(awake), free_bytes=_free(), **timing)
 
     def _await_engines(self, control: ControlClient, count: int) -> None:
-        """An engine that is coming up must have done so: it would take memory while the trainer has the GPU."""
+        """Waits for engines that are starting: they would take memory while the trainer has the GPU."""
         limit = self._config.rollout.engine_start_timeout
         end = time.monotonic() + limit
         while not control.stopping:
@@ -192,7 +192,7 @@ class ColocationScheduler:
             time.sleep(POLL_INTERVAL_S)
 
     async def _ask_all(self, control: ControlClient, verb: str, deadline: float) -> list[Message]:
-        """Asks every replica at once. One that does not answer is named, and the others go on without it."""
+        """Asks every replica at once. Logs the name of one that does not answer; the others go on without it."""
         bus, subjects = control.service.bus, control.service.subjects
         request = WeightsSleep(lasts=LASTS_SECONDS, deadline=deadline) if verb == "sleep" else WeightsWake(deadline=deadline)
         reply = WeightsAsleep if verb == "sleep" else WeightsReady
@@ -210,7 +210,7 @@ class ColocationScheduler:
         return [answer for answer in answers if answer is not None]
 
     async def _renew(self, control: ControlClient) -> None:
-        """Tells the replicas to sleep on, those too that have come since. Runs until cancelled."""
+        """Tells the replicas to stay offloaded, including those that have come since. Runs until cancelled."""
         while True:
             await asyncio.sleep(RENEW_SECONDS)
             with contextlib.suppress(MyxoError, *TRANSIENT):
@@ -222,5 +222,5 @@ async def _replicas(control: ControlClient) -> list[ServiceStatus]:
 
 
 def _free() -> int | None:
-    """Bytes of this rank's GPU that nobody has; None without one, and before this process uses it."""
+    """Returns the free bytes of this rank's GPU; None without one, and before this process uses it."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_initialized() else None

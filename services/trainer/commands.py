@@ -1,4 +1,4 @@
-"""What all ranks do next: rank 0 decides (it has the bus), every rank gets the same command.
+"""The commands for all ranks: rank 0 decides (it has the bus), every rank gets the same command.
 
 A command travels as JSON, with the batches of `Train` and `Value` as MessagePack behind it, over a gloo group of the trainer's ranks;
 nothing is unpickled.
@@ -16,7 +16,7 @@ from shared.schema.messages import Batch
 
 @dataclass(frozen=True)
 class Train:
-    """Train this batch. ``ahead``: the one after it, where it is there already: its samples can be read meanwhile."""
+    """Train this batch. ``ahead``: the batch after it, where it is there already: its samples can be read meanwhile."""
 
     batch: Batch
     ahead: Batch | None = None
@@ -24,17 +24,17 @@ class Train:
 
 @dataclass(frozen=True)
 class Value:
-    """Give this batch's tokens their values: what a critic does before it trains it."""
+    """Compute the values of this batch's tokens, as a critic does before it trains the batch."""
 
     batch: Batch
 
 
 @dataclass(frozen=True)
 class Push:
-    """Begin a push of ``version``, beside what follows.
+    """Begin a push of ``version``, which runs beside the commands that follow.
 
     Args:
-        number: of the push in rank 0's life. engine_ranks: that new channels are made with; 0: the channels there are.
+        number: identifies the push in rank 0's process. engine_ranks: those that new channels are made for; 0: the channels stay.
         partial: without frozen parameters.
     """
 
@@ -53,7 +53,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do yet: come back for the next command."""
+    """Do nothing yet, and receive the next command."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ _PLAIN: dict[str, type[Push | Snapshot | Wait | Leave]] = {kind.__name__: kind f
 
 
 class CommandBroadcast:
-    """Spreads rank 0's commands. In a world of one it is a plain hand-over.
+    """Broadcasts rank 0's commands. In a world of one the command is only returned.
 
     Args:
         timeout: seconds that a rank waits for a command; rank 0 sends one (if only `Wait`) every few seconds.
@@ -80,7 +80,7 @@ class CommandBroadcast:
         self._group = None if self._alone else dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
 
     def send(self, command: Command) -> Command:
-        """Rank 0's side. Returns the command."""
+        """Sends rank 0's command to the other ranks and returns it."""
         if self._alone:
             return command
         match command:
@@ -93,7 +93,7 @@ class CommandBroadcast:
         return command
 
     def receive(self) -> Command:
-        """The other ranks' side."""
+        """Returns the command that rank 0 sends, on the other ranks."""
         sizes = torch.zeros(3, dtype=torch.int64)
         self._broadcast(sizes)
         head, *payloads = [self._payload(size) for size in sizes.tolist() if size]
@@ -104,7 +104,7 @@ class CommandBroadcast:
         return Train(*batches) if kind == "Train" else Value(*batches)
 
     def _send(self, kind: str, fields: dict[str, object], *payloads: bytes) -> None:
-        """The sizes of three parts, then the parts: kind and fields, up to two batches."""
+        """Sends the sizes of three parts, then the parts: kind and fields, up to two batches."""
         parts = [json.dumps([kind, fields]).encode(), *payloads]
         self._broadcast(torch.tensor([len(part) for part in parts] + [0] * (3 - len(parts))))
         for part in parts:

@@ -1,4 +1,4 @@
-"""The trainer's connection to the bus: rank 0's service life on a thread of its own, with plain calls for the training loop.
+"""The trainer's connection to the bus: rank 0's service runs on a thread of its own, with blocking calls for the training loop.
 
 The loop computes for seconds at a time; heartbeats, health checks and weight requests must go on meanwhile. Every call here has a
 deadline and runs on the client's event loop; only rank 0 has one.
@@ -35,23 +35,23 @@ Result = TypeVar("Result")
 
 BUFFER = "the buffer"
 REQUEST_SECONDS = 300.0
-"""How long the buffer may be away (restarting, replaying its ledger) before the trainer gives up and is restarted itself."""
+"""The longest time that the buffer may be away (restarting, replaying its ledger) before the trainer stops and is restarted itself."""
 
 STOP_SECONDS = 5.0
-"""How long the buffer has to answer a trainer that was asked to stop: whoever stops the trainer often stops the buffer with it."""
+"""The time that the buffer has to answer a trainer that was asked to stop: often the buffer was stopped at the same time."""
 
 POLL_INTERVAL_S = 0.5
-"""How often the registry is read for replicas."""
+"""The interval at which the registry is read for replicas."""
 
 CALL_MARGIN = 10.0
 
 
 class StopAsked(DeadlineExceeded):
-    """The trainer was asked to stop, and what it waited for is not coming."""
+    """The trainer was asked to stop while it waited for an answer."""
 
 
 class ControlClient:
-    """Use as a context manager around the training loop. ``service``: trainer, or critic.
+    """Rank 0's client, a context manager around the training loop. ``service``: trainer, or critic.
 
     The thread that serves it makes ``service`` (the attribute), and ends the process if it dies (`shared.runtime.failures`).
     """
@@ -86,24 +86,24 @@ class ControlClient:
 
     @property
     def stopping(self) -> bool:
-        """Whether the process was asked to stop."""
+        """Returns whether the process was asked to stop."""
         return self._stop_asked.is_set()
 
     @property
     def replicas(self) -> list[ServiceStatus]:
-        """Rollout replicas whose engines are up, as of the last look."""
+        """Returns the rollout replicas whose engines are up, as the registry was last read."""
         return self._replicas
 
     # --- the buffer
 
     def batch(self, step: int, version: int, hold: bool = True) -> BatchAnswer:
-        """The batch of ``step``, or that it is not ready yet (within seconds; at once without ``hold``), or that the run is done.
+        """Returns the batch of ``step``, or that it is not ready yet (after seconds; at once without ``hold``), or that the run is done.
 
         Raises StopAsked, as all calls to the buffer do.
         """
         request = BatchRequest(step=step, version=version, hold=hold)
         answer = self.call(self._ask(self.service.subjects.batch, request, BatchAnswer), REQUEST_SECONDS)
-        if isinstance(answer, RunDone):  # the buffer's status may not have said it yet, and nobody will look again
+        if isinstance(answer, RunDone):  # the buffer's status may not show it yet, and the registry is not read again
             for name, reward in answer.rewards.items():
                 self._evaluations = {**self._evaluations, name: (answer.version, reward)}
         return answer
@@ -116,7 +116,7 @@ class ControlClient:
         """Returns once the buffer has recorded that a checkpoint of ``steps`` steps is on disk."""
         self.call(self._ask(self.service.subjects.durable, Durable(steps=steps), Accepted), REQUEST_SECONDS)
 
-    # --- what others see
+    # --- published reports
 
     def report_step(self, step: TrainerStep) -> None:
         """Publishes the step's measurements, without waiting."""
@@ -134,22 +134,22 @@ class ControlClient:
         self.service.state = state
 
     def gauges(self, values: dict[str, float]) -> None:
-        """Sets live figures for the registry and Prometheus."""
+        """Sets live gauges for the registry and Prometheus."""
         for name, value in values.items():
             self.service.metrics.set(name, value)
 
     def metrics(self, values: Mapping[str, float]) -> None:
-        """Sets live figures for Prometheus alone: the registry's entries stay small."""
+        """Sets live gauges for Prometheus alone: the registry's entries stay small."""
         for name, value in values.items():
             self.service.metrics.set(name, value, in_status=False)
 
     @property
     def evaluations(self) -> dict[str, tuple[int, float]]:
-        """Dataset → the version that was evaluated last, and its mean reward; as the buffer last told."""
+        """Returns, by dataset, the version that was evaluated last and its mean reward, as the buffer last reported."""
         return self._evaluations
 
     def weights_live(self, live: WeightsLive) -> None:
-        """Makes ``live.version`` the run's live version, where it is not behind one that was live before."""
+        """Makes ``live.version`` the run's live version, unless a later one was live before."""
 
         async def announce() -> None:
             subjects, bus = self.service.subjects, self.service.bus
@@ -173,7 +173,7 @@ class ControlClient:
             raise DeadlineExceeded("a call over the bus", "the trainer's own connection", seconds, "given up") from None
 
     def look(self) -> None:
-        """Reads the registry now, rather than when that is due."""
+        """Reads the registry now, before it is next due."""
         self.call(self._read_registry(self.service), REQUEST_SECONDS)
 
     def begin(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
@@ -245,5 +245,5 @@ class ControlClient:
 
 
 def now() -> float:
-    """Returns the seconds since the epoch, as all reports carry."""
+    """Returns the seconds since the epoch, the time that all reports carry."""
     return time.time()

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All options."""
+    """Returns the parser of all options."""
     top = Parser(prog=PROGRAM, description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     top.add_argument("source", metavar="SOURCE", type=Path, help="a Hugging Face checkpoint, or a directory of the trainer's checkpoints")
     top.add_argument("target", metavar="TARGET", type=Path, help="the directory to make; nothing may be there yet")
@@ -55,7 +55,7 @@ def _convert(given: argparse.Namespace) -> Path:
     for option, value in misplaced.items():
         if value is not None:
             raise ConfigError(option, str(value), f"not given; SOURCE is a {'Hugging Face' if from_hf else 'torch_dist'} checkpoint")
-    # Nothing is computed: a GPU would only have its memory taken. Read while torch is imported.
+    # The conversion computes nothing: it must not take a GPU's memory. torch reads this while it is imported.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore")
     from services.trainer.megatron import hf_conversion

@@ -1,4 +1,4 @@
-"""The critic's training loop, as every rank runs it: values for each batch's tokens, then a step on how far they were from the returns.
+"""The critic's training loop, as every rank runs it: values for each batch's tokens, then a step on their distance from the returns.
 
 Source: Schulman et al. 2017 (arXiv:1707.06347), the value function of PPO, as a model of its own.
 """
@@ -49,7 +49,7 @@ class Critic(RoleWorker):
             self._scheduler = CriticStepScheduler(control, config.trainer.batch_timeout, exchange, with_kl=self._with_kl)
 
     def run(self) -> None:
-        """Trains until the run is done or a stop is asked for; everything it needs to go on is then on disk."""
+        """Trains until the run is done or a stop is asked for; all that a resume needs is then on disk."""
         self._resume()
         self._report_saved()
         self._set_state("ready")
@@ -73,7 +73,7 @@ class Critic(RoleWorker):
         super().close()
 
     def _value(self, batch: Batch) -> TrainBatch:
-        """Values under the weights before the step: for the actor's advantages, and for the returns that the step learns."""
+        """Returns the batch with values under the weights before the step, for the actor's advantages and the critic's returns."""
         prepared = self._assembled(batch).with_computed("values", self._trained_values)
         with together(f"writing the values of step {batch.step}"):
             self._shared.write("values", batch.step, prepared.named("values"))
@@ -102,7 +102,7 @@ class Critic(RoleWorker):
             self._metrics.critic(prepared, results, started, time.time())
 
     def _report_saved(self) -> None:
-        """The actor reports to the buffer, once both have saved."""
+        """Publishes the saved steps to the actor, which reports to the buffer once both have saved."""
         if self._is_first and self._saved_steps() > self._reported:
             self._reported = self._saved_steps()
             self._shared.save("critic", self._reported)

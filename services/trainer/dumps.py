@@ -1,4 +1,4 @@
-"""What a step was made of, on disk: batches that can be trained again without a run around them, and every tensor that a rank used.
+"""Dumps of a step on disk: batches that can be trained again without the services of a run, and every tensor that a rank used.
 
 The paths are templates as slime has them: ``{rollout_id}`` is the step, ``{rank}`` the rank.
 """
@@ -36,13 +36,13 @@ def write_batch(template: str, batch: Batch, store: BlockingStore) -> Path:
 
 
 class DumpedBatches:
-    """The batches that a template's files hold; in the place of the buffer and of the store.
+    """The batches in a template's files; they take the place of the buffer and of the store.
 
     Args:
         template: ``{rollout_id}`` where the step stands.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: no file fits the template.
     """
 
     def __init__(self, template: str) -> None:
@@ -55,11 +55,11 @@ class DumpedBatches:
 
     @property
     def steps(self) -> list[int]:
-        """Those that there are files of, ascending."""
+        """Returns the steps that there are files of, ascending."""
         return list(self._paths)
 
     def batch(self, step: int) -> Batch:
-        """The batch of a step; its payloads are what `stream` gives from now on. Raises BadMessage."""
+        """Returns the batch of a step; from now on `stream` yields its payloads. Raises BadMessage."""
         content = codec.unpack(self._paths[step].read_bytes())
         if not isinstance(content, dict) or content.get("schema") != SCHEMA:
             raise BadMessage(f"{self._paths[step]} is no batch of schema {SCHEMA}")
@@ -67,7 +67,7 @@ class DumpedBatches:
         return Batch.decode(content["batch"])
 
     def stream(self, keys: Sequence[str], deadline: float = 60.0) -> Iterator[bytes]:
-        """Blobs in order, as `BlockingStore.stream`. Raises PayloadMissing."""
+        """Yields blobs in order, as `BlockingStore.stream` does. Raises PayloadMissing."""
         for key in keys:
             if key not in self._blobs:
                 raise PayloadMissing(f"no file holds the blob {key}")
@@ -78,9 +78,9 @@ class DumpedBatches:
 
 
 def write_tensors(template: str, batch: TrainBatch, results: Sequence[StepResult], rank: int) -> Path:
-    """Writes all that a rank's optimizer steps of a batch read, as safetensors: ``step.micro_batch.name``.
+    """Writes all tensors that a rank's optimizer steps of a batch read, as safetensors: ``step.micro_batch.name``.
 
-    Per-token fields are aligned to the labels, so that engine's and trainer's log-probs of a token stand side by side. The file's metadata
+    Per-token fields are aligned to the labels, so that engine's and trainer's log-probs of a token have the same index. The file's metadata
     holds the samples of each micro-batch and what each optimizer step gave. Returns the path.
     """
     tensors, samples = {}, {}
@@ -98,7 +98,7 @@ def write_tensors(template: str, batch: TrainBatch, results: Sequence[StepResult
 
 
 def filled(template: str, step: int, rank: int) -> str:
-    """The path for one step and rank."""
+    """Returns the path for one step and rank."""
     return template.replace("{rollout_id}", str(step)).replace("{rank}", str(rank))
 
 

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model on packed sequences, counted from its shape, and what a device could do.
+"""Floating-point operations of a model on packed sequences, counted from its shape, and the peak rate of a device.
 
 A multiplication and the addition of its result count as two. Counted are the matrix products: projections, attention's scores and weighted
 sums, MLPs, the chosen experts and their router, the vocabulary; not norms, rotations, softmaxes. A training step counts three times the
@@ -32,7 +32,7 @@ PEAKS = (
 
 
 def forward(architecture: Architecture, lengths: Sequence[int], *, value_head: bool = False) -> float:
-    """Operations of one forward pass.
+    """Returns the operations of one forward pass.
 
     Args:
         lengths: tokens of each sequence; sequences do not attend to one another. value_head: a critic, without the vocabulary.
@@ -42,24 +42,24 @@ def forward(architecture: Architecture, lengths: Sequence[int], *, value_head: b
 
 
 def training(architecture: Architecture, lengths: Sequence[int], *, value_head: bool = False, adapters: bool = False) -> float:
-    """Operations of one forward and backward pass.
+    """Returns the operations of one forward and backward pass.
 
     Args:
-        adapters: of LoRA are all that trains: the weights have no gradients. The adapters' own operations, few, are not counted.
+        adapters: only LoRA's adapters train, so that the weights have no gradients. The adapters' own few operations are not counted.
     """
     whole = 3 * forward(architecture, lengths, value_head=value_head)
     return whole - _weights(architecture, lengths, value_head) if adapters else whole
 
 
 def _weights(a: Architecture, lengths: Sequence[int], value_head: bool) -> float:
-    """Of one forward pass, the products with weights."""
+    """Returns the operations of one forward pass in products with weights."""
     tokens = float(np.sum(lengths, dtype=np.float64))
     layers = sum(_mlp(a, layer) for layer in range(a.num_layers)) + a.num_layers * _projections(a)
     return tokens * (layers + 2.0 * a.hidden_size * (1 if value_head else a.vocab_size))
 
 
 def peak(device: str, dtype: str) -> float | None:
-    """Operations a second that a device's data sheet promises for matrix products, as `PEAKS` has them.
+    """Returns the matrix-product operations a second of a device's data sheet, from `PEAKS`.
 
     Args:
         device: its name, as torch tells it. dtype: of training.
@@ -73,7 +73,7 @@ def peak(device: str, dtype: str) -> float | None:
 
 
 def _projections(a: Architecture) -> float:
-    """Of one layer's attention, for one token."""
+    """Returns the operations of the projections of one layer's attention for one token."""
     h, heads = a.hidden_size, a.num_attention_heads
     if a.latent is None:
         return 2.0 * h * a.head_dim * (2 * heads + 2 * a.num_key_value_heads)
@@ -85,7 +85,7 @@ def _projections(a: Architecture) -> float:
 
 
 def _attention(a: Architecture) -> float:
-    """Of one layer, for one pair of a token and one that it sees: a score, and its part of the weighted sum."""
+    """Returns one layer's operations for one pair of a query and a key: the score, and its part of the weighted sum."""
     if a.latent is None:
         return 4.0 * a.num_attention_heads * a.head_dim
     m = a.latent
@@ -93,7 +93,7 @@ def _attention(a: Architecture) -> float:
 
 
 def _mlp(a: Architecture, layer: int) -> float:
-    """Of one layer, for one token; all MLPs are gated: three matrices."""
+    """Returns one layer's MLP operations for one token; all MLPs are gated and have three matrices."""
     if a.experts is None or not a.is_moe_layer(layer):
         return 6.0 * a.hidden_size * a.ffn_hidden_size
     e = a.experts

@@ -1,7 +1,7 @@
 """The actor's training loop, as every rank runs it.
 
-Warm start, then: take a command; push the weights, or train a batch, report it, save now and then. What a step means is in
-`services.trainer.objective`; which batch comes next is the buffer's; what to do next is `services.trainer.step_scheduler`'s.
+After the warm start each round takes a command: push the weights, or train a batch, report it and save when due. The loss is defined in
+`services.trainer.objective`; the buffer chooses the batches, and `services.trainer.step_scheduler` the commands.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ class Trainer(RoleWorker):
             )
 
     def run(self) -> None:
-        """Trains until the run is done or a stop is asked for; everything it needs to go on is then on disk."""
+        """Trains until the run is done or a stop is asked for; all that a resume needs is then on disk."""
         self._resume()
         self._report_durable()
         if not self._progress.sft_done:
@@ -91,7 +91,7 @@ class Trainer(RoleWorker):
                     version = self._version
                     self._train(batch, ahead)
                     self._save_if_due()
-                    if self._version == version:  # no push follows, with which the trainer's time on the GPUs would end
+                    if self._version == version:  # no push follows that would give the GPUs to the engines
                         self._colocation.offload()
                 case Wait():
                     self._colocation.offload()
@@ -128,7 +128,7 @@ class Trainer(RoleWorker):
             self._control.trained(Trained(step=batch.step, version=batch.version, started=started, ended=ended))
 
     def _prepared(self, batch: Batch, ahead: Batch | None) -> TrainBatch:
-        """The batch with everything that its loss reads: log-probs of the present and the frozen policies, KL, values, advantages."""
+        """Returns the batch with every field that its loss reads: log-probs of present and frozen policies, KL, values, advantages."""
         prepared = self._assembled(batch, ahead)
         wanted = needs(self._objective, len(prepared.steps))
         if wanted.proximal:  # with a single step the policy itself is the proximal one
@@ -143,14 +143,14 @@ class Trainer(RoleWorker):
             prepared = prepared.with_field("kl", self._reward_kl)
             self._share_kl(prepared)
         if wanted.values:
-            assert self._exchange is not None  # of an objective with a critic
+            assert self._exchange is not None  # always there for an objective with a critic
             with runtime.together(f"reading the values of step {batch.step}"):
                 values = self._exchange.read("values", batch.step, prepared.names)
                 prepared = prepared.with_values("values", dict(zip(prepared.indices, values, strict=True)))
         return self._loss_inputs.with_advantages(prepared)
 
     def _optimized(self, batch: TrainBatch) -> list[StepResult]:
-        """Takes one optimizer step after another; none while only the critic is to learn."""
+        """Takes the batch's optimizer steps in order; none while only the critic trains."""
         results: list[StepResult] = []
         if batch.step < self._config.algorithm.num_critic_only_steps:
             return results
@@ -161,14 +161,14 @@ class Trainer(RoleWorker):
         return results
 
     def _reward_kl(self, micro_batch: MicroBatch) -> Tensor:
-        """The KL that the rewards of a micro-batch's tokens are charged with: [T]."""
+        """Returns the KL penalty in the rewards of a micro-batch's tokens: [T]."""
         fields = micro_batch.packed.fields
         old, reference = fields[old_log_probs(self._objective)], fields["ref_log_probs"]
         estimate = kl_estimate(old, reference, self._objective.kl_loss_type or REWARD_KL)
         return estimate * micro_batch.packed.loss_mask
 
     def _share_kl(self, batch: TrainBatch) -> None:
-        """Gives the critic the KL: its returns are charged with it, too."""
+        """Writes the KL for the critic, whose returns contain the penalty too."""
         if self._exchange is not None:
             with runtime.together(f"writing the KL of step {batch.step}"):
                 self._exchange.write("kl", batch.step, batch.named("kl"))
@@ -176,7 +176,7 @@ class Trainer(RoleWorker):
                 self._exchange.finish("kl", batch.step)
 
     def _inspect(self, batch: TrainBatch, results: list[StepResult]) -> None:
-        """Writes what the step was made of, where that is asked for; warns where engine and trainer differ under equal weights."""
+        """Writes the step's tensors, where dumps are asked for; warns where engine and trainer differ under equal weights."""
         monitoring = self._config.monitoring
         if monitoring.save_debug_train_data is not None:
             dumps.write_tensors(monitoring.save_debug_train_data, batch, results, runtime.rank())
@@ -226,20 +226,20 @@ class Trainer(RoleWorker):
         self._save_before_leaving(done)
 
     def _report_pushes(self) -> None:
-        """Writes down the pushes that have ended. Raises what broke one among the trainer's ranks."""
+        """Logs the metrics of the pushes that have ended. Raises the error that ended one among the trainer's ranks."""
         for result in self._pusher.results():
             self._log.info("weights_pushed", **asdict(result))
             if self._metrics is not None:
                 self._metrics.push(result)
 
     def _save(self) -> None:
-        """The final checkpoint comes with HF weights."""
+        """Saves a checkpoint, the final one with HF weights."""
         super()._save()
         if self._begun_save == self._config.rollout.num_rollout and self._config.trainer.save_hf:
             self._actor.save_hf(self._places.hf)
 
     def _report_durable(self) -> None:
-        """Reports to the buffer the steps that a checkpoint holds, with a critic both roles' checkpoints: their payloads may go."""
+        """Reports to the buffer the steps that a checkpoint (with a critic, that of both roles) holds: their payloads may be deleted."""
         control = self._control
         if control is None or control.stopping or (steps := self._saved_steps()) <= self._durable:  # a resume reports what a stop has not
             return

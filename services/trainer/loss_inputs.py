@@ -1,4 +1,4 @@
-"""What the loss reads on one rank: rewards, advantages and the statistics of importance weights, or what the user's own functions make."""
+"""The inputs of the loss on one rank: rewards, advantages and importance-weight statistics, or the results of the user's functions."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ SHOWN = {
     "kl": "kl",
     TEACHER: TEACHER,
 }
-"""What an advantage function is given, where the batch has it → the field."""
+"""Name of an advantage function's input → the field that it is taken from, where the batch has it."""
 
 
 class LossInputs:
@@ -53,20 +53,20 @@ class LossInputs:
         self._objective, self._custom, self._store = objective, custom, store
 
     def with_advantages(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with fields ``advantages`` and, where a critic learns from it, ``returns``. A collective where they are whitened."""
+        """Returns the batch with fields ``advantages`` and, for a critic, ``returns``. A collective where they are whitened."""
         return with_advantages(batch, self._objective, self._rewards(batch.partition), _merged_over_ranks, self._custom)
 
     def loss(self, batch: TrainBatch, step: int) -> LossFunction:
-        """The loss of the batch's ``step``-th optimizer step, from 0. A collective where it needs numbers of all ranks' tokens."""
+        """Returns the loss of the batch's optimizer step ``step``, from 0. A collective where it needs statistics of all ranks' tokens."""
         statistics = Statistics()
         if needs(self._objective).statistics:
             statistics = batch_statistics(self._objective, [item.packed for item in batch.steps[step]], _gathered_from_ranks)
         denominator = batch.denominators[step]
         found = loss_of(self._objective, self._custom, version=batch.version, statistics=statistics, denominator=denominator)
-        return cast(LossFunction, found)  # one of the user's own takes logits, and says so
+        return cast(LossFunction, found)  # a custom loss takes logits, and has an attribute for that
 
     def _rewards(self, partition: Partition) -> list[float]:
-        """The whole batch's, by index; as ``custom_reward_post_process_path`` has them, which gets all samples."""
+        """Returns the whole batch's rewards by index, as ``custom_reward_post_process_path``, which gets all samples, returns them."""
         if self._custom.rewards is None:
             return partition.rewards
         with runtime.together(f"the rewards of step {partition.batch.step}"):
@@ -80,7 +80,7 @@ def with_advantages(
     merged: Callable[[Moments], Moments],
     custom: CustomFunctions | None = None,
 ) -> TrainBatch:
-    """The batch with fields ``advantages`` and, where a critic learns from it, ``returns``.
+    """Returns the batch with fields ``advantages`` and, where a critic learns from it, ``returns``.
 
     It reads the fields ``kl``, ``values``, ``teacher_log_probs`` and those of the old policy, where the objective needs them.
 
@@ -119,7 +119,7 @@ def with_advantages(
 
 
 def old_log_probs(objective: AlgorithmSection) -> str:
-    """Returns the field of the policy that the loss clips around, from which KL and the teacher's gap are measured."""
+    """Returns the field with the log-probs that the loss clips around and that KL and the teacher's gap are measured from."""
     return "rollout_log_probs" if objective.correction == "rollout" else "proximal_log_probs"
 
 

@@ -1,8 +1,8 @@
-"""Samples laid end to end: what one forward and backward pass takes. `services.trainer.placement` decides which go together.
+"""Packs of samples laid end to end, one for each forward and backward pass. `services.trainer.placement` decides which go together.
 
 Token ``t`` of a packed sequence predicts token ``t + 1``: all per-token tensors are aligned to what is *predicted*, so
 the values of a response's first token sit on the prompt's last position. A sequence's last position predicts nothing.
-Values of tokens that are not trained do not get in: a field is blank wherever the mask is 0.
+Values of tokens that are not trained are left out: a field is 0 wherever the mask is 0.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ class PackedBatch:
     fields: dict[str, Tensor]
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """The same micro-batch with every tensor on ``device``."""
+        """Returns the same micro-batch with every tensor on ``device``."""
         return replace(
             self,
             tokens=self.tokens.to(device),
@@ -68,7 +68,7 @@ class PackedBatch:
         )
 
     def with_fields(self, **tensors: Tensor) -> "PackedBatch":
-        """The same micro-batch with more per-token tensors [T], for example ``proximal_log_probs``.
+        """Returns the same micro-batch with more per-token tensors [T], for example ``proximal_log_probs``.
 
         Raises:
             BadBatch: a tensor whose shape is not [T].
@@ -151,12 +151,12 @@ def spread(samples: Sequence[Sample], values: Sequence[Tensor], field: str) -> T
 
 
 def collect(samples: Sequence[Sample], packed: Tensor) -> list[Tensor]:
-    """The response tokens' values out of a micro-batch's [T]: a view [R] for each of the samples that ``pack`` laid out."""
+    """Returns the response tokens' values in a micro-batch's [T]: a view [R] for each of the samples that ``pack`` laid out."""
     return [packed[predicting] for _, _, predicting in _layout(samples)]
 
 
 def _layout(samples: Sequence[Sample]) -> Iterator[tuple[Sample, slice, slice]]:
-    """Each sample with the positions that it takes in a pack, and those of them that predict its response's tokens."""
+    """Yields each sample with its positions in a pack, and those of them that predict its response's tokens."""
     start = 0
     for sample in samples:
         end = start + sample.length

@@ -1,4 +1,4 @@
-"""Which rank trains which samples of a batch: decided from its references alone, the same on every rank, before anybody reads a payload."""
+"""The partition of a batch among the ranks: decided from its references alone, the same on every rank, before a payload is read."""
 
 import itertools
 from bisect import bisect_left
@@ -10,7 +10,7 @@ from shared.runtime.errors import BadMessage
 from shared.schema.messages import Batch, BatchGroup
 
 Cost = Callable[[int], float]
-"""What a sample of so many tokens costs to train, in any unit: what ranks and micro-batches are evened out by."""
+"""The cost of training a sample of so many tokens, in any unit, by which ranks and micro-batches are balanced."""
 
 Placement = list[list[list[int]]]
 """``[rank][micro-batch]``: ascending indices of samples."""
@@ -50,13 +50,13 @@ class Partition:
         return {index for index, item in enumerate(self.items) if item.position in self.batch.groups[item.group].removed}
 
     def name(self, index: int) -> str:
-        """A sample's name in messages and keys: its group's id, and its position there."""
+        """Returns a sample's name in messages and keys: its group's id, and its position there."""
         item = self.items[index]
         return f"{self.batch.groups[item.group].group}/{item.position}"
 
     @property
     def rewards(self) -> list[float]:
-        """The batch's rewards as they were scored, by the samples' indices."""
+        """Returns the batch's rewards as they were scored, by the samples' indices."""
         return [reward for group in self.batch.groups for reward in group.rewards]
 
 
@@ -64,7 +64,7 @@ def partition_batch(batch: Batch, optimizer_steps: int, dp_size: int, max_tokens
     """Partitions a batch among optimizer steps, ranks and micro-batches.
 
     Args:
-        max_tokens: that a micro-batch may hold.
+        max_tokens: the most tokens of a micro-batch.
 
     Raises:
         BadMessage: a reference that does not say how long its samples are. SampleTooLong: a sample over ``max_tokens``, by its name.
@@ -81,7 +81,7 @@ def partition_batch(batch: Batch, optimizer_steps: int, dp_size: int, max_tokens
 def parts(trained: Sequence[bool], count: int) -> list[range]:
     """Cuts the samples into consecutive parts; their numbers of ``trained`` samples differ by one at most.
 
-    A part of which nothing is trained is no optimizer step: where fewer samples than ``count`` are trained, there are fewer parts.
+    A part without trained samples is no optimizer step: where fewer samples than ``count`` are trained, there are fewer parts.
     """
     trained_before = list(itertools.accumulate(trained))  # up to and with each
     total = trained_before[-1]

@@ -1,11 +1,11 @@
-"""Which samples go into which micro-batch of which data-parallel rank.
+"""The placement of samples in the micro-batches of the data-parallel ranks.
 
 Invariants, all of them properties that the tests draw at random:
 
 - every sample of the batch is in exactly one micro-batch of exactly one rank;
 - every rank runs the same number of micro-batches (pipeline and expert parallel ranks meet in each of them);
 - no micro-batch exceeds the token budget; a sample that alone exceeds it is refused, never cut;
-- a micro-batch is empty only where there are not samples enough, of the batch or of the units dealt to a rank
+- a micro-batch is empty only where there are too few samples, in the batch or in the units given to a rank
   (``packing.pack`` then makes a filler, so that the rank still meets the others);
 - samples of one unit (a group: they lie together in the store) are on one rank, unless that would leave the ranks with
   unlike work; then each sample goes where it fits best;
@@ -19,7 +19,7 @@ from typing import TypeAlias
 from shared.runtime.errors import MyxoError
 
 APART = 0.05
-"""How far the dearest rank may be above the mean before units are taken apart."""
+"""The fraction by which the rank of highest cost may be above the mean before units are split."""
 
 _Members: TypeAlias = "int | tuple[_Members, _Members]"
 _Filled: TypeAlias = tuple[float, int, _Members]
@@ -54,16 +54,16 @@ def balance(
 ) -> list[list[list[int]]]:
     """Deals samples to ranks and micro-batches: ``placement[rank][micro_batch]`` is an ascending list of indices.
 
-    With units, whole units are dealt to ranks by differencing, and each rank's samples to micro-batches; as many a rank
-    as the one that needs most. Where that leaves a rank more than `APART` above the mean, and without units: the number
+    With units, whole units are dealt to ranks by differencing, and each rank's samples to micro-batches, as many on each
+    rank as the one that needs most has. Where that leaves a rank more than `APART` above the mean, and without units: the number
     of micro-batches a rank is the smallest, from the lower bound up, at which differencing keeps every bin in the
     budget. The bins, dearest first, are dealt back and forth over the ranks: what runs at the same time is alike, and
     the totals of any two ranks differ by at most the difference of the dearest and the cheapest bin.
 
     Args:
         lengths: tokens of each sample, >= 1. max_tokens_per_rank: tokens a micro-batch may hold.
-        costs: what to even out, > 0 each (for example FLOPs); tokens if not given. The budget is in tokens always.
-        units: of each sample, what it should stay together with.
+        costs: the amounts to balance, > 0 each (for example FLOPs); tokens if not given. The budget is always in tokens.
+        units: the unit of each sample; those of one unit should stay together.
 
     Source: Karmarkar and Karp 1982, "The differencing method of set partitioning" (``differencing``).
 
@@ -99,7 +99,7 @@ def _check(lengths: Sequence[int], costs: Sequence[float], dp_size: int, max_tok
 def _whole_units(
     lengths: Sequence[int], costs: Sequence[float], units: Sequence[Hashable], dp_size: int, budget: int
 ) -> list[list[list[int]]] | None:
-    """The placement that takes no unit apart; None where it would leave the ranks with unlike work."""
+    """Returns the placement that splits no unit; None where it would leave the ranks with unlike work."""
     ranks = _ranks_of_units(costs, units, dp_size)
     if max(sum(costs[i] for i in rank) for rank in ranks) > (1 + APART) * sum(costs) / dp_size:
         return None
@@ -113,7 +113,7 @@ def _whole_units(
 
 
 def _ranks_of_units(costs: Sequence[float], units: Sequence[Hashable], dp_size: int) -> list[list[int]]:
-    """The samples of each rank, where whole units are dealt by differencing."""
+    """Returns the samples of each rank, with whole units dealt by differencing."""
     members: dict[Hashable, list[int]] = {}
     for index, unit in enumerate(units):
         members.setdefault(unit, []).append(index)
@@ -123,25 +123,25 @@ def _ranks_of_units(costs: Sequence[float], units: Sequence[Hashable], dp_size: 
 
 
 def _bins_of_rank(rank: list[int], lengths: Sequence[int], costs: Sequence[float], count: int, budget: int) -> list[list[int]] | None:
-    """``count`` micro-batches of a rank's samples; None where they do not fit."""
+    """Returns ``count`` micro-batches of a rank's samples; None where they do not fit."""
     placed = _within_budget([lengths[i] for i in rank], [costs[i] for i in rank], count, budget)
     return None if placed is None else [[rank[i] for i in members] for members in placed]
 
 
 def _rows(bins: list[list[int]], costs: Sequence[float], width: int) -> list[list[list[int]]]:
-    """The bins, dearest first, ``width`` a row."""
+    """Returns the bins by falling cost, ``width`` a row."""
     ordered = sorted(bins, key=lambda members: (-sum(costs[i] for i in members), members))
     return [ordered[start : start + width] for start in range(0, len(ordered), width)]
 
 
 def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
-    """A lower bound: a bin holds ``budget`` tokens, and at most j samples longer than ``budget / (j + 1)``."""
+    """Returns a lower bound: a bin holds ``budget`` tokens, and at most j samples longer than ``budget / (j + 1)``."""
     counts = [(j, sum(length * (j + 1) > budget for length in lengths)) for j in range(1, 9)]
     return max(-(-sum(lengths) // budget), *(-(-count // j) for j, count in counts))
 
 
 def _within_budget(lengths: Sequence[int], costs: Sequence[float], bins: int, budget: int) -> list[list[int]] | None:
-    """``bins`` sets of indices, none over ``budget`` tokens, even by cost or else by tokens; None if neither fits."""
+    """Returns ``bins`` sets of indices, none over ``budget`` tokens, balanced by cost or else by tokens; None if neither fits."""
     by_tokens = [float(length) for length in lengths]
     for measure in [costs] if costs == by_tokens else [costs, by_tokens]:
         placed = differencing(measure, bins)
@@ -162,7 +162,7 @@ def differencing(costs: Sequence[float], bins: int) -> list[list[int]]:
     O(bins log bins) each.
     """
     # A set: (-cost, lowest index, members as a tree of pairs). A heap entry: (-spread, lowest index, sets by falling
-    # cost). The lowest index is nobody else's, so no comparison ever reaches what stands behind it.
+    # cost). The lowest index is unique, so no comparison ever reaches the fields behind it.
     heap: list[tuple[float, int, list[_Filled]]] = [
         (-cost if bins > 1 else 0.0, index, [(-cost, index, index)]) for index, cost in enumerate(costs)
     ]
@@ -184,7 +184,7 @@ def differencing(costs: Sequence[float], bins: int) -> list[list[int]]:
 
 
 def _leaves(members: _Members) -> list[int]:
-    """The indices in a tree of pairs, ascending; without recursion, for a tree may be as deep as it has leaves."""
+    """Returns the indices in a tree of pairs, ascending; without recursion, since a tree may be as deep as it has leaves."""
     indices, rest = [], [members]
     while rest:
         node = rest.pop()

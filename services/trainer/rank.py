@@ -13,11 +13,11 @@ from shared.runtime.child_process import die_with_parent
 from shared.runtime.service_base import connect, exit_code
 
 SERVICES = {"actor": "trainer", "critic": "critic"}
-"""What each role is called in the registry and the logs."""
+"""The name of each role in the registry and the logs."""
 
 
 def main(role: str) -> None:
-    """Rank 0 holds the connection to the bus and reads the config from it; the others read it by a short connection of their own.
+    """Runs this rank. Rank 0 stays connected to the bus and reads the config from it; the others read it over a short connection.
 
     Args:
         role: actor or critic.
@@ -39,7 +39,7 @@ def main(role: str) -> None:
             config, redis_url = control.config, control.service.redis_url
         else:
             config, redis_url = read_run()
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 hears it and tells everyone
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets the signal and commands all ranks to leave
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if config.trainer.torch_threads is not None:
             torch.set_num_threads(config.trainer.torch_threads)
@@ -49,7 +49,7 @@ def main(role: str) -> None:
         if role == "actor":
             worker = Trainer(config, store, control, exchange)
         else:
-            assert exchange is not None  # nobody starts a critic for an objective without one
+            assert exchange is not None  # the critic is only started for an objective that has one
             worker = Critic(config, store, control, exchange)
         stack.callback(worker.close)
         worker.run()

@@ -10,11 +10,11 @@ from services.trainer.megatron.frozen_weights import FrozenWeights
 
 
 class ReferencePolicy:
-    """On one rank. A reference that a resume may need lies on disk: steps behind a checkpoint are trained against the same one again.
+    """The reference policy on one rank. References that a resume may need are on disk: repeated steps are trained against the same one.
 
     Args:
-        first: HF weights of version 0; later ones lie beside it. interval: steps from one to the next; None: there is one.
-        keep_steps: how many steps the oldest checkpoint that is kept may lie behind the newest.
+        first: HF weights of version 0; later ones are stored beside it. interval: steps between references; None: there is one.
+        keep_steps: the most steps between the oldest checkpoint that is kept and the newest.
     """
 
     def __init__(self, actor: Actor, first: Path, interval: int | None, keep_steps: int) -> None:
@@ -22,11 +22,11 @@ class ReferencePolicy:
         self._weights: FrozenWeights | None = None
 
     def load(self, steps: int) -> None:
-        """Takes the reference that holds after so many training steps from disk. A collective of all ranks."""
+        """Loads the reference that is in use after so many training steps from disk. A collective of all ranks."""
         self._weights = FrozenWeights.of_saved_policy(self._actor.model, self._directory(made_at(steps, self._interval)))
 
     def renew(self, steps: int) -> None:
-        """Makes the present policy the reference, if it is to become that after so many steps. A collective of all ranks."""
+        """Makes the present policy the reference, if a new one is due after so many steps. A collective of all ranks."""
         if self._weights is None or steps == 0 or made_at(steps, self._interval) != steps:
             return
         self._actor.save_hf(self._directory(steps))
@@ -38,7 +38,7 @@ class ReferencePolicy:
 
     @contextlib.contextmanager
     def in_place_of_the_policy(self) -> Iterator[None]:
-        """The model has the reference's weights in the body."""
+        """Gives the model the reference's weights in the body."""
         assert self._weights is not None
         with self._weights.in_place_of(self._actor.model):
             yield
@@ -48,5 +48,5 @@ class ReferencePolicy:
 
 
 def made_at(steps: int, interval: int | None) -> int:
-    """After how many steps the reference was made that holds after ``steps``."""
+    """Returns the training steps after which the reference in use after ``steps`` was made."""
     return 0 if interval is None else steps // interval * interval

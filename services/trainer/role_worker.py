@@ -1,4 +1,4 @@
-"""What both roles of the trainer do alike, as every rank runs it: the model, commands, this rank's shard of each batch, checkpoints."""
+"""The common part of the trainer's two roles on every rank: the model, commands, this rank's shard of each batch, checkpoints."""
 
 import time
 from dataclasses import asdict
@@ -36,8 +36,8 @@ class RoleWorker:
     """One rank of one role.
 
     Args:
-        store: where payloads lie. control: rank 0's connection to the bus; None on the other ranks. exchange: with the other role, where
-            there is one.
+        store: holds the payloads. control: rank 0's connection to the bus; None on the other ranks. exchange: for the other role, if
+            there is a critic.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class RoleWorker:
         self._costs: dict[int, float] = {}
         self._begun_save = self._saved = 0  # steps of the checkpoint last begun, and of the newest that is known to be on disk
         self._skipped = 0
-        # of a micro-batch: the ranks of a context-parallel group hold it together
+        # the limit of a micro-batch, which the ranks of a context-parallel group hold together
         self._max_tokens = config.trainer.max_tokens_per_gpu * config.trainer.context_parallel_size
 
     def close(self) -> None:
-        """Lets go of groups, files and connections."""
+        """Closes groups, files and connections."""
         if self._exchange is not None:
             self._exchange.close()
         self._store.close()
@@ -76,7 +76,7 @@ class RoleWorker:
         return self._broadcast.send(self._scheduler.next(self._progress.steps, self._version))
 
     def _assembled(self, batch: Batch, ahead: Batch | None = None) -> TrainBatch:
-        """This rank's part of a batch; that of the batch after it is read while this one trains."""
+        """Returns this rank's part of a batch; that of the next batch is read while this one trains."""
         with runtime.together(f"reading the samples of step {batch.step}"):
             shard = self._reader.take(self._partition(batch))
         if ahead is not None:
@@ -90,7 +90,7 @@ class RoleWorker:
         return partition_batch(batch, optimizer_steps, self._actor.data_parallel_size, self._max_tokens, self._cost)
 
     def _cost(self, tokens: int) -> float:
-        """Operations of training a sample of so many tokens."""
+        """Returns the operations of training a sample of so many tokens."""
         if tokens not in self._costs:
             self._costs[tokens] = flops.training(self._actor.architecture, [tokens], value_head=self._role == "critic")
         return self._costs[tokens]
@@ -122,7 +122,7 @@ class RoleWorker:
             self._save()
 
     def _save(self) -> None:
-        """Writes a checkpoint of where the training stands, in the background if so configured; the last one of a run at once."""
+        """Writes a checkpoint of the training's present state, in the background if so configured; waits for the last one of a run."""
         started, steps, trainer = time.monotonic(), self._progress.steps, self._config.trainer
         wait = not trainer.async_save or steps == self._config.rollout.num_rollout
         self._actor.save_checkpoint(self._checkpoints, steps, asdict(self._progress), keep=trainer.keep_checkpoints, wait=wait)
@@ -130,18 +130,18 @@ class RoleWorker:
         self._log.info("checkpoint_saved" if wait else "checkpoint_begun", steps=steps, seconds=round(time.monotonic() - started, 2))
 
     def _save_before_leaving(self, done: bool) -> None:
-        """Has everything on disk that a resume needs."""
+        """Returns once everything that a resume needs is on disk."""
         if not done and self._begun_save < self._progress.steps:
             self._save()
         self._actor.finish_save()
 
     def _saved_steps(self) -> int:
-        """Steps of the newest checkpoint that is on disk. Rank 0 publishes them, and is the one to ask."""
+        """Returns the steps of the newest checkpoint on disk. Only rank 0's answer counts, since it publishes checkpoints."""
         if self._saved < self._begun_save:
             self._saved = max(latest_step(self._checkpoints) or 0, self._saved)
         return self._saved
 
-    # --- small things
+    # --- state and rank
 
     @property
     def _version(self) -> int:
@@ -149,7 +149,7 @@ class RoleWorker:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this is rank 0, which speaks for all."""
+        """Returns whether this is rank 0, which reports for all ranks."""
         return self._control is not None
 
     def _set_state(self, state: str) -> None:

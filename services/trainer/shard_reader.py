@@ -1,4 +1,4 @@
-"""A rank's shard of each batch, out of the store: read when it is asked for, or ahead, while the batch before it trains."""
+"""Reading of a rank's shard of each batch from the store: when it is needed, or ahead, while the batch before it trains."""
 
 import itertools
 import threading
@@ -16,15 +16,15 @@ from shared.schema.sample import Sample
 from shared.store.payload_store import BlockingStore
 
 READ_SECONDS = 600.0
-"""How long a shard that is read ahead may take; each of its blobs has a deadline of its own."""
+"""The longest time that reading a shard ahead may take; each of its blobs has a deadline of its own."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What one data-parallel rank trains of a batch.
+    """The part of a batch that one data-parallel rank trains.
 
     Args:
-        samples: by their indices in the partition. Their masks are those that training goes by: without tokens of versions below the
+        samples: by their indices in the partition. Their masks are those used in training: without tokens of versions below the
             batch's ``mask_below``, and 0 everywhere in samples that a filter removed.
         stats: this rank's rows of the batch's `SampleStats`; those of samples that others read are 0.
     """
@@ -35,7 +35,7 @@ class Shard:
 
 
 class ShardReader:
-    """Reads one rank's shards.
+    """The reader of one rank's shards.
 
     Args:
         rank: the data-parallel rank. vocab_size: the model's; no sample may hold a token beyond it.
@@ -46,19 +46,19 @@ class ShardReader:
         self._ahead: tuple[int, Future[Shard]] | None = None
 
     def read_ahead(self, partition: Partition) -> None:
-        """Begins to read a shard that will be taken next, unless it is on its way already."""
+        """Begins to read a shard that will be taken next, unless that has begun already."""
         if self._ahead is not None and self._ahead[0] == partition.batch.step:
             return
         future: Future[Shard] = Future()
         self._ahead = partition.batch.step, future
-        # a daemon, not an executor's thread: the interpreter waits for those at its end, however long they hang
+        # a daemon, not an executor's thread: at exit the interpreter would wait for that, however long it hangs
         threading.Thread(target=self._complete, args=(future, partition), name="read-ahead", daemon=True).start()
 
     def take(self, partition: Partition) -> Shard:
         """Returns the shard of a batch.
 
-        Raises PayloadMissing, DeadlineExceeded, StoreRefused; BadMessage: payload and reference differ; BadSample: a token that the model
-        does not know.
+        Raises PayloadMissing, DeadlineExceeded, StoreRefused; BadMessage: payload and reference differ; BadSample: a token outside the
+        model's vocabulary.
         """
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[0] != partition.batch.step:

@@ -1,7 +1,7 @@
-"""Rank 0's decisions: what all ranks do next, and for whom they wait.
+"""Rank 0's decisions: the next command for all ranks, and the waits for a batch or the other role.
 
 The actor pushes where replicas are behind, else trains the next batch; with a critic it waits for the values of the batch first. The critic
-gives each batch its values, and trains it; where the reward is charged with a KL, it waits for the actor's first.
+gives each batch its values, and trains it; where the reward has a KL penalty, it waits for the actor's KL first.
 """
 
 import time
@@ -20,18 +20,18 @@ from shared.schema.messages import Batch, BatchPending, RunDone
 from shared.schema.versions import version_after
 
 LOG_INTERVAL_S = 30.0
-"""How often a long wait is logged with what it waits for."""
+"""The interval at which a long wait is logged, with the name of the awaited thing."""
 
 POLL_INTERVAL_S = 0.02
 HOLD_SECONDS = 2.0
-"""How long a wait for the other role is held before the ranks are told to come back: they wait for each other's commands meanwhile."""
+"""The time that one command waits for the other role before the ranks get `Wait`: they have to hear from rank 0 in time."""
 
 
 class BoundedWait:
     """One wait at a time, from its first question to its deadline.
 
     Args:
-        seconds: to wait for one batch, or for the other role, before giving up with an error that names whom it waited for.
+        seconds: the longest wait for one batch, or for the other role, before the error that names the awaited service.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -41,7 +41,7 @@ class BoundedWait:
         self._log: Any = structlog.get_logger()
 
     def end(self) -> None:
-        """What was waited for is there."""
+        """Ends the wait: the awaited batch or tensors are there."""
         self._since = None
 
     def go_on(self, what: str, awaited_from: str, **known: int) -> None:
@@ -66,7 +66,7 @@ class BatchRequester:
         self._log: Any = structlog.get_logger()
 
     def next(self, step: int, version: int) -> Batch | Command:
-        """Returns the batch of ``step``, or what to do without it. Raises DeadlineExceeded."""
+        """Returns the batch of ``step``, or the command to give without it. Raises DeadlineExceeded."""
         try:
             answer = self._control.batch(step, version)
         except StopAsked:
@@ -83,8 +83,8 @@ class BatchRequester:
         return Wait()
 
     def has(self, kind: Kind, step: int, awaited_from: str) -> bool:
-        """Whether the other role's tensors of a step are there, or come soon. Raises DeadlineExceeded."""
-        assert self._exchange is not None  # of an objective with a critic
+        """Returns whether the other role's tensors of a step are there, or come within `HOLD_SECONDS`. Raises DeadlineExceeded."""
+        assert self._exchange is not None  # always there for an objective with a critic
         end = time.monotonic() + HOLD_SECONDS
         while not self._exchange.complete(kind, step):
             if time.monotonic() > end or self._control.stopping:
@@ -96,10 +96,10 @@ class BatchRequester:
 
 
 class StepScheduler:
-    """Gives the actor's next command for the step that is due; a push that has begun goes on beside it.
+    """Gives the actor's next command for the step that is due, beside a push that has begun.
 
     Args:
-        batch_timeout: see `BoundedWait`. steps: of the run. interval: steps between pushes. exchange: with a critic, None without one.
+        batch_timeout: see `BoundedWait`. steps: those of the run. interval: steps between pushes. exchange: that with a critic, or None.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class StepScheduler:
         self._batches = BatchRequester(control, exchange, batch_timeout)
 
     def next(self, step: int, version: int) -> Command:
-        """Args: step: the next to train. version: the weights that the trainer holds. Raises DeadlineExceeded."""
+        """Returns the next command. ``step``: the next to train. ``version``: that of the trainer's weights. Raises DeadlineExceeded."""
         if self._control.stopping:
             return Leave(done=False)
         self._snapshots.tell_live()
@@ -135,7 +135,7 @@ class StepScheduler:
         return Train(batch, self._ahead(step + 1))
 
     def _push(self, version: int) -> Push | None:
-        """The push to begin now. Engines on the trainer's GPUs are pushed to together, while they sleep: sleep costs each its weights."""
+        """Returns the push to begin now. Colocated engines get it together, while they are offloaded, since each loses its weights then."""
         if self._snapshots.instead_of_pushes:
             return None
         if self._colocation.colocated and self._pusher.lags(version):
@@ -147,7 +147,7 @@ class StepScheduler:
         return push
 
     def _ahead(self, step: int) -> Batch | None:
-        """The batch after this one, where it is there already, or can be formed at once."""
+        """Returns the batch after this one, where it is there already, or can be formed at once."""
         if step >= self._steps:
             return None
         try:
@@ -161,7 +161,7 @@ class CriticStepScheduler:
     """Gives the critic's next command.
 
     Args:
-        batch_timeout: see `BoundedWait`. exchange: with the actor. with_kl: whether the actor's KL is needed to train a batch.
+        batch_timeout: see `BoundedWait`. exchange: that with the actor. with_kl: whether the actor's KL is needed to train a batch.
     """
 
     def __init__(self, control: ControlClient, batch_timeout: float, exchange: ActorCriticExchange, *, with_kl: bool) -> None:
@@ -170,7 +170,7 @@ class CriticStepScheduler:
         self._valued: Batch | None = None
 
     def next(self, step: int, version: int) -> Command:
-        """Args: step: the next to train. version: of the actor's weights that it is trained on. Raises DeadlineExceeded."""
+        """Returns the next command. ``step``: the next to train. ``version``: that of the actor's weights. Raises DeadlineExceeded."""
         if self._control.stopping:
             return Leave(done=False)
         if self._valued is None or self._valued.step != step:

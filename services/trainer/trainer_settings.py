@@ -1,4 +1,4 @@
-"""The section [trainer] as the model of one role takes it, and what the rest of the run's config adds."""
+"""The settings of one role's model, from the section [trainer] and the rest of the run's config."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def model_directory(config: RunConfig, role: Role) -> Path:
-    """The HF checkpoint that a role starts from."""
+    """Returns the HF checkpoint that a role starts from."""
     return config.model.hf_checkpoint if role == "actor" else config.trainer.critic_load or config.model.hf_checkpoint
 
 
@@ -34,7 +34,7 @@ def check_architecture(config: RunConfig, role: Role = "actor") -> None:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """How the model of one role is shared among the ranks, and how it is trained.
+    """The settings of one role's model: its layout over the ranks, and its training.
 
     Args:
         role: ``actor``, or ``critic``: its output layer is a map from each hidden state to one number, and all of it trains.
@@ -54,12 +54,12 @@ class TrainerSettings:
 
     @property
     def value_head(self) -> bool:
-        """Whether the model gives values in the place of logits."""
+        """Returns whether the model gives values in the place of logits."""
         return self.role == "critic"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations; gradients and the optimizer's weights are float32 always."""
+        """Returns the dtype of weights and activations; gradients and the optimizer's weights are always float32."""
         return DTYPES[self.trainer.train_dtype]
 
     @cached_property
@@ -68,12 +68,12 @@ class TrainerSettings:
 
     @cached_property
     def megatron(self) -> MegatronFlags:
-        """Megatron's own flags, sorted and typed. Raises ConfigError for one that cannot be taken."""
+        """Returns Megatron's own flags, sorted and typed. Raises ConfigError for one that is refused."""
         return resolve(self.trainer.megatron)
 
     @property
     def recomputation(self) -> dict[str, Any]:
-        """Megatron's fields about what the backward pass runs again instead of keeping it."""
+        """Returns Megatron's fields about recomputation in the backward pass."""
         trainer = self.trainer
         if trainer.recomputes_layers:
             method, layers = trainer.recompute_method or "uniform", trainer.recompute_num_layers or 1
@@ -85,17 +85,17 @@ class TrainerSettings:
 
     @property
     def freezing(self) -> Freezing:
-        """Which of the actor's parameters patterns freeze."""
+        """Returns the patterns that freeze the actor's parameters."""
         return Freezing() if self.value_head else Freezing.of(self.trainer)
 
     @property
     def lora(self) -> Lora | None:
-        """The actor's adapters; None where the parameters themselves are trained."""
+        """Returns the actor's adapters; None where the parameters themselves are trained."""
         return None if self.value_head else Lora.of(self.trainer)
 
     @property
     def schedule(self) -> LearningRateSchedule:
-        """The learning rate of the RL phase. Raises ConfigError where the run is too short for it."""
+        """Returns the learning-rate schedule of the RL phase. Raises ConfigError where the run is too short for it."""
         trainer = self.trainer
         lr = trainer.critic_lr or trainer.lr if self.role == "critic" else trainer.lr
         return LearningRateSchedule(lr, trainer.min_lr, trainer.lr_warmup_iters, self.updates, trainer.lr_decay_style)

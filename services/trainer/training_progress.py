@@ -1,4 +1,4 @@
-"""Where a trainer stands, and where its files lie."""
+"""The progress of a trainer, and the paths of its files."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from shared.schema.versions import version_after
 
 @dataclass
 class Progress:
-    """What a checkpoint says of the training.
+    """The training's progress, as a checkpoint records it.
 
     Args:
         steps: finished training steps. sft_done: the warm start is over (or there is none).
@@ -20,13 +20,13 @@ class Progress:
     sft_done: bool = False
 
     def version(self, config: RunConfig) -> int:
-        """The weight version that the finished steps amount to."""
+        """Returns the weight version after the finished steps."""
         return version_after(self.steps, config.weights.update_weights_interval, config.rollout.num_rollout)
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where a run's trainer keeps its files."""
+    """The paths of a run's trainer files."""
 
     root: Path
 
@@ -35,12 +35,12 @@ class Places:
 
     @property
     def reference(self) -> Path:
-        """HF weights of version 0, the reference policy of a run with a KL term."""
+        """Returns the directory of the HF weights of version 0, the reference policy of a run with a KL term."""
         return self.root / "reference"
 
     @property
     def hf(self) -> Path:
-        """HF weights of the final policy."""
+        """Returns the directory of the HF weights of the final policy."""
         return self.root / "hf"
 
     @property

@@ -18,12 +18,12 @@ from shared.schema.sample import Sample
 
 
 def train_demonstrations(actor: Actor, config: RunConfig, objective: AlgorithmSection, max_tokens: int) -> Iterator[StepResult]:
-    """Trains the run's demonstrations, and gives what each step came to; the optimizer begins anew behind the last.
+    """Trains the run's demonstrations and yields each step's result; resets the optimizer after the last.
 
-    An epoch follows another, each in an order of its own.
+    Each epoch has an order of its own.
 
     Args:
-        max_tokens: that a micro-batch may hold.
+        max_tokens: the most tokens of a micro-batch.
     """
     sft, file = config.sft, DemonstrationFile(config, Tokenizer(config.model.hf_checkpoint))
     order = EpochOrder(len(file), shuffle=True, seed=config.trainer.seed)

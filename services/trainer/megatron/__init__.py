@@ -8,7 +8,7 @@ import warnings
 
 from services.trainer.megatron.cpu import install
 
-# Megatron says so once a module and rank, and names nothing that this trainer would use differently.
+# Megatron warns once a module and rank, of nothing that this trainer would use differently.
 warnings.filterwarnings("ignore", message=r"(Transformer Engine and Apex are|Apex is) not installed")
 
 DEVICE_TYPE = install()

@@ -1,6 +1,6 @@
-"""LoRA's adapters on their way out of the model and back: under PEFT's names, or merged into the matrices that they belong to.
+"""Export and loading of LoRA's adapters: under PEFT's names, or merged into the matrices that they belong to.
 
-For a push of adapters alone: `Adapters.tensors` says what this pipeline stage has to send, the same on all of its ranks, and
+For a push of adapters alone: `Adapters.tensors` lists what this pipeline stage has to send, the same on all of its ranks, and
 `Adapters.gather`, called with each name by all ranks of the tensor-parallel group, gives the whole tensor on the first of them. The
 manifest is of kind ``adapter`` with `Adapters.scale`.
 """
@@ -25,7 +25,7 @@ from shared.model.lora_targets import Lora
 from shared.runtime.errors import ConfigError
 
 DIRECTORY = "adapter"
-"""Beside a merged model: its adapters in PEFT's format."""
+"""The directory beside a merged model that holds its adapters in PEFT's format."""
 
 _FILE, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -72,10 +72,10 @@ class _Part:
 
 
 class Adapters:
-    """The adapters of a model, as far as this rank's pipeline stage has them. Nothing is said to the other ranks.
+    """The adapters of this rank's pipeline stage. Making it needs no communication with the other ranks.
 
     Args:
-        model: its adapters are read when something is asked for. Without LoRA there are none.
+        model: its adapters are read at each call. Without LoRA there are none.
     """
 
     def __init__(self, model: MegatronModel) -> None:
@@ -92,7 +92,7 @@ class Adapters:
 
     @property
     def scale(self) -> float:
-        """Returns what the product of a matrix's ``b`` and ``a`` is multiplied with."""
+        """Returns the factor of the product of a matrix's ``b`` and ``a``."""
         return self.lora.scale if self.lora is not None else 0.0
 
     def parameters(self) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ class Adapters:
 
     @torch.no_grad()
     def silence(self) -> None:
-        """Has the model compute what it would without adapters."""
+        """Zeroes every adapter's ``b``, so that the model computes what its base would."""
         for _, b in self._of.values():
             b.local.zero_()
 

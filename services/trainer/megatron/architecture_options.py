@@ -1,4 +1,4 @@
-"""The fields of Megatron's configuration that follow from an architecture, whatever the layout and the training settings."""
+"""The fields of Megatron's configuration that follow from an architecture alone, not from the layout or the training settings."""
 
 from typing import Any
 

@@ -71,8 +71,8 @@ class PackedCausalAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Takes Takes ``query``: [T, heads, head_dim]; ``key``: [T, key/value heads, head_dim]; ``value``: [T, key/value heads, width],
-        where the width is another under latent attention. Returns [T, heads * width].
+        """Takes ``query``: [T, heads, head_dim]; ``key``: [T, key/value heads, head_dim]; ``value``: [T, key/value heads, width],
+        where latent attention has a width other than head_dim. Returns [T, heads * width].
 
         Raises:
             MyxoError: the input is not packed, or wants a bias; neither occurs in this trainer.
@@ -90,7 +90,7 @@ class PackedCausalAttention(MegatronModule):
         outputs = []
         for group in sequences.groups:
             q, k, v = (
-                # an index_select for nothing where the sequences are equally long and in order
+                # the index_select is not needed where the sequences are equally long and in order
                 (tensor if sequences.restore is None else tensor.index_select(0, group.rows))
                 .view(group.count, group.length, tensor.size(1), tensor.size(2))
                 .transpose(1, 2)
@@ -142,7 +142,7 @@ class PackedCausalAttention(MegatronModule):
         return self._kernel(query, key, value, lengths)
 
     def _kernel(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, Any, int, int]) -> Tensor:
-        """Calls Calls PyTorch's variable-length kernel. ``lengths``: where sequences begin, for queries and keys, and the longest of
+        """Calls PyTorch's variable-length kernel. ``lengths``: starts of the sequences, for queries and keys, and the longest of
         both."""
         varlen_attn, shares_heads = _varlen_kernel()
         more: dict[str, Any] = {}

@@ -39,7 +39,7 @@ _NAME = re.compile(r"step_(\d{8,})")
 
 
 class CheckpointMissing(MyxoError):
-    """There is no complete checkpoint where one was asked for."""
+    """No complete checkpoint was found in the directory (or of the step) that was asked for."""
 
 
 def start_saving(
@@ -227,7 +227,7 @@ _METADATA = {
 
 
 def sharded_modules(model: MegatronModel, layers_apart: bool = False) -> dict[str, Any]:
-    """``layers_apart``: each layer under a name of its own. Otherwise layers that are alike are stacked under one."""
+    """Returns the model's sharded state. ``layers_apart``: each layer has its own name; otherwise like layers are stacked under one."""
     metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     if layers_apart:
         metadata["non_homogeneous_layers"] = True
@@ -235,11 +235,11 @@ def sharded_modules(model: MegatronModel, layers_apart: bool = False) -> dict[st
 
 
 def _sharded_state(model: MegatronModel, optimizer: Optimizer, loading: bool, with_random: bool = True, updates: int = 0) -> dict[str, Any]:
-    """``updates``: how many the checkpoint that is loaded has seen."""
+    """Returns the sharded state of model and optimizer. ``updates``: the count of updates in the checkpoint that is loaded."""
     metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     modules = sharded_modules(model)
     state = dict(modules)
-    # of a stack of layers some of which are frozen there would be moments for a part only
+    # a stack of layers of which some are frozen would have moments for a part only
     apart = modules if model.freezing.nothing else sharded_modules(model, layers_apart=True)
     source = apart["model0"] if len(apart) == 1 else apart
     state["optimizer"] = {
@@ -253,9 +253,9 @@ def _sharded_state(model: MegatronModel, optimizer: Optimizer, loading: bool, wi
 
 
 def _sharded_part(state: dict[str, Any], updates: int) -> dict[str, Any]:
-    """One optimizer's state, of which only the tensors are saved: they have the same names however many optimizers a rank
-    has. What stands beside them differs from layout to layout and rank to rank, where Megatron saves rank 0's; all of it
-    but the count of updates is configuration, so each rank loads its own."""
+    """Returns one optimizer's state, of which only tensors are saved: their names do not depend on how many optimizers a rank
+    has. Other entries differ between layouts and ranks, and Megatron would save rank 0's; all of them
+    but the count of updates are configuration, so each rank loads its own."""
     for group in state.get("optimizer", state)["param_groups"]:
         group.pop("step", None)
         if updates:
@@ -266,7 +266,7 @@ def _sharded_part(state: dict[str, Any], updates: int) -> dict[str, Any]:
 
 
 def _mark_local(state: Any) -> Any:
-    """Returns ``state`` with everything marked as not to be saved that holds no tensor to be saved."""
+    """Returns ``state`` with every entry that holds no tensor to be saved marked as not to be saved."""
     if isinstance(state, ShardedBase):
         return state
     if isinstance(state, dict | list) and any(isinstance(value, ShardedBase) for value in nested_values(state)):
@@ -307,7 +307,7 @@ def _remove_old(root: Path, keep: int | None) -> None:
     for step in checkpoints(root):
         settle(root / f"step_{step:08d}")
     for path in root.glob(".step_*.partial"):
-        shutil.rmtree(path)  # of a writer that died; this one's has its final name already
+        shutil.rmtree(path)  # left by a writer that died; this one's directory has its final name already
     found = checkpoints(root)
     for step in sorted(found)[: -keep if keep is not None else 0]:
         shutil.rmtree(found[step])

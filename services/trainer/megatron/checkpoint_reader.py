@@ -1,7 +1,7 @@
-"""Some of a distributed checkpoint's tensors, without the others.
+"""Reading of chosen tensors of a distributed checkpoint, without the others.
 
-Megatron's own loading takes a model: all layers that lie stacked under one name, or none. Here each part is asked for by its
-place in the whole.
+Megatron's own loading takes a model: all layers that are stacked under one name, or none. Here each part is read by its
+offset in the whole tensor.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def read_tensors(path: Path, shards: dict[str, Any]) -> dict[str, Tensor]:
 
 @contextmanager
 def own_errors() -> Iterator[None]:
-    """PyTorch gathers the errors of all ranks in one of its own; in a process alone, the cause itself is raised."""
+    """Raises the cause itself where PyTorch, in a process alone, would wrap it in an error that gathers those of all ranks."""
     try:
         yield
     except CheckpointException as error:
@@ -64,7 +64,7 @@ def _filled(state: Any) -> Any:
 
 
 class _Parts:
-    """Parts of one stored tensor: what PyTorch asks of an object that it reads into."""
+    """Parts of one stored tensor, with the interface that PyTorch asks of an object that it reads into."""
 
     def __init__(self) -> None:
         self._by_offset: dict[torch.Size, Tensor] = {}
@@ -86,7 +86,7 @@ class _Parts:
 
 
 class _Planner(DefaultLoadPlanner):
-    """PyTorch's, for :class:`_Parts`."""
+    """PyTorch's load planner, for :class:`_Parts`."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,7 +1,7 @@
 """Writing a checkpoint's shards, in the background if so wanted, and publishing them when all ranks have written theirs.
 
 The ranks agree on who writes what, and copy it to host memory, together and at once. From there on a thread of each rank
-writes its file without another word between the ranks: what was written stands in a small file beside the shards, and rank
+writes its file without further communication: its index entries are in a small file beside the shards, and rank
 0's thread publishes the directory when it has seen all of them. Training goes on meanwhile, in memory of its own.
 """
 
@@ -44,7 +44,7 @@ class SaveFailed(MyxoError):
 
 
 class StagedShards(TorchDistSaveShardedStrategy):
-    """This rank's shards, as torch_dist writes them, one file a rank: planned with the others, then written at leisure.
+    """This rank's shards, as torch_dist writes them, one file a rank: planned with the other ranks, written later.
 
     Megatron's own strategies start a process to write and another that re-imports ``__main__`` for the queue between them,
     which a service with threads and connections cannot afford.
@@ -59,7 +59,7 @@ class StagedShards(TorchDistSaveShardedStrategy):
         self._metadata: Any = None
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Plans and copies. The name is Megatron's. It is a collective of all ranks."""
+        """Plans and copies the shards. The name is Megatron's. This is a collective of all ranks."""
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         state = mcore_to_pyt_state_dict(flat, False)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
@@ -91,7 +91,7 @@ class StagedShards(TorchDistSaveShardedStrategy):
 
 
 class _Staged:
-    """What the file writer asks of a planner: the data of an item, here from host memory."""
+    """The planner of the file writer, which gives it the data of an item, here from host memory."""
 
     def __init__(self, data: dict[Any, Any], copied: bool) -> None:
         self._data = {index: _on_host(value) if copied else value for index, value in data.items()}
@@ -140,7 +140,7 @@ class Save:
         self._results: list[list[Any]] = []
         self._everyone: list[list[list[Any]]] | None = None
         self._error: Exception | None = None
-        # no daemon: a process that ends in peace ends after its checkpoint is complete
+        # no daemon: a process that ends without an error ends after its checkpoint is complete
         self._thread = threading.Thread(target=self._work, name=f"checkpoint {target.name}")
         self._thread.start()
 
@@ -222,7 +222,7 @@ class Save:
                     said[rank] = json.loads(self._word(rank).read_text())
                     if said[rank]["error"]:
                         return None
-            if not leaving and not threading.main_thread().is_alive():  # the process ends: so do the others, or they are dead
+            if not leaving and not threading.main_thread().is_alive():  # this process ends: the other ranks end too, or are dead
                 leaving, ends = True, min(ends, time.monotonic() + _GRACE_SECONDS)
             if time.monotonic() > ends:
                 missing = sorted(set(range(self._world)) - said.keys())

@@ -1,4 +1,4 @@
-"""Context parallelism: how the ranks that share sequences split them, and what they gather.
+"""Context parallelism: the split of sequences among the ranks of a group, and the gathering of their parts.
 
 With C ranks every sequence of a pack is cut into 2C chunks of one length (padded at its end to make it so), and rank c
 takes chunks c and 2C - 1 - c: an early one that sees few keys and a late one that sees many, so that under a causal mask
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass
 class ContextSplit:
-    """One rank's part of a pack, and the way back.
+    """One rank's part of a pack, and the indices that restore the pack from all parts.
 
     Args:
         group: the ranks that share the sequences.
@@ -40,7 +40,7 @@ class ContextSplit:
         return torch.where(self.rows >= 0, per_token[self.rows.clamp(min=0)], 0)
 
     def whole(self, per_token: Tensor) -> Tensor:
-        """Returns the pack's [T, ...] of every rank's part [U, ...]. Every rank of the group is taken to compute the same from it:
+        """Returns the pack's [T, ...] of every rank's part [U, ...]. Every rank of the group must compute the same from it:
         the gradient is this rank's part of the upstream one, counted once."""
         gathered: Tensor = _Gather.apply(per_token, self.group, False)
         return gathered.index_select(0, self.back)
@@ -73,7 +73,7 @@ def split(starts: list[int], padded: list[int], group: dist.ProcessGroup, rank: 
     for first, length, (start, stop) in zip(firsts, lengths, pairwise(padded), strict=True):
         width = (stop - start) // (2 * size)
         steps = torch.arange(width)
-        # of every token of the padded sequence: its row in the gathered parts
+        # for every token of the padded sequence: its row in the gathered parts
         where = torch.empty(2 * size, width, dtype=torch.int64)
         for owner in range(size):
             where[owner] = owner * part + start // size + steps

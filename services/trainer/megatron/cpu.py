@@ -14,7 +14,7 @@ in the source                                 becomes
 ============================================  ==================================================================
 
 torch itself and every other package stay as they are, and nothing rewritten is cached on disk. Where CUDA is there,
-nothing happens at all: GPUs run the stock library. Made for megatron-core 0.16; the layout tests hold it to the numbers.
+nothing happens at all: GPUs run the stock library. Made for megatron-core 0.16; the layout tests compare its numbers.
 """
 
 import ast
@@ -40,7 +40,7 @@ class MegatronAlreadyImported(MyxoError):
 
 
 class CpuEvent:
-    """``torch.cuda.Event`` where nothing is asynchronous."""
+    """The stand-in for ``torch.cuda.Event`` on the CPU, where nothing is asynchronous."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -58,7 +58,7 @@ class CpuEvent:
 
 
 class CpuStream:
-    """``torch.cuda.Stream`` where there is only one."""
+    """The stand-in for ``torch.cuda.Stream`` on the CPU, which has only one."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -86,7 +86,7 @@ class CpuRandom:
 
 
 class CpuDevice(CpuRandom):
-    """What rewritten modules see as ``torch.cuda``: ``torch.cpu``, with the names that only CUDA has."""
+    """The stand-in for ``torch.cuda`` in rewritten modules: ``torch.cpu``, with the names that only CUDA has."""
 
     random = CpuRandom()
     Stream = CpuStream
@@ -94,7 +94,7 @@ class CpuDevice(CpuRandom):
     _stream = CpuStream()
 
     def __getattr__(self, name: str) -> Any:
-        """Anything not defined here: ``torch.cpu`` has it, else it is only named (a type, an annotation), not called."""
+        """Returns ``torch.cpu``'s attribute for a name not defined here, else ``torch.cuda``'s, which is then only named, not called."""
         return getattr(torch.cpu, name) if hasattr(torch.cpu, name) else getattr(torch.cuda, name)
 
     def current_device(self) -> str:
@@ -145,12 +145,12 @@ def _pins(keyword: ast.keyword) -> bool:
 
 
 def _without_compiler(module: types.ModuleType) -> None:
-    """``jit_fuser`` is torch.compile: on a CPU it would call a C++ compiler for every fused function."""
+    """Turns off ``jit_fuser``, which is torch.compile: on a CPU it would call a C++ compiler for every fused function."""
     module.__dict__["jit_fuser"] = lambda function: function
 
 
 def _with_cpu_generator(module: types.ModuleType) -> None:
-    """The tracker sets the device's generator through CUDA's C bindings, and warns where the CPU's moved as well."""
+    """Has the tracker set the CPU's generator: it uses CUDA's C bindings, and warns where the CPU's moved as well."""
 
     def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(new_state)
@@ -160,7 +160,7 @@ def _with_cpu_generator(module: types.ModuleType) -> None:
 
 
 def _with_numpy_splits(module: types.ModuleType) -> None:
-    """The all-to-all dispatcher converts its split sizes for tensors on CUDA only; the collective wants plain integers."""
+    """Converts the all-to-all dispatcher's split sizes to plain integers, as it does for tensors on CUDA only."""
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -169,7 +169,7 @@ def _with_numpy_splits(module: types.ModuleType) -> None:
 
 
 def _with_even_gathers(module: types.ModuleType) -> None:
-    """Experts that are both distributed and split gather and scatter parts of different sizes, which gloo has not: here the
+    """Makes gathers and scatters work on parts of different sizes (of experts both distributed and split), which gloo lacks: the
     parts are padded to the longest."""
     gather, scatter = module.__dict__["_gather_along_first_dim"], module.__dict__["_reduce_scatter_along_first_dim"]
 

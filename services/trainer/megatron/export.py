@@ -1,4 +1,4 @@
-"""The model in Hugging Face's names: bucket by bucket for a weight push, or as a checkpoint directory.
+"""Export of the model under Hugging Face's names: bucket by bucket for a weight push, or as a checkpoint directory.
 
 No rank ever holds more than one bucket besides its own shards: the ranks that share a parameter gather it on the first of
 them, which hands it to global rank 0.
@@ -31,7 +31,7 @@ class Exporter:
     """Exports one model, any number of times. All ranks construct it together.
 
     Args:
-        model: its parameters are read when an export runs. groups: to gather over; those of the training if None.
+        model: its parameters are read when an export runs. groups: those to gather over; the training's own if None.
     """
 
     def __init__(self, model: MegatronModel, groups: GatherGroups | None = None) -> None:
@@ -39,7 +39,7 @@ class Exporter:
         self.plan = GatherPlan(model, groups or GatherGroups.of_training())
 
     def buckets(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """The whole model in the model's dtype (routers' biases in float32), in the order of its layers; tied embeddings come once.
+        """Yields the whole model in its dtype (routers' biases in float32), in the order of its layers; tied embeddings come once.
 
         A collective: every rank iterates to the end. All get the same names; rank 0 gets full tensors on its device, the
         others None. A tensor may be a view of the live parameter: read it before the next optimizer step.
@@ -65,10 +65,10 @@ class Exporter:
 
 
 def save_hf(exporter: Exporter, source: Path, target: Path) -> None:
-    """Write a Hugging Face checkpoint directory. A collective; rank 0 writes.
+    """Writes a Hugging Face checkpoint directory. A collective; rank 0 writes.
 
-    ``target`` appears complete or not at all, and replaces an older one. Of a model with adapters it holds the merged weights and, in
-    a directory ``adapter``, the adapters for themselves.
+    ``target`` appears complete or not at all, and replaces an older one. For a model with adapters it holds the merged weights and, in
+    a directory ``adapter``, the adapters alone.
 
     Args:
         source: the checkpoint the model was loaded from; its config, tokenizer and whatever else is not weights are copied.
@@ -93,7 +93,7 @@ def save_hf(exporter: Exporter, source: Path, target: Path) -> None:
 
 
 def copy_beside_weights(source: Path, target: Path) -> None:
-    """Copy what a Hugging Face checkpoint holds beside its weights: config, tokenizer, license."""
+    """Copies the files of a Hugging Face checkpoint beside its weights: config, tokenizer, license."""
     for path in source.iterdir():
         copied = path.suffix not in _NOT_COPIED and not path.name.endswith(".index.json")
         if path.is_file() and copied and not path.name.startswith("."):
@@ -101,7 +101,7 @@ def copy_beside_weights(source: Path, target: Path) -> None:
 
 
 def write_config(directory: Path, dtype: str) -> None:
-    """Have a copied ``config.json`` say what is there: weights of another dtype than it came with, perhaps, and no draft layers."""
+    """Makes a copied ``config.json`` fit the weights: their dtype may have changed, and there are no draft layers."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
@@ -111,7 +111,7 @@ def write_config(directory: Path, dtype: str) -> None:
 
 
 class HfWriter:
-    """Rank 0's side of :func:`save_hf`."""
+    """The writer of rank 0 for :func:`save_hf`."""
 
     def __init__(self, source: Path, target: Path) -> None:
         self.source, self.target = source, target

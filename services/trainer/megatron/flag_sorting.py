@@ -1,4 +1,4 @@
-"""Megatron's flags as the trainer takes them: what goes into which of Megatron's dataclasses, and what describes the architecture."""
+"""Megatron's flags as the trainer takes them, sorted into Megatron's dataclasses and those that describe the architecture."""
 
 import enum
 import typing
@@ -20,12 +20,12 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "optimizer": (OptimizerConfig,),
     "ddp": (DistributedDataParallelConfig,),
 }
-"""Where a flag may go → the dataclasses whose fields those are."""
+"""Kind of flag → the dataclasses whose fields flags of that kind are."""
 
 
 @dataclass(frozen=True)
 class MegatronFlags:
-    """Given flags, by where they go: fields of Megatron's dataclasses with values of their types, and the architecture's flags as given.
+    """The given flags by kind: fields of Megatron's dataclasses with values of their types, and the architecture's flags as given.
 
     Args:
         transformer: of TransformerConfig and MLATransformerConfig. optimizer: of OptimizerConfig. ddp: of DistributedDataParallelConfig.

@@ -1,4 +1,4 @@
-"""Which parameters train: all, those that patterns name, or LoRA's adapters alone."""
+"""The choice of parameters that train: all, those that patterns name, or LoRA's adapters alone."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from shared.model.trainable_parameters import Freezing
 
 
 def freeze(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, freezing: Freezing, lora: bool) -> None:
-    """Freezes what is not to train. This is a collective of all ranks, before gradients and optimizer are made.
+    """Freezes parameters that are not to train. This is a collective of all ranks, before gradients and optimizer are made.
 
     Args:
         lora: only adapters train.
@@ -41,18 +41,18 @@ def freeze(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: 
 
 
 def _name(local: LocalParameter, architecture: Architecture) -> str:
-    """The last pipeline stage's copy of a tied embedding goes by the embedding's name: they train together or not at all."""
+    """Returns a parameter's name; the last stage's copy of a tied embedding has the embedding's: they train together or not at all."""
     tied_copy = local.name == "output_layer.weight" and architecture.tied_embeddings
     return "embedding.word_embeddings.weight" if tied_copy else local.name
 
 
 def _is_trained(tensor: Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter)  # routers' biases are none: no gradient moves them
+    return isinstance(tensor, torch.nn.Parameter)  # routers' biases are not among them: no gradient moves them
 
 
 def _let_gradients_begin(chunk: GPTModel) -> None:
-    """A layer that is computed again in the backward pass gets no gradient unless its input asks for one, which the output of a frozen
-    embedding does not: all adapters of the stage would stay as they are."""
+    """Lets inputs ask for gradients: a recomputed layer gets none unless its input asks for one, which the output of a frozen
+    embedding does not, and then no adapter of the stage would train."""
     embedding = getattr(chunk, "embedding", None)
     if embedding is None or any(parameter.requires_grad for parameter in embedding.parameters()):
         return

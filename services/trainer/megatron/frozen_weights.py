@@ -15,11 +15,11 @@ from services.trainer.megatron.runtime import host_copy
 
 
 class FrozenWeights:
-    """A copy of a model's parameters, pinned to no version: whoever made it knows what it holds.
+    """A copy of a model's parameters. It records no version.
 
     Args:
-        tensors: this rank's parameters, in the order of ``parameters()``, in host memory. adapters: whether they are those of
-            LoRA's adapters only: what lies under them is the same in every policy of a run.
+        tensors: this rank's parameters, in the order of ``parameters()``, in host memory. adapters: whether they are only those
+            of LoRA's adapters: the weights under them are the same in every policy of a run.
     """
 
     def __init__(self, tensors: list[torch.Tensor], adapters: bool = False) -> None:
@@ -35,12 +35,12 @@ class FrozenWeights:
 
     @classmethod
     def of_policy(cls, model: MegatronModel) -> "FrozenWeights":
-        """Returns the policy as it is now: of a model with adapters they are all that it takes."""
+        """Returns the policy as it is now; for a model with adapters, these are enough."""
         return cls.of(model, adapters=model.lora is not None)
 
     @classmethod
     def of_saved_policy(cls, model: MegatronModel, directory: Path) -> "FrozenWeights":
-        """Returns a policy that this model was once, from what `Actor.save_hf` wrote then."""
+        """Returns an earlier policy of this model, from the directory that `Actor.save_hf` wrote then."""
         if model.lora is None:
             return cls.from_hf(model, directory)
         return cls._loaded(model, lambda: Adapters(model).load(directory / DIRECTORY), adapters=True)
@@ -77,7 +77,7 @@ class FrozenWeights:
 
     @contextlib.contextmanager
     def in_place_of(self, model: MegatronModel) -> Iterator[None]:
-        """Gives the model these weights in the body, and its own ones back after it."""
+        """Gives the model these weights in the body, and its own ones after it."""
         own = FrozenWeights.of(model, self._adapters)
         self._copy_into(model)
         try:

@@ -1,4 +1,4 @@
-"""Which rank has which parameter to give away, and how it is made whole: every export of the model is built of this."""
+"""The plan of gathering: which rank sends which parameter, and how it is made whole. Every export of the model uses it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,11 +19,11 @@ from shared.model.tensor_table import hf_tensors
 
 @dataclass(frozen=True)
 class GatherUnit:
-    """One Megatron parameter on its way out.
+    """One Megatron parameter in an export.
 
     Args:
         name: the parameter's global name. owner: global rank that gathers it: the lowest that holds a part.
-        tensors: Hugging Face names and shapes that it becomes. float32: kept so whatever the model's dtype.
+        tensors: Hugging Face names and shapes that it becomes. float32: whether it stays float32 in a model of another dtype.
     """
 
     name: str
@@ -46,7 +46,7 @@ class GatherGroups:
 
     @classmethod
     def of_training(cls) -> "GatherGroups":
-        """Returns the groups that the training uses: for exports that training waits for."""
+        """Returns the groups that the training uses, for exports that training waits for."""
         return cls(parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group())
 
     @classmethod
@@ -87,7 +87,7 @@ class GatherGroups:
 
 
 class GatherPlan:
-    """What this rank holds of the model, and who gives what away. All ranks construct it together.
+    """The parameters that this rank holds, and the ranks that send each. All ranks construct it together.
 
     Attributes:
         stage: this rank's pipeline stage. source: the global rank that sends this stage's weights to the engines. units: of the whole
@@ -108,11 +108,11 @@ class GatherPlan:
 
     @property
     def is_source(self) -> bool:
-        """Whether this rank sends its stage's weights to the engines."""
+        """Returns whether this rank sends its stage's weights to the engines."""
         return self.source == dist.get_rank()
 
     def of_stage(self, stage: int) -> list[GatherUnit]:
-        """Returns what the ranks of a pipeline stage give away."""
+        """Returns the units that the ranks of a pipeline stage send."""
         return [unit for unit in self.units if self._stage_of[unit.owner] == stage]
 
     def deliver(
@@ -158,7 +158,7 @@ class GatherPlan:
             return self.adapters.merged(unit.tensors, parts, self.groups.sharing(local))
 
     def is_whole(self, unit: GatherUnit) -> bool:
-        """Whether this rank owns a parameter and need not gather it: `parts` are views that stay good."""
+        """Returns whether this rank owns a parameter and need not gather it: `parts` are then views that stay valid."""
         local = self._local.get(unit.name)
         if local is None or self.adapters.adapt(local.recipe.hf_names):
             return False
@@ -181,7 +181,7 @@ class GatherPlan:
 
 
 def gather_units(architecture: Architecture, held: Sequence[Sequence[str]]) -> list[GatherUnit]:
-    """Returns what is given away, in the model's order, and by whom.
+    """Returns the units to be sent with their owners, in the model's order.
 
     Args:
         held: by rank, the global names of the parameters that it holds.

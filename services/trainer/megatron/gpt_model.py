@@ -33,10 +33,10 @@ class MegatronModel:
     """The parts of the model that this rank holds.
 
     Args:
-        architecture: the whole model's. config: Megatron's. layout: how ranks share it.
+        architecture: the whole model's. config: Megatron's. layout: the split of it among the ranks.
         chunks: the rank's stages, wrapped for data parallelism; one, but for interleaved pipelines.
-        value_head: whether a critic's head stands in the place of the output layer. lora: how it is adapted, or None.
-        freezing: which parameters are frozen. readers: who reads them just now.
+        value_head: whether a critic's head stands in the place of the output layer. lora: its adapters' settings, or None.
+        freezing: the choice of frozen parameters. readers: the lock of those that read them now.
     """
 
     architecture: Architecture
@@ -73,7 +73,7 @@ def transformer_config(
     """Returns Megatron's configuration.
 
     Args:
-        overrides: fields of it that are laid over those set here: recomputation, and what the user gave.
+        overrides: fields that replace those set here: recomputation, and the user's.
 
     Raises:
         ConfigError: Megatron refuses them.
@@ -90,7 +90,7 @@ def transformer_config(
         autocast_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the only one that takes variable lengths; checked for dense models too
+        moe_token_dispatcher_type="alltoall",  # the only dispatcher that takes variable lengths; Megatron checks it for dense models too
         calculate_per_token_loss=True,  # losses and gradients are summed, over micro-batches and data-parallel ranks
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -113,7 +113,7 @@ def transformer_config(
 
 
 def laid_over(kind: type[T], fields: Mapping[str, Any], overrides: Mapping[str, Any], part: str) -> T:
-    """Returns makes one of Megatron's configurations. Raises ConfigError with Megatron's reason if it refuses the overrides."""
+    """Returns one of Megatron's configurations. Raises ConfigError with Megatron's reason if it refuses the overrides."""
     unknown = sorted(overrides.keys() - {field.name for field in dataclasses.fields(kind)})  # type: ignore[arg-type]
     if unknown:
         raise ConfigError(f"trainer.megatron.{unknown[0]}", overrides[unknown[0]], f"a field of Megatron's {kind.__name__}")
@@ -177,7 +177,7 @@ def _stretched(scaling: Llama3Scaling, frequencies: Tensor) -> Tensor:
 
 
 def _mark_experts(model: GPTModel) -> None:
-    """Experts have data-parallel ranks, gradient buffers and an optimizer of their own. Without expert parallelism Megatron
+    """Marks experts, whose data-parallel ranks, gradient buffers and optimizer differ. Without expert parallelism Megatron
     takes them for parameters like any other, and sums their gradients over the data-parallel ranks only: wrong, silently,
     where they are not split as the other matrices are and the tensor-parallel ranks have seen different tokens."""
     for name, parameter in model.named_parameters():
@@ -191,7 +191,7 @@ def wrap_chunks(
     """Gives each chunk its float32 gradient buffers, reduced over the data-parallel ranks after the last micro-batch.
 
     Args:
-        overrides: fields of Megatron's DistributedDataParallelConfig that are laid over those set here.
+        overrides: fields of Megatron's DistributedDataParallelConfig that replace those set here.
     """
     ddp = laid_over(
         DistributedDataParallelConfig,

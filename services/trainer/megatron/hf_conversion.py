@@ -1,8 +1,8 @@
-"""Between a Hugging Face checkpoint and Megatron's distributed format (torch_dist), one bucket of tensors at a time.
+"""Conversion between a Hugging Face checkpoint and Megatron's distributed format (torch_dist), one bucket of tensors at a time.
 
 Both directions build the model in one process without initialising it: its parameters are reserved, never touched, so they
-take addresses and no memory, and say under which name and place of the format each of them lies. What is read is handed on at
-once. A model may be larger than the machine's memory.
+take addresses and no memory, and give the name and offset in the format of each of them. Every bucket is written when it is read.
+A model may be larger than the machine's memory.
 """
 
 import json
@@ -44,15 +44,15 @@ from shared.runtime.atomic_files import fsync_tree, publish, scratch
 from shared.runtime.errors import ConfigError
 
 Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
+"""A callback that is called with bytes done and bytes in all."""
 
 BUCKET_BYTES = 2 * 1024**3
-"""Read from a distributed checkpoint at a time, and written to one safetensors file."""
+"""The bytes that are read from a distributed checkpoint at a time, and written to one safetensors file."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _HF_FILES = "hf"
-"""Where a converted checkpoint keeps the files beside the weights: config.json, the tokenizer."""
+"""The directory of a converted checkpoint for the files beside the weights: config.json, the tokenizer."""
 
 
 def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progress) -> Path:

@@ -1,4 +1,4 @@
-"""Between Hugging Face's tensors and Megatron's parameters.
+"""Conversion between Hugging Face's tensors and Megatron's parameters.
 
 Megatron fuses q, k and v into one matrix, ordered by key/value group, and the two halves of a gated MLP into another; it
 splits both over the tensor-parallel ranks and rounds the vocabulary up. :func:`recipe` is the one table of names, for the
@@ -30,12 +30,12 @@ from shared.runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one Megatron parameter is made of Hugging Face tensors.
+    """The rule that makes one Megatron parameter of Hugging Face tensors.
 
     Args:
         hf_names: the tensors. layout: ``plain`` as it is; ``vocabulary`` with rows of zeros below; ``qkv`` interleaved by
             key/value group; ``glu`` one above the other, and each half split over the ranks for itself.
-        float32: kept so whatever the model's dtype.
+        float32: whether it stays float32 in a model of another dtype.
     """
 
     hf_names: tuple[str, ...]
@@ -99,7 +99,7 @@ class LocalParameter:
     """A parameter that this rank holds.
 
     Args:
-        name: global: layers and experts counted over the whole model. parameter: this rank's shard. recipe: how it is made.
+        name: global: layers and experts counted over the whole model. parameter: this rank's shard. recipe: its rule.
     """
 
     name: str
@@ -115,7 +115,7 @@ class LocalParameter:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Returns the ranks that share it."""
+        """Returns the group of the ranks that share the parameter."""
         if ".experts." in self.name:
             return parallel_state.get_expert_tensor_parallel_group()
         return parallel_state.get_tensor_model_parallel_group()
@@ -159,7 +159,7 @@ class SafetensorsReader:
     """The tensors of a Hugging Face checkpoint directory, read one at a time.
 
     Args:
-        hf_dir: holds ``*.safetensors``. Use as a context manager; it keeps the files open.
+        hf_dir: holds ``*.safetensors``. The reader is a context manager that keeps the files open.
 
     Raises:
         ConfigError: there are none, or one cannot be read.
@@ -189,7 +189,7 @@ class SafetensorsReader:
             unread: prefixes of tensors that may be there and are not part of the model.
 
         Returns:
-            How many of the latter there are.
+            The number of the latter.
         """
         shapes = {name: self._files[name].get_slice(name).get_shape() for name in self.names()}
         check_tensors(self.hf_dir, shapes, expected, unread)

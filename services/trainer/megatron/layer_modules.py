@@ -1,4 +1,4 @@
-"""The modules of a layer that Megatron's local spec lacks, or that refuse sequence parallelism there.
+"""The modules of a layer that Megatron's local spec lacks, or that do not support sequence parallelism there.
 
 With sequence parallelism each rank sees its part of the sequence only. A weight that every rank holds whole is marked for that: its
 gradient is then summed over the tensor-parallel group.
@@ -52,7 +52,7 @@ class LatentNorm(RMSNorm):
 
 
 class NormedResidual(torch.nn.Module):
-    """Stands in the place of Megatron's sum of a block's output with the residual: the output is normed first."""
+    """Replaces Megatron's sum of a block's output with the residual: the output is normed first."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class ValueHead(torch.nn.Module):
     def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:
         """Takes [U, 1, hidden size]; returns float32 [U, 1, 1], and no bias. The other arguments are the output layer's."""
         values = F.linear(hidden.float(), self.weight.float())
-        if self.split:  # all ranks go on with the same values, so each takes its own part of the gradient
+        if self.split:  # all ranks compute the same from the values, so each takes its own part of the gradient
             group = parallel_state.get_tensor_model_parallel_group()
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=group)
         return values, None

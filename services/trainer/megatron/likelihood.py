@@ -34,7 +34,7 @@ class VocabularySlice:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, rows: int, vocab_size: int) -> "VocabularySlice":
-        """Makes this rank's slice. Makes this rank's slice. ``rows``: local logits a token, padding included; ``vocab_size``: the whole
+        """Makes this rank's slice. ``rows``: local logits a token, padding included; ``vocab_size``: the whole
         vocabulary without it."""
         start = group.rank() * rows
         return cls(group, start, max(0, min(rows, vocab_size - start)))

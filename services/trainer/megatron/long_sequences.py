@@ -1,8 +1,8 @@
-"""Long sequences of a pack, for a kernel that knows nothing of packs but is about twice as fast on a Hopper GPU: cuDNN's attention.
+"""Long sequences of a pack for cuDNN's attention, a kernel without packs that is about twice as fast on a Hopper GPU.
 
 It takes dense tensors, and builds a plan for every shape that it has not seen. So each long sequence goes through it alone, padded to a
-multiple of `GRID` tokens: few shapes, and under a causal mask what is padded behind a sequence is seen by none of it. The others stay with
-the variable-length kernel. Measured on an H200 (`benchmarks/trainer_mfu.py` says with what): 8,192 tokens, forward and backward, 471
+multiple of `GRID` tokens: few shapes, and under a causal mask no token sees the padding behind it. The others stay with
+the variable-length kernel. Measured on an H200 (by `benchmarks/trainer_mfu.py`): 8,192 tokens, forward and backward, 471
 against 246 TFLOP/s.
 """
 
@@ -21,7 +21,7 @@ LONG = 2048
 GRID = 256
 
 WIDEST_HEAD = 128
-"""Of the heads that cuDNN takes in every version."""
+"""The widest heads that cuDNN takes in every version."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LongSequences:
     """A pack that has long sequences.
 
     Args:
-        runs: it from end to end, as (start, stop, long): each long sequence alone, the others between them together.
+        runs: the pack from end to end, as (start, stop, long): each long sequence alone, the others between them together.
         cu_short: int32, where the other sequences begin, laid end to end; None where there are none. longest_short: tokens.
     """
 

@@ -2,7 +2,7 @@
 
 Where Megatron fuses matrices (q, k, v; gate and up) each has a pair of its own, as in PEFT: W x becomes W x + alpha / rank * B A x
 with A [rank, inputs] and B [outputs, rank]. A column-parallel layer has A whole on every tensor-parallel rank and B split with
-the outputs; a row-parallel one has A split with the inputs and B whole. How adapters leave the model: :mod:`.adapters`.
+the outputs; a row-parallel one has A split with the inputs and B whole. Export is in :mod:`.adapters`.
 """
 
 import re
@@ -34,7 +34,7 @@ from shared.model.architecture import Architecture
 from shared.model.lora_targets import Lora
 
 Split = Literal["outputs", "inputs", "none"]
-"""What of a layer the tensor-parallel ranks divide among them."""
+"""The dimension of a layer that the tensor-parallel ranks divide among them."""
 
 Part = Literal["a", "b"]
 
@@ -50,15 +50,15 @@ class AdapterPair(torch.nn.Module):
         self.a = torch.nn.Parameter(torch.empty(rank, inputs, dtype=dtype, device=device()))
         self.b = torch.nn.Parameter(torch.zeros(outputs, rank, dtype=dtype, device=device()))
         for parameter in (self.a, self.b):
-            parameter.adapter = True  # type: ignore[attr-defined]  # no tensor of a Hugging Face checkpoint
+            parameter.adapter = True  # type: ignore[attr-defined]  # not in a Hugging Face checkpoint
 
 
 class Adapter(torch.nn.Module):
-    """The adapters of one of Megatron's linear layers: what is added to its output.
+    """The adapters of one of Megatron's linear layers; they compute what is added to its output.
 
     Args:
-        linear: the layer. split: what of it is divided. matrices: of which the layer is made, by PEFT's names, with their whole
-            numbers of outputs. fuse: makes the layer's weight of theirs, on this rank.
+        linear: the layer. split: its divided dimension. matrices: those fused in the layer, by PEFT's names, with their whole
+            numbers of outputs. fuse: makes this rank's weight of the layer from theirs.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Adapter(torch.nn.Module):
                 self.add_module(name, self._marked(AdapterPair(lora.rank, weight.size(1), rows, config.params_dtype)))
 
     def _marked(self, pair: AdapterPair) -> AdapterPair:
-        """Marks each parameter with what Megatron must know of it: which are split, and whose gradients are sums over the ranks' tokens."""
+        """Marks for Megatron the parameters that are split, and those whose gradients are sums over the ranks' tokens."""
         if self.split == "outputs":
             set_tensor_model_parallel_attributes(pair.b, True, 0, 1)
             pair.a.sequence_parallel = self.scattered  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ class Adapter(torch.nn.Module):
         return {("outputs", "b"): 0, ("inputs", "a"): 1}.get((self.split, part))
 
     def forward(self, given: Tensor) -> Tensor:
-        """Takes the layer's input, [..., inputs]. Returns what its output lacks, [..., outputs]."""
+        """Takes the layer's input, [..., inputs]. Returns the adapters' part of its output, [..., outputs]."""
         low = F.linear(given, torch.cat([pair.a for pair in self.pairs.values()]))
         if self.split == "outputs":
             low = (
@@ -153,7 +153,7 @@ class Adapter(torch.nn.Module):
 
 
 class _Adapted(torch.nn.Module):
-    """What makes a linear layer of Megatron's an adapted one, before the layer's own class in the order of resolution."""
+    """The mixin of an adapted linear layer of Megatron's, before the layer's own class in the order of resolution."""
 
     adapter: Adapter
 
@@ -163,7 +163,7 @@ class _Adapted(torch.nn.Module):
 
 
 class _Sharded(_Adapted):
-    """Of which the ranks hold parts, also in checkpoints."""
+    """The mixin of a layer of which each rank holds a part, also in checkpoints."""
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         held: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
@@ -197,12 +197,12 @@ _ADAPTED: dict[type, tuple[type, Split]] = {
 
 
 def attach(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, lora: Lora, seed: int) -> None:
-    """Gives the targeted layers their adapters, which add nothing yet. Before gradients and optimizer are made.
+    """Gives the targeted layers adapters that add nothing yet, before gradients and optimizer are made.
 
     Layers are built by Megatron, whose modules compare their classes with those that they know: what is adapted becomes so afterwards.
 
     Args:
-        seed: of the A matrices, with their names.
+        seed: gives, with their names, the A matrices.
     """
     for name, linear in layers(chunks, config):
         adapted, split = _ADAPTED[type(linear)]

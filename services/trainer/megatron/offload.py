@@ -1,6 +1,6 @@
-"""A model and its optimizer out of the GPU's way: in host memory while engines generate on it, and back for the next step.
+"""Offload of a model and its optimizer to host memory while engines generate on the GPU, and onload for the next step.
 
-What moves is storages, not tensors: Megatron's parameters and gradients are views of a few large buffers, and much else holds on to such
+Storages are moved, not tensors: Megatron's parameters and gradients are views of a few large buffers, and much else refers to such
 views. A storage is emptied in place and filled again, so that every view of it is valid afterwards, with the same bits.
 """
 
@@ -17,12 +17,12 @@ Part = Literal["optimizer", "weights"]
 
 
 class _Storage:
-    """One storage: on its device, or as a copy in host memory. ``keeps``: whether its content matters; gradients' does not."""
+    """One storage: on its device, or as a copy in host memory. ``keeps``: whether its content is kept; gradients' is not."""
 
     def __init__(self, tensor: Tensor, keeps: bool) -> None:
         self._storage, self._keeps = tensor.untyped_storage(), keeps
         self._bytes = self._storage.nbytes()
-        self._host: Tensor | None = None  # stays between turns: pinning memory takes longer than the copy
+        self._host: Tensor | None = None  # stays allocated after an onload: pinning memory takes longer than the copy
 
     @property
     def nbytes(self) -> int:
@@ -48,10 +48,10 @@ class _Storage:
 
 
 class Offload:
-    """What one rank holds of a model and its optimizer. Everything is on the device at first.
+    """One rank's part of a model and its optimizer. Everything is on the device at first.
 
     Two parts: ``weights``, which a push reads, and ``optimizer``: its moments, its float32 weights, and the gradients, which are not
-    kept. A collective of none: each rank moves its own.
+    kept. No method is a collective: each rank moves its own part.
     """
 
     def __init__(self, model: MegatronModel, optimizer: Optimizer) -> None:
@@ -79,11 +79,11 @@ class Offload:
             storage.empty()
         self._away[part] = found
         if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # back to the device: an engine is to have it
+            torch.cuda.empty_cache()  # back to the device's allocator, so that an engine can use it
         return sum(storage.nbytes for storage in found)
 
     def to_device(self) -> None:
-        """Brings everything back."""
+        """Moves everything back to the device."""
         for storage in [one for part in self._away.values() for one in part]:
             storage.fill()
         self._away.clear()
@@ -95,7 +95,7 @@ class Offload:
         yield from self._distinct(self._weight_tensors(), keeps=True, known=set())
 
     def _optimizer_state(self) -> Iterator[_Storage]:
-        """Yields what is not the weights' own: in float32 an optimizer updates views of the parameters."""
+        """Yields the optimizer's storages that are not the weights': in float32 an optimizer updates views of the parameters."""
         known = {_key(tensor) for tensor in self._weight_tensors()}
         yield from self._distinct(self._optimizer_tensors(), keeps=True, known=known)
         yield from self._distinct(self._gradient_tensors(), keeps=False, known=known)
@@ -136,7 +136,7 @@ class Offload:
 
 
 def _key(tensor: Tensor) -> int:
-    """Identifies the storage for as long as it lives; whoever keeps the key keeps it alive."""
+    """Returns a key that identifies the storage while it lives; the holder of the key must keep the storage alive."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -1,4 +1,4 @@
-"""Megatron's optimizer (distributed or not), its Adam, and one update that looks before it leaps."""
+"""Megatron's optimizer (distributed or not), its Adam, and an update that checks the gradient before it changes anything."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,8 +25,8 @@ from shared.config.trainer_section import TrainerSection
 class Adam(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) with the interface and state of Apex' and Transformer Engine's ``FusedAdam``.
 
-    The number of updates stands in the parameter group, not beside each parameter. Megatron's distributed optimizer reloads
-    a ``torch.optim.AdamW`` wrongly and says nothing: all parameters come to share one ``step`` tensor, which every one of
+    The number of updates is in the parameter group, not beside each parameter. Megatron's distributed optimizer reloads
+    a ``torch.optim.AdamW`` wrongly without an error: all parameters come to share one ``step`` tensor, which every one of
     them then increments. An optimizer of this shape takes the code path that GPUs with either library take.
 
     Args:
@@ -80,7 +80,7 @@ class Adam(torch.optim.Optimizer):
             )
 
     def initialize_state(self, parameter: Tensor) -> None:
-        """Makes zero moments, unless there are some."""
+        """Makes zero moments for parameters that have none."""
         state = self.state[parameter]
         if "exp_avg" not in state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
@@ -110,7 +110,7 @@ def gather_state(
     padding are saved shifted. Here every element stands where the buffer has it.
 
     Args:
-        optimizer: of this rank. empty_data: make room without filling it, as for a load. The other arguments are those of
+        optimizer: of this rank. empty_data: whether to allocate without filling, as for a load. The other arguments are those of
             the method; what is asked for is always the same here.
 
     Returns:
@@ -139,7 +139,7 @@ def gather_state(
 
 @dataclass(frozen=True)
 class Update:
-    """What an attempted update did.
+    """The result of an attempted update.
 
     Args:
         grad_norm: L2 norm of the whole gradient before clipping. lr: the learning rate, of this update or the one skipped.
@@ -244,7 +244,7 @@ class Optimizer:
             yield part.optimizer
 
     def _initialize_moments(self) -> None:
-        """A checkpoint before the first update needs them, and so does loading one."""
+        """Makes the moments that saving before the first update needs, as loading does."""
         for part in self.parts().values():
             part.init_state_fn(part.optimizer, part.config)
 

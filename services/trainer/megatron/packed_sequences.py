@@ -1,4 +1,4 @@
-"""A pack of sequences as the model's layers take it.
+"""The input of the model's layers for a pack of sequences.
 
 The layers see T tokens end to end. Attention must not look across sequences; how it keeps them apart is prepared here
 once a micro-batch instead of once a layer. On a GPU the kernels take ``cu_seqlens``. Elsewhere (see :mod:`.attention`)
@@ -63,11 +63,11 @@ class PackedSequences(PackedSeqParams):
 
 @dataclass
 class ModelInput:
-    """What one forward pass takes.
+    """The input of one forward pass.
 
     Args:
         tokens: int64 [1, U], this rank's: the pack's T, and padding. positions: int64 [1, U], place within the sequence.
-        sequences: where they begin and end. labels: int64 [U].
+        sequences: their starts and ends. labels: int64 [U].
         padding: tokens at the end that were added only to make T divisible; the caller cuts them off again.
     """
 
@@ -137,7 +137,7 @@ def _sequences(starts: list[int], longest: int, device: torch.device, **more: An
 
 
 def length_groups(starts: list[int], device: torch.device) -> tuple[list[LengthGroup], Tensor | None]:
-    """Returns makes dense batches of similar lengths for sequences that begin at ``starts``, whose last entry is T.
+    """Makes dense batches of similar lengths for sequences that begin at ``starts``, whose last entry is T.
 
     Returns:
         The batches, longest first, and the order that brings their outputs back (see :class:`PackedSequences`).

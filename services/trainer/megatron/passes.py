@@ -41,7 +41,7 @@ class BadLoss(MyxoError):
 
 @dataclass(frozen=True)
 class Sums:
-    """What the loss function returned, summed over micro-batches and data-parallel ranks; the same on every rank."""
+    """The results of the loss function, summed over micro-batches and data-parallel ranks; the same on every rank."""
 
     loss: float
     metrics: dict[str, float]
@@ -101,7 +101,7 @@ def _run(model: MegatronModel, batches: Sequence[PackedBatch], on_output: Callab
     dense = uses_dense_batches(model.config.params_dtype)
     group = parallel_state.get_context_parallel_group()
     count = len(batches)
-    if model.layout.chunks > 1:  # the interleaved schedule goes round the stages in whole rounds
+    if model.layout.chunks > 1:  # the interleaved schedule needs a multiple of the number of stages
         count = round_up(count, model.config.microbatch_group_size_per_vp_stage)
 
     @cache  # each of the rank's chunks asks for it
@@ -145,7 +145,7 @@ def _run(model: MegatronModel, batches: Sequence[PackedBatch], on_output: Callab
 
 
 def _filler() -> PackedBatch:
-    """Returns a micro-batch whose results nobody reads."""
+    """Returns a micro-batch whose results are not read."""
     nothing = torch.zeros(2, dtype=torch.int64)
     return PackedBatch(nothing, nothing, torch.zeros(2), torch.tensor([0, 2], dtype=torch.int32), 2, {})
 

@@ -1,6 +1,6 @@
-"""Hugging Face checkpoints with 8-bit weights, read as what they stand for.
+"""Reading of Hugging Face checkpoints with 8-bit weights, dequantized.
 
-DeepSeek-V3 and Kimi-K2 are published so: a matrix is float8 (e4m3), and beside it lies a float32 factor for each of its blocks.
+DeepSeek-V3 and Kimi-K2 are published so: a matrix is float8 (e4m3), with a float32 factor for each of its blocks.
 Only the conversion reads them. A run needs a copy in bfloat16, since its engines would take the pushed weights for 8-bit ones.
 """
 
@@ -15,14 +15,14 @@ from services.trainer.megatron.hf_weights import SafetensorsReader
 from shared.runtime.errors import ConfigError
 
 _FACTORS = "_scale_inv"
-"""Follows the name of the matrix."""
+"""The suffix of the factors' name, after the name of the matrix."""
 
 
 def block_size(hf_dir: Path) -> tuple[int, int] | None:
     """Returns the rows and columns of a block; None for a checkpoint that is not quantized.
 
     Raises:
-        ConfigError: it is quantized otherwise.
+        ConfigError: it is quantized in another format.
     """
     path = hf_dir / "config.json"
     found: Any = json.loads(path.read_text()).get("quantization_config")

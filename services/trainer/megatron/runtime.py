@@ -1,8 +1,8 @@
-"""The process group, its split into parallel groups, and what ranks say to one another besides tensors.
+"""The process group, its split into parallel groups, and the plain data that ranks exchange besides tensors.
 
-One process is one rank. torchrun (or whoever starts the ranks) sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+One process is one rank. torchrun (or another launcher) sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
 ``MASTER_ADDR`` and ``MASTER_PORT``; without them the process is a world of one and opens no port. Every collective has the
-group's deadline, and :func:`deadline` turns its running out into an error that says what was waited for.
+group's deadline, and :func:`deadline` turns its timeout into an error that names the awaited step.
 """
 
 import contextlib
@@ -91,8 +91,8 @@ def make_deterministic() -> None:
 
 
 DETERMINISTIC = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS adds up in an order of its own choice otherwise
-    "NCCL_ALGO": "Ring",  # which ranks are added first; Megatron refuses its own choice of the algorithm
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # otherwise cuBLAS chooses its order of addition
+    "NCCL_ALGO": "Ring",  # fixes the order of ranks in sums; Megatron refuses NCCL's own choice of the algorithm
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
 }
 """Environment that deterministic runs need; what the user has set stays."""
@@ -129,7 +129,7 @@ def leave_groups() -> None:
         if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     groups, group = [], None
-    for _ in range(2):  # models lie in cycles, and hold on to their groups; what the first round frees holds on to more
+    for _ in range(2):  # models are in reference cycles and hold their groups; objects that the first round frees hold more of them
         gc.collect()
 
 
@@ -145,25 +145,25 @@ def _join(world_size: int, timeout: timedelta) -> None:
 
 
 def stop() -> None:
-    """Leaves the groups and the world. A later :func:`start` forms new ones."""
+    """Leaves the groups and the world; a later :func:`start` forms new ones."""
     leave_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def rank() -> int:
-    """Returns this process among all of the job's."""
+    """Returns the index of this process among all of the job's."""
     return int(dist.get_rank())
 
 
 def data_parallel() -> tuple[int, int]:
-    """Returns this rank's place among the replicas of the model, and how many there are."""
+    """Returns this rank's index among the replicas of the model, and their number."""
     return int(parallel_state.get_data_parallel_rank()), int(parallel_state.get_data_parallel_world_size())
 
 
 @contextlib.contextmanager
 def deadline(what: str) -> Iterator[None]:
-    """Names what the ranks were doing together when a collective failed.
+    """Turns a failed collective of the body into an error that names the common step.
 
     Args:
         what: the common step, for the error's text.

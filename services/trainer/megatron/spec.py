@@ -1,6 +1,6 @@
-"""Which modules the transformer layers are made of: Megatron's own, or Transformer Engine's where the run asks for them.
+"""The modules of the transformer layers: Megatron's own, or Transformer Engine's where the run asks for them.
 
-:func:`decoder_spec` alone decides what a layer consists of. The weight names of both implementations are known to :mod:`.names`.
+:func:`decoder_spec` alone decides the modules of a layer. The weight names of both implementations are known to :mod:`.names`.
 Transformer Engine's layers have not been run: none of the machines that this was made on has it.
 """
 

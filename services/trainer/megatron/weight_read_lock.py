@@ -1,4 +1,4 @@
-"""Who reads the parameters beside the training: whoever is about to change them waits until that is over."""
+"""A lock on the parameters for readers beside the training: a caller that is about to change them waits for the reader's end."""
 
 import threading
 import time
@@ -9,10 +9,10 @@ from shared.runtime.errors import DeadlineExceeded
 
 
 class WeightRead:
-    """One reading, from `WeightReadLock.begin` to `over`.
+    """One read of the parameters, from `WeightReadLock.begin` to `over`.
 
     Args:
-        what: is being read for, and by when it must be over: for the errors. stall: seconds that somebody waited for it.
+        what: the purpose of the read, with its deadline, for errors. stall: seconds that callers have waited for it.
     """
 
     def __init__(self, what: str) -> None:
@@ -23,7 +23,7 @@ class WeightRead:
         self.waiting_since: float | None = None
 
     def over(self) -> None:
-        """Everything has been read, or on a GPU will have been in the order of the current stream. Again is fine."""
+        """Ends the read; on a GPU it ends in the order of the current stream. A second call does nothing."""
         if self._over.is_set():
             return
         if torch.cuda.is_available():
@@ -34,7 +34,7 @@ class WeightRead:
         self._over.set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it was over within ``seconds``; then the current stream's further work comes after it."""
+        """Returns whether it was over within ``seconds``; the current stream's further work then comes after it."""
         if not self._over.is_set():
             self.waiting_since = time.monotonic()
             if not self._over.wait(seconds):
@@ -45,19 +45,19 @@ class WeightRead:
 
 
 class WeightReadLock:
-    """The readings of one model, at most one at a time."""
+    """The lock on one model's parameters, with at most one read at a time."""
 
     def __init__(self) -> None:
         self._reading: WeightRead | None = None
         self._seconds = 0.0
 
     def begin(self, what: str, seconds: float) -> WeightRead:
-        """Args: what: for errors. seconds: that whoever changes parameters waits for its end."""
+        """Begins a read. Args: what: names it in errors. seconds: how long a caller that changes parameters waits for its end."""
         self._reading, self._seconds = WeightRead(what), seconds
         return self._reading
 
     def wait(self, next_action: str) -> None:
-        """Returns once nobody reads. ``next_action``: what the caller is about to do. Raises DeadlineExceeded."""
+        """Returns once no read is under way. ``next_action``: what the caller is about to do. Raises DeadlineExceeded."""
         reading, self._reading = self._reading, None
         if reading is not None and not reading.wait(self._seconds):
             raise DeadlineExceeded(f"the end of {reading.what}", "the thread that reads the weights", self._seconds, f"no {next_action}")

@@ -1,4 +1,4 @@
-"""What rank 0 writes down of each step: TensorBoard, Prometheus, W&B, and the step's event. docs/metrics.md explains every name."""
+"""The metrics that rank 0 logs of each step: TensorBoard, Prometheus, W&B, and the step's event. docs/metrics.md explains every name."""
 
 import re
 import time
@@ -25,18 +25,18 @@ SUMS = ("agreement_abs_diff", "agreement_tokens")
 """Metrics of the loss that stay sums over a batch's optimizer steps; the others are means."""
 
 MOST_PARTS = 64
-"""Names of rewards that are written in a trainer's life: each makes four time series that nothing takes away again."""
+"""The most names of rewards that one trainer process writes: each makes four time series that are never removed."""
 
 _ILLEGAL = re.compile(r"[^-/\w.]")  # TensorBoard's own rule; W&B and Prometheus then have the same names
 
 
 @dataclass(frozen=True)
 class TrainingSpeed:
-    """How fast a role's model is trained, in FLOP/s of its own arithmetic and in parts of what its devices could do.
+    """The training speed of a role's model, in FLOP/s of its own arithmetic and as a fraction of its devices' peak.
 
     Args:
-        ranks: devices that train together. peak: operations a second of one of them; None: not known. value_head: of a critic.
-        adapters: are all that trains.
+        ranks: devices that train together. peak: operations a second of one of them; None: not known. value_head: whether it is a critic.
+        adapters: whether only adapters train.
     """
 
     architecture: Architecture
@@ -54,14 +54,14 @@ class TrainingSpeed:
         return cls(actor.architecture, ranks, peak, settings.value_head, settings.lora is not None)
 
     def of_step(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
-        """Returns TFLOP/s of each device, and MFU where the peak is known. Args: lengths: tokens of each sample of the whole batch."""
+        """Returns TFLOP/s of each device, and MFU where the peak is known. ``lengths``: tokens of each sample of the whole batch."""
         operations = flops.training(self.architecture, lengths, value_head=self.value_head, adapters=self.adapters)
         rate = operations / seconds / self.ranks
         return {"actor_train_tflops": rate / 1e12} | ({} if self.peak is None else {"actor_train_mfu": rate / self.peak})
 
 
 class MetricsLogger:
-    """Measurements of one trainer life.
+    """The metrics of one trainer process.
 
     Args:
         directory: TensorBoard's. speed: of the model that is trained. role: actor or critic.
@@ -128,7 +128,7 @@ class MetricsLogger:
         gauges = {"sft_step": step, "sft_steps": steps, "sft_loss": result.loss}
         now = time.monotonic()
         if step == 1:
-            self._sft_losses, self._sft_first = [], now  # the first step warms the device up: the pace is that of the others
+            self._sft_losses, self._sft_first = [], now  # the first step warms the device up and is left out of the speed
         else:
             gauges["sft_seconds_left"] = (now - self._sft_first) / (step - 1) * (steps - step)
         self._sft_losses.append(result.loss)
@@ -178,7 +178,7 @@ class MetricsLogger:
             "wait_time_ratio": waited / (waited + seconds),
             "actor_train_tok_per_s": batch.metrics.tokens / training,
         }
-        if self._last_end is not None:  # nobody knows what the first step waited for
+        if self._last_end is not None:  # what the first step waited for is not known
             found["wall_tok_per_s"] = batch.metrics.tokens / (waited + seconds)
         self._last_end = ended
         return found | self._speed.of_step([item.tokens for item in batch.partition.items], training)
@@ -190,12 +190,12 @@ class MetricsLogger:
             shaped = reward_advantages(self._objective, batch.partition.rewards, groups, batch.rollouts).tolist()
         found = batch_metrics.rollout_metrics(batch.partition.batch, batch.sample_stats, shaped)
         equal = {name: value for name, value in found.items() if name.startswith("zero_std/")}
-        self._zero_std = {**dict.fromkeys(self._zero_std, 0.0), **equal}  # a reward of which there was a group once is 0 from then on
+        self._zero_std = {**dict.fromkeys(self._zero_std, 0.0), **equal}  # a reward that once had a group is written as 0 from then on
         return found | self._zero_std
 
 
 class RewardParts:
-    """Named rewards as metrics: names are the user's, so they are made legal everywhere; the first `MOST_PARTS` that come are written."""
+    """Named rewards as metrics: users' names are made legal for every writer; only the first `MOST_PARTS` names are written."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()

@@ -1,4 +1,4 @@
-"""Where a trainer's measurements go: each writer takes numbers by name and the step that they belong to."""
+"""The destinations of a trainer's metrics: each writer takes numbers by name and the step that they belong to."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ class Writer(Protocol):
         """Writes numbers of one step; names are those of docs/metrics.md."""
 
     def close(self) -> None:
-        """Writes out what is still held back."""
+        """Writes out buffered numbers and closes the destination."""
 
 
 class TensorBoard:

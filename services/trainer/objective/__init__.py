@@ -1,8 +1,8 @@
-"""What the trainer optimises: rewards to advantages, log-probs to a loss. Pure functions; no Megatron, no bus.
+"""The trainer's objective: rewards to advantages, log-probs to a loss. Pure functions; no Megatron, no bus.
 
-On the way of a batch: ``passing`` (per sample), ``token_advantages`` (per sample), ``Moments`` and ``whitened`` (per sample, by the whole
+A batch passes through ``passing`` (per sample), ``token_advantages`` (per sample), ``Moments`` and ``whitened`` (per sample, by the whole
 batch), ``sample_weights`` (per sample), packing, ``batch_statistics`` (per optimizer step), then for each micro-batch the loss of
-``loss_of``, or a critic's ``ValueLoss``. ``needs`` says what has to be there for it; ``CustomFunctions`` are the user's own.
+``loss_of``, or a critic's ``ValueLoss``. ``needs`` returns the inputs that it requires; ``CustomFunctions`` are the user's own.
 """
 
 from services.trainer.objective.advantage import (

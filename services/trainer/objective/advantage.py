@@ -58,7 +58,7 @@ STD_EPSILON = 1e-6
 
 
 class BadReward(MyxoError):
-    """A reward that no group can be normalised with: it is not finite, or its rollout belongs to two groups.
+    """A reward for which no group can be normalised: it is not finite, or its rollout belongs to two groups.
 
     Args:
         rollout: its id. group: its group's id. problem: what is wrong, with the numbers.
@@ -71,7 +71,7 @@ class BadReward(MyxoError):
 
 @dataclass(frozen=True)
 class Needs:
-    """What an objective asks for beside rewards, masks and the rollout's log-probs.
+    """The inputs that an objective needs beside rewards, masks and the rollout's log-probs.
 
     Args:
         proximal: the trainer's log-probs at batch start. reference: those of the reference policy. kl, values: the arguments of
@@ -95,7 +95,7 @@ class Advantages:
 
 
 def needs(config: AlgorithmSection, optimizer_steps: int = 1) -> Needs:
-    """Returns what the configured objective needs. Args: optimizer_steps: that one batch is split into."""
+    """Returns the inputs that the configured objective needs. ``optimizer_steps``: the number of steps that a batch is split into."""
     if config.loss_type == "sft_loss":
         return Needs(False, False, False, False, False, False)
     in_reward = config.kl_coef != 0.0
@@ -144,7 +144,7 @@ def group_relative(
 
 
 def _samples_by_group(values: FloatArray, groups: Sequence[Hashable], rollouts: Sequence[Hashable]) -> list[list[list[int]]]:
-    """``[group][rollout]``: the indices of its samples. Raises as `group_relative`."""
+    """Returns the indices of each rollout's samples as ``[group][rollout]``. Raises as `group_relative`."""
     found: dict[Hashable, dict[Hashable, list[int]]] = {}
     group_of: dict[Hashable, Hashable] = {}
     for index, (value, group, rollout) in enumerate(zip(values, groups, rollouts, strict=True)):
@@ -157,20 +157,20 @@ def _samples_by_group(values: FloatArray, groups: Sequence[Hashable], rollouts: 
 
 
 def _vote(rewards: FloatArray) -> float:
-    """The mean; equal rewards give themselves, to the bit."""
+    """Returns the mean; of equal rewards, exactly that reward, to the bit."""
     return float(rewards[0]) if np.ptp(rewards) == 0.0 else float(rewards.mean())
 
 
 def reward_advantages(
     config: AlgorithmSection, rewards: Rewards, groups: Sequence[Hashable], rollout_ids: Sequence[Hashable] | None = None
 ) -> FloatArray:
-    """Returns what each sample's reward is to its estimator, before token-level terms and whitening: float64 [N].
+    """Returns each sample's reward as its estimator uses it, before token-level terms and whitening: float64 [N].
 
     grpo, gspo, cispo: ``group_relative``; reinforce_plus_plus_baseline: the same without the std; ppo, reinforce_plus_plus, and all of
     them without ``normalize_rewards``: the reward as it is.
     """
     by_std = not config.disable_grpo_std_normalization and config.advantage_estimator != "reinforce_plus_plus_baseline"
-    relative = group_relative(rewards, groups, rollout_ids, normalize_std=by_std)  # also for what it refuses
+    relative = group_relative(rewards, groups, rollout_ids, normalize_std=by_std)  # also called for the errors that it raises
     if not config.normalizes_rewards or config.advantage_estimator in ("ppo", "reinforce_plus_plus"):
         return np.asarray(rewards, dtype=np.float64).copy()
     return relative

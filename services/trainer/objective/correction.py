@@ -1,4 +1,4 @@
-"""The policy gradient's tokens, weighted and masked by how far the policies are apart that drew, begun with and learn them.
+"""Weights and masks of the policy gradient's tokens by the distance between behaviour, proximal and trained policy.
 
 Some of it needs statistics of a whole optimizer step: of every rank's tokens, once, before the step.
 """
@@ -36,13 +36,13 @@ class Statistics:
 
 
 def batch_statistics(config: AlgorithmSection, batches: Sequence[PackedBatch], gather: Gather = lambda values: values) -> Statistics:
-    """Of one optimizer step; a collective if ``gather`` is one, and then called by every data-parallel rank.
+    """Returns the statistics of one optimizer step. A collective if ``gather`` is one; then every data-parallel rank calls it.
 
     Args:
         batches: this rank's micro-batches, with fields ``weights``, ``advantages``, ``rollout_log_probs``, ``proximal_log_probs``.
 
     Raises:
-        MissingField.
+        MissingField: a micro-batch lacks one of these fields.
     """
     wants_mean, wants_moments = config.tis_batch_normalize, config.use_m2po
     sums, moments = torch.zeros(2, dtype=torch.float64), [torch.zeros(0, dtype=torch.float64)]
@@ -64,14 +64,14 @@ def batch_statistics(config: AlgorithmSection, batches: Sequence[PackedBatch], g
     mean_weight, limit = None, None
     if wants_mean:
         total, count = gather(sums).view(-1, 2).sum(0).tolist()
-        mean_weight = total / count if total > 0.0 else 1.0  # where every weight is 0, nothing is left to be scaled
+        mean_weight = total / count if total > 0.0 else 1.0  # where every weight is 0, there is nothing to scale
     if wants_moments:
         limit = second_moment_limit(gather(torch.cat(moments)), config.m2_threshold)
     return Statistics(mean_weight, limit)
 
 
 class MissingStatistics(ValueError):
-    """A loss was called without the numbers of the whole batch that its config asks for."""
+    """A loss was called without the statistics of the whole batch that its config needs."""
 
     def __init__(self, field: str) -> None:
         super().__init__(f"{field} needs batch_statistics of the optimizer step, but the loss was given none")
@@ -80,7 +80,7 @@ class MissingStatistics(ValueError):
 def weighted(
     config: AlgorithmSection, pg: Tensor, start: Tensor, rollout: Tensor, tokens: MaskedTokens, statistics: Statistics
 ) -> tuple[Tensor, Metrics]:
-    """The per-token loss times its importance weight, rejected tokens and sequences at 0: [T]; with the metrics of both.
+    """Returns the per-token loss times its importance weight, 0 for rejected tokens and sequences: [T]; and the metrics of both.
 
     Args:
         start: log-probs of the proximal policy [T]. rollout: of the behaviour policy [T].
@@ -109,7 +109,7 @@ def weighted(
 
 
 def opsm(config: AlgorithmSection, pg: Tensor, rollout: Tensor, advantages: Tensor, tokens: MaskedTokens) -> tuple[Tensor, Metrics]:
-    """The per-token loss without the sequences that `off_policy_sequence_mask` drops: [T]; and their share."""
+    """Returns the per-token loss without the sequences that `off_policy_sequence_mask` drops, [T], and the fraction dropped."""
     cu_seqlens = tokens.batch.cu_seqlens
     stays = off_policy_sequence_mask(tokens.log_probs, rollout, advantages, tokens.mask, cu_seqlens, config.opsm_delta)
     return pg * stays.to(pg.dtype), {"opsm_clipfrac": tokens.mean((~stays).to(tokens.dtype))}

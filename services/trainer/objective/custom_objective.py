@@ -1,4 +1,4 @@
-"""The user's own functions in the objective, under slime's signatures: what they are given, and what is made of what they give back."""
+"""The user's own functions in the objective, under slime's signatures: their arguments, and the use of their results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from shared.hooks import Arguments, HookFailed, HookSample, load, paths
 
 
 class Responses:
-    """Sum of R over the S samples: F.
+    """The places of the responses in a micro-batch of S samples; F is the sum of their lengths R.
 
     total_lengths, response_lengths: ints [S]. loss_masks: [R] of each, floats.
     """
@@ -33,20 +33,20 @@ class Responses:
         self.loss_masks = self.lists(batch.loss_mask)
 
     def flat(self, values: Tensor) -> Tensor:
-        """Of [T] the responses', end to end: [F]. Differentiable."""
+        """Returns the responses' part of ``values`` [T], end to end: [F]. Differentiable."""
         return values[self._places]
 
     def lists(self, values: Tensor) -> list[Tensor]:
-        """Of [T] the response of each sample: [R] each. Differentiable."""
+        """Returns each sample's response in ``values`` [T]: [R] each. Differentiable."""
         return list(self.flat(values).split(self.response_lengths))
 
     def packed(self, values: Tensor) -> Tensor:
-        """[F] back in its places, 0 elsewhere: [T]. Differentiable."""
+        """Returns ``values`` [F] in their places in the pack, 0 elsewhere: [T]. Differentiable."""
         return values.new_zeros(self._size).index_copy(0, self._places, values)
 
     @property
     def size(self) -> int:
-        """F."""
+        """Returns F."""
         return int(self._places.numel())
 
 
@@ -66,11 +66,11 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CustomFunctions:
-    """Those that a run names; None for the others.
+    """The user's functions that a run names; None for the others.
 
     Args:
         args: the run's config as the functions get it. paths: by field, for messages.
-        denominator: what a sum over samples is divided by (``reduce.denominator``), for ``reducer``.
+        denominator: the divisor of a sum over samples (``reduce.denominator``), for ``reducer``.
     """
 
     args: Any = None
@@ -84,16 +84,16 @@ class CustomFunctions:
 
     @classmethod
     def of(cls, config: RunConfig) -> "CustomFunctions":
-        """Imports them. Raises ConfigError for one that cannot be imported."""
+        """Imports the functions. Raises ConfigError for one that cannot be imported."""
         named = paths(config, "trainer")
         functions = {field: load(field, path) for field, path in named.items()}
         get = functions.get
         return cls(Arguments(config), named, get(LOSS), get(ADVANTAGE), get(REDUCER), get(TIS), get(REWARDS))
 
     def weighted(self, pg: Tensor, start: Tensor, rollout: Tensor, tokens: MaskedTokens) -> tuple[Tensor, Metrics]:
-        """``custom_tis_function_path``: the per-token loss as the function weighs and masks it, [T], and its metrics.
+        """Returns the per-token loss as ``custom_tis_function_path`` weighs and masks it, [T], and its metrics.
 
-        What its masks leave out is 0; denominators stay as they were. A metric of one number a response token is averaged like the loss,
+        Tokens that its masks leave out are 0; denominators stay unchanged. A metric of one number a token is averaged like the loss,
         a single number counts for every token.
         """
         responses = Responses(tokens.batch)
@@ -121,7 +121,7 @@ class CustomFunctions:
         return tokens.blank(responses.packed(flat)) * tokens.blank(responses.packed(kept.to(flat.dtype))).detach(), means
 
     def reduced(self, pg: Tensor, tokens: MaskedTokens, per_token: bool) -> Tensor:
-        """``custom_pg_loss_reducer_function_path``: the micro-batch's part of the policy loss, from the per-token one [T].
+        """Returns the micro-batch's part of the policy loss, by ``custom_pg_loss_reducer_function_path``, from the per-token one [T].
 
         As in slime the function gives a sum over the micro-batch's samples (or, ``per_token``, its tokens); it is divided by
         ``denominator``, the number of the optimizer step's rollouts (tokens).
@@ -135,15 +135,15 @@ class CustomFunctions:
         total = self.call(REDUCER, reduce, responses.flat(pg))
         if not isinstance(total, Tensor) or total.dim():
             raise self._refused(REDUCER, f"its function gave {_kind(total)}; expected a tensor of one number")
-        if not total.requires_grad:  # it left every token out; an actor wants a graph
+        if not total.requires_grad:  # it left every token out; the backward pass needs a graph
             total = total + 0.0 * pg.sum()
         return total / self.denominator
 
     def advantages(self, masks: Sequence[Tensor], data: Mapping[str, Sequence[Any]]) -> Advantages:
-        """``custom_advantage_function_path``: what the function sets as ``advantages`` and, if it does, ``returns``: [R] of each sample.
+        """Returns the ``advantages`` and, if set, ``returns`` that ``custom_advantage_function_path`` sets: [R] of each sample.
 
         Args:
-            masks: bool [R] of each of this rank's samples. data: what else ``rollout_data`` holds of them, lists of tensors [R] or numbers.
+            masks: bool [R] of each of this rank's samples. data: the other entries of ``rollout_data``, lists of tensors [R] or numbers.
         """
         rollout_data: dict[str, Any] = {
             **{field: _copied(values) for field, values in data.items()},
@@ -157,7 +157,7 @@ class CustomFunctions:
         return Advantages(found["advantages"], found["returns"])
 
     def post_processed(self, samples: Sequence[HookSample]) -> tuple[list[float], list[float]]:
-        """``custom_reward_post_process_path``: (raw rewards, rewards) of the whole batch; the second take the place of normalised ones."""
+        """Returns (raw rewards, rewards) of the whole batch by ``custom_reward_post_process_path``; the latter replace normalised ones."""
         given = self.call(REWARDS, self.rewards, self.args, list(samples))
         if not isinstance(given, tuple) or len(given) != 2:
             raise self._refused(REWARDS, f"gave {_kind(given)}; expected (raw_rewards, rewards)")
@@ -171,7 +171,7 @@ class CustomFunctions:
         return raw, rewards
 
     def call(self, field: str, function: Function | None, *args: Any, **keywords: Any) -> Any:
-        """What the function gives back. Raises HookFailed for whatever it raises."""
+        """Returns the function's result. Raises HookFailed for whatever it raises."""
         assert function is not None
         try:
             return function(*args, **keywords)
@@ -204,11 +204,11 @@ class CustomFunctions:
 
 @dataclass(frozen=True)
 class CustomLoss:
-    """``custom_loss_function_path``: ``f(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)``.
+    """The loss of ``custom_loss_function_path``: ``f(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)``.
 
     An instance is a `LossFunction` that an actor calls with logits. ``logits``: [1, T, V / tp], divided by the temperature. ``batch``: a
     dict with ``tokens``, ``labels`` and ``loss_mask`` [T], ``cu_seqlens``, ``total_lengths``, ``response_lengths``, ``loss_masks`` and each
-    per-token field of the micro-batch as a list of [R]; ``log_probs``, as slime has it, is ``proximal_log_probs`` once more.
+    per-token field of the micro-batch as a list of [R]; ``log_probs``, slime's name, is the same as ``proximal_log_probs``.
     ``sum_of_sample_mean(x)`` with x [F] (responses end to end) or [T] is this micro-batch's part of the batch's mean under the configured
     reducer. The loss is added up over micro-batches and ranks, and so are metrics.
     """
@@ -217,7 +217,7 @@ class CustomLoss:
     takes_logits = True
 
     def __call__(self, logits: Tensor, batch: PackedBatch) -> tuple[Tensor, Metrics]:
-        """Raises HookFailed, MissingField."""
+        """Returns the function's loss and metrics. Raises HookFailed, MissingField."""
         weights, responses = MaskedTokens(batch.loss_mask, batch).weights, Responses(batch)
 
         def sum_of_sample_mean(values: Tensor) -> Tensor:
@@ -235,13 +235,13 @@ class CustomLoss:
         if not isinstance(loss, Tensor) or loss.dim() or not isinstance(metrics, Mapping):
             raise HookFailed(LOSS, (self.custom.paths or {}).get(LOSS, "?"), f"gave {_kind(given)}; expected (loss, metrics)")
         numbers = {str(name): torch.as_tensor(value, device=loss.device).detach().float() for name, value in metrics.items()}
-        if not loss.requires_grad:  # nothing of this micro-batch counts; an actor wants a graph
+        if not loss.requires_grad:  # no token of this micro-batch counts; the backward pass needs a graph
             loss = loss + 0.0 * logits[0, 0]
         return loss, {"loss": loss.detach(), **numbers}
 
 
 def _copied(values: Sequence[Any]) -> list[Any]:
-    """The tensors among the values as copies in float64: a function may write into them."""
+    """Returns the values with tensors copied in float64: a function may write into them."""
     return [value.to(torch.float64, copy=True) if isinstance(value, Tensor) else value for value in values]
 
 

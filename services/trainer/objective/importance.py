@@ -1,4 +1,4 @@
-"""Correction for samples that another policy made: weights, rejections and masks, never part of the gradient.
+"""Off-policy correction for samples of another policy: weights, rejections and masks, never part of the gradient.
 
 Behaviour policy: the engine's, log-probs as it gave them with the tokens. Proximal policy: the trainer's at batch
 start. The decoupled objective clips around the proximal policy and weights by proximal over behaviour: Hilton et al.
@@ -18,7 +18,7 @@ from shared.config.algorithm import Level, WeightBounding
 
 
 class ImportanceWeight(NamedTuple):
-    """weight: floats [T], detached. ratio: the same before its bounds. changed: bool [T], where they took effect."""
+    """weight: floats [T], detached. ratio: the same before its bounds. changed: bool [T], true where they took effect."""
 
     weight: Tensor
     ratio: Tensor
@@ -26,7 +26,7 @@ class ImportanceWeight(NamedTuple):
 
 
 def level_ratio(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, level: Level) -> Tensor:
-    """The ratio of each token (``token``), or on every token of a sequence that of its trained tokens together (``sequence``), or its
+    """Returns each token's ratio (``token``), or for every token of a sequence that of all its trained tokens (``sequence``), or its
     geometric mean over them (``geometric``): [T], detached. Log ratios are clamped to +-20 before ``exp``.
 
     Source: MIS, Liu et al. 2025, "When speed kills stability"; the geometric mean, GSPO (arXiv:2507.18071).
@@ -50,7 +50,7 @@ def importance_weight(
     low: float = 0.0,
     high: float = 2.0,
 ) -> ImportanceWeight:
-    """``w = exp(proximal - behaviour)``, bounded.
+    """Returns ``w = exp(proximal - behaviour)``, bounded.
 
     Args:
         proximal, behaviour: log-probs [T]. mask: bool [T]. cu_seqlens: int32 [S + 1].
@@ -69,13 +69,13 @@ def importance_weight(
 
 
 def weight_counts(mask: Tensor, cu_seqlens: Tensor, level: Level, dtype: torch.dtype) -> Tensor:
-    """How much each token counts in a batch's mean weight: [T]. On the token level a token is one weight, on the others a sequence is."""
+    """Returns each token's count in a batch's mean weight: [T]. On the token level a token is one weight, on the others a sequence."""
     counted = mask.to(dtype)
     return counted if level == "token" else counted / sequence_sum(counted, cu_seqlens).clamp(min=1.0)
 
 
 def within(ratio: Tensor, low: float, high: float) -> Tensor:
-    """True [T] where the loss stays: the ratio (of its level, ``level_ratio``) lies inside [low, high].
+    """Returns a mask [T], true where the loss stays: the ratio (of its level, ``level_ratio``) lies inside [low, high].
 
     Source: rejection sampling of MIS, Liu et al. 2025, "When speed kills stability".
     """
@@ -83,7 +83,7 @@ def within(ratio: Tensor, low: float, high: float) -> Tensor:
 
 
 def vetoed(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, threshold: float) -> Tensor:
-    """True [T] on every token of a sequence one of whose trained tokens has a ratio below the threshold: the trainer's policy would hardly
+    """Returns a mask [T], true on a sequence of which a trained token has a ratio below the threshold: the trainer's policy would hardly
     ever have drawn it. Source: MIS, as above."""
     below = mask & (ratio_of(log_ratio.detach()) < threshold)
     return sequence_sum(below.to(log_ratio.dtype), cu_seqlens) > 0
@@ -92,7 +92,7 @@ def vetoed(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, threshold: float
 def off_policy_sequence_mask(
     log_probs: Tensor, behaviour: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor, delta: float
 ) -> Tensor:
-    """True [T] where the loss stays: unless A < 0 and the sequence's mean of ``behaviour - log_probs`` is above delta.
+    """Returns a mask [T], false where A < 0 and the sequence's mean of ``behaviour - log_probs`` is above delta.
 
     Args:
         log_probs: of the policy being trained [T]. behaviour: the rollout's [T]. delta: nats per token.
@@ -119,13 +119,13 @@ def second_moments(log_probs: Tensor, behaviour: Tensor, advantages: Tensor, mas
 
 
 def second_moment_limit(moments: Tensor, bound: float) -> float:
-    """The limit above which moments are masked: the largest that leaves a mean of at most ``bound``.
+    """Returns the limit above which moments are masked: the largest that leaves a mean of at most ``bound``.
 
     Args:
         moments: of the whole batch, any shape; zeros do not count.
 
-    It lies half-way between the largest that stays and the smallest that goes, so that rounding moves no token over it. Equal ones stay or
-    go together. inf where all stay, 0 where none does.
+    It lies half-way between the largest kept moment and the smallest masked, so that rounding moves no token over it. Equal ones stay or
+    go together. Returns inf where all stay, 0 where none does.
     """
     ordered = moments.double().flatten()
     ordered = ordered[ordered > 0].sort().values
@@ -142,5 +142,5 @@ def second_moment_limit(moments: Tensor, bound: float) -> float:
 
 
 def second_moment_mask(moments: Tensor, limit: float) -> Tensor:
-    """True [T] where the loss stays."""
+    """Returns a mask [T], true where the loss stays."""
     return moments <= limit

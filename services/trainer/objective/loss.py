@@ -1,4 +1,4 @@
-"""The losses of a micro-batch: the policy's, that of supervised fine-tuning, the critic's; and which of them a run has.
+"""The losses of a micro-batch: the policy's, that of supervised fine-tuning, the critic's; and the choice among them for a run.
 
 Invariants, held by tests:
 
@@ -28,7 +28,7 @@ from shared.config.algorithm import AlgorithmSection
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """``pg - entropy_coef H + kl_loss_coef KL``; an instance is a `LossFunction`.
+    """The loss ``pg - entropy_coef H + kl_loss_coef KL``; an instance is a `LossFunction`.
 
     Reads the fields ``weights`` and ``advantages``; ``rollout_log_probs`` unless ``off_policy`` is ``none`` (there it
     is only measured, if it is there); ``proximal_log_probs``, the trainer's log-probs at batch start, wherever a batch
@@ -39,7 +39,7 @@ class PolicyLoss:
     they took effect) under ``decoupled``; rs_clipfrac and rs_veto_frac (tokens rejected); opsm_clipfrac (tokens dropped)
     with OPSM; train_rollout_logprob_abs_diff (the trainer's log-probs at batch start against the engine's). With
     ``batch_version`` also two plain sums over the tokens of sequences that the engine made wholly under that very version:
-    agreement_abs_diff and agreement_tokens. Their quotient is what engine and trainer differ by on equal weights, free of
+    agreement_abs_diff and agreement_tokens. Their quotient is the difference of engine and trainer on equal weights, free of
     staleness.
 
     Args:
@@ -56,7 +56,7 @@ class PolicyLoss:
     custom: CustomFunctions = field(default_factory=CustomFunctions)
 
     def __call__(self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Metrics]:
-        """Args: log_probs, entropy: [T], of ``batch.labels``. Raises MissingField; HookFailed; ValueError."""
+        """Returns loss and metrics. ``log_probs``, ``entropy``: [T], of ``batch.labels``. Raises MissingField; HookFailed; ValueError."""
         config, tokens = self.config, MaskedTokens(log_probs, batch)
         current, advantages = tokens.log_probs, tokens.field("advantages", config.advantage_estimator).detach()
         rollout = None
@@ -87,7 +87,7 @@ class PolicyLoss:
     def _policy_gradient(
         self, d: Tensor, rollout: Tensor | None, tokens: MaskedTokens, advantages: Tensor
     ) -> tuple[policy_gradient.PolicyGradient, Tensor]:
-        """The per-token loss, and the d that it was clipped by."""
+        """Returns the per-token loss, and the d that it was clipped by."""
         config = self.config
         if config.use_m2po:
             limit = self.statistics.second_moment_limit
@@ -127,7 +127,7 @@ class PolicyLoss:
 
     @staticmethod
     def _wholly_of_version(version: int, tokens: MaskedTokens) -> Tensor:
-        """Trained tokens of sequences that were drawn under ``version`` from first to last: bool [T].
+        """Returns a mask, bool [T], of the trained tokens of sequences that were drawn under ``version`` from first to last.
 
         A token of that version behind tokens of an older one may have been drawn with their keys and values still in place.
         """
@@ -145,7 +145,7 @@ class PolicyLoss:
         return -coefficient * mean if coefficient != 0.0 else tokens.weights.new_zeros(())
 
     def _reference_kl(self, d: Tensor, tokens: MaskedTokens, metrics: Metrics) -> Tensor:
-        """Measured whenever there are reference log-probs; in the loss only with a coefficient (0 times inf is NaN)."""
+        """Returns the reference KL, measured if there are reference log-probs, in the loss only with a coefficient (0 times inf is NaN)."""
         config = self.config
         if "ref_log_probs" not in tokens.batch.fields and not config.measures_kl:
             return tokens.weights.new_zeros(())
@@ -158,7 +158,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class SftLoss:
-    """``-sum(weights log p)``; an instance is a `LossFunction`.
+    """The loss ``-sum(weights log p)``; an instance is a `LossFunction`.
 
     With weights of reducer ``token_mean`` it is the batch's mean over trained tokens, with ``rollout_mean`` the mean of
     the samples' means (slime's default for SFT too). Metrics: loss, and entropy_loss with an entropy.
@@ -167,7 +167,7 @@ class SftLoss:
     """
 
     def __call__(self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Metrics]:
-        """Args: log_probs, entropy: [T], of ``batch.labels``. Raises MissingField; ValueError."""
+        """Returns loss and metrics. ``log_probs``, ``entropy``: [T], of ``batch.labels``. Raises MissingField; ValueError."""
         tokens = MaskedTokens(log_probs, batch)
         loss = tokens.mean(-tokens.log_probs)
         metrics = {"loss": loss.detach()}
@@ -178,7 +178,7 @@ class SftLoss:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """``sum(weights max((V_clipped - R)^2, (V - R)^2))``, V clipped to ``[V_old - value_clip, V_old + value_clip]``.
+    """The loss ``sum(weights max((V_clipped - R)^2, (V - R)^2))``, V clipped to ``[V_old - value_clip, V_old + value_clip]``.
 
     An instance is a critic's `LossFunction`. The micro-batch carries fields ``values`` (V_old), ``returns`` (R) and ``weights``. There is
     no factor 1/2. Metrics: loss, value_loss, value_clipfrac (share of tokens whose clipped term is the larger).
@@ -189,7 +189,7 @@ class ValueLoss:
     value_clip: float = 0.2
 
     def __call__(self, values: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Metrics]:
-        """Args: values: [T], of the state in which ``batch.labels[t]`` is chosen. Raises MissingField; ValueError."""
+        """Returns loss and metrics. ``values``: [T], of the states in which the labels are chosen. Raises MissingField; ValueError."""
         tokens = MaskedTokens(values, batch)
         old = tokens.field("values", "the clip of the value loss").detach()
         returns = tokens.field("returns", "the value loss").detach()
@@ -197,7 +197,7 @@ class ValueLoss:
         bounded = old + (current - old).clamp(-self.value_clip, self.value_clip)
         free_error, bounded_error = (current - returns).square(), (bounded - returns).square()
         loss = tokens.mean(torch.maximum(free_error, bounded_error))
-        outside = (tokens.log_probs - old).abs() > self.value_clip  # inside, the two errors differ by rounding alone
+        outside = (tokens.log_probs - old).abs() > self.value_clip  # inside the bounds, the two errors differ by rounding alone
         clipped = (outside & (bounded_error > free_error)).to(tokens.dtype)
         return loss, {"loss": loss.detach(), "value_loss": loss.detach(), "value_clipfrac": tokens.mean(clipped.detach())}
 
@@ -213,10 +213,10 @@ def loss_of(
     statistics: Statistics | None = None,
     denominator: float | None = None,
 ) -> ActorLoss:
-    """The actor's loss for one optimizer step.
+    """Returns the actor's loss for one optimizer step.
 
     Args:
-        custom: the user's own functions. version: of the weights at batch start. statistics: where `needs` asks for them.
+        custom: the user's own functions. version: that of the weights at batch start. statistics: where `needs` requires them.
         denominator: ``reduce.denominator``, for a reducer of the user's own.
     """
     custom = custom or CustomFunctions()
@@ -228,7 +228,7 @@ def loss_of(
 
 
 def passing(config: AlgorithmSection, rewards: Sequence[float] | npt.NDArray[np.floating]) -> npt.NDArray[np.bool_]:
-    """Which samples of a batch are trained at all: bool [N].
+    """Returns a mask of the samples of a batch that are trained: bool [N].
 
     All of them, but for ``sft_loss``: those with a reward above ``rejection_threshold``. The others are to be left out before weights are
     made, so that the loss is the mean over those that pass.

@@ -1,4 +1,4 @@
-"""Policy-gradient losses and estimates of the KL per token, before any weight and any mean.
+"""Policy-gradient losses and estimates of the KL per token, before weighting and averaging.
 
 Symbols: d = log pi_old - log pi_theta, the ratio rho = exp(-d), A the advantage, c the dual clip. All tensors are [T],
 finite everywhere (``loss.py`` blanks what the mask excludes).
@@ -13,7 +13,7 @@ from services.trainer.objective.tokens import sequence_mean
 from shared.config.algorithm import KlType
 
 LOG_RATIO_LIMIT = 20.0
-"""Log ratios are clamped to +-20 before ``exp``. Beyond e^20 = 4.9e8 nothing is a policy's neighbour, and float32
+"""Log ratios are clamped to +-20 before ``exp``. Beyond e^20 = 4.9e8 the policies have nothing in common, and float32
 overflows at e^88: inf times a zero advantage, or times the zero gradient of the branch that ``max`` did not take, is
 NaN. The clamp also ends the gradient there, as MIS and verl do; slime's plain PPO has none."""
 
@@ -26,12 +26,12 @@ class PolicyGradient(NamedTuple):
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """``exp(log_ratio)`` with the log ratio clamped to +-20."""
+    """Returns ``exp(log_ratio)`` with the log ratio clamped to +-20."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def clipped_surrogate(d: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None) -> PolicyGradient:
-    """``max(-rho A, -clip(rho, clip_low, clip_high) A)``; with a dual clip at most ``-c A`` where A < 0.
+    """Returns ``max(-rho A, -clip(rho, clip_low, clip_high) A)``; with a dual clip at most ``-c A`` where A < 0.
 
     Source: PPO, Schulman et al. 2017 (arXiv:1707.06347), eq. 7; unlike bounds, DAPO, Yu et al. 2025 (arXiv:2503.14476);
     dual clip, Ye et al. 2020 (arXiv:1912.09729). Also GRPO's (arXiv:2402.03300).
@@ -46,13 +46,13 @@ def clipped_surrogate(d: Tensor, advantages: Tensor, clip_low: float, clip_high:
 
 
 def masked_surrogate(d: Tensor, advantages: Tensor, stays: Tensor) -> PolicyGradient:
-    """``-rho A`` where ``stays`` [T] is true, else 0: M2PO's, whose mask takes the place of the clip (``second_moment_mask``)."""
+    """Returns ``-rho A`` where ``stays`` [T] is true, else 0: M2PO's loss, whose mask replaces the clip (``second_moment_mask``)."""
     loss = -ratio_of(-d) * advantages
     return PolicyGradient(torch.where(stays, loss, torch.zeros_like(loss)), ~stays)
 
 
 def sequence_log_ratio(d: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """GSPO's d, for ``clipped_surrogate``: the mean of d over a sequence's trained tokens, on every token of it.
+    """Returns GSPO's d, for ``clipped_surrogate``: the mean of d over a sequence's trained tokens, on every token of it.
 
     Source: GSPO, Zheng et al. 2025 (arXiv:2507.18071), the length-normalised sequence ratio.
     """
@@ -60,7 +60,7 @@ def sequence_log_ratio(d: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def clipped_weight(d: Tensor, log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyGradient:
-    """``-stopgrad[clip(rho, clip_low, clip_high)] A log pi_theta``: no token loses its gradient.
+    """Returns ``-stopgrad[clip(rho, clip_low, clip_high)] A log pi_theta``: no token loses its gradient.
 
     Source: CISPO, MiniMax-M1 2025 (arXiv:2506.13585), eq. 4 and 5.
     """
@@ -72,14 +72,14 @@ def clipped_weight(d: Tensor, log_probs: Tensor, advantages: Tensor, clip_low: f
 LOW_VARIANCE_LIMIT = 10.0
 
 LOSS_KL: Final = "k3"
-"""Unless configured: k1 has no gradient in the mean of the policy's own samples (slime's default is k1)."""
+"""The default estimate in the loss: k1 has no gradient in the mean of the policy's own samples (slime's default is k1)."""
 
 REWARD_KL: Final = "k1"
-"""Unless configured: the unbiased one, and a reward has no gradient anyway."""
+"""The default estimate in the reward: it is unbiased, and a reward has no gradient."""
 
 
 def kl_estimate(log_probs: Tensor, reference: Tensor, kind: KlType, ratio: Tensor | None = None) -> Tensor:
-    """With x = log pi_theta - log pi_ref: k1 = x, k2 = x^2 / 2, k3 = e^-x - 1 + x; low_var_kl = k3 clamped to +-10.
+    """Returns, with x = log pi_theta - log pi_ref: k1 = x, k2 = x^2 / 2, k3 = e^-x - 1 + x; low_var_kl = k3 clamped to +-10.
 
     Args:
         log_probs, reference: floats [T], finite. kind: which estimate.

@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number: one weight per sample, from the whole batch before it is packed.
+"""The reduction of tokens' losses to one number: one weight per sample, from the whole batch before it is packed.
 
 With ``weights[t] = w_sample * mask[t]`` the loss of a micro-batch is ``sum(weights * x)``, and the batch's loss is the
 plain sum over micro-batches and data-parallel ranks, whatever the split. The denominators are those of the mask as it
@@ -24,7 +24,7 @@ def sample_weights(
     reducer: Reducer = "rollout_mean",
     fixed_length: int | None = None,
 ) -> FloatArray:
-    """The weight of each trained token of each sample: float64 [N].
+    """Returns the weight of each trained token of each sample: float64 [N].
 
     Args:
         trained_tokens: sum of the mask of each of the N samples of one optimizer step, all ranks together.
@@ -53,7 +53,7 @@ def sample_weights(
 
 
 def denominator(trained_tokens: Sequence[int], rollout_ids: Sequence[Hashable], reducer: Reducer = "rollout_mean") -> float:
-    """What a sum over the samples of one optimizer step is divided by: its rollouts, or with ``token_mean`` ``sum of max(tokens, 1)``."""
+    """Returns the divisor of a sum over one optimizer step's samples: its rollouts, or with ``token_mean`` ``sum of max(tokens, 1)``."""
     if reducer == "token_mean":
         return float(np.maximum(np.asarray(trained_tokens, dtype=np.int64), 1).sum())
     return float(len(set(rollout_ids)))

@@ -1,4 +1,4 @@
-"""How every loss reads a micro-batch, and sums over the sequences of a packed one."""
+"""The masked fields of a micro-batch, which every loss reads, and sums over the sequences of a packed one."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ class MissingField(MyxoError):
     """A loss needs a per-token field that its micro-batch does not carry.
 
     Args:
-        field: its name. needed_for: what asks for it. present: what the micro-batch has.
+        field: its name. needed_for: the loss or setting that needs it. present: the micro-batch's fields.
     """
 
     def __init__(self, field: str, needed_for: str, present: Mapping[str, Tensor]) -> None:
@@ -40,23 +40,23 @@ class MaskedTokens:
         self.weights = self.field("weights", "the reducer")
 
     def blank(self, values: Tensor) -> Tensor:
-        """``values`` [T] in the loss's dtype, 0 where the mask is 0."""
+        """Returns ``values`` [T] in the loss's dtype, 0 where the mask is 0."""
         values = values.to(self.dtype)
         return torch.where(self.mask, values, torch.zeros_like(values))
 
     def field(self, name: str, needed_for: str) -> Tensor:
-        """Field ``name`` [T], blanked. Raises MissingField."""
+        """Returns field ``name`` [T], 0 where the mask is 0. Raises MissingField."""
         if name not in self.batch.fields:
             raise MissingField(name, needed_for, self.batch.fields)
         return self.blank(self.batch.fields[name])
 
     def mean(self, values: Tensor) -> Tensor:
-        """This micro-batch's part of the batch's mean: ``sum(weights * values)``."""
+        """Returns this micro-batch's part of the batch's mean: ``sum(weights * values)``."""
         return (self.weights * values).sum()
 
 
 class _SequenceTotal(torch.autograd.Function):
-    """Every token gets the sum over its own sequence.
+    """Gives every token the sum over its own sequence.
 
     As a matrix this is symmetric, so the backward pass is the same sum. Both are segmented reductions and gathers:
     unlike ``index_add``, whose CUDA kernel adds in any order, they give the same bits every time.
@@ -82,12 +82,12 @@ _total: Callable[[Tensor, Tensor], Tensor] = _SequenceTotal.apply
 
 
 def sequence_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sum of ``values`` [T] over each sequence, given to every token of it: [T]. Differentiable."""
+    """Returns the sum of ``values`` [T] over each sequence, on every token of it: [T]. Differentiable."""
     return _total(values, cu_seqlens.diff().long())
 
 
 def sequence_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """``sum m x / max(sum m, 1)`` over each sequence, given to every token of it: [T].
+    """Returns ``sum m x / max(sum m, 1)`` over each sequence, on every token of it: [T].
 
     Args:
         values: floats [T], finite wherever the mask is 0 too. mask: bool [T]. cu_seqlens: int32 [S + 1].

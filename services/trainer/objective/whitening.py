@@ -1,4 +1,4 @@
-"""Advantages to mean 0 and variance 1 over the trained tokens of a whole batch, whoever holds its parts."""
+"""Whitening of advantages to mean 0 and variance 1 over the trained tokens of a whole batch, on all ranks."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,9 +12,9 @@ WHITEN_EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class Moments:
-    """How many numbers a set has, their mean, and the sum of squared distances from it.
+    """The count of a set of numbers, their mean, and the sum of squared distances from it.
 
-    Those of parts merge into those of the whole (Chan, Golub, LeVeque 1983), so that ranks need to exchange three numbers each.
+    Moments of parts merge into those of the whole (Chan, Golub, LeVeque 1983), so ranks exchange only three numbers each.
     """
 
     count: int = 0
@@ -23,7 +23,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Sequence[Tensor], masks: Sequence[Tensor]) -> "Moments":
-        """Returns the moments of all values whose mask is true. Args: values: float64 [R] of each sample. masks: bool [R] of each."""
+        """Returns the moments of all values whose mask is true. ``values``: float64 [R] of each sample. ``masks``: bool [R] of each."""
         kept = [value[mask] for value, mask in zip(values, masks, strict=True)]
         flat = torch.cat([torch.empty(0, dtype=torch.float64), *kept])
         if not flat.numel():
@@ -46,7 +46,7 @@ class Moments:
 
     @property
     def variance(self) -> float:
-        """Bessel-corrected; 0 of fewer than two numbers."""
+        """Returns the Bessel-corrected variance; 0 for fewer than two numbers."""
         return self.m2 / (self.count - 1) if self.count > 1 else 0.0
 
 

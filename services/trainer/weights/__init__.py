@@ -1,1 +1,1 @@
-"""Weights on their way to the engines: `pusher` decides and drives, `sender` exports and sends, `channel` and its kinds carry."""
+"""Pushes of weights to the engines: `pusher` decides and drives, `stage_sender` exports and sends, channels carry the buckets."""

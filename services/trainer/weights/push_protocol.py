@@ -1,4 +1,4 @@
-"""The talk of rank 0 with the replicas of a push: one request to every member at once, and an eye on who is still alive meanwhile.
+"""Rank 0's requests to the replicas of a push: one request to every member at once, while the registry is watched for lost members.
 
 The requests are made on the control client's thread; the push's thread waits for them.
 """
@@ -29,10 +29,10 @@ from shared.schema.messages import (
 )
 
 POLL_INTERVAL_S = 0.2
-"""How often the registry's statuses are compared with the members of a push."""
+"""The interval at which the registry's statuses are compared with the members of a push."""
 
 GRACE_SECONDS = 1.0
-"""How long the others' answers are waited for once one has failed: they say who broke what they had in common."""
+"""The time for which the others' answers are awaited once one has failed: they show which member broke the shared channel."""
 
 Answer = TypeVar("Answer", bound=Message)
 Members = Sequence[Target]
@@ -54,17 +54,17 @@ class PushProtocol:
 
     @property
     def statuses(self) -> list[ServiceStatus]:
-        """Of the replicas whose engines are up."""
+        """Returns the statuses of the replicas whose engines are up."""
         return self._link.replicas
 
     def offer(self, members: Members, version: int) -> "PushRequest[WeightsReady]":
-        """Asks who can take a version now. A channel is made with nobody else: its other members would wait for the dead."""
+        """Asks which replicas can take a version now. Only these join a channel: its members would wait for a dead one."""
         return self.request(members, "offer", lambda _: WeightsOffer(version=version), WeightsReady, OFFER_SECONDS)
 
     def prepare(
         self, members: Members, version: int, channels: list[WeightChannelAddress], rank: Callable[[Target], int], seconds: float
     ) -> "PushRequest[WeightsReady]":
-        """Has the engines begin to join channels. ``rank``: of a member's first engine process."""
+        """Has the engines begin to join channels. ``rank``: that of a member's first engine process."""
 
         def message(target: Target) -> WeightsPrepare:
             return WeightsPrepare(version=version, channels=channels, rank=rank(target), deadline=seconds)
@@ -74,7 +74,7 @@ class PushProtocol:
     def receive(
         self, members: Members, version: int, push: int, channels: list[str], check: bool, seconds: float
     ) -> "PushRequest[WeightsReceived]":
-        """Has the replicas take, or compare, what is about to be sent."""
+        """Has the replicas load, or compare, the buckets that are about to be sent."""
         message = WeightsReceive(version=version, push=push, channels=channels, check=check, deadline=seconds)
         return self.request(members, "receive", lambda _: message, WeightsReceived, seconds)
 
@@ -84,11 +84,11 @@ class PushProtocol:
         return self.request(members, "commit", lambda _: message, Accepted, seconds)
 
     def abort(self, members: Members, version: int, reason: str) -> "PushRequest[Accepted]":
-        """Says that the push has failed."""
+        """Tells the replicas that the push has failed."""
         return self.request(members, "abort", lambda _: WeightsAbort(version=version, reason=reason), Accepted, ABORT_SECONDS)
 
     def live(self, result: PushResult) -> None:
-        """Announces what is served now."""
+        """Announces the version that is served now."""
         self._link.weights_live(
             WeightsLive(
                 version=result.version, replicas=result.replicas, seconds=result.seconds, bytes=result.bytes, digest=result.digest, at=now()
@@ -102,7 +102,7 @@ class PushProtocol:
         return PushRequest(self._link, members, verb, message, reply, seconds)
 
     def watch(self, members: Members) -> Future[dict[str, str]]:
-        """Returns a future that says who is gone and why, once one of the members is. Cancel it when that does not matter any more."""
+        """Returns a future of the members that are gone and why, done once there is one. Cancel it when it is no longer needed."""
 
         async def watched() -> dict[str, str]:
             while not (gone := _gone(members, self._link)):
@@ -116,8 +116,8 @@ class PushRequest(Generic[Answer]):
     """One request under way to several replicas.
 
     Attributes:
-        answers: instance → its answer. errors: instance → what it said instead, or why it counts as gone. Both grow until `done`.
-        gone: those of the errors that the registry told, not the replica.
+        answers: instance → its answer. errors: instance → its error, or why it counts as gone. Both grow until `done`.
+        gone: the errors that come from the registry, not from the replica.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class PushRequest(Generic[Answer]):
         return self.answers
 
     def settle(self) -> None:
-        """For a request that will fail, since what the replicas have in common broke: gives them a moment to say so."""
+        """Waits a moment for the errors of replicas whose shared channel broke, since their request will fail."""
         with contextlib.suppress(TimeoutError):
             self.done.result(GRACE_SECONDS)
         self.done.cancel()

@@ -1,4 +1,4 @@
-"""Who takes part in a push, when the channels are made anew, and what a failure means. Pure: no clock, no requests."""
+"""The decisions of a push: its members, the renewal of its channels, and the response to failures. Pure: no clock, no requests."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from shared.bus.registry import CATCHING_UP
 from shared.schema.messages import ServiceStatus
 
 OFFER_SECONDS = 5.0
-"""How long a replica has to say that it can take a version."""
+"""The time that a replica has to answer that it can take a version."""
 
 ABORT_SECONDS = 10.0
-"""How long replicas have to answer that they know of a push's end."""
+"""The time that replicas have to acknowledge a push's end."""
 
 BACK_OFF_SECONDS = 1.0
 BACK_OFF_MOST = 60.0
@@ -20,13 +20,13 @@ BACK_OFF_MOST = 60.0
 
 @dataclass(frozen=True)
 class PushResult:
-    """What a push did.
+    """The result of a push.
 
     Args:
-        replicas: that serve the version now. seconds: from the offer to the last commit. wire_seconds: from the first bucket's export until
-            the last replica had loaded and checked everything. engine_seconds: of the slowest engine, from its first wait for a bucket to
+        replicas: now serving the version. seconds: from the offer to the last commit. wire_seconds: from the first bucket's export until
+            the last replica had loaded and checked everything. engine_seconds: the slowest engine's, from its first wait for a bucket to
             the last one's loading and checking. stall: seconds that the trainer waited for it; the rest ran beside the training.
-            bytes: sent, by all stages together. digest: of the version.
+            bytes: sent by all stages together. digest: that of the version.
     """
 
     version: int
@@ -45,7 +45,7 @@ class PushResult:
 
 @dataclass(frozen=True, order=True)
 class Target:
-    """A replica to push to: its name, which life of its engine's weights, and the engine's ranks in a channel."""
+    """A replica to push to: its name, the incarnation of its engine's weights, and the engine's ranks in a channel."""
 
     instance: str
     incarnation: str
@@ -53,31 +53,31 @@ class Target:
 
 
 class PushSchedule:
-    """What a trainer knows of the replicas beside their statuses. ``members``: of the channels there are."""
+    """The trainer's record of the replicas beside their statuses. ``members``: those of the present channels."""
 
     def __init__(self) -> None:
         self.members: tuple[Target, ...] = ()
-        self._served: dict[str, tuple[str, int]] = {}  # instance → (incarnation, version) that it confirmed to us
-        self._failures: dict[str, tuple[str, int, float]] = {}  # instance → (life of its process, in a row, not before)
-        self._digests: set[str] = set()  # of versions that were pushed in this life
+        self._served: dict[str, tuple[str, int]] = {}  # instance → (incarnation, version) that it confirmed
+        self._failures: dict[str, tuple[str, int, float]] = {}  # instance → (its process, failures in a row, time of the next offer)
+        self._digests: set[str] = set()  # digests of versions that this process has pushed
         self._number = 0
 
     def behind(self, statuses: Iterable[ServiceStatus], version: int, now: float) -> tuple[Target, ...]:
-        """Returns those that do not serve ``version`` yet and may be offered it. ``now``: monotonic seconds."""
+        """Returns the replicas that do not serve ``version`` yet and may be offered it. ``now``: monotonic seconds."""
         found = [status for status in statuses if status.state != CATCHING_UP and self._is_behind(status, version, now)]
         return tuple(sorted(Target(status.instance, status.incarnation, status.ranks) for status in found))
 
     def next_push(self, version: int, targets: Sequence[Target], digests: Mapping[str, str], *, skip_unchanged: bool) -> Push | None:
-        """Returns the push to begin, to those targets that said they can take it; they are the members from now on.
+        """Returns the push to begin, to those targets that have accepted it; they are the members from now on.
 
         Args:
-            digests: what each of these said it holds, by instance. skip_unchanged: leave out frozen parameters where all have them.
+            digests: of the weights that each of these holds, by instance. skip_unchanged: leave out frozen parameters where all have them.
         """
         members = tuple(target for target in targets if target.instance in digests)
         if not members:
             return None
         renewed, self.members = members != self.members, members
-        self._number += 2  # a check of the push has the odd number behind it
+        self._number += 2  # a check of the push has the odd number after it
         return Push(
             version,
             self._number,
@@ -90,25 +90,25 @@ class PushSchedule:
         return 1 + sum(other.ranks for other in self.members[: self.members.index(target)])
 
     def confirmed(self, targets: Iterable[Target], version: int, digest: str) -> None:
-        """These serve a version."""
+        """Records that these targets serve a version."""
         self._digests.add(digest)
         for target in targets:
             self._served[target.instance] = (target.incarnation, version)
             self._failures.pop(target.instance, None)
 
     def failed(self, targets: Iterable[Target], culprits: Iterable[str], now: float) -> None:
-        """A push has failed for these; the channels have members too many, so the next push makes new ones."""
+        """Records that a push has failed for these; the channels have lost members, so the next push makes new ones."""
         targets, self.members = list(targets), ()
         self.blame([target for target in targets if target.instance in culprits], now)
         self.forget(target.instance for target in targets)
 
     def forget(self, names: Iterable[str]) -> None:
-        """What these serve is not known any more."""
+        """Forgets which versions these replicas serve."""
         for name in names:
             self._served.pop(name, None)
 
     def blame(self, targets: Iterable[Target], now: float) -> None:
-        """These are not offered anything for a while, longer each time; a new process of that name begins without blame."""
+        """Offers these no push for a while, longer after each failure; a new process of that name starts without a delay."""
         for target in targets:
             life, count, _ = self._failures.get(target.instance, ("", 0, 0.0))
             count = count + 1 if life == _life(target.incarnation) else 1
@@ -125,17 +125,17 @@ class PushSchedule:
 
 
 def _life(incarnation: str) -> str:
-    """Returns the process's part of an incarnation: what follows counts its engine's losses of weights."""
+    """Returns the process's part of an incarnation; the rest counts its engine's losses of weights."""
     return incarnation.partition(".")[0]
 
 
 def culprits_of(members: Sequence[Target], answered: Iterable[str], errors: Mapping[str, str], gone: Mapping[str, str]) -> dict[str, str]:
-    """Returns to whom a push whose channels broke is put down, and why.
+    """Returns the instances that caused a push's channels to break, with the reason.
 
-    A channel that breaks fails every member of its group, and those that live say so; whoever says nothing has broken it.
+    A channel that breaks fails every member of its group, and live members report that; the one that does not has broken it.
 
     Args:
-        answered: instances whose engines received everything. errors: instance → what it said went wrong. gone: instance → why it counts
+        answered: instances whose engines received everything. errors: instance → the error it reported. gone: instance → why it counts
             as gone, by the registry.
     """
     if gone:

@@ -1,6 +1,6 @@
-"""Pushing weights to rollout replicas, beside the training: offer, prepare, receive, commit; whoever fails is left out, the others go on.
+"""Pushes of weights to rollout replicas, beside the training: offer, prepare, receive, commit; a failed replica is left out.
 
-Rank 0 decides (`push_schedule`) and talks to the replicas (`push_protocol`); every rank takes part in the export. Requests travel on the
+Rank 0 decides (`push_schedule`) and asks the replicas (`push_protocol`); every rank takes part in the export. Requests travel on the
 control client's thread, collectives run on a thread of the push, so that a dead peer ends in a named error within the deadline.
 Parameters are read in place: the next step's forward and backward passes run meanwhile, and its optimizer waits for `WeightReadLock`.
 """
@@ -30,14 +30,14 @@ from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.weight_channel import ChannelBroken, abort_channel
 
 THREAD_MARGIN = 30.0
-"""Seconds beyond a push's deadline that whoever changes parameters waits for its end."""
+"""Seconds beyond a push's deadline that a change of the parameters waits for its end."""
 
 
 class Pusher:
     """One rank's side of pushes. All ranks construct it together.
 
     Args:
-        link: rank 0's; None on the others. kind: of the channels.
+        link: rank 0's client; None on the others. kind: that of the channels.
 
     Attributes:
         schedule, protocol: rank 0's decisions and talk; the latter is None on the others.
@@ -50,7 +50,7 @@ class Pusher:
         self.protocol = PushProtocol(link) if link is not None else None
         self._channels: list[WeightChannelAddress] = []
         self._known: dict[str, TensorDigest] = {}
-        self._step = ""  # of the push under way, and its request
+        self._step = ""  # the step of the push under way, and its request
         self._request: PushRequest[WeightsReceived] | None = None
         self._thread: threading.Thread | None = None
         self._reading: WeightRead | None = None
@@ -62,7 +62,7 @@ class Pusher:
     # --- on the training's thread
 
     def due(self, version: int) -> Push | None:
-        """Rank 0: the push to begin now: some replicas are behind, they are willing, and no other push is under way."""
+        """Returns, on rank 0, the push to begin now: some replicas are behind, they accept, and no other push is under way."""
         if self.busy or self.protocol is None:
             return None
         targets = self.schedule.behind(self.protocol.statuses, version, time.monotonic())
@@ -78,16 +78,16 @@ class Pusher:
         return self.schedule.next_push(version, targets, digests, skip_unchanged=self._config.skip_unchanged)
 
     def lags(self, version: int) -> bool:
-        """Rank 0: whether some replica is behind and may be offered the version now."""
+        """Returns, on rank 0, whether some replica is behind and may be offered the version now."""
         return self.protocol is not None and bool(self.schedule.behind(self.protocol.statuses, version, time.monotonic()))
 
     def forget(self, instances: Iterable[str]) -> None:
-        """These replicas have lost what they had confirmed."""
+        """Forgets the versions that these replicas had confirmed, since they have lost them."""
         self.schedule.forget(instances)
 
     @property
     def busy(self) -> bool:
-        """Whether a push is under way. Raises what ended one on this rank, if that was no matter of the replicas."""
+        """Returns whether a push is under way. Raises the error that ended one on this rank, unless it came from the replicas."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread.join()
             self._thread = None
@@ -96,7 +96,7 @@ class Pusher:
         return self._thread is not None
 
     def begin(self, push: Push) -> None:
-        """All ranks: starts a push that rank 0 has decided on."""
+        """Starts a push that rank 0 has decided on. All ranks call it."""
         self.wait()
         self._reading = self._model.readers.begin(f"the push of version {push.version}", self._config.push_timeout + THREAD_MARGIN)
         device = runtime.device()
@@ -132,14 +132,14 @@ class Pusher:
             raise MyxoError("the push of weights did not end in time")
 
     def results(self) -> list[PushResult]:
-        """Returns those of pushes that have ended since the last call, on rank 0. Raises what ended one on this rank, as `busy` does."""
+        """Returns, on rank 0, the results of pushes that have ended since the last call. Raises as `busy` does."""
         if self.busy and not self._results:
             return []
         ended, self._results = self._results, []
         return ended
 
     def close(self) -> None:
-        """Ends a push that is under way, and lets go of channels and groups."""
+        """Ends a push that is under way, and closes channels and groups."""
         self._closing = True
         self._sender.abort("the trainer is about to stop")
         if self._thread is not None:
@@ -149,7 +149,7 @@ class Pusher:
     # --- on the push's thread
 
     def _run(self, push: Push) -> None:
-        """All ranks. What goes wrong with replicas or channels ends the push and is reported; what goes wrong among the ranks is raised."""
+        """Runs the push on all ranks. An error of replicas or channels ends the push and is reported; one among the ranks is raised."""
         started, end = time.monotonic(), time.monotonic() + self._config.push_timeout
         self._step, self._request = "prepare", None
         try:
@@ -174,7 +174,7 @@ class Pusher:
             self._results.append(result)
 
     def _join(self, push: Push, end: float) -> None:
-        """Everyone is in new channels."""
+        """Returns once the ranks and all replicas have joined the new channels."""
         self._channels = self._sender.open(push.number, push.engine_ranks)
         if self.protocol is None:
             self._together(lambda: None)
@@ -222,7 +222,7 @@ class Pusher:
         return sum(count for count, _, _ in reported), digest
 
     def _verify(self, digest: str) -> None:
-        """Rank 0: returns once every replica has found the same. Raises PeerFailure."""
+        """Returns, on rank 0, once every replica has found equal weights. Raises PeerFailure."""
         failures = {}
         for name, answer in self._request.wait().items() if self._request is not None else ():
             if answer.differences:
@@ -234,7 +234,7 @@ class Pusher:
             raise PeerFailure(self._step, failures)
 
     def _commit(self, push: Push, digest: str, end: float) -> list[str]:
-        """Rank 0: whoever commits serves; whoever does not is fenced, and the push stands for the others."""
+        """Commits on rank 0: replicas that answer serve the version; the others are fenced, and the push stands."""
         if self.protocol is None:
             return []
         members = self.schedule.members
@@ -248,7 +248,7 @@ class Pusher:
         return [target.instance for target in committed]
 
     def _together(self, work: Callable[[], object]) -> None:
-        """A step that ends the push on all ranks if it fails on one. Raises what ``work`` raised, elsewhere ChannelBroken."""
+        """Runs a step that ends the push on all ranks if it fails on one. Raises the error of ``work``, elsewhere ChannelBroken."""
         failure: PeerFailure | ChannelBroken | None = None
         try:
             work()
@@ -287,7 +287,7 @@ class Pusher:
             self._log.info("abort_unanswered", version=push.version, error=str(silent))
 
     def _end_channels(self, errors: dict[str, str]) -> None:
-        """Ends what the channels of all ranks wait for; those of other ranks look into their stores."""
+        """Ends the waits of all ranks' channels; those of other ranks read it from their stores."""
         reason = "; ".join(f"{name}: {error}" for name, error in errors.items())
         self._sender.abort(reason)
         for channel in self._channels[1:]:

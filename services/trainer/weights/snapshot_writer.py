@@ -1,7 +1,7 @@
 """Writes snapshots of the weights to disk: for engines that read every version there, and for replicas that join late.
 
-Rank 0 writes what all ranks gather, bucket by bucket; packing and writing of one bucket run while the next is gathered. What goes wrong on
-the disk never stops the training: the snapshot is given up, and the next one is whole.
+Rank 0 writes what all ranks gather, bucket by bucket; packing and writing of one bucket run while the next is gathered. An error of
+the disk never stops the training: the snapshot is given up, and the next one is a whole one.
 """
 
 import time
@@ -30,7 +30,7 @@ CURRENT = ".current"
 """The directory beside the versions that holds a copy of the one written last; the next delta is made against it."""
 
 RETRY_SECONDS = 30.0
-"""The pause after a snapshot that could not be written, and between two whole ones that a replica asked for in vain."""
+"""The pause after a snapshot that could not be written, and between whole snapshots for a replica that cannot load one."""
 
 _DISK_ERRORS = (OSError, BrokenCheckpoint, TensorFileBroken)
 
@@ -56,11 +56,11 @@ class SnapshotWriter:
         self._checkpoints = WeightCheckpoints.of_run(config)
         self._current = LocalCheckpoint(self._checkpoints.directory / CURRENT)
         self._writer: WeightCheckpointWriter | None = None
-        self._written: int | None = None  # by this process
+        self._written: int | None = None  # written by this process
         self._counted_from: int | None = None  # the version that the interval counts from
         self._not_before = 0.0
-        self._helped: dict[str, tuple[float, float]] = {}  # instance → (broken version that it reported, when a whole one was written)
-        self._snapshot_of: dict[int, WeightsSnapshot] = {}  # of versions that may still go live
+        self._helped: dict[str, tuple[float, float]] = {}  # instance → (broken version that it reported, time of the whole one)
+        self._snapshot_of: dict[int, WeightsSnapshot] = {}  # the snapshots of versions that may still go live
         self._announced: tuple[int, frozenset[str]] = (-1, frozenset())
 
     # --- rank 0's part
@@ -81,7 +81,7 @@ class SnapshotWriter:
         return version - self._counted_from >= self._weights.snapshot_interval
 
     def tell_live(self) -> None:
-        """Announces the newest of this process's versions that a replica serves. Without pushes, only their status says what is live."""
+        """Announces the newest of this process's versions that a replica serves. Without pushes, only statuses show which is live."""
         client = self._client
         if not self.instead_of_pushes or client is None:
             return
@@ -100,7 +100,7 @@ class SnapshotWriter:
         self._snapshot_of = {version: written for version, written in self._snapshot_of.items() if version >= newest.version}
 
     def _replicas_to_help(self) -> list[ServiceStatus]:
-        """Returns the replicas that cannot have what is on disk, and have not been helped a while ago."""
+        """Returns the replicas that cannot load the snapshot on disk, and for which no whole one was written lately."""
         assert self._client is not None
         return [status for status in self._client.replicas if self._needs_help(status)]
 
@@ -113,13 +113,13 @@ class SnapshotWriter:
 
     @torch.no_grad()
     def write(self, version: int) -> WeightsSnapshot | None:
-        """Writes the present weights as ``version`` and announces it. Returns None on ranks but 0, and if it could not be written."""
+        """Writes the present weights as ``version`` and announces it. Returns None on ranks other than 0, and if writing failed."""
         exported = self._actor.export(self._weights.update_weight_buffer_size, self._weights.update_weight_dtype)
         if self._client is None:
             for _ in exported:
                 pass
             return None
-        started, buckets = time.monotonic(), Queue[HostBucket | None](1)  # host memory holds one more that is written, and one gathered
+        started, buckets = time.monotonic(), Queue[HostBucket | None](1)  # one more is being written, and one gathered, in host memory
         with ThreadPoolExecutor(1, thread_name_prefix="snapshot") as thread:
             adding = thread.submit(self._add_all, version, iter(buckets.get, None))
             try:
@@ -135,7 +135,7 @@ class SnapshotWriter:
         return self._finish(written, time.monotonic() - started)
 
     def _add_all(self, version: int, buckets: Iterator[HostBucket]) -> WeightCheckpointWriter:
-        """Writes buckets as they come. It takes them to the end whatever happens, because the other ranks take part in gathering them."""
+        """Writes buckets as they come. After an error it still takes all of them, because the other ranks take part in gathering them."""
         try:
             self._writer = None
             if self._written is None:
@@ -151,7 +151,7 @@ class SnapshotWriter:
                 pass
 
     def _base(self, version: int) -> LocalCheckpoint | None:
-        """Returns what a delta can lie on, or None if a whole checkpoint is due."""
+        """Returns the checkpoint that a delta can be based on, or None if a whole checkpoint is due."""
         if self._weights.update_weight_mode != "delta" or self._replicas_to_help():
             return None
         newest, held = self._checkpoints.newest(), self._current.held()
@@ -194,7 +194,7 @@ class SnapshotWriter:
             if self._weights.update_weight_mode == "delta" and written.kind == "full":
                 self._current.copy_from(written)
             removed = self._checkpoints.retain(self._weights.keep_snapshots)
-        except OSError as error:  # the snapshot itself is there
+        except OSError as error:  # the snapshot itself is complete
             self._log.warning("snapshots_not_tidied", error=str(error))
         figures = {"version": written.version, "kind": written.kind, "bytes": written.bytes, "seconds": round(seconds, 3)}
         self._log.info("snapshot_written", **figures, removed=removed)
@@ -211,10 +211,10 @@ class SnapshotWriter:
 
 
 def on_host(bucket: Bucket) -> HostBucket:
-    """Returns the bucket's bytes in host memory; on a CPU they stay where they lie."""
+    """Returns the bucket's bytes in host memory; on a CPU without a copy."""
     tensors = {}
     for name, tensor in bucket:
-        assert isinstance(tensor, Tensor)  # on rank 0
+        assert isinstance(tensor, Tensor)  # not None on rank 0
         flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         tensors[name] = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat
     return tensors

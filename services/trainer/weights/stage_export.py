@@ -1,4 +1,4 @@
-"""What one pipeline stage gives away in a push, bucket by bucket: gathered on the stage's source, straight into a channel's flat buffer.
+"""One pipeline stage's export in a push, bucket by bucket: gathered on the stage's source, directly into a channel's flat buffer.
 
 All ranks of a stage construct the same export, and call `fill` for every bucket of its manifest.
 """
@@ -25,11 +25,11 @@ class _Copies:
 
 
 class StageExport:
-    """Whole weights.
+    """The export of the whole weights.
 
     Args:
-        bucket_bytes: of a bucket, at most, unless a parameter alone is larger. dtype: torch's name of what is sent; None: as trained.
-        skip_frozen: leave out parameters that no optimizer updates.
+        bucket_bytes: the most of a bucket, unless one parameter is larger. dtype: torch's name of the sent dtype; None: as trained.
+        skip_frozen: whether to leave out parameters that no optimizer updates.
     """
 
     def __init__(self, plan: GatherPlan, bucket_bytes: int, *, dtype: str | None = None, skip_frozen: bool = False) -> None:
@@ -65,14 +65,14 @@ class StageExport:
             for unit, slots in self._units[index]:
                 if self._plan.is_whole(unit):
                     parts = self._plan.parts(unit)
-                    assert parts is not None  # of a parameter that this rank owns
+                    assert parts is not None  # views of a parameter that this rank owns
                     found.sources += parts
                     found.targets += [slot_view(flat, slot).view(part.shape) for part, slot in zip(parts, slots, strict=True)]
         return found
 
 
 class AdapterExport:
-    """LoRA's adapters alone: engines lay them over their own checkpoint, which is what was trained from."""
+    """The export of LoRA's adapters alone: engines apply them to their own checkpoint, the one that training started from."""
 
     def __init__(self, plan: GatherPlan, bucket_bytes: int) -> None:
         self._plan = plan
@@ -80,7 +80,7 @@ class AdapterExport:
 
     @torch.no_grad()
     def fill(self, index: int, flat: Tensor | None) -> None:
-        """As `StageExport.fill`; each data-parallel replica's ranks gather for themselves, and the source is one of the first's."""
+        """Fills as `StageExport.fill` does; each data-parallel replica gathers for itself, and the source belongs to the first."""
         with deadline("the export of the adapters"):
             for slot in self.manifest.buckets[index].slots:
                 tensor = self._plan.adapters.gather(slot.name, self._plan.groups.tensor)

@@ -27,7 +27,7 @@ SENDERS: dict[ChannelKind, type[ChannelSender]] = {"group": GroupSender, "memory
 
 @dataclass(frozen=True)
 class SentPush:
-    """What one rank has sent of a push. ``known``: the tensors, by their digests. ``error``: why not everything went out."""
+    """One rank's part of a sent push. ``known``: the tensors' digests. ``error``: the reason if not everything was sent."""
 
     bytes: int
     known: dict[str, TensorDigest]
@@ -35,24 +35,24 @@ class SentPush:
 
 
 class StageSender:
-    """All ranks construct it together; every method but `abort` is a collective of all of them, called on one thread.
+    """The sender of one stage. All ranks construct it together; every method but `abort` is a collective of all, on one thread.
 
     Args:
-        seconds: a push may take. bucket_bytes, dtype: see `StageExport`.
+        seconds: the longest that a push may take. bucket_bytes, dtype: see `StageExport`.
     """
 
     def __init__(self, model: MegatronModel, kind: ChannelKind, seconds: float, bucket_bytes: int, dtype: str | None = None) -> None:
         self.plan = GatherPlan(model, GatherGroups.own())
         self._kind, self._bucket_bytes, self._dtype = kind, bucket_bytes, dtype
-        self._life = secrets.token_hex(4)  # a channel of an earlier life must not be taken for one of this
+        self._life = secrets.token_hex(4)  # a channel of an earlier process must not be mistaken for one of this
         self._exports: dict[bool, tuple[StageExport | AdapterExport, ManifestHasher]] = {}
         self._channel: ChannelSender | None = None
-        self._hasher: ManifestHasher | None = None  # of the push under way
+        self._hasher: ManifestHasher | None = None  # state of the push under way
         limit = datetime.timedelta(seconds=seconds + runtime.timeout_seconds())
         self._ranks = dist.new_group(backend="gloo", timeout=limit) if dist.get_world_size() > 1 else None
 
     def open(self, number: int, engine_ranks: int) -> list[WeightChannelAddress]:
-        """Makes new channels in the place of what there were: one for each pipeline stage. ``number``: of the push."""
+        """Replaces the channels by new ones, one for each pipeline stage. ``number``: that of the push."""
         self.drop()
         addresses = []
         if self.plan.is_source:
@@ -70,7 +70,7 @@ class StageSender:
         """Exports and sends everything. Never raises for a channel that breaks: other ranks wait for this one in the export.
 
         Args:
-            partial: without what is frozen. Returns before the last buckets have arrived: see `finish`.
+            partial: without frozen parameters. Returns before the last buckets have arrived: see `finish`.
         """
         (export, hasher), channel, sent = self._export(partial), self._channel, 0
         hasher.begin()
@@ -91,7 +91,7 @@ class StageSender:
         return SentPush(sent, {}, error)
 
     def finish(self, sent: SentPush) -> SentPush:
-        """Waits until everything has left. Whatever went wrong is in `SentPush.error`."""
+        """Waits until all buckets are sent. An error is in `SentPush.error`, not raised."""
         error = sent.error
         if self._channel is not None and error is None:
             error = _error_of(self._channel.finish)
@@ -102,12 +102,12 @@ class StageSender:
         return [value] if self._ranks is None else runtime.gather_json(value, self._ranks)
 
     def abort(self, reason: str) -> None:
-        """Ends what the channel waits for, from any thread."""
+        """Ends the channel's waits, from any thread."""
         if self._channel is not None:
             self._channel.abort(reason)
 
     def drop(self) -> None:
-        """Lets go of the channel."""
+        """Closes and drops the channel."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
@@ -131,7 +131,7 @@ class StageSender:
 
 
 def _error_of(work: Callable[[], None]) -> str | None:
-    """Returns what broke the channel, if that happened."""
+    """Returns the error that broke the channel, or None."""
     try:
         work()
     except ChannelBroken as error:
