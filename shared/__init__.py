@@ -1,3 +1,3 @@
-"""What every Myxo service shares: messages, bus, store, config, registry, telemetry, CLI. Torch-free, and CI proves it."""
+"""The code that all Myxo services share: messages, bus, store, config, telemetry. Only `shared.transfer` imports torch; CI proves it."""
 
 __version__ = "0.1.0"

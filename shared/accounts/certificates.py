@@ -1,7 +1,7 @@
 """Makes a certificate authority and the servers' certificates, for connections within one deployment.
 
-The authority's private key is never written: where a certificate has to be made anew, a new authority makes them all. Whoever connects
-reads the authority's certificate at its start.
+The authority's private key is never written: when one certificate has to be renewed, a new authority signs them all. Clients read the
+authority's certificate when they start.
 """
 
 import ipaddress
@@ -17,10 +17,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 LIFE = timedelta(days=365)
 RENEW = timedelta(days=30)
-"""How long before its end a certificate is made anew."""
+"""A certificate is renewed when less than this remains of its validity."""
 
 SKEW = timedelta(minutes=5)
-"""How far a client's clock may be behind."""
+"""A client's clock may be behind by this much."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def make(hosts: Mapping[str, Sequence[str]], now: datetime | None = None) -> Cha
     """Returns a new authority and one certificate for each server.
 
     Args:
-        hosts: by server, the names and IP addresses that clients reach it under.
+        hosts: server → the names and IP addresses at which clients reach it.
     """
     start = now or datetime.now(UTC)
     key = ec.generate_private_key(ec.SECP256R1())
@@ -75,7 +75,7 @@ def make(hosts: Mapping[str, Sequence[str]], now: datetime | None = None) -> Cha
 
 
 def stale(chain: Chain, hosts: Mapping[str, Sequence[str]], now: datetime | None = None) -> str | None:
-    """Returns why a chain has to be made anew; None where it serves ``hosts`` for longer than `RENEW`."""
+    """Returns why a chain has to be renewed; None if it stays valid for ``hosts`` for longer than `RENEW`."""
     limit = (now or datetime.now(UTC)) + RENEW
     try:
         authority = x509.load_pem_x509_certificate(chain.authority)

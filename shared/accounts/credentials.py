@@ -1,10 +1,10 @@
-"""Makes the files with credentials, one directory for each container. They are kept on later calls; configs are written anew each time.
+"""Makes the credential files, one directory for each container. Later calls keep them, and rewrite the servers' configs.
 
     DIR/nats/      nats.conf, certificate.pem, key.pem
     DIR/redis/     redis.conf, health (password of the account that may only ping), certificate.pem, key.pem
     DIR/<role>/    nats_url, redis_url, ca.pem
 
-In compose every one of these directories is a volume of its own, mounted into nobody's container but its owner's.
+In compose each of these directories is a separate volume, which only its owner's container mounts.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from shared.runtime.errors import ConfigError, MyxoError
 
 NATS, REDIS = "nats", "redis"
 NATS_URL, REDIS_URL, AUTHORITY = "nats_url", "redis_url", "ca.pem"
-"""Names of a role's files."""
+"""The names of a role's files."""
 
 OWNER_ONLY = 0o400
-"""A role's files: its service runs as the user that makes the accounts (10001 in the images)."""
+"""The mode of a role's files: its service runs as the user that makes the accounts (10001 in the images)."""
 
 EVERYBODY = 0o444
-"""The servers' files: NATS may run as root and Redis as 999. What keeps others out is that the volume is in no other container."""
+"""The mode of the servers' files: NATS may run as root, Redis as 999. They are protected because no other container mounts the volume."""
 
 PASSWORD_BYTES = 32
 
@@ -47,9 +47,9 @@ class Deployment:
     """The servers and the run that accounts are made for.
 
     Args:
-        run: the run's id. nats, redis: as services reach them. tls: encrypt both.
-        nats_settings, redis_settings: of the servers; by default those of compose, on the ports of the addresses.
-        mounted: where a server sees its own directory.
+        run: the run's id. nats, redis: the addresses at which services reach them. tls: whether both are encrypted.
+        nats_settings, redis_settings: the servers' settings; by default those of compose, on the ports of the addresses.
+        mounted: the path at which a server sees its own directory.
     """
 
     run: str
@@ -62,13 +62,13 @@ class Deployment:
 
 
 class AuthorityMissing(MyxoError):
-    """TLS is wanted and the library that makes certificates is not installed."""
+    """TLS is configured, but the library that makes certificates is not installed."""
 
 
 def make(directory: Path, deployment: Deployment) -> list[str]:
-    """Makes what is missing and writes the configs. Returns lines for a person that say what was done.
+    """Makes missing credentials and writes the configs. Returns lines for a person that say what was done.
 
-    Raises ConfigError for a directory that cannot be written and for a file there that is not what it should be.
+    Raises ConfigError for a directory that cannot be written and for a file there with unexpected content.
     """
     try:
         return _make(directory, deployment)
@@ -79,7 +79,7 @@ def make(directory: Path, deployment: Deployment) -> list[str]:
 
 def _make(directory: Path, deployment: Deployment) -> list[str]:
     roles = rights(deployment.run)
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # where it is not made of volumes, it is this user's alone
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # outside of compose's volumes, the directory belongs to this user alone
     for name in (NATS, REDIS, *ROLES):
         (directory / name).mkdir(mode=0o755 if name in (NATS, REDIS) else 0o700, exist_ok=True)
     said = _certificates(directory, deployment) if deployment.tls else []
@@ -117,7 +117,7 @@ def _urls(directory: Path, deployment: Deployment, role: Rights, bus: str, store
 
 
 def _passwords(directory: Path, file: str, roles: list[str]) -> tuple[dict[str, str], int]:
-    """Returns the passwords by role, from their URL files or new where there is none, and how many are new."""
+    """Returns the passwords by role, from their URL files or newly made, and how many are new."""
     found = {role: _password(directory / role / file) for role in roles}
     known = {role: password for role, password in found.items() if password is not None}
     return {role: known.get(role) or _new_password() for role in roles}, len(found) - len(known)
@@ -148,7 +148,7 @@ def _new_password() -> str:
 
 def _certificates(directory: Path, deployment: Deployment) -> list[str]:
     try:
-        from shared.accounts import certificates  # needs a library that only TLS needs
+        from shared.accounts import certificates  # imports a library that only TLS needs
     except ModuleNotFoundError as error:
         raise AuthorityMissing(f"{error.name} is not installed: pip install 'myxo[accounts]'") from error
 
@@ -173,7 +173,7 @@ def _certificates(directory: Path, deployment: Deployment) -> list[str]:
 
 
 def write(path: Path, content: bytes, mode: int) -> bool:
-    """Replaces a file in one step, so that nobody reads half of it. Returns whether anything had to change."""
+    """Replaces a file atomically. Returns whether anything had to change."""
     with contextlib.suppress(FileNotFoundError):
         if path.stat().st_mode & 0o777 == mode and path.read_bytes() == content:
             return False

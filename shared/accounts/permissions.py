@@ -1,7 +1,7 @@
-"""Derives who may do what on the bus and in the store of one run from the names that the code itself uses. Pure.
+"""Derives the permissions of every role on a run's bus and store from the names that the code itself uses. Pure.
 
-Everything that is not listed here is refused by the servers. A right is granted to a role, not to one process: all replicas of the
-rollout service are one account.
+The servers refuse everything that is not listed here. A right is granted to a role, not to a process: all replicas of the
+rollout service share one account.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from shared.config.sections import BusSection
 
 BUFFER, ROLLOUT, REWARD, TRAINER, OPERATOR, ENVIRONMENT = "buffer", "rollout", "reward", "trainer", "operator", "environment"
 ROLES = (BUFFER, ROLLOUT, REWARD, TRAINER, OPERATOR, ENVIRONMENT)
-"""The accounts of a run: its services, the people who run it, and environments that other people keep on the bus."""
+"""The accounts of a run: its services, its operators, and external environments on the bus."""
 
 HEALTH = "health"
 """The store's account that may only ping."""
@@ -25,11 +25,11 @@ ANY, REST = "*", ">"
 API = "$JS.API"
 
 _SHORT_ANSWER, _LONG_ANSWER = 600, 3600
-"""Seconds within which a request may be answered: for so long the server remembers every delivered message's reply subject."""
+"""Seconds within which a request may be answered: the server remembers every delivered message's reply subject for as long."""
 
 _CONNECTION = ("ping",)
-"""Every client of the store sends these. CLIENT SETINFO, by which redis-py names itself, is not among them: it does without, and servers
-before 7.2 do not start with a rule that names it."""
+"""Commands that every client of the store sends. CLIENT SETINFO, by which redis-py names itself, is left out: redis-py can do without, and
+servers before 7.2 do not start with a rule that names it."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class BusRights:
 class StoreRights:
     """Commands of Redis, and the pattern of the keys that they may read, write or both (``access``: R, W or RW).
 
-    ``own``: pattern of more keys, that may be read and written.
+    ``own``: pattern of further keys that may be read and written.
     """
 
     commands: tuple[str, ...]
@@ -56,7 +56,7 @@ class StoreRights:
 
 @dataclass(frozen=True)
 class Rights:
-    """Everything that one role may do. ``store`` is None where it has no account there."""
+    """All rights of one role. ``store`` is None for a role without an account there."""
 
     role: str
     user: str
@@ -87,7 +87,7 @@ def rights(run: str) -> tuple[Rights, ...]:
 
 
 def covers(pattern: str, subject: str) -> bool:
-    """Returns whether ``pattern`` matches every subject that ``subject`` (which may hold wildcards itself) stands for."""
+    """Returns whether ``pattern`` matches every subject that ``subject``, which may hold wildcards itself, matches."""
     wanted, given = pattern.split("."), subject.split(".")
     for index, token in enumerate(wanted):
         if token == REST:
@@ -102,7 +102,7 @@ def allowed(patterns: Iterable[str], subject: str) -> bool:
     return any(covers(pattern, subject) for pattern in patterns)
 
 
-# --- what the roles have in common
+# --- rights that several roles have
 
 
 def _stream_info(stream: str) -> str:
@@ -110,17 +110,17 @@ def _stream_info(stream: str) -> str:
 
 
 def _read(bucket: str) -> tuple[str, str]:
-    """Returns what opens a KV bucket, lists its keys and reads one."""
+    """Returns the subjects for opening a KV bucket, listing its keys and reading one."""
     return _stream_info(f"KV_{bucket}"), f"{API}.STREAM.MSG.GET.KV_{bucket}"
 
 
 def _take(stream: str, consumer: str) -> tuple[str, str]:
-    """Returns what fetches work from a queue, and acks it, hands it back or extends it."""
+    """Returns the subjects for fetching work from a queue, and for acking, returning or extending it."""
     return f"{API}.CONSUMER.MSG.NEXT.{stream}.{consumer}", f"$JS.ACK.{stream}.{consumer}.{REST}"
 
 
 def _service(names: Subjects, role: str) -> tuple[str, ...]:
-    """Returns what `shared.runtime.service_base` does for every service: read the config, renew a status, publish events."""
+    """Returns the subjects that `shared.runtime.service_base` uses for every service: to read the config, renew a status, send events."""
     return (
         f"{API}.INFO",
         _stream_info(names.ledger_stream),  # whether the run is there
@@ -146,11 +146,11 @@ def _buffer(names: Subjects) -> BusRights:
         names.task(TRAIN),
         names.task(EVAL),
         names.ledger(ANY),
-        f"{API}.STREAM.MSG.GET.{ledger}",  # whose record stands where this writer's should
-        f"{API}.CONSUMER.CREATE.{ledger}.{ANY}",  # a reader for the replay; it ends by itself
+        f"{API}.STREAM.MSG.GET.{ledger}",  # to see which record took this writer's sequence
+        f"{API}.CONSUMER.CREATE.{ledger}.{ANY}",  # a consumer for the replay, which the server removes when it is unused
         f"{API}.CONSUMER.MSG.NEXT.{ledger}.{ANY}",
         *_take(names.scored_stream, scored_consumer(run, bus).name),
-        *(f"{API}.CONSUMER.INFO.{queue.stream}.{queue.name}" for queue in queues),  # how deep the queues are
+        *(f"{API}.CONSUMER.INFO.{queue.stream}.{queue.name}" for queue in queues),  # to read the depth of the queues
         f"$KV.{names.config_bucket}.phase",
         *_read(names.weights_bucket),
         *_read(names.leases_bucket),
@@ -165,9 +165,9 @@ def _rollout(names: Subjects) -> BusRights:
         *_service(names, ROLLOUT),
         *(subject for kind in (TRAIN, EVAL) for subject in _take(names.task_stream, task_consumer(names.run, BusSection(), kind).name)),
         names.generated(ANY),
-        names.scored,  # failures only; the subject cannot tell
-        f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # which engines a router should know, and which replicas have weights
-        *_read(names.weights_bucket),  # what is live, and which snapshot is the newest
+        names.scored,  # used for failures only, but the subject cannot express that
+        f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # to learn which engines a router should know, and which replicas have weights
+        *_read(names.weights_bucket),  # to learn the live version and the newest snapshot
         names.replica_weights(ANY, "transfer"),
     )
     return BusRights(publish, (_inbox(names, ROLLOUT), names.replica_weights(ANY, ANY)), _LONG_ANSWER)
@@ -198,13 +198,13 @@ def _trainer(names: Subjects) -> BusRights:
         *_read(names.weights_bucket),
         f"$KV.{names.weights_bucket}.live",
         f"$KV.{names.weights_bucket}.snapshot",
-        f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # which replicas there are
+        f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # to list the replicas
     )
     return BusRights(publish, (_inbox(names, TRAINER),))
 
 
 def _operator(names: Subjects) -> BusRights:
-    """Returns everything of the run but answering for a service: nobody else may listen where requests are made."""
+    """Returns all rights of the run except to answer for a service: nobody else may subscribe to the subjects of requests."""
     publish = (
         f"{names.run}.{REST}",
         f"{API}.INFO",

@@ -1,6 +1,6 @@
 """Renders the config files of NATS and Redis from a run's rights and passwords. Pure: text in, text out.
 
-NATS gets the passwords as they are (its file is mounted into no other container), Redis their SHA-256.
+NATS gets the passwords in plain text (no other container mounts its file), Redis their SHA-256.
 """
 
 import hashlib
@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from shared.accounts.permissions import HEALTH, BusRights, Rights, StoreRights
 
 MAX_PAYLOAD = 1 << 20
-"""Bytes of a message, headers included: NATS's own default. Payloads are in Redis."""
+"""The largest message in bytes, headers included: NATS's own default. Payloads are in Redis."""
 
 KEY, CERTIFICATE = "key.pem", "certificate.pem"
-"""Names of a server's own TLS files, beside its config."""
+"""The names of a server's own TLS files, beside its config."""
 
 TLS_SECONDS = 5
-"""How long a client may take over the handshake."""
+"""The seconds that a client may take for the handshake."""
 
 _ACCESS = {"R": "%R~", "W": "%W~", "RW": "~"}
 
 
 @dataclass(frozen=True)
 class NatsSettings:
-    """Says where the server listens and where its files are, as it sees them itself.
+    """The addresses on which the server listens and the paths of its files, as the server sees them.
 
     Args:
-        tls: the directory of `KEY` and `CERTIFICATE`, None for plain connections. monitor: address of the HTTP side, for health checks
+        tls: the directory of `KEY` and `CERTIFICATE`; None for plain connections. monitor: HTTP address for health checks
             inside the container.
     """
 
@@ -40,7 +40,7 @@ class NatsSettings:
 
 @dataclass(frozen=True)
 class RedisSettings:
-    """The same for Redis. ``socket``: for health checks inside the container, where there is no network to cross."""
+    """The same settings for Redis. ``socket``: a unix socket for health checks inside the container."""
 
     bind: str = "* -::*"
     port: int = 6379
@@ -79,7 +79,7 @@ def _permissions(bus: BusRights) -> list[str]:
         if subjects:
             lines += [f"{verb}: {{ allow: [", *(f"  {_quoted(subject)}" for subject in subjects), "] }"]
         elif verb == "subscribe" or bus.answer_seconds is None:
-            lines.append(f'{verb}: {{ deny: [">"] }}')  # an empty list would mean everything; with answers alone it means nothing
+            lines.append(f'{verb}: {{ deny: [">"] }}')  # an empty list would allow everything; allow_responses alone allows only answers
     if bus.answer_seconds is not None:
         lines.append(f'allow_responses: {{ max: 1, expires: "{bus.answer_seconds}s" }}')
     return lines
@@ -99,7 +99,7 @@ def redis_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings:
         "appendonly yes",
         f"appendfsync {settings.appendfsync}",
         'save ""',
-        "maxmemory-policy noeviction",  # a payload that is evicted is a group lost
+        "maxmemory-policy noeviction",  # an evicted payload would lose its group
         "daemonize no",
     ]
     if settings.tls is None:

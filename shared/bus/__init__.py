@@ -1,1 +1,1 @@
-"""NATS: the connection, streams and subjects, work queues, leases, and the registry of who is alive."""
+"""NATS: the connection, streams and subjects, work queues, leases, and the registry of live services."""

@@ -1,4 +1,4 @@
-"""The errors of the control plane: which of them are worth another attempt, and how attempts are spaced."""
+"""The errors of the control plane, those of them that are retried, and the pause between attempts."""
 
 import asyncio
 import functools
@@ -14,16 +14,16 @@ from shared.runtime import server_urls
 from shared.runtime.errors import MyxoError
 
 ATTEMPT_SECONDS = 3.0
-"""How long one attempt at a publish or request may take before the next one, within the caller's deadline."""
+"""The seconds that one attempt at a publish or request may take before the next one, within the caller's deadline."""
 
 RETRY_PAUSE = 0.2
 """Seconds between attempts."""
 
 WRONG_LAST_SEQUENCE = {10071, 10164}
 STREAM_FULL = {10047, 10077, 10122}
-"""Codes that the server refuses a message with."""
+"""The codes with which the server refuses a message because the stream is full."""
 
-# what a restarting server, a lost link or a stream that is still being recovered looks like to the client
+# errors that the client sees from a restarting server, a lost connection or a stream that is still being recovered
 TRANSIENT = (
     nats.errors.TimeoutError,
     nats.errors.NoRespondersError,
@@ -46,37 +46,37 @@ class BusUnreachable(MyxoError):
 
 
 class NotPermitted(MyxoError):
-    """The NATS server refuses this client a subject: its account does not have it."""
+    """The NATS server refuses this client a subject that its account has no permission for."""
 
 
 class WrongSequence(MyxoError):
-    """The stream has moved on since this writer last looked: another writer is active, this one must stop."""
+    """The stream's last sequence is not the one that this writer expected: another writer is active, and this one must stop."""
 
 
 class RequestRefused(MyxoError):
-    """The other side answered a request with a reason not to do it."""
+    """The receiver answered a request with a refusal and its reason."""
 
 
 class PermissionErrors:
-    """Remembers the server's latest refusals. They come beside the request, which itself just stays without an answer."""
+    """Remembers the server's latest refusals. They arrive separately from the request, which itself gets no answer."""
 
     def __init__(self, inbox: str) -> None:
-        self._inbox = inbox.lower()  # the client library gives the server's words in lower case
+        self._inbox = inbox.lower()  # the client library converts the server's text to lower case
         self._refusals: deque[tuple[float, str, str]] = deque(maxlen=REMEMBERED_REFUSALS)
 
     def note(self, text: str) -> None:
-        """Takes the text of an error of the connection, and remembers it if it is a refusal."""
+        """Takes the text of a connection error, and remembers it if it is a refusal."""
         if found := _REFUSAL.search(text.lower()):
             self._refusals.append((time.monotonic(), found[1], text))
 
     def since(self, start: float, *subjects: str) -> str | None:
-        """Returns what the server has said since ``start`` (monotonic) of a subject that begins so, or of this client's replies."""
+        """Returns the refusal since ``start`` (monotonic) of a subject with one of these prefixes, or of this client's replies."""
         prefixes = (self._inbox, *(subject.lower() for subject in subjects))
         return next((text for at, subject, text in self._refusals if at >= start and subject.startswith(prefixes)), None)
 
 
 def hopeless_reason(error: Exception) -> str | None:
-    """Returns why connecting again will not help; None where it may."""
+    """Returns why connecting again will not help; None if it may."""
     if isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in str(error).lower():
         return "authorization violation: it does not take these credentials"
     if isinstance(error, ssl.SSLCertVerificationError):

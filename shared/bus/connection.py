@@ -1,7 +1,7 @@
 """The control plane: one NATS connection with deadlines, size checks and confirmed publishing.
 
-Every wait here has a deadline; what a lost connection interrupts is retried within it, and publishing is safe to retry because
-messages carry a `Nats-Msg-Id`. Queues are in `shared.bus.work_queue`, what streams look like in `shared.bus.streams`.
+Every wait here has a deadline, within which calls that a lost connection interrupts are retried. Publishing is safe to retry because
+messages carry a `Nats-Msg-Id`. Queues are in `shared.bus.work_queue`, the definitions of streams in `shared.bus.streams`.
 """
 
 import asyncio
@@ -47,11 +47,11 @@ SIZE_MARGIN = 4096
 """Bytes kept free below the server's max_payload: it counts headers, the client does not."""
 
 KV_SECONDS = 15.0
-"""Deadline of reading, writing and listing keys, where the caller gives none."""
+"""The deadline of reading, writing and listing keys, if the caller gives none."""
 
 
 class Bus:
-    """A connection to the run's control plane. Make one with `Bus.connect`, close it with `close`."""
+    """A connection to the run's control plane, opened by `Bus.connect` and closed by `close`."""
 
     def __init__(self, connection: Client, url: str, refusals: PermissionErrors) -> None:
         self.connection = connection
@@ -63,14 +63,14 @@ class Bus:
 
     @classmethod
     async def connect(cls, url: str, name: str, deadline: float = 15.0, *, inbox: str = "_INBOX") -> "Bus":
-        """Connects and proves that JetStream answers.
+        """Connects, and returns once JetStream has answered.
 
         Args:
             url: ``nats://[user:password@]host:port`` or ``tls://…``; several separated by commas. ``tls://`` trusts ``MYXO_CA_FILE``.
-            name: shown in the server's connection list. deadline: seconds to keep trying.
-            inbox: prefix of the subjects that answers come on; an account may listen below its own only (`Subjects.inbox`).
+            name: as shown in the server's connection list. deadline: seconds to keep trying.
+            inbox: prefix of the reply subjects; an account may subscribe below its own only (`Subjects.inbox`).
 
-        Raises BusUnreachable with the last reason; at once where the server refuses the credentials or its certificate is not trusted.
+        Raises BusUnreachable with the last reason; at once if the server refuses the credentials or its certificate is not trusted.
         """
         end = time.monotonic() + deadline
         opening = _Opening(url, name, inbox)
@@ -85,7 +85,7 @@ class Bus:
         return bus
 
     async def close(self) -> None:
-        """Closes without waiting for anything in flight. A link that breaks just then is as good as closed."""
+        """Closes without waiting for anything in flight. A connection that breaks meanwhile counts as closed."""
         with contextlib.suppress(OSError, nats.errors.Error):
             await self.connection.close()
 
@@ -94,12 +94,12 @@ class Bus:
     async def retry(
         self, attempt: Callable[[], Awaitable[Result]], awaited: str, *subjects: str, deadline: float, awaited_from: str = ""
     ) -> Result:
-        """Makes attempts until one works and returns its result.
+        """Repeats an attempt until it succeeds and returns its result.
 
         Args:
-            awaited, awaited_from: what should come, and from whom (else the server), for the error. subjects: as for `raise_if_refused`.
+            awaited, awaited_from: the expected thing and its sender (default: the server), for the error. subjects: see `raise_if_refused`.
 
-        Raises DeadlineExceeded, NotPermitted, and what an attempt raises that is not `TRANSIENT`.
+        Raises DeadlineExceeded, NotPermitted, and any error of an attempt that is not `TRANSIENT`.
         """
         start = time.monotonic()
         while True:
@@ -113,7 +113,7 @@ class Bus:
             await asyncio.sleep(RETRY_PAUSE)
 
     def raise_if_refused(self, start: float, *subjects: str) -> None:
-        """Raises NotPermitted where the server has refused this client a subject that begins like one of these since ``start``.
+        """Raises NotPermitted if the server has refused this client a subject with one of these prefixes since ``start``.
 
         Args:
             start: `time.monotonic()` before the attempt.
@@ -137,8 +137,8 @@ class Bus:
 
         Args:
             msg_id: makes a repeated publish count once, within the stream's duplicate window.
-            after: (stream, its last sequence as this writer knows it): refused when the stream has moved on.
-            before: awaited before each attempt, which is only made while connected. deadline: seconds of retrying.
+            after: (stream, its last sequence as this writer knows it); the server refuses the message if the stream has moved on.
+            before: awaited before each attempt; attempts are made only while connected. deadline: seconds of retrying.
 
         Returns the stream sequence. Raises MessageTooLarge, WrongSequence, DeadlineExceeded.
         """
@@ -147,7 +147,7 @@ class Bus:
         async def attempt() -> int:
             if before is not None:
                 await before()
-                if not self.connection.is_connected:  # the client would send it later, whenever it is back
+                if not self.connection.is_connected:  # the client would send it later, after reconnecting
                     raise nats.errors.ConnectionReconnectingError
             try:
                 return await (await self._acks.send(subject, *outgoing))
@@ -161,9 +161,9 @@ class Bus:
         return await self.retry(attempt, f"confirmation of {subject}", subject, deadline=deadline)
 
     async def publish_all(self, subject: str, messages: Mapping[str, Message], *, deadline: float = 60.0) -> None:
-        """Publishes messages, by their ``msg_id``, into one stream, and waits until the server has acknowledged them all.
+        """Publishes messages, ``msg_id`` → message, into one stream, and waits until the server has acknowledged them all.
 
-        What is not acknowledged is sent again, within the deadline. Raises MessageTooLarge before any is sent, DeadlineExceeded.
+        Messages without an acknowledgement are sent again within the deadline. Raises MessageTooLarge before any is sent, DeadlineExceeded.
         """
         left = [self._outgoing(subject, message, msg_id, None) for msg_id, message in messages.items()]
 
@@ -206,10 +206,10 @@ class Bus:
 
         Args:
             reply: the message class (or base class) expected back.
-            deadline: seconds in all. awaited_from: who should answer, for the error.
-            patient: retry while nobody listens on the subject (only for idempotent requests).
+            deadline: seconds in all. awaited_from: the expected sender of the answer, for the error.
+            patient: whether to retry while nobody listens on the subject (only for idempotent requests).
 
-        Raises RequestRefused when the other side declines, DeadlineExceeded, BadMessage.
+        Raises RequestRefused if the receiver declines, DeadlineExceeded, BadMessage.
         """
         payload = message.encode()
         start = time.monotonic()
@@ -236,9 +236,9 @@ class Bus:
         return answer
 
     async def ask(self, subject: str, payload: bytes, *, deadline: float, awaited_from: str) -> bytes:
-        """Sends bytes as a request, once, and returns the bytes of the answer: for those who speak no `Message`.
+        """Sends bytes as a request, once, and returns the bytes of the answer, for programs outside of Myxo, which use no `Message`.
 
-        Raises NoRespondersError where nobody listens on the subject, DeadlineExceeded, MessageTooLarge, NotPermitted.
+        Raises NoRespondersError if nobody listens on the subject, DeadlineExceeded, MessageTooLarge, NotPermitted.
         """
         self._check_size(subject, payload, {})
         start = time.monotonic()
@@ -253,7 +253,7 @@ class Bus:
     async def serve(self, subject: str, request: type[Request], handler: Callable[[Request], Awaitable[Message]]) -> None:
         """Answers requests on ``subject`` until the connection closes; a `MyxoError` of the handler becomes a `Refused`.
 
-        Handlers run as tasks of their own, so a slow one does not hold up the next request. Raises NotPermitted.
+        Each request is handled in its own task, so a slow one does not delay the next. Raises NotPermitted.
         """
         running: set[asyncio.Task[None]] = set()
 
@@ -265,8 +265,8 @@ class Bus:
 
         start = time.monotonic()
         await self.connection.subscribe(subject, cb=on_message)
-        with contextlib.suppress(*TRANSIENT):  # a link that broke just now subscribes again when it is back
-            for _ in range(2):  # the client's ping overtakes what it has not sent yet; a refusal comes before the second one's answer
+        with contextlib.suppress(*TRANSIENT):  # a connection that has just broken subscribes again when it is restored
+            for _ in range(2):  # a ping may overtake data that is not sent yet; a refusal arrives before the answer to the second
                 await self.connection.flush(timeout=int(ATTEMPT_SECONDS))
         self.raise_if_refused(start, subject)
 
@@ -294,7 +294,7 @@ class Bus:
         return await self.retry(lambda: store.put(key, value), f"KV {bucket}/{key}", f"$KV.{bucket}.{key}", deadline=deadline)
 
     async def get(self, bucket: str, key: str, *, deadline: float = KV_SECONDS) -> bytes | None:
-        """Reads a key; returns None where it is absent."""
+        """Reads a key; returns None if it is absent."""
         store = await self._bucket(bucket)
 
         async def attempt() -> bytes | None:
@@ -306,7 +306,7 @@ class Bus:
         return await self.retry(attempt, f"KV {bucket}/{key}", f"$JS.API.STREAM.MSG.GET.KV_{bucket}", deadline=deadline)
 
     async def delete(self, bucket: str, key: str, *, deadline: float = 5.0) -> None:
-        """Removes a key; absent is fine."""
+        """Removes a key; an absent key is no error."""
         store = await self._bucket(bucket)
         await self.retry(lambda: store.delete(key), f"KV {bucket}/{key}", f"$KV.{bucket}.{key}", deadline=deadline)
 
@@ -332,7 +332,7 @@ class Bus:
 
 
 class _Opening:
-    """The attempts at one connection, and what the client library reports about it from then on."""
+    """The attempts at one connection, and the client library's reports about it afterwards."""
 
     def __init__(self, url: str, name: str, inbox: str) -> None:
         self.refusals = PermissionErrors(inbox)
@@ -343,7 +343,7 @@ class _Opening:
         self._log = structlog.get_logger()
 
     async def connected(self, end: float, deadline: float) -> Client:
-        """Returns the open connection. Raises BusUnreachable after ``end`` (monotonic), or at once where another attempt does not help."""
+        """Returns the open connection. Raises BusUnreachable after ``end`` (monotonic), or at once if another attempt cannot help."""
         encrypted = any(part.startswith("tls:") for part in self._url.split(","))
         tls = server_urls.trusted(server_urls.authorities()) if encrypted else None
         while True:
@@ -393,11 +393,11 @@ class _Opening:
         self.refusals.note(self._reasons[-1])
         if not self._hopeless.done() and (reason := hopeless_reason(error)):
             self._hopeless.set_result(reason)
-        if not isinstance(error, OSError):  # those are the attempts of the reconnect loop; the disconnect itself is logged once
+        if not isinstance(error, OSError):  # these come from the attempts of the reconnect loop; the disconnect itself is logged once
             self._log.warning("bus_error", error=self._reasons[-1])
 
     async def _on_disconnected(self) -> None:
-        if self._connection is None or not self._connection.is_closed:  # not where this side closed it
+        if self._connection is None or not self._connection.is_closed:  # not if this side closed the connection
             self._log.warning("bus_disconnected")
 
     async def _on_reconnected(self) -> None:

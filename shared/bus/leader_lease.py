@@ -1,28 +1,28 @@
-"""A leader's lease: of several processes that could do a job, one does, and when it dies another takes over.
+"""A leader's lease: of several processes that could do a job, one is active, and when it dies another takes over.
 
-The lease of a job is one key of the run's bucket `leases`. Its revision is what counts: every change names the revision that it follows,
-so of two that want to change it one is refused (`Nats-Expected-Last-Subject-Sequence`). Nothing expires in the server, so neither its
-clock nor its being away can give a lease to anybody. Seconds are measured by each process for itself, on a clock that goes on while the
-process, or its machine, is stopped.
+The lease of a job is one key of the run's bucket `leases`. Every change names the revision that it follows, so of two concurrent changes
+one is refused (`Nats-Expected-Last-Subject-Sequence`). Nothing expires in the server, so neither its clock nor its absence can give a
+lease to anybody. Each process measures seconds for itself, on a clock that continues while the process, or its machine, is
+stopped.
 
-Why never two act at a time, with D = `LeaseTiming.duration` and m = `LeaseTiming.margin`:
+Two processes never act at the same time. The proof, with D = `LeaseTiming.duration` and m = `LeaseTiming.margin`:
 
-1. The holder renews every D/3. A renewal that it began to send at its time t and saw confirmed as revision r lets it act until
-   t + D - m, not longer.
-2. Who waits has begun to count when it first read r, and that was after r was stored, which was after t. It asks for the lease once it
-   has counted D, so after t + D; and gets it only if the revision still is r, so only if no later renewal was made.
-3. So a holder has stopped for m before anybody else can begin. m is for what a process has decided and not yet sent, and for clocks
+1. The holder renews every D/3. A renewal that it began to send at time t, and that was confirmed as revision r, lets it act until
+   t + D - m.
+2. A waiting process begins to count when it first reads r, which is after r was stored and so after t. It asks for the lease once it
+   has counted D, so after t + D; and gets it only if the revision is still r, so only if no later renewal was made.
+3. So a holder has stopped for m before anybody else can begin. m covers decisions that a process has made and not yet sent, and clocks
    that differ by less than m in D. A lease that was released, or whose holder is certainly dead (`shared.runtime.liveness`), is taken at
    once.
 
-A holder that cannot renew is *fenced*: it acts no more, but is not deposed. Once NATS answers again it renews with the revision that it
-had. Refused: somebody else was active, and it ends with `LeaseLost`. Confirmed: nobody was, for whoever takes a lease changes its
-revision; nothing has happened without it, and it goes on with what it knows. That is how a run outlives a death of NATS: the holder goes
-on while its last renewal lasts, then waits. Who waits begins to count anew after each time NATS did not answer, so that a holder that
-lives comes first.
+A holder that cannot renew is *fenced*: it stops acting, but keeps the lease. Once NATS answers again it renews with the revision that it
+had. If that is refused, another process was active, and the holder ends with `LeaseLost`. If it is confirmed, nobody was, because taking
+a lease changes its revision; the holder's state is still current, and it continues. That is how a run survives an outage of NATS: the
+holder continues while its last renewal lasts, then waits. A waiting process restarts its count each time NATS does not answer, so that a
+live holder renews first.
 
-What is left: a message that a stopped process had half sent. The ledger refuses it, for it expects a sequence that the new holder's
-records have taken (`services.buffer.ledger_writer`). All this presumes that NATS keeps what it has confirmed.
+One case remains: a message that a stopped process had half sent. The ledger refuses it, because it expects a sequence that the new holder's
+records have taken (`services.buffer.ledger_writer`). The proof assumes that NATS keeps everything that it has confirmed.
 """
 
 import asyncio
@@ -43,34 +43,34 @@ from shared.runtime.errors import MyxoError
 from shared.schema.messages import LeaseStatus
 
 AWAY_SECONDS = 120.0
-"""How long a holder tries to renew before it gives up: as long as a record of the ledger is tried."""
+"""The seconds that a holder tries to renew before it gives up: the same as for publishing a record of the ledger."""
 
 _NO_MESSAGE = 10037
 
 
 class LeaseLost(MyxoError):
-    """Somebody else holds the lease, or may: this process must not act any more."""
+    """Another process holds the lease, or may hold it: this process must not act any more."""
 
 
 @dataclass(frozen=True)
 class LeaseTiming:
-    """The seconds of a lease follow from its ``duration`` (``bus.lease_duration``). Whoever shares a lease must have the same."""
+    """The times of a lease in seconds, derived from its ``duration`` (``bus.lease_duration``), which all its processes must share."""
 
     duration: float
 
     @property
     def margin(self) -> float:
-        """Returns how long before the lease runs out its holder stops acting."""
+        """Returns how many seconds before the lease runs out its holder stops acting."""
         return self.duration / 4
 
     @property
     def renewal(self) -> float:
-        """Returns the time from one renewal to the next."""
+        """Returns the seconds from one renewal to the next."""
         return self.duration / 3
 
     @property
     def poll(self) -> float:
-        """Returns how often a process that waits for the lease reads it."""
+        """Returns the seconds between two reads of the lease by a process that waits for it."""
         return self.duration / 10
 
     @property
@@ -79,12 +79,12 @@ class LeaseTiming:
         return self.duration / 4
 
     def acts_until(self, sent: float) -> float:
-        """Returns until when a renewal that was sent at ``sent``, and confirmed, lets its holder act."""
+        """Returns the time until which a renewal that was sent at ``sent``, and confirmed, lets its holder act."""
         return sent + self.duration - self.margin
 
 
 class LeaseObserver:
-    """Decides from the revisions that a waiting process has read whether it may ask for the lease. It is pure: it is given the times.
+    """Decides from the revisions that a waiting process has read whether it may ask for the lease. It is pure: times are arguments.
 
     Args:
         duration: of the lease in seconds.
@@ -96,23 +96,23 @@ class LeaseObserver:
         self._since = 0.0
 
     def see(self, revision: int, now: float) -> bool:
-        """Takes the revision that was read by ``now``. Returns whether the lease has had it for its whole duration."""
+        """Takes the revision that was read by ``now``. Returns whether it has stayed the same for the lease's whole duration."""
         if revision != self._revision:
             self._revision, self._since = revision, now
         return now - self._since >= self._duration
 
     def unreadable(self) -> None:
-        """Begins to count anew: the lease could not be read, so its holder may have been unable to renew it."""
+        """Restarts the count: the lease could not be read, so its holder may have been unable to renew it."""
         self._revision = None
 
 
 class LeaderLease:
-    """One process's part in the lease of a job.
+    """One process's side of the lease of a job.
 
-    `attempt` until it is held; then `keep` beside all other work, `held` before every act, and `release` at the end.
+    Call `attempt` until it is held; then run `keep` beside all other work, await `held` before every act, and call `release` at the end.
 
     Args:
-        job: the lease's key. instance: who this is, for people.
+        job: the lease's key. instance: the name of this process, for people.
     """
 
     def __init__(self, bus: Bus, run: str, job: str, instance: str, timing: LeaseTiming) -> None:
@@ -130,14 +130,14 @@ class LeaderLease:
         self._log = structlog.get_logger()
 
     async def attempt(self) -> bool:
-        """Looks at the lease once and takes it if it is free. Returns whether it is held; an unreachable bus is no error.
+        """Reads the lease once and takes it if it is free. Returns whether this process holds it; an unreachable bus is no error.
 
         Raises NotPermitted.
         """
         begun = time.monotonic()
         try:
             revision, status = await self._read()
-            own = status.term == self._term  # taken by an attempt of before, whose confirmation was lost
+            own = status.term == self._term  # an earlier attempt took it, and its confirmation was lost
             expired = self._observer.see(revision, clock())
             if status.term and not own and not expired and not liveness.certainly_dead(status.mark):
                 return False
@@ -159,9 +159,9 @@ class LeaderLease:
             raise
 
     async def held(self) -> None:
-        """Returns while this process may act, at once or after its next renewal. Raises LeaseLost.
+        """Returns once this process may act: at once, or after its next renewal. Raises LeaseLost.
 
-        Nothing may be awaited between this and the act that it allows.
+        Await nothing between this call and the act that it allows.
         """
         while True:
             if self._ended is not None:
@@ -171,7 +171,7 @@ class LeaderLease:
             await self._renewed.wait()
 
     async def release(self) -> None:
-        """Gives the lease up, if it is still held, so that the next one need not wait. Call it when nothing acts any more."""
+        """Releases the lease, if it is still held, so that the next process need not wait. Call it when nothing acts any more."""
         if self._ended is None and clock() < self._until:
             with contextlib.suppress(APIError, *TRANSIENT):
                 await self._publish(LeaseStatus(holder=self._instance, term="", mark="", at=time.time()))
@@ -198,18 +198,18 @@ class LeaderLease:
             await asyncio.sleep(RETRY_PAUSE)
 
     async def _renew(self) -> bool:
-        """Renews once; returns False where the revision was not the known one and is now. Raises LeaseLost, and what TRANSIENT lists."""
+        """Renews once; returns False if the known revision was outdated; it is then updated. Raises LeaseLost and what TRANSIENT lists."""
         if clock() < self._until and await self._swap():
             return True
         revision, status = await self._read()
         if status.term != self._term:
             who = status.holder if status.term else "nobody"
             raise LeaseLost(f"{self._name} is lost: {who} has it now; this process was stopped or cut off for too long")
-        self._revision = revision  # what was here all along, or an own change whose confirmation was lost
+        self._revision = revision  # the initial state, or this process's own change whose confirmation was lost
         return await self._swap()
 
     async def _swap(self) -> bool:
-        """Changes the lease to this holder's if it still has the known revision, which lets it act from the sending on."""
+        """Writes this holder into the lease if it still has the known revision; the holder may act from the time of sending."""
         sent = clock()
         try:
             self._revision = await self._publish(LeaseStatus(holder=self._instance, term=self._term, mark=self._mark, at=time.time()))
@@ -224,13 +224,13 @@ class LeaderLease:
 
     async def _publish(self, status: LeaseStatus) -> int:
         if not self._bus.connection.is_connected:
-            raise nats.errors.ConnectionReconnectingError  # the client would keep the message and send it when nobody expects it
+            raise nats.errors.ConnectionReconnectingError  # the client would keep the message and send it at an unexpected time
         headers = {"Nats-Expected-Last-Subject-Sequence": str(self._revision)}
         ack = await self._bus.js.publish(self._subject, status.encode(), timeout=self.timing.attempt, headers=headers)
         return ack.seq
 
     async def _read(self) -> tuple[int, LeaseStatus]:
-        """Returns the lease's revision (0: it was never held) and its status."""
+        """Returns the lease's revision (0 if it was never held) and its status."""
         try:
             message = await asyncio.wait_for(self._bus.js.get_last_msg(self._stream, self._subject), self.timing.attempt)
         except NotFoundError as error:
@@ -247,5 +247,5 @@ class LeaderLease:
 
 
 def clock() -> float:
-    """Returns seconds that also pass while this machine sleeps, where the system can tell (Linux)."""
+    """Returns seconds that also pass while this machine is suspended, if the system supports that (Linux)."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

@@ -1,7 +1,7 @@
-"""Publishing into streams with many acknowledgements awaited at once.
+"""Publishes into streams and awaits many acknowledgements at once.
 
-Every message asks for its acknowledgement on a numbered subject below one inbox of the connection, and one timer looks after all that are
-awaited. That is a fraction of the work of a request for each, and two thirds of that of the client library's own ``publish_async``
+Every message gets its acknowledgement on a numbered subject below one inbox of the connection, and one timer covers all of them. That is
+a fraction of the work of a request for each, and two thirds of that of the client library's own ``publish_async``
 (docs/dependencies.md).
 """
 
@@ -19,13 +19,13 @@ from nats.js.api import Header
 from shared.bus.bus_errors import ATTEMPT_SECONDS, STREAM_FULL, TRANSIENT
 
 Outgoing = tuple[bytes, dict[str, str] | None]
-"""A message on its way into a stream: payload and headers."""
+"""A message to publish into a stream: payload and headers."""
 
 NO_RESPONDERS = "503"
 
 
 class PublishAcks:
-    """The acknowledgements that one connection awaits. Call `open` before the first `send`."""
+    """The acknowledgements that one connection awaits. `open` is called before the first `send`."""
 
     def __init__(self, connection: Client) -> None:
         self._connection = connection
@@ -38,10 +38,10 @@ class PublishAcks:
         await self._connection.subscribe(f"{self._prefix}*", cb=self._take)
 
     async def send(self, subject: str, payload: bytes, headers: dict[str, str] | None) -> asyncio.Future[int]:
-        """Publishes and returns at once; the future gives the stream's sequence.
+        """Publishes and returns at once; the future's result is the stream's sequence.
 
-        The future raises nats.errors.TimeoutError after `ATTEMPT_SECONDS` and where the stream is full, NoStreamResponseError where no
-        stream stores the subject, and the APIError that the server refuses the message with.
+        The future raises nats.errors.TimeoutError after `ATTEMPT_SECONDS` and if the stream is full, NoStreamResponseError if no
+        stream stores the subject, and the APIError with which the server refuses the message.
         """
         self._sent += 1
         index, ack = str(self._sent), asyncio.get_running_loop().create_future()
@@ -58,7 +58,7 @@ class PublishAcks:
     async def send_all(self, subject: str, messages: Sequence[Outgoing]) -> tuple[list[Outgoing], BaseException | None]:
         """Publishes all messages and waits for their acknowledgements.
 
-        Returns those that have none, and why: the first error, one that another attempt does not help before any other.
+        Returns those without one, and the first error; an error that another attempt cannot help comes before all others.
         """
         sent: list[asyncio.Future[int]] = []
         try:
@@ -95,7 +95,7 @@ class PublishAcks:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
 
     def _expire(self) -> None:
-        """Gives up what is overdue, and comes back when the next one would be."""
+        """Fails the overdue acknowledgements, and sets the timer for the next one."""
         now, self._timer = time.monotonic(), None
         while self._awaited:
             index, (end, ack) = next(iter(self._awaited.items()))

@@ -1,6 +1,6 @@
-"""The registry says who is alive: every service renews its status in KV ``services`` by heartbeat, and else it is gone after its TTL.
+"""The registry of live services: each renews its status in KV ``services`` by heartbeat, or the status expires after its TTL.
 
-The server alone decides that a status is over (``bus.registry_ttl``): the clocks of two machines may differ by more than a TTL.
+The server alone decides that a status has expired (``bus.registry_ttl``): the clocks of two machines may differ by more than a TTL.
 """
 
 from shared.bus.connection import Bus
@@ -9,19 +9,19 @@ from shared.runtime.errors import BadMessage
 from shared.schema.messages import ServiceStatus
 
 ENVIRONMENT = "environment"
-"""The service of a status that speaks of an environment outside of Myxo: it is no process of the run, whatever it is called."""
+"""The ``service`` of the status of an environment outside of Myxo, which is no process of the run."""
 
 STANDBY = "standby"
-"""State of a service that waits for another one's end to take its place (`shared.bus.leader_lease`)."""
+"""The state of a service that waits to replace the active one (`shared.bus.leader_lease`)."""
 
 CATCHING_UP = "catching up"
-"""State of a replica that takes its weights from elsewhere just now: the trainer offers it none."""
+"""The state of a replica that is getting its weights from a peer or from disk: the trainer offers it none."""
 
 BROKEN_SNAPSHOT = "broken_snapshot"
-"""Gauge of a replica: the version that it could not have from disk, -1: none. The trainer writes a whole snapshot when it sees one."""
+"""A gauge of a replica: the version that it could not load from disk (-1: none). The trainer then writes a whole snapshot."""
 
 RENEW_SECONDS = 4.0
-"""Deadline of one renewal."""
+"""The deadline of one renewal."""
 
 
 class Registry:
@@ -35,7 +35,7 @@ class Registry:
         self._bus, self._bucket = bus, Subjects(run).services_bucket
 
     async def renew(self, status: ServiceStatus) -> None:
-        """Writes a status, which stands for the run's ``bus.registry_ttl`` seconds."""
+        """Writes a status, which is valid for the run's ``bus.registry_ttl`` seconds."""
         await self._bus.put(self._bucket, f"{status.service}.{status.instance}", status.encode(), deadline=RENEW_SECONDS)
 
     async def leave(self, status: ServiceStatus) -> None:
@@ -51,5 +51,5 @@ class Registry:
                     if value := await self._bus.get(self._bucket, key):
                         statuses.append(ServiceStatus.decode(value))
                 except BadMessage:
-                    continue  # a service of another schema version: not one to work with
+                    continue  # services of another schema version are ignored
         return statuses

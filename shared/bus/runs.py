@@ -1,4 +1,4 @@
-"""A run on the bus is created once with its frozen config, and found again by its id."""
+"""Creates a run on the bus with its frozen config, and finds it again by its id."""
 
 from pathlib import Path
 from typing import TypeVar
@@ -17,14 +17,14 @@ Record = TypeVar("Record", bound=LedgerRecord)
 
 _CONFIG, _STORE, _PHASE = "config", "store", "phase"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
-"""Phases of a run. One that failed goes on when it is created again."""
+"""The phases of a run. A failed run continues when it is created again."""
 
 ENDS = (FINISHED, FAILED)
 """The phases in which a run has ended."""
 
 
 FROZEN = "config.json"
-"""The file of a run's directory that keeps its config, as it is frozen on the bus, for commands without its servers."""
+"""The file in a run's directory with its config as frozen on the bus, for commands that run without the servers."""
 
 
 class NoSuchRun(BadInput):
@@ -32,13 +32,13 @@ class NoSuchRun(BadInput):
 
 
 async def create(bus: Bus, config: RunConfig, store_url: str | None) -> None:
-    """Makes the run's streams and freezes its config; on a resume, takes over the fields that may change.
+    """Makes the run's streams and freezes its config; on a resume, updates the fields that may change.
 
     Args:
-        store_url: where payloads lie, for services without ``REDIS_URL``. One with credentials is not written down: every service can read
-            it, and each has an account of its own.
+        store_url: the store of payloads, for services without ``REDIS_URL``. A URL with credentials is not recorded, because every service
+            could read it, and each has its own account.
 
-    Raises ConfigError when a field differs that may not change, Problems of several.
+    Raises ConfigError if a field differs that may not change, Problems for several.
     """
     await streams.create(bus, config)
     bucket = Subjects(config.run.name).config_bucket
@@ -46,9 +46,9 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None) -> None:
     await bus.put(bucket, _CONFIG, config.model_dump_json().encode())
     if store_url is not None:
         stated = "" if server_urls.has_credentials(store_url) else store_url
-        await bus.put(bucket, _STORE, stated.encode())  # empty, too: an address from before must not stand
+        await bus.put(bucket, _STORE, stated.encode())  # an empty value, too, because it must replace an earlier address
     known = await phase(bus, config.run.name)
-    if known == FINISHED:  # and more steps are asked for?
+    if known == FINISHED:  # resumed with more steps?
         finished = await last_record(bus, config.run.name, RunFinished)
         known = FINISHED if finished is not None and finished.steps >= config.rollout.num_rollout else None
     if known in (None, FAILED):
@@ -56,14 +56,14 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None) -> None:
 
 
 async def refuse_differences(bus: Bus, config: RunConfig) -> None:
-    """Raises as `create` does where the run is on the bus with another config."""
+    """Raises as `create` does if the run is on the bus with another config."""
     existing = await bus.get(Subjects(config.run.name).config_bucket, _CONFIG)
     if existing is not None:
         raise_problems(differences(RunConfig.model_validate_json(existing), config))
 
 
 def differences(frozen: RunConfig, config: RunConfig) -> list[ConfigError]:
-    """Returns a refusal for each field in which a config differs from a run's frozen one, and may not."""
+    """Returns a refusal for each field that differs from a run's frozen config and may not change."""
     expected = f"run {config.run.name} exists with another value; use --fresh to start it anew, or another run.name"
     parted = (change.partition(": ") for change in changes(frozen, config))
     return [ConfigError(field, values, expected) for field, _, values in parted]
@@ -80,7 +80,7 @@ async def load(bus: Bus, run: str) -> RunConfig:
 
 
 def frozen(directory: Path) -> RunConfig | None:
-    """Returns the config that a run's directory keeps; None where it keeps none, or one of a release with other fields."""
+    """Returns the config in a run's directory; None if there is none, or one of a release with other fields."""
     try:
         return RunConfig.model_validate_json((directory / FROZEN).read_text())
     except (OSError, ValueError):
@@ -88,7 +88,7 @@ def frozen(directory: Path) -> RunConfig | None:
 
 
 async def store_url(bus: Bus, run: str) -> str | None:
-    """Returns where the run's payloads lie, as its creator said."""
+    """Returns the URL of the run's store, as recorded when it was created; None if it was not."""
     value = await bus.get(Subjects(run).config_bucket, _STORE)
     return value.decode() if value else None
 
@@ -99,19 +99,19 @@ async def phase(bus: Bus, run: str) -> str | None:
 
 
 async def phase_and_reason(bus: Bus, run: str, deadline: float = 15.0) -> tuple[str | None, str]:
-    """Returns the phase, and why a run that is `FAILED` is so."""
+    """Returns the phase, and the reason of a run that is `FAILED`."""
     value = await bus.get(Subjects(run).config_bucket, _PHASE, deadline=deadline)
     phase, _, reason = (value or b"").decode().partition("\n")
     return phase or None, reason
 
 
 async def set_phase(bus: Bus, run: str, value: str, reason: str = "") -> None:
-    """Writes the phase; ``reason`` says in one line why a run is `FAILED`."""
+    """Writes the phase; ``reason``: why a run is `FAILED`, in one line."""
     await bus.put(Subjects(run).config_bucket, _PHASE, f"{value}\n{reason}".rstrip("\n").encode())
 
 
 async def last_record(bus: Bus, run: str, kind: type[Record]) -> Record | None:
-    """Returns the newest ledger record of a kind; None where there is none, or no such run."""
+    """Returns the newest ledger record of a kind; None if there is none, or no such run."""
     names = Subjects(run)
     try:
         last = await bus.js.get_last_msg(names.ledger_stream, names.ledger(kind.event()))

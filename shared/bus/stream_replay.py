@@ -33,11 +33,11 @@ async def last_sequence(bus: Bus, stream: str, deadline: float = 30.0) -> int:
 async def read(
     bus: Bus, stream: str, model: type[Entry], subject: str = ">", deadline: float = 120.0, after: int = 0
 ) -> AsyncIterator[tuple[int, Entry]]:
-    """Yields (sequence, message) for all that the stream holds now, oldest first.
+    """Yields (sequence, message) for all messages that the stream holds now, oldest first.
 
     Args:
-        model: the messages' (base) class. subject: only messages on it. deadline: seconds without progress.
-        after: only messages behind this sequence.
+        model: the messages' (base) class. subject: a filter. deadline: seconds without progress.
+        after: only messages with a higher sequence are read.
     """
     seen, progress = after, time.monotonic()
     while True:
@@ -52,7 +52,7 @@ async def read(
                     if time.monotonic() - progress > deadline:
                         raise DeadlineExceeded(f"{pending} messages of {stream}", "the bus", deadline, "given up") from error
                     await asyncio.sleep(RETRY_PAUSE)
-                    break  # a server that restarts forgets its readers: a new one goes on behind the last message
+                    break  # a restarted server has lost this consumer: a new one continues after the last message
                 progress = time.monotonic()
                 for message in messages:
                     pending -= 1
@@ -66,9 +66,9 @@ async def read(
 
 
 async def _reader(bus: Bus, stream: str, subject: str, first: int) -> tuple[JetStreamContext.PullSubscription, int]:
-    """Returns a consumer of what the stream holds from sequence ``first`` on, and how many messages that is.
+    """Returns a consumer of the stream's messages from sequence ``first`` on, and how many there are.
 
-    Each reader has its own. It goes by itself after a minute unused; nothing is acked, and reading changes nothing.
+    Each reader has its own, which the server removes after a minute unused. Nothing is acked, and reading changes nothing.
     """
     name = f"reader-{time.time_ns()}"
     config = ConsumerConfig(

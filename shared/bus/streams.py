@@ -1,7 +1,7 @@
-"""Makes the run's streams, consumers and buckets, with every policy set on purpose and none left at a default.
+"""Makes the run's streams, consumers and buckets, with every policy set explicitly.
 
-Work queues and the ledger discard *new* on full (back-pressure: a publisher waits, nothing is lost). Only the events stream, which
-nothing decides by, lets its oldest go.
+When full, work queues and the ledger discard *new* messages (back-pressure: a publisher waits, nothing is lost). Only the events stream,
+on which no decision depends, discards its oldest.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ DUPLICATE_WINDOW = 600.0
 
 MAX_EVENTS = 100_000
 EVENTS_BYTES = 1 << 26
-"""How many of its latest events a run keeps. The server sets the bytes aside when the run is made: at a gigabyte each a server on a small
-disk would be full after a few runs."""
+"""The bytes of events that a run keeps, the latest ones. The server reserves them when the run is created: at a gigabyte each, a small disk
+would be full after a few runs."""
 
 _NAME_IN_USE = 10058
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """A durable consumer: who may take which subject of a stream, for how long, how often."""
+    """A durable consumer: its subject in a stream, its ack deadline and its limit of deliveries."""
 
     stream: str
     name: str
@@ -73,7 +73,7 @@ def _consumer(stream: str, name: str, subject: str, bus: BusSection) -> Consumer
 
 
 async def create(bus: Bus, config: RunConfig) -> None:
-    """Makes the run's streams, consumers and buckets; what is there already stays as it is. Raises NotPermitted."""
+    """Makes the run's streams, consumers and buckets; existing ones stay unchanged. Raises NotPermitted."""
     start = time.monotonic()
     try:
         await _create(bus, config)
@@ -141,7 +141,7 @@ async def _add_stream(bus: Bus, config: StreamConfig) -> None:
 async def _add_consumer(bus: Bus, consumer: Consumer, replicas: int) -> None:
     try:
         await bus.js.consumer_info(consumer.stream, consumer.name)
-        return  # the server would change it to the new policy
+        return  # the server would apply the new policy to an existing stream
     except NotFoundError:
         pass
     await bus.js.add_consumer(
@@ -152,7 +152,7 @@ async def _add_consumer(bus: Bus, consumer: Consumer, replicas: int) -> None:
             deliver_policy=DeliverPolicy.ALL,
             ack_policy=AckPolicy.EXPLICIT,
             ack_wait=consumer.ack_wait,
-            max_deliver=consumer.max_deliver + 2,  # one more delivery lets a worker declare it dead, one is spare
+            max_deliver=consumer.max_deliver + 2,  # one further delivery lets a worker declare it dead, another is spare
             max_ack_pending=consumer.max_ack_pending,
             num_replicas=replicas,
         ),

@@ -1,4 +1,4 @@
-"""Names on the bus: subjects, streams, consumers and KV buckets of a run. Every subject starts with the run's id."""
+"""The names on the bus: subjects, streams, consumers and KV buckets of a run. Every subject starts with the run's id."""
 
 import re
 
@@ -7,7 +7,7 @@ RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}\Z")
 
 TRAIN = "train"
 EVAL = "eval"
-"""Task classes."""
+"""The task classes: training and held-out prompts."""
 
 
 class Subjects:
@@ -56,18 +56,18 @@ class Subjects:
         return f"{self.run}.environment.{name}.{verb}"
 
     def inbox(self, role: str) -> str:
-        """Returns the prefix of the reply subjects of one kind of service, so that none can listen to another's."""
+        """Returns the prefix of the reply subjects of one kind of service; no other kind can subscribe to them."""
         return f"_INBOX.{self.run}.{role}"
 
     # payload keys in the store
     def payload_prefix(self, group: str, attempt: int) -> str:
-        """Returns the beginning of all keys of an attempt at a group."""
+        """Returns the prefix of all keys of an attempt at a group."""
         return f"{self.run}:group:{group}:{attempt}:"
 
     def payload_key(self, group: str, attempt: int, part: int, generation: str = "0") -> str:
-        """Returns the key of one blob; ``generation`` tells apart the work of two replicas on one attempt, where a lease ran out."""
+        """Returns the key of one blob; ``generation`` distinguishes two replicas' work on one attempt, after a lease ran out."""
         return f"{self.payload_prefix(group, attempt)}{generation}:{part}"
 
     def exchange_key(self, kind: str, what: str) -> str:
-        """Returns the key of what the trainer's roles exchange."""
+        """Returns the key of data that the trainer's roles exchange."""
         return f"{self.run}:exchange:{kind}:{what}"

@@ -1,7 +1,7 @@
-"""Work queues: a lease with a deadline is extended while the work goes on, and handed back or declared dead when the work fails.
+"""Work queues: a message is leased with a deadline, which is extended during the work, and returned or declared dead if the work fails.
 
-Delivery is at-least-once: whoever takes work from a queue is idempotent by the id in the message. A lease that was delivered more
-than `max_deliver` times has killed or outlived its workers; the worker that receives it once more declares it dead instead of trying.
+Delivery is at-least-once: workers are idempotent by the id in the message. If a message was delivered more than `max_deliver` times, its
+workers died or let it run out each time; the next worker that receives it declares it dead instead of trying.
 """
 
 import asyncio
@@ -28,40 +28,40 @@ from shared.schema.messages import Message
 Work = TypeVar("Work", bound=Message)
 
 FETCH_SECONDS = 1.0
-"""How long one pull waits at the server, and so how often at least a worker sees whether it is to stop."""
+"""The seconds that one pull waits at the server; a worker checks at least this often whether it is to stop."""
 
 FETCH_BYTES = 4 << 20
-"""The most that one pull brings."""
+"""The most bytes that one pull returns."""
 
 
 class MessageLease(Generic[Work]):
-    """One message that this worker holds until it acks, hands back, or its `ack_wait` runs out unextended."""
+    """A message that this worker holds until it acks it, hands it back, or `ack_wait` runs out without an extension."""
 
     def __init__(self, raw: Msg, message: Work, consumer: Consumer) -> None:
         self._raw, self.message, self._consumer = raw, message, consumer
 
     @property
     def deliveries(self) -> int:
-        """Returns how often the message was handed out, this time included."""
+        """Returns how often the message was delivered, this time included."""
         return self._raw.metadata.num_delivered
 
     @property
     def exhausted(self) -> bool:
-        """Returns whether it was delivered more often than the queue allows: then declare it dead, do not try again."""
+        """Returns whether it was delivered more often than the queue allows; it is then declared dead instead of tried again."""
         return self.deliveries > self._consumer.max_deliver
 
     async def ack(self) -> None:
-        """Says that the work is done. A lost ack means a redelivery, which idempotence absorbs."""
+        """Acknowledges that the work is done. After a lost ack the message is delivered again; workers are idempotent."""
         with contextlib.suppress(*TRANSIENT):
             await self._raw.ack()
 
     async def hand_back(self, delay: float = 0.0) -> None:
-        """Gives the work to somebody else, after ``delay`` seconds."""
+        """Returns the message to the queue, for another worker after ``delay`` seconds."""
         with contextlib.suppress(*TRANSIENT):
             await self._raw.nak(delay=delay or None)
 
     async def extend(self) -> None:
-        """Starts the lease's `ack_wait` anew."""
+        """Restarts the lease's `ack_wait`."""
         with contextlib.suppress(*TRANSIENT):
             await self._raw.in_progress()
 
@@ -90,9 +90,9 @@ class WorkQueue(Generic[Work]):
         self._pull: Pull | None = None
 
     async def fetch(self, most: int, seconds: float = FETCH_SECONDS) -> list[MessageLease[Work]]:
-        """Returns up to ``most`` leases, as soon as there is one; none where none came within ``seconds`` or the bus is away for now.
+        """Returns up to ``most`` leases, as soon as there is one; none if none came within ``seconds`` or the bus is unreachable.
 
-        A message that cannot be read is logged with its reason and removed, so that it blocks nobody. Raises NotPermitted.
+        A message that cannot be decoded is logged with its reason and removed from the queue. Raises NotPermitted.
         """
         start = time.monotonic()
         try:
@@ -115,7 +115,7 @@ class WorkQueue(Generic[Work]):
         return leases
 
     async def depth(self, deadline: float = 5.0) -> tuple[int, int]:
-        """Returns how many messages wait, and how many are in workers' hands."""
+        """Returns how many messages wait, and how many are leased to workers."""
         stream, name = self._consumer.stream, self._consumer.name
         info = await self._bus.retry(
             lambda: self._bus.js.consumer_info(stream, name), f"depth of {name}", f"$JS.API.CONSUMER.INFO.{stream}", deadline=deadline
@@ -124,17 +124,17 @@ class WorkQueue(Generic[Work]):
 
 
 class Pull:
-    """Pull requests on a durable consumer, never for more than the caller has room for.
+    """Pull requests on a durable consumer, each for at most as many messages as the caller has room for.
 
-    The client library's own fetch waits for a full batch when fewer messages are there; this one takes what is there at once, and
-    waits for a single message only when nothing is. Protocol: NATS ADR-13 (no_wait, expires, status 404/408/409).
+    The client library's own fetch waits for a full batch when fewer messages are available; this one takes those that are, and waits
+    only if there are none, for a single message. Protocol: NATS ADR-13 (no_wait, expires, status 404/408/409).
     """
 
     def __init__(self, connection: Client, inbox: str, request_subject: str) -> None:
         self._connection, self._inbox, self.request_subject = connection, inbox, request_subject
         self._requests = 0
         self._lock = asyncio.Lock()
-        self._expects_more = True  # as far as the last fetch could tell: else asking without waiting is a round trip for nothing
+        self._expects_more = True  # as of the last fetch; on an empty queue a request without waiting is a wasted round trip
         self._received: deque[Msg] = deque()
         self._arrival: asyncio.Future[None] | None = None
 
@@ -146,7 +146,7 @@ class Pull:
         return pull
 
     async def fetch(self, most: int, seconds: float) -> list[Msg]:
-        """Returns up to ``most`` messages, of `FETCH_BYTES` in all: those that are there, else the first that comes within ``seconds``."""
+        """Returns up to ``most`` messages, of `FETCH_BYTES` in all: the available ones, else the first that arrives within ``seconds``."""
         async with self._lock:
             got: list[Msg] = []
             if self._expects_more or seconds <= 0:
@@ -172,13 +172,13 @@ class Pull:
                 if not message.subject.startswith(self._inbox):
                     got.append(message)
                 elif message.subject == reply:
-                    return got  # this request's end: nothing more there, expired, or `FETCH_BYTES` reached
+                    return got  # the end of this request: no more messages, expired, or `FETCH_BYTES` reached
             if len(got) == batch:
                 return got
-        return got  # where the server went away in between: what it had sent comes again when its ack_wait is over
+        return got  # if the server was lost in between: messages that it had sent are delivered again after their ack_wait
 
     async def _arrived(self, end: float) -> bool:
-        """Waits until something has come; returns False where nothing did by ``end`` (monotonic)."""
+        """Waits for a message; returns False if none arrived by ``end`` (monotonic)."""
         if not self._received:
             if self._connection.is_closed:
                 raise nats.errors.ConnectionClosedError

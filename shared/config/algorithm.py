@@ -1,4 +1,4 @@
-"""The section of the run's config that says what is optimised. Names are slime's; `docs/algorithms.md` has the formulas."""
+"""The section of the run's config that defines the objective. Names are slime's; `docs/algorithms.md` has the formulas."""
 
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -15,10 +15,10 @@ Reducer = Literal["rollout_mean", "token_mean", "fixed_length"]
 WeightBounding = Literal["truncate", "clip", "mask"]
 
 GROUP_RELATIVE = ("grpo", "gspo", "cispo")
-"""Estimators that compare the samples of a group, and know no rewards of single tokens."""
+"""The estimators that compare the samples of a group, and use no rewards of single tokens."""
 
 _OF_WEIGHT = ("tis_batch_normalize", "use_rs", "rs_veto_threshold")
-"""Fields about the built-in importance weight."""
+"""The fields of the built-in importance weight."""
 
 _RULES = (
     Rule(
@@ -185,38 +185,38 @@ class AlgorithmSection(Section):
 
     @property
     def correction(self) -> OffPolicy:
-        """How stale samples are corrected: what ``off_policy`` or slime's names for it say, by default decoupled."""
+        """Returns how stale samples are corrected, from ``off_policy`` or slime's names for it; by default decoupled."""
         if self.off_policy is not None:
             return self.off_policy
         return "rollout" if self.use_rollout_logprobs else "none" if self.use_tis is False else "decoupled"
 
     @property
     def has_critic(self) -> bool:
-        """Whether advantages come from a critic's values."""
+        """Returns whether advantages come from a critic's values."""
         return self.advantage_estimator == "ppo"
 
     @property
     def normalizes_rewards(self) -> bool:
-        """Whether rewards are compared within their group; a function of the user's own takes the place of that."""
+        """Returns whether rewards are compared within their group; a custom function replaces that."""
         return not (self.disable_rewards_normalization or self.custom_reward_post_process_path)
 
     @property
     def measures_kl(self) -> bool:
-        """Whether the loss has a KL to the reference policy, be it with coefficient 0."""
+        """Returns whether the loss has a KL term to the reference policy, even with coefficient 0."""
         return self.use_kl_loss or self.kl_loss_coef != 0.0
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """Lower and upper bound of the clipped ratio."""
+        """Returns the lower and upper bound of the clipped ratio."""
         return 1.0 - self.eps_clip, 1.0 + (self.eps_clip if self.eps_clip_high is None else self.eps_clip_high)
 
     @property
     def rejection_bounds(self) -> tuple[float, float]:
-        """Lower and upper bound of an importance weight under ``use_rs``."""
+        """Returns the lower and upper bound of an importance weight under ``use_rs``."""
         lower, upper = self.rs_lower_bound, self.rs_upper_bound
         return self.tis_clip_low if lower is None else lower, self.tis_clip if upper is None else upper
 
     @property
     def reducer(self) -> Reducer:
-        """How the losses of tokens become one number (``services/trainer/objective/reduce.py``)."""
+        """Returns how the losses of tokens are reduced to one number (``services/trainer/objective/reduce.py``)."""
         return "token_mean" if self.calculate_per_token_loss else "rollout_mean" if self.loss_divisor is None else "fixed_length"

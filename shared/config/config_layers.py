@@ -1,7 +1,7 @@
 """A run config's TOML file with the files that it builds on: ``base = "model.toml"``, or a list of them, at its top.
 
-What a file says stands over what its bases say, the later of several bases over the earlier; tables such as ``[rollout.sglang]`` are laid
-over one another key by key. A base's path is relative to the file that names it.
+A file's values override those of its bases, and a later base overrides an earlier one; tables such as ``[rollout.sglang]`` are merged
+key by key. A base's path is relative to the file that names it.
 """
 
 import tomllib
@@ -19,10 +19,10 @@ Known = Callable[[dict[str, Any]], tuple[dict[str, Any], list[BadInput]]]
 
 @dataclass
 class Layers:
-    """What a file and its bases say together.
+    """The merged values of a file and its bases.
 
     Args:
-        values: section → field → value. origins: ``section.field`` → the file that said it last. problems: what could not be taken.
+        values: section → field → value. origins: ``section.field`` → the file that set it last. problems: the entries that were refused.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Layers:
     problems: list[BadInput] = field(default_factory=list)
 
     def lay(self, values: dict[str, Any], path: Path) -> None:
-        """Lays a file's own values over what is there."""
+        """Merges a file's own values over the present ones."""
         for section, fields in values.items():
             if not isinstance(fields, dict) or not isinstance(self.values.get(section, {}), dict):
                 self.values[section] = fields  # `shared.config.run_config.parse` refuses it
@@ -46,10 +46,10 @@ def read(path: Path, known: Known) -> Layers:
     """Reads the file and, under it, its bases.
 
     Args:
-        known: takes the values of one file, and returns those that can stand in it, in the form in which they can be laid over one
-            another, and what is wrong with the others; a problem in a base names its file.
+        known: takes the values of one file, and returns the valid ones in a form that can be merged, and the errors of the others;
+            a problem in a base names its file.
 
-    Raises ConfigError: a file is no readable TOML, or a base is not there or leads back to its own file; the error names the file.
+    Raises ConfigError: a file is no readable TOML, or a base is missing or leads back to its own file; the error names the file.
     """
     layers = Layers()
     _read(path, "CONFIG", str(path), (), layers, known)
@@ -88,7 +88,7 @@ def _bases(value: Any, path: Path) -> list[str]:
 
 
 def _over(below: Any, above: Any) -> Any:
-    """Lays tables over one another key by key; a file of prompts, which is a table with a path, is one value."""
+    """Merges tables key by key; a file of prompts, which is a table with a path, is one value."""
     if not isinstance(below, dict) or not isinstance(above, dict) or "path" in above:
         return above
     return {**below, **{key: _over(below[key], value) if key in below else value for key, value in above.items()}}

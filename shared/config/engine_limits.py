@@ -1,26 +1,26 @@
-"""How long a sequence an engine generates: what decides it before the engine is there, and when it is asked."""
+"""The longest sequence that an engine generates: its limits before the engine runs, and for a request."""
 
 from collections.abc import Mapping
 from typing import Any
 
 CPU_KV_BYTES = 512 * 2**20
-"""What the KV cache may take on a CPU. SGLang's own default is a share of all memory, filled with zeros at the start:
+"""The bytes that the KV cache may take on a CPU. SGLang's own default is a share of all memory, filled with zeros at the start:
 8 GB and 19 s on a machine of 24 GB, for a model of 1 MB."""
 
 CPU_MAX_TOKENS = 65_536
-"""More KV tokens than this serve nobody at a CPU's speed, however little one takes."""
+"""The most KV tokens on a CPU: more are of no use at its speed, however few bytes each takes."""
 
 CPU_MIN_TOKENS = 4_096
-"""Fewer could not hold a few requests: a larger model takes more than ``CPU_KV_BYTES``."""
+"""The fewest KV tokens on a CPU, enough for a few requests: a larger model takes more than ``CPU_KV_BYTES``."""
 
 CONTEXT_KEPT = 2
 """Tokens of its context that SGLang keeps for itself."""
 
 
 def longest_sequence(context: int, cache_tokens: int, page: int = 1) -> int:
-    """Returns how long input and output together may be to be generated in full, in tokens.
+    """Returns the most tokens of input and output together that are generated in full.
 
-    SGLang cuts ``max_new_tokens`` in silence where input + new tokens exceed its context less 2, or its KV cache less
+    SGLang silently cuts ``max_new_tokens`` if input + new tokens exceed its context less 2, or its KV cache less
     two pages and one token (0.5.16 to 0.5.21: ``Scheduler.init_req_max_new_tokens``).
     """
     return min(context - CONTEXT_KEPT, cache_tokens - 2 * page - 1)
@@ -39,7 +39,7 @@ def cpu_token_capacity(model_config: Mapping[str, Any]) -> int:
 
 
 def context_length(model_config: Mapping[str, Any]) -> int | None:
-    """Returns the context that an engine takes a model to have, in tokens, as SGLang reads it from ``config.json``; None: it has none."""
+    """Returns the context that an engine takes a model to have, in tokens, as SGLang reads it from ``config.json``; None if it has none."""
     scaling = model_config.get("rope_scaling") or model_config.get("rope_parameters") or {}
     known = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
     factor = 1 if known else scaling.get("factor") or 1

@@ -1,7 +1,7 @@
 """Flags for every config field, under slime's and Megatron's names: ``--rollout-batch-size 32``; ``--sglang-…`` goes to the engine.
 
 Megatron's own flags are taken as they are, where no field of the config has their name (`shared.config.megatron_flags`). A flag of slime's
-that no field answers to is refused with what stands in its place (`shared.config.slime_flags`), an unknown flag with the nearest valid one.
+without a field is refused with its replacement (`shared.config.slime_flags`), an unknown flag with the nearest valid one.
 """
 
 import ast
@@ -22,7 +22,7 @@ Overrides = dict[str, dict[str, Any]]
 
 
 def parse(arguments: list[str]) -> Overrides:
-    """Returns what `read` finds. Raises ConfigError for a flag that cannot be taken, or Problems for several."""
+    """Returns the overrides of `read`. Raises ConfigError for a refused flag, or Problems for several."""
     overrides, problems = read(arguments)
     raise_problems(problems)
     return overrides
@@ -73,7 +73,7 @@ def _read_flag(rest: list[str], owners: dict[str, str], overrides: Overrides) ->
 
 
 def _megatron(flag: str, name: str, given: str | None, rest: list[str]) -> tuple[str, Any]:
-    """Returns the name and the value of one of Megatron's flags. Raises ConfigError for a flag that there is not."""
+    """Returns the name and the value of one of Megatron's flags. Raises ConfigError for an unknown flag."""
     if (known := megatron_flags.find(name)) is None:
         expected = slime_flags.advice(name)
         if expected is None:
@@ -89,7 +89,7 @@ def _megatron(flag: str, name: str, given: str | None, rest: list[str]) -> tuple
 
 
 def _value(flag: str, info: FieldInfo, given: str | None, rest: list[str]) -> Any:
-    """Returns the value of a field's flag: what stands behind its ``=``, or the words that follow. Raises ConfigError."""
+    """Returns the value of a field's flag: the text after its ``=``, or the words that follow. Raises ConfigError."""
     kinds = _kinds(info.annotation)
     optional = type(None) in kinds
     if given is not None:
@@ -135,7 +135,7 @@ def _kinds(annotation: Any) -> set[type]:
 
 
 def flags() -> list[str]:
-    """Returns every flag that a config field answers to."""
+    """Returns the flags of all config fields."""
     return ["--" + field.replace("_", "-") for field in field_sections()]
 
 

@@ -1,7 +1,7 @@
-"""Megatron's flags as a config holds them: names, kinds of values, and which of them mean nothing here.
+"""Megatron's flags as a config holds them: names, kinds of values, and those that are refused here.
 
-The catalogue, ``megatron_flags.json``, is made from Megatron's dataclasses by ``python -m docs.flags``; it lets everything that a person
-gives be checked without torch. A flag has one name (`Flag.name`) and may have other spellings: ``--no-rope-fusion`` is
+The catalogue, ``megatron_flags.json``, is made from Megatron's dataclasses by ``python -m docs.flags``, so that the flags of a user
+are checked without torch. A flag has one name (`Flag.name`) and may have other spellings: ``--no-rope-fusion`` is
 ``apply_rope_fusion = false``.
 """
 
@@ -20,10 +20,10 @@ from shared.runtime import errors
 from shared.runtime.errors import ConfigError
 
 UNSET = object()
-"""No fixed value."""
+"""The mark for no fixed value."""
 
 MAX_LIST = 4096
-"""Entries of a list that an expression may make."""
+"""The most entries of a list that an expression may make."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Flag:
         name: with underscores. spellings: other names → what a bare switch of that name sets here; None: takes a value as the name does.
         kind: switch, int, float, text, ints, floats, texts, or two of them (``int or ints``); dtypes are all refused. choices: of a text;
             none: any.
-        optional: whether none is a value. default: what holds where the flag is not given.
-        groups: where it goes: transformer, optimizer, ddp (Megatron's dataclasses) or architecture; none: nowhere, it is refused or says
-            what is so anyway.
-        fixed: the only value it may have here. reason: why it has, or why the flag is refused.
-        engine: whether only Transformer Engine's layers look at it.
+        optional: whether none is a value. default: the value if the flag is not given.
+        groups: its destinations: transformer, optimizer, ddp (Megatron's dataclasses) or architecture; none: it is refused or
+            states what always holds.
+        fixed: the only value that it may have here. reason: why it is fixed, or why the flag is refused.
+        engine: whether only Transformer Engine's layers use it.
     """
 
     name: str
@@ -54,21 +54,21 @@ class Flag:
 
     @property
     def refused(self) -> bool:
-        """Whether no value is taken."""
+        """Returns whether every value is refused."""
         return bool(self.reason) and self.fixed is UNSET
 
     @property
     def takes_several(self) -> bool:
-        """Whether several words may follow it."""
+        """Returns whether several words may follow it."""
         return self.refused or self.kind.endswith(("ints", "floats", "texts"))
 
     @property
     def command_line(self) -> list[str]:
-        """All spellings as a person types them, the name first."""
+        """Returns all spellings as typed on a command line, the name first."""
         return ["--" + name.replace("_", "-") for name in (self.name, *self.spellings)]
 
     def typed(self, value: Any) -> Any:
-        """Returns ``value``, text of a command line or TOML's, as plain data of the flag's kind. Raises ValueError: what would be right."""
+        """Returns ``value``, text of a command line or TOML's, as plain data of the flag's kind. Raises ValueError: what is expected."""
         if self.refused:
             raise ValueError(self.reason)
         plain = None if self.optional and _is_none(value) else _READERS[self.kind](value)
@@ -87,7 +87,7 @@ def _stored() -> dict[str, Any]:
 
 
 def megatron_core() -> str:
-    """The version of megatron-core that the catalogue was made from."""
+    """Returns the version of megatron-core that the catalogue was made from."""
     return str(_stored()["megatron_core"])
 
 
@@ -126,7 +126,7 @@ def canonical(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, 
     """Returns a config's ``[trainer.megatron]``, keys with dashes or underscores in any spelling, as name → plain value.
 
     Args:
-        own: fields of Myxo's own config, which are given where they belong.
+        own: fields of Myxo's own config, which are refused here.
 
     Raises ConfigError: an unknown or refused flag, a wrong value, two spellings that contradict one another.
     """
@@ -147,7 +147,7 @@ def canonical(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, 
 
 
 def missing_engine(given: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yields which flags, name → value, ask for Transformer Engine where that is not installed."""
+    """Yields an error for each flag that needs Transformer Engine if that is not installed. ``given``: name → value."""
     if importlib.util.find_spec("transformer_engine") is not None:
         return
     for name, value in given.items():
@@ -159,7 +159,7 @@ def missing_engine(given: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def near(name: str) -> str:
-    """Returns what an unknown name may have meant; the flags are too many to list."""
+    """Returns a hint of the known names nearest to an unknown one; the flags are too many to list."""
     advice, found = slime_flags.advice(name), errors.near(name, names())
     return advice or (f"did you mean {found}?" if found else "`myxo flags` lists all")
 

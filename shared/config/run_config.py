@@ -40,7 +40,7 @@ MODEL_FIELDS = ("hf_checkpoint", "critic_load")
 
 
 class RunConfig(Section):
-    """Everything a run is, section by section."""
+    """The whole config of a run, section by section."""
 
     run: RunSection
     model: ModelSection
@@ -61,7 +61,7 @@ class RunConfig(Section):
         yield from self._shared_gpus()
 
     def _sizes(self) -> Iterator[str]:
-        """Yields which sizes do not go together, each as ``section.field: what is wrong``."""
+        """Yields the sizes that contradict each other, each as ``section.field: what is wrong``."""
         ranks, trainer = self.trainer.actor_num_gpus_per_node, self.trainer
         sizes = trainer.tensor_model_parallel_size, trainer.pipeline_model_parallel_size, trainer.context_parallel_size
         replica = math.prod(sizes)
@@ -87,7 +87,7 @@ class RunConfig(Section):
             yield f"rollout.n_samples_per_prompt: {self.algorithm.advantage_estimator} compares the samples of a group; use at least 2"
 
     def _shared_gpus(self) -> Iterator[str]:
-        """Yields what is asked of colocated services and does not go together."""
+        """Yields the settings of colocated services that contradict each other."""
         trainer, rollout = self.trainer, self.rollout
         if not trainer.colocate:
             for field in ("offload_train", "offload_rollout"):
@@ -114,7 +114,7 @@ class RunConfig(Section):
             )
 
     def absolute(self, base: Path) -> "RunConfig":
-        """Returns the config with every path absolute, relative ones taken from ``base``; other models become names on the hub."""
+        """Returns the config with every path absolute, relative ones resolved from ``base``; other models become names on the hub."""
         sections = {}
         for section in type(self).model_fields:
             value: Section = getattr(self, section)
@@ -127,7 +127,7 @@ class RunConfig(Section):
 
 
 def parse(values: dict[str, Any]) -> RunConfig:
-    """Builds the config from nested plain values. Raises ConfigError: field, value, and what would be right; Problems of several."""
+    """Builds the config from nested plain values. Raises ConfigError with field, value and what is expected, or Problems of several."""
     known, problems = _known(values)
     try:
         config = RunConfig.model_validate(known)
@@ -139,7 +139,7 @@ def parse(values: dict[str, Any]) -> RunConfig:
 
 
 def _misfits_of_others(known: dict[str, Any], refused: ValidationError, values: dict[str, Any]) -> list[BadInput]:
-    """Returns which of the fields that were not refused do not go together: pydantic looks at that only once all are valid."""
+    """Returns the contradictions among the valid fields: pydantic checks for them only once all fields are valid."""
     if not any(error["loc"] for error in refused.errors()):
         return []  # all sections were valid, and what does not go together over them was refused
     fields = {tuple(problem.field.split(".")[:2]) for problem in _config_errors(refused, values)}
@@ -154,7 +154,7 @@ def _misfits_of_others(known: dict[str, Any], refused: ValidationError, values: 
 
 
 def load(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> RunConfig:
-    """Returns the config that `read` finds. Raises ConfigError for what is wrong with it, or Problems of several."""
+    """Returns the config of `read`. Raises ConfigError for an error in it, or Problems of several."""
     config, problems = read(path, overrides)
     raise_problems(problems)
     assert config is not None  # or there was a problem
@@ -162,10 +162,10 @@ def load(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> RunC
 
 
 def read(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> tuple[RunConfig | None, list[BadInput]]:
-    """Reads a TOML file over its bases, lays ``overrides`` (section → field → value) over it, makes paths absolute from here.
+    """Reads a TOML file over its bases, applies ``overrides`` (section → field → value), makes paths absolute from here.
 
-    Returns the config and a ConfigError for each thing that is wrong; a config all the same where nothing is wrong but names of sections,
-    keys and flags that there are not. Raises ConfigError for a file that cannot be read.
+    Returns the config and a ConfigError for each error; the config is there as well if the only errors are unknown sections, keys and
+    flags. Raises ConfigError for a file that cannot be read.
     """
     layers = config_layers.read(path, _known)
     values = layers.values
@@ -187,7 +187,7 @@ def read(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> tupl
 
 
 def _without_consequences(found: Iterable[BadInput], reported: list[BadInput]) -> list[BadInput]:
-    """Leaves out what follows from a reported problem: a section that is no table is missing, and so is a field that was misspelt."""
+    """Returns the errors that do not follow from a reported one: a misspelt field, or a section that is no table, is also missing."""
     refused = [problem for problem in reported if isinstance(problem, ConfigError)]
     fields, hints = {problem.field for problem in refused}, {problem.expected.rpartition("did you mean ")[2] for problem in refused}
 
@@ -201,7 +201,7 @@ def _without_consequences(found: Iterable[BadInput], reported: list[BadInput]) -
 
 
 def _with_origin(problem: BadInput, layers: config_layers.Layers, path: Path) -> BadInput:
-    """Returns the problem with the file that it comes from, where that is a base of the config at ``path``."""
+    """Returns the problem with the file that it comes from, if that is a base of the config at ``path``."""
     if not isinstance(problem, ConfigError):
         return problem
     origin = layers.origins.get(".".join(problem.field.split(".")[:2]), path)
@@ -235,14 +235,14 @@ def changes(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def _without_secrets(value: Any) -> Any:
-    """Returns a value as errors show it: URLs without their credentials."""
+    """Returns a value as errors show it: with URLs stripped of credentials."""
     if isinstance(value, dict):
         return {key: _without_secrets(item) for key, item in value.items()}
     return re.sub(r"://.*@", "://", value) if isinstance(value, str) else value
 
 
 def _known(values: dict[str, Any]) -> tuple[dict[str, Any], list[BadInput]]:
-    """Returns the values that there are fields for, Megatron's flags under their names, and what is wrong with the others."""
+    """Returns the values of known fields, Megatron's flags under their names, and the errors of the others."""
     known, problems = _known_fields(values)
     trainer = known.get("trainer", {})
     if isinstance(trainer, dict) and isinstance(trainer.get("megatron"), dict):
@@ -255,7 +255,7 @@ def _known(values: dict[str, Any]) -> tuple[dict[str, Any], list[BadInput]]:
 
 
 def _known_fields(values: dict[str, Any]) -> tuple[dict[str, Any], list[BadInput]]:
-    """Returns the fields that there are, and a ConfigError for each section and key that there is not."""
+    """Returns the known fields, and a ConfigError for each unknown section and key."""
     sections, owners = list(RunConfig.model_fields), field_sections()
     known: dict[str, Any] = {}
     problems: list[BadInput] = []
@@ -277,7 +277,7 @@ def _known_fields(values: dict[str, Any]) -> tuple[dict[str, Any], list[BadInput
 
 
 def _config_errors(error: ValidationError, values: dict[str, Any]) -> Iterator[ConfigError]:
-    """Yields what pydantic refused, each under its field."""
+    """Yields an error for each value that pydantic refused, under its field."""
     for found in error.errors():
         reason = found.get("ctx", {}).get("error")
         for message in reason.problems if isinstance(reason, Misfits) else [found["msg"].removeprefix("Value error, ")]:

@@ -1,4 +1,4 @@
-"""What the sections of a run's config are made of: fields, and rules about how the fields of a section go together."""
+"""The base of the sections of a run's config: fields, and rules about combinations of them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, Self
@@ -9,15 +9,15 @@ MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}
 """Marks fields that may change when a run is resumed."""
 
 HOOK = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-"""A function of the user's own: ``package.module:function``."""
+"""The pattern of a path to a custom function: ``package.module:function``."""
 
 
 LARGEST_SEED = 2**31 - 1
-"""Random generators take 32 bits, and replicas and ranks count on from a seed."""
+"""The largest seed: random generators take 32 bits, and replicas and ranks add their number to it."""
 
 
 class Misfits(ValueError):
-    """Fields that do not go together. ``problems``: each ``section.field: what is wrong``."""
+    """Fields that contradict each other. ``problems``: each ``section.field: what is wrong``."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
@@ -25,11 +25,11 @@ class Misfits(ValueError):
 
 
 class Rule(NamedTuple):
-    """What may not be in a section.
+    """A condition on a section under which it is refused.
 
     Args:
         fields: the fields that it is about; each is refused by itself. broken: takes the section and the field's value.
-        expected: why the value is refused, or what would be right; formatted with the section and the value: ``{0.other_field}``, ``{1}``.
+        expected: why the value is refused, or what is expected; formatted with the section and the value: ``{0.other_field}``, ``{1}``.
     """
 
     fields: str | tuple[str, ...]
@@ -58,5 +58,5 @@ class Section(BaseModel):
                     yield f"{section}.{field}: {rule.expected.format(self, value)}"
 
     def _misfits(self) -> Iterator[str]:
-        """Yields what else is wrong, each as ``section.field: what is wrong``."""
+        """Yields further errors, each as ``section.field: what is wrong``."""
         yield from ()

@@ -16,7 +16,7 @@ from shared.hub import hub_names
 from shared.runtime.errors import nearest
 
 PlainValues = PlainSerializer(data_files.plain_values, return_type=str | list[str] | None)
-"""Files as JSON and TOML hold them."""
+"""The serialisation of files in JSON and TOML."""
 
 VERIFIERS = ("math", "exact")
 """Environments that come with the reward service."""
@@ -45,7 +45,7 @@ class RunSection(Section):
 
     @property
     def root(self) -> Path:
-        """The run's own directory."""
+        """Returns the run's own directory."""
         return self.dir / self.name
 
 
@@ -214,17 +214,17 @@ class RewardSection(Section):
 
     @property
     def external(self) -> dict[str, str]:
-        """Returns the environments outside of Myxo, name → URL; none where ``custom_rm_path`` takes the place of all."""
+        """Returns the environments outside of Myxo, name → URL; none if ``custom_rm_path`` replaces all of them."""
         if self.custom_rm_path is not None:
             return {}
         return {**({} if self.rm_url is None else {REMOTE: self.rm_url}), **self.environments}
 
     def environment_names(self) -> list[str]:
-        """Returns every environment that a prompt of this run may name, built in or not; each has a queue of its own."""
+        """Returns every environment that a prompt of this run may name, built in or not; each has its own queue."""
         return sorted({*VERIFIERS, *self.external}) if self.custom_rm_path is None else [CUSTOM]
 
     def environment_of(self, named: str | None) -> str:
-        """Returns the environment that scores a prompt which names one, or none."""
+        """Returns the environment that scores a prompt. ``named``: the one that the prompt names, if any."""
         if self.custom_rm_path is not None:
             return CUSTOM
         return self.rm_type if named is None else named
@@ -271,7 +271,7 @@ class SftSection(Section):
 
 
 class MonitoringSection(Section):
-    """What is measured, and where it goes besides TensorBoard and Prometheus."""
+    """Measurements, and their destinations besides TensorBoard and Prometheus."""
 
     log_passrate: bool = Field(default=False, description="passrate/pass@k of each batch, for k = 1, 2, 4, ...", **MUTABLE)
     passrate_threshold: float = Field(default=1.0, description="a sample passes with a reward of at least this", **MUTABLE)

@@ -1,7 +1,7 @@
-"""SGLang's own flags as a config's ``[rollout.sglang]`` holds them: whether the installed SGLang's parser takes them.
+"""SGLang's own flags as a config's ``[rollout.sglang]`` holds them, and the check that the installed SGLang's parser takes them.
 
-Importing that parser takes seconds, so its flags are read from a catalogue: ``sglang_flags.json`` for the version that Myxo is made with,
-for another version one that is made at the first need, by the rollout service's own code in a process of its own, and kept in the user's
+Importing that parser takes seconds, so its flags are read from a catalogue: ``sglang_flags.json`` for the version that Myxo is made with.
+For another version a separate process makes one at the first use, with the rollout service's code, and it is kept in the user's
 cache.
 """
 
@@ -26,7 +26,7 @@ LISTING = "services.rollout.engine.sglang_catalogue"
 """The module that prints the catalogue of the installed SGLang."""
 
 LISTING_SECONDS = 120.0
-"""How long it may take to import SGLang."""
+"""The seconds that importing SGLang may take."""
 
 RESERVED = {
     "model-path": "set model.hf_checkpoint",
@@ -38,14 +38,14 @@ RESERVED = {
     "weight-version": "nothing to set: the weight version is the run's",
     "custom-weight-loader": "nothing to set: an engine's weights come from the trainer",
 }
-"""Flags that the rollout service sets, and what to do instead; nobody else gives them to an engine."""
+"""Flags that only the rollout service sets, and what to do instead."""
 
 OF_FIELDS = {"tp-size": "set rollout.rollout_num_gpus_per_engine", "config": "give each of its flags here"}
-"""Flags that the rollout service sets by other fields of the config, or that would let others pass unseen; and what to do instead."""
+"""Flags that follow from other fields of the config, or that would pass others unchecked; and what to do instead."""
 
 
 SHARES = ("mem-fraction-static",)
-"""Flags whose value is a share, which the parser does not look at."""
+"""Flags whose value is a share, which the parser does not check."""
 
 
 def count(text: str) -> int:
@@ -61,7 +61,7 @@ _READERS: dict[str, Callable[[str], Any]] = {"int": int, "count": count, "float"
 
 
 class NoCatalogue(MyxoError):
-    """The flags of the installed SGLang cannot be told."""
+    """The flags of the installed SGLang cannot be determined."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class EngineFlag:
     choices: tuple[str, ...] = ()
 
     def problem(self, value: Any) -> str | None:
-        """Returns what would be right in place of ``value``; None where the value is right."""
+        """Returns what is expected in place of ``value``; None if the value is valid."""
         if value is None or value is False:
             return None  # left out
         if self.kind == "switch":
@@ -127,7 +127,7 @@ class EngineFlags:
 
     @classmethod
     def of_json(cls, text: str) -> Self:
-        """Reads a catalogue. Raises ValueError, KeyError or TypeError where it is none."""
+        """Reads a catalogue. Raises ValueError, KeyError or TypeError if it is malformed."""
         content = json.loads(text)
         return cls(content["sglang"], tuple(_flag(**row) for row in content["flags"]))
 
@@ -136,14 +136,14 @@ class EngineFlags:
         return {spelling: flag for flag in self.flags for spelling in flag.spellings}
 
     def find(self, name: str) -> EngineFlag | None:
-        """Returns the flag of that name, or the only one whose name begins so, which SGLang takes too."""
+        """Returns the flag of that name, or the only one with that prefix, which SGLang accepts too."""
         if name in self._spelled:
             return self._spelled[name]
         begun = {flag for spelling, flag in self._spelled.items() if spelling.startswith(name)}
         return begun.pop() if len(begun) == 1 else None
 
     def problems(self, given: Mapping[str, Any]) -> Iterator[ConfigError]:
-        """Yields what this SGLang's parser does not take of ``[rollout.sglang]``, and what a run sets otherwise."""
+        """Yields an error for each flag of ``[rollout.sglang]`` that this SGLang's parser refuses or that the run sets itself."""
         seen: dict[str, str] = {}
         for key, value in given.items():
             field, name = f"rollout.sglang.{key}", plain_name(key)
@@ -168,7 +168,7 @@ def plain_name(key: str) -> str:
 
 
 def installed() -> str | None:
-    """Returns the version of SGLang in this environment; None where there is none."""
+    """Returns the version of SGLang in this environment; None if it is not installed."""
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -176,7 +176,7 @@ def installed() -> str | None:
 
 
 def of_installed() -> EngineFlags | None:
-    """Returns the flags of the installed SGLang; None where there is none. Raises NoCatalogue: what keeps them from being read."""
+    """Returns the flags of the installed SGLang; None if it is not installed. Raises NoCatalogue if they cannot be read."""
     if (version := installed()) is None:
         return None
     made_with = EngineFlags.of_json(CATALOGUE.read_text())

@@ -1,4 +1,4 @@
-"""slime's flags that are no fields here: each with what stands in its place, or why it is not needed.
+"""slime's flags that are no fields here, each with its replacement, or why it is not needed.
 
 Names are slime's with underscores; those that Myxo takes under the same name are not listed, and Megatron's are in
 `shared.config.megatron_flags`.
@@ -21,7 +21,7 @@ _ALWAYS = {
     "rollout_max_context_len": "the model's own context length holds, with --rollout-max-prompt-len and --rollout-max-response-len",
     "async_buffer_size": "--max-staleness bounds what may lie ready",
 }
-"""Leave it out, because …"""
+"""Flags to leave out, and why."""
 
 _INSTEAD = {
     "actor_num_nodes": "a trainer has one node: --actor-num-gpus-per-node says its ranks",
@@ -53,7 +53,7 @@ _INSTEAD = {
     "model_name": "leave it out: the model's family is read from --hf-checkpoint",
     "reset_optimizer_states": "start a run of another name from the weights that --save-hf has written",
 }
-"""What to do."""
+"""Flags with a replacement: what to do instead."""
 
 _ABSENT = {
     "allgather_cp",
@@ -77,7 +77,7 @@ _ABSENT = {
     "use_rollout_routing_replay",
     "use_routing_replay",
 }
-"""There is nothing like it."""
+"""Flags without an equivalent."""
 
 
 def advice(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The run's [trainer]: how a model is shared among ranks and trained."""
+"""The run's [trainer]: the parallel layout of the model, and its training."""
 
 import re
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ from shared.hub import hub_names
 from shared.runtime.errors import nearest
 
 ALL_LINEAR = "all-linear"
-"""All matrices that adapters can be laid on."""
+"""The target that stands for all matrices that can have adapters."""
 
 RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
-"""Modules of a layer, as Megatron-Core 0.16 names them."""
+"""The modules of a layer that can be recomputed, as Megatron-Core 0.16 names them."""
 
 
 class TrainerSection(Section):
@@ -138,7 +138,7 @@ class TrainerSection(Section):
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether the backward pass runs whole layers again."""
+        """Returns whether the backward pass recomputes whole layers."""
         return self.recompute_granularity == "full" or (self.recompute and self.recompute_granularity is None)
 
     def _misfits(self) -> Iterator[str]:
@@ -153,5 +153,5 @@ class TrainerSection(Section):
                 yield f"trainer.recompute_modules: {name!r} is no module of a layer; {nearest(name, list(RECOMPUTABLE))}"
 
     def ranks(self, role: str) -> int:
-        """Processes of a role of the trainer: actor or critic."""
+        """Returns how many processes a role of the trainer (actor or critic) has."""
         return self.actor_num_gpus_per_node if role == "actor" else self.critic_num_gpus_per_node or self.actor_num_gpus_per_node

@@ -1,4 +1,4 @@
-"""The run's [weights]: how versions get from the trainer to the engines."""
+"""The run's [weights]: the transfer of versions from the trainer to the engines."""
 
 from pathlib import Path
 from typing import Literal, Self

@@ -31,11 +31,11 @@ class DataFile:
 
     @property
     def plain(self) -> bool:
-        """Whether the path says it all."""
+        """Returns whether all rows are used, at weight 1."""
         return (self.start, self.stop, self.weight) == (None, None, 1.0)
 
     def rows(self, length: int) -> range:
-        """Returns the rows of a file of ``length`` rows that are meant."""
+        """Returns the selected rows of a file of ``length`` rows."""
         return range(length)[self.start : self.stop]
 
     def under(self, base: Path) -> "DataFile":
@@ -54,7 +54,7 @@ class DataFile:
 
 
 def parse(text: str) -> DataFile:
-    """Reads one file as text. Raises ValueError with what would be right."""
+    """Reads one file as text. Raises ValueError with what is expected."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} names no file; {EXPECTED}")

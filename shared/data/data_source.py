@@ -1,12 +1,12 @@
-"""Prompts from a source of the user's own: ``data.data_source = "package.module:make"``.
+"""Prompts from a custom source: ``data.data_source = "package.module:make"``.
 
 ``make(config)`` returns an object with ``get_samples(n)``: a list of n prompts, each an object with the keys of [data] or something with
 the attributes ``prompt``, ``label`` and ``metadata``; a list of such (slime's groups) counts as its first. A source may also have
 ``state()``, a JSON value, and ``load_state(value)``.
 
-What a source gives need not be the same twice, but a group's prompt must be. So each prompt that is drawn is written, with its number and
-the source's state behind it, to ``prompts/drawn.jsonl`` in the run's directory before it is used, and read from there ever after. Another
-buffer reads what was written and goes on from the last state; a source without states is asked for as many prompts as were drawn before.
+A source need not be reproducible, but a group's prompt must be. So each drawn prompt is written, with its number and the source's state
+after it, to ``prompts/drawn.jsonl`` in the run's directory before it is used, and read from there afterwards. Another buffer reads that
+file and continues from the last state; a source without states is first asked for as many prompts as were drawn before.
 """
 
 import json
@@ -25,10 +25,10 @@ from shared.runtime.errors import ConfigError
 FIELD = "data.data_source"
 
 REPLAYED_AT_ONCE = 256
-"""Prompts that a source without states is asked for at once, to get behind those that were drawn before."""
+"""The prompts that a source without states is asked for at once, to skip those that were drawn before."""
 
 MOST_LEFT_OUT = 10_000
-"""Prompts in a row that may be left out before the source is given up."""
+"""The most consecutive prompts that may be left out before the source is given up."""
 
 
 def load(config: RunConfig) -> Callable[[RunConfig], Any]:
@@ -64,7 +64,7 @@ class DrawnFile:
         return RowEntry(json.loads(self._file.readline())["entry"], FIELD, lambda: f"{self.path}: prompt {index}")
 
     def catch_up(self) -> bool:
-        """Takes in what was written since. Returns whether anything was."""
+        """Reads the lines written since the last call. Returns whether there were any."""
         before = len(self)
         self._file.seek(self._end)
         while (line := self._file.readline()).endswith(b"\n"):
@@ -104,7 +104,7 @@ class DrawnPrompts:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Prompts that were left out so far, by reason."""
+        """Returns how many prompts were left out so far, by reason."""
         counts: dict[str, int] = self._drawn.last["left_out"]
         return counts
 
@@ -120,7 +120,7 @@ class DrawnPrompts:
         return self._reader.read(self._drawn.entry(index))
 
     def _resumed(self) -> Any:
-        """Returns the source behind the last prompt that was drawn."""
+        """Returns the source, continued after the last prompt that was drawn."""
         source, last = self._make(self._config), self._drawn.last
         if not hasattr(source, "get_samples"):
             raise self._refusal(f"its {type(source).__name__} has no get_samples(n)")

@@ -18,7 +18,7 @@ TRAINED_ROLE = "assistant"
 
 
 class Piece(NamedTuple):
-    """A stretch of a rendered chat. ``trained``: one that the model is to write."""
+    """A part of a rendered chat. ``trained``: whether the model learns to write it."""
 
     text: str
     trained: bool
@@ -92,8 +92,8 @@ class DemonstrationFile:
     def __getitem__(self, row: int) -> Demonstration:
         """Returns a row's tokens.
 
-        What ends a response is trained: a response that is text gets the model's first stop token, and so does a chat whose template writes
-        none at its end; what a template writes behind a stop token is not trained. Raises ConfigError for what cannot be used.
+        The end of a response is trained: a text response gets the model's first stop token, and so does a chat whose template writes none;
+        text that a template writes after a stop token is not trained. Raises ConfigError for a row that cannot be used.
         """
         entry = self._rows.entry(row)
         stretches, is_chat = self._stretches(entry)

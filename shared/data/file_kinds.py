@@ -1,10 +1,10 @@
-"""What a data file is: Parquet by its name, JSONL, or something else, told by its first bytes with how to make JSONL of it."""
+"""The kind of a data file: Parquet by its name, JSONL, or another kind by its first bytes, with how to convert it to JSONL."""
 
 import json
 from pathlib import Path
 
 LOOKED_AT = 4096
-"""Bytes of a file's beginning that are looked at."""
+"""The first bytes of a file that are examined."""
 
 _MAGIC = {
     b"\x1f\x8b": "compressed with gzip; unpack it: gunzip -k {path}",
@@ -27,12 +27,12 @@ _TABLE = (
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a file is read as Parquet; any other is read as JSONL."""
+    """Returns whether a file is read as Parquet; any other is read as JSONL."""
     return path.suffix == ".parquet"
 
 
 def other_than_jsonl(path: Path, beginning: bytes) -> str | None:
-    """Returns what a file is that cannot be JSONL, and how to make JSONL of it; None for one that may be.
+    """Returns the kind of a file that cannot be JSONL, and how to convert it; None for one that may be JSONL.
 
     A file of which single lines are wrong may be JSONL: its reader names the line.
     """
@@ -55,7 +55,7 @@ def other_than_jsonl(path: Path, beginning: bytes) -> str | None:
 
 
 def _is_plain_list(line: bytes) -> bool:
-    """Whether a line is a list of its own that holds no object: then it is one wrong line of many."""
+    """Returns whether a line is a complete list without objects, which is a single wrong line of a JSONL file."""
     try:
         return not any(isinstance(item, dict) for item in json.loads(line))
     except ValueError:

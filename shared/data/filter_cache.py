@@ -61,7 +61,7 @@ class RowBitmap:
 
 @dataclass(frozen=True)
 class FilteredRows:
-    """What filtering a run's prompts came to.
+    """The result of filtering a run's prompts.
 
     rows: those that are used. left_out: how many are not, by reason. first: what is wrong with the first of them. longest: tokens of the
     longest prompt that is used.
@@ -87,7 +87,7 @@ class FilterCache:
         self._path, self._cached = self._root / "prompts" / f"{name}.kept", f"{self._key}.kept"
 
     def read(self) -> FilteredRows | None:
-        """Returns the result, if it is there and of this very input."""
+        """Returns the result if it is cached for exactly this input, else None."""
         with contextlib.suppress(OSError):
             if (filtered := self._parsed(self._path.read_bytes())) is not None:
                 return filtered

@@ -23,7 +23,7 @@ from shared.runtime.errors import ConfigError, nearest
 from shared.schema import codec
 
 OVERLONG, BAD = "overlong", "bad"
-"""Why a prompt is left out."""
+"""The reasons for which a prompt is left out."""
 
 BATCH = 256
 """Prompts that are tokenised together where only their lengths are asked for: the work is shared over processor cores."""
@@ -229,7 +229,7 @@ class PromptFile:
         return len(self.rows) if self._used is None else len(self._used)
 
     def __getitem__(self, index: int) -> Prompt:
-        """Raises ConfigError with file, line, key and what would be right."""
+        """Returns a prompt. Raises ConfigError with file, line, key and what is expected."""
         return self._reader.read(self.rows.entry(index if self._used is None else self._used.row(index)))
 
     def below(self, row: int) -> int:
@@ -303,11 +303,11 @@ class PromptStream(Protocol):
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Prompts that are left out, by reason."""
+        """Returns how many prompts are left out, by reason."""
 
     @property
     def first_left_out(self) -> ConfigError | None:
-        """What is wrong with the first of them that this process has seen."""
+        """Returns the error of the first left-out prompt that this process has seen; None if there is none."""
 
 
 class TrainingPrompts(PromptFile):

@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 PATIENCE_SECONDS = 2.0
-"""What is done sooner shows nothing."""
+"""Work that ends sooner shows nothing."""
 
 LINE_SECONDS = 10.0
 """Time between two lines where there is no terminal."""
 
 
 class ReadProgress:
-    """Shows how far something has got, as a context manager.
+    """A context manager that shows the progress of reading.
 
     Args:
         what: in words. total: where it ends, in the unit of `at`. amount: writes such a number.
@@ -26,7 +26,7 @@ class ReadProgress:
     def __init__(self, what: str, total: int, amount: Callable[[int], str] = "{:,}".format) -> None:
         self._what, self._total, self._amount = what, total, amount
         self.shown = False
-        """Whether anything was shown."""
+        """True once anything was shown."""
         self._due = time.monotonic() + PATIENCE_SECONDS
         self._progress: Progress | None = None
 

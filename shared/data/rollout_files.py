@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from shared.schema.sample import Sample
 
 DIRECTORY = "rollouts"
-"""Where the files lie in a run's directory."""
+"""The directory of the files in a run's directory."""
 
 TRAINED, DROPPED, DEAD, EVALUATED, FAILED = "trained", "dropped", "dead", "evaluated", "failed"
-"""How a group can end; the last two are those of held-out prompts."""
+"""The ends of a group; the last two are those of held-out prompts."""
 
 _FILE = re.compile(r"([0-9]{6,12})\.jsonl\Z")
 _HEAD = re.compile(
@@ -85,7 +85,7 @@ class RolloutRecord(BaseModel):
     samples: list[RolloutSample] = []
 
     def line(self) -> bytes:
-        """Returns the record as a line of a file. What JSON does not have stands as text, and numbers that are not finite as null."""
+        """Returns the record as a line of a file. Values that JSON does not have become text, and numbers that are not finite null."""
         plain = dict(self)
         plain["samples"] = [{key: value for key, value in sample if value is not None} for sample in self.samples]
         return pydantic_core.to_json(plain, inf_nan_mode="null", fallback=_json_value) + b"\n"
@@ -201,7 +201,7 @@ def file_index(path: Path) -> int:
 def sample_of(
     sample: Sample, group: Sample, reward: float | None, parts: Mapping[str, float], *, removed: bool, stale: bool, tokens: bool
 ) -> RolloutSample:
-    """Returns what is kept of a sample. Nothing is validated: it comes from the store, and is checked when it is read.
+    """Returns the part of a sample that is kept. Nothing is validated: it comes from the store, and is checked when it is read.
 
     Args:
         group: the group's first sample, whose prompt, label and metadata the record has. tokens: whether token ids, log-probs and mask

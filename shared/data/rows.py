@@ -30,7 +30,7 @@ _SYNONYMS = (
     ("label", "answer", "ground_truth", "final_answer", "expected_answer", "target", "gold", "solution", "output"),
     ("response", "completion", "output", "answer", "solution"),
 )
-"""What data sets call prompts, labels and responses."""
+"""The usual keys of prompts, labels and responses in data sets."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RowEntry:
         return kind(f"{self.field}:{key}", self.where(), expected)
 
     def value(self, key: str, setting: str) -> Any:
-        """Returns what stands under ``key``. Raises ConfigError where it is absent; ``setting`` is the config field that names the key."""
+        """Returns the value under ``key``. Raises ConfigError where it is absent; ``setting`` is the config field that names the key."""
         if key in self.values:
             return self.values[key]
         keys = sorted(self.values)

@@ -73,12 +73,12 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model comes with a chat template."""
+        """Returns whether the model comes with a chat template."""
         return self._template is not None
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        """The chat template, compiled once: that takes a hundred times as long as rendering a chat."""
+        """Returns the chat template, compiled once: that takes a hundred times as long as rendering a chat."""
         assert self._template is not None
         return _environment().from_string(self._template)
 
@@ -93,7 +93,7 @@ class Tokenizer:
 
 
 def _environment() -> jinja2.Environment:
-    """Returns what chat templates are written for: the syntax, filter and functions that transformers gives them."""
+    """Returns the environment of chat templates: the syntax, filter and functions that transformers gives them."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 
     def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:

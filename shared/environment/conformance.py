@@ -1,4 +1,4 @@
-"""Checks whether a live environment keeps the protocol. Each check asks it something real and says in a line what came of it."""
+"""Checks whether a live environment keeps the protocol. Each check sends a real request and reports its result in one line."""
 
 import asyncio
 import json
@@ -28,21 +28,21 @@ SCORE_SECONDS = 30.0
 
 CONCURRENT = 8
 LONG = 100_000
-"""Characters of the long response."""
+"""The characters of the long response."""
 
 BEYOND_ASCII = ("答えは42です", "\U0001f9ee ∑ = 42", "one\u2028two\x00three", "\u202e24")
 
 _CRASH = re.compile(
     r"NoneType|Traceback|\b(Attribute|Type|Key|Index|Name)Error\b|of (null|undefined)\b|null ?pointer|nil pointer", re.IGNORECASE
 )
-"""How programs word that they did not expect a null: nobody chose to say that."""
+"""Patterns of errors that a program raises by accident on an unexpected null, instead of an answer of its own."""
 
 Result = Literal["ok", "warning", "FAILED"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """What came of one check. ``seconds``: how long it took."""
+    """The result of one check. ``seconds``: its duration."""
 
     name: str
     result: Result
@@ -52,7 +52,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Example:
-    """What is asked: a prompt, its label, responses to it."""
+    """The content of a request: a prompt, its label, responses to it."""
 
     prompt: str = "12+30="
     label: str | None = "42"
@@ -103,7 +103,7 @@ class Conformance:
             yield replace(done, result="warning") if done.result == "FAILED" else done
         yield Check("time", "ok", f"the slowest answer took {self._slowest:.2f} s of {self._deadline:g} s", self._slowest)
 
-    # --- one check each: returns what there is to say, raises where the check failed
+    # --- one check each: returns its report, raises if the check failed
 
     async def _describe(self) -> str:
         description = await self._environment.describe(DESCRIBE_SECONDS)

@@ -32,7 +32,7 @@ class Environment(ABC):
         """
 
     async def describe(self, deadline: float) -> Description:
-        """Returns what the environment says of itself, checked. Raises as `ask` does."""
+        """Returns the environment's description, checked. Raises as `ask` does."""
         return read_description(await self.ask(DESCRIBE, None, deadline), self.label)
 
     async def score(self, request: ScoreRequest, deadline: float) -> list[Score]:

@@ -1,4 +1,4 @@
-"""Reads where an environment is, ``http(s)://host[:port][/path]`` or ``nats:NAME``, and knows which addresses are never connected to. Pure.
+"""Reads an environment's address, ``http(s)://host[:port][/path]`` or ``nats:NAME``, and refuses blocked IP addresses. Pure.
 
 Addresses come from the run's config alone, never from a message or a prompt.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,63}\Z")
-"""What an environment may be called: it becomes part of subject and key names."""
+"""The form of an environment's name, which becomes part of subject and key names."""
 
 NATS = "nats:"
 EXPECTED = "http://host:port, https://host:port or nats:NAME"
@@ -24,7 +24,7 @@ class EnvironmentUrl:
     """One environment's address.
 
     url: as HTTP requests use it, credentials included, no slash at the end ("" on the bus). responder: its name on the bus ("" over
-    HTTP). shown: fit for logs and cards, without credentials.
+    HTTP). shown: without credentials, for logs and statuses.
     """
 
     url: str
@@ -33,7 +33,7 @@ class EnvironmentUrl:
 
 
 def parse(text: str) -> EnvironmentUrl:
-    """Reads an address. Raises ValueError that says in words what is wrong with it."""
+    """Reads an address. Raises ValueError with what is wrong with it."""
     if text.startswith(NATS):
         name = text.removeprefix(NATS)
         if not NAME.match(name):

@@ -1,7 +1,7 @@
 """An environment that answers over HTTP, in JSON.
 
-It may be anybody's program on anybody's machine. So: no redirect is followed, no proxy and no netrc of this process's environment is used,
-no cookie kept; a name is resolved once for each connection, the addresses checked, and exactly those connected to; an answer is read up to
+The environment is not trusted: no redirect is followed, no proxy and no netrc of this process's environment is used, no cookie is kept;
+a name is resolved once for each connection, and only the checked addresses are connected to; an answer is read up to
 a limit.
 """
 
@@ -21,14 +21,14 @@ from shared.environment.protocol import MAX_ANSWER, EnvironmentAway, Environment
 from shared.runtime.errors import DeadlineExceeded
 
 CONNECT_SECONDS = 3.0
-"""How long resolving and connecting may take before the environment counts as away."""
+"""The seconds that resolving and connecting may take before the environment counts as unreachable."""
 
 IDLE_SECONDS = 3.0
 """Idle connections are closed after this: the usual servers close theirs after 5 s, and a request sent into that moment would be lost."""
 
 
 class BlockedAddress(Exception):
-    """A name that resolves to an address that is never connected to."""
+    """A name resolves to a blocked address."""
 
 
 class CheckedResolver(AbstractResolver):
@@ -116,7 +116,7 @@ class HttpEnvironment(Environment):
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    limit=0,  # what is in flight, the service bounds
+                    limit=0,  # the service limits the requests in flight
                     keepalive_timeout=IDLE_SECONDS,
                     use_dns_cache=False,
                     resolver=CheckedResolver(),

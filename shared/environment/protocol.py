@@ -1,7 +1,7 @@
-"""The environment protocol, version 1: what is asked and what may be answered. Pure.
+"""The environment protocol, version 1: its requests and valid answers. Pure.
 
-Every map is the same over HTTP (JSON) and over NATS (MessagePack). What comes from an environment is checked strictly, for it decides what
-a model learns: an answer that does not fit is refused with the environment, the field and what was expected. Unknown fields are ignored.
+Every map is the same over HTTP (JSON) and over NATS (MessagePack). Answers are checked strictly, because they decide what
+a model learns: an invalid answer is refused with the environment, the field and what was expected. Unknown fields are ignored.
 """
 
 import math
@@ -17,13 +17,13 @@ PROTOCOL = 1
 DESCRIBE, SCORE = "describe", "score"
 
 MAX_ANSWER = 4 << 20
-"""Bytes of an answer."""
+"""The most bytes of an answer."""
 
 MAX_PARTS = 64
-"""Named numbers of one sample."""
+"""The most named numbers of one sample."""
 
 MAX_NAME = 64
-"""Characters of the name of an environment or of a part."""
+"""The most characters of the name of an environment or of a part."""
 
 _SHOWN = 80
 
@@ -76,7 +76,7 @@ class ScoreRequest(BaseModel):
 
 
 class Description(BaseModel):
-    """What an environment says of itself. ``timeout``: seconds that one score may need at most, as the environment says."""
+    """An environment's description of itself. ``timeout``: the most seconds that one score may need, as the environment states."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 

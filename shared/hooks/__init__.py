@@ -1,4 +1,4 @@
-"""The user's own functions, under slime's signatures: how they are loaded, what they are given, what they give back."""
+"""Custom functions under slime's signatures: their loading, their arguments and their results."""
 
 from shared.hooks.arguments import Arguments
 from shared.hooks.filters import DynamicFilterOutput, nonzero_std

@@ -1,4 +1,4 @@
-"""Filters of scored groups: what a dynamic sampling filter decides, and those that come with Myxo."""
+"""Filters of scored groups: the decision of a dynamic sampling filter, and the built-in filters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from shared.hooks.hook_sample import HookSample
 
 @dataclass(frozen=True)
 class DynamicFilterOutput:
-    """Whether a group is kept; where it is not, ``reason`` names why in counters."""
+    """The decision whether to keep a group; if it is not kept, counters show it under ``reason``."""
 
     keep: bool
     reason: str | None = None
 
 
 def nonzero_std(args: Any, group: list[HookSample], **_: Any) -> DynamicFilterOutput:
-    """Keeps a group unless its rewards are all equal: compared with each other, they teach nothing."""
+    """Keeps a group unless its rewards are all equal, which gives zero advantages."""
     rewards = {sample.get_reward_value(args) for sample in group}
     if len(rewards) > 1:
         return DynamicFilterOutput(True)
@@ -24,4 +24,4 @@ def nonzero_std(args: Any, group: list[HookSample], **_: Any) -> DynamicFilterOu
 
 
 BUILT_IN: dict[str, Callable[..., DynamicFilterOutput]] = {"nonzero_std": nonzero_std}
-"""By the name that the config gives in place of a path."""
+"""The built-in filters by the name that the config gives in place of a path."""

@@ -18,7 +18,7 @@ class HookSample:
     """
 
     class Status(Enum):
-        """How far its generation has come."""
+        """The state of its generation."""
 
         PENDING = "pending"
         COMPLETED = "completed"
@@ -96,7 +96,7 @@ class HookSample:
 Status = HookSample.Status
 
 FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
-"""By the engine's ``finish_reason``."""
+"""The status by the engine's ``finish_reason``."""
 
 
 def _checked_log_probs(count: int, log_probs: Sequence[float] | None) -> Sequence[float]:

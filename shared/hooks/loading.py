@@ -1,4 +1,4 @@
-"""Imports the function at ``package.module:function``, and knows which service imports which."""
+"""Imports the function at ``package.module:function``, and lists the functions that each service imports."""
 
 import importlib
 from collections.abc import Callable
@@ -25,7 +25,7 @@ RUN_BY = {
 
 
 class HookFailed(MyxoError):
-    """A function of the user's own raised, or gave what cannot be used.
+    """A custom function raised, or returned a value that cannot be used.
 
     Args:
         field, path: which one. reason: what happened, on one line.
@@ -37,7 +37,7 @@ class HookFailed(MyxoError):
 
 
 def paths(config: RunConfig, service: str | None = None) -> dict[str, str]:
-    """Returns the functions that a run names, by field, or those that ``service`` calls. Built-in filters are none of them."""
+    """Returns the functions that a run names, by field, or those that ``service`` calls. Built-in filters are not included."""
     found = {}
     for field, runs_in in RUN_BY.items():
         section, _, name = field.partition(".")

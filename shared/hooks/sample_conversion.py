@@ -47,7 +47,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a sample may hold: token ids below ``vocabulary``; ``longest``: tokens of prompt and response, None: any number."""
+    """Limits of a sample: token ids below ``vocabulary``; ``longest``: tokens of prompt and response together, None for any number."""
 
     vocabulary: int
     longest: int | None = None

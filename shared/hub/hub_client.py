@@ -19,10 +19,10 @@ from shared.runtime.errors import MyxoError
 Result = TypeVar("Result")
 
 REQUEST_SECONDS = 4.0
-"""How long the hub may keep silent in one request about a repository."""
+"""The seconds that the hub may stay silent in one request about a repository."""
 
 ANSWER_SECONDS = 6.0
-"""How long such a question may take in all, including a slow look-up of the hub's address and a second try."""
+"""The seconds that such a request may take in all, including a slow look-up of the hub's address and a second try."""
 
 RETRY_SECONDS = 1.0
 

@@ -13,10 +13,10 @@ from shared.hub.hub_client import Hub, HubError, RepositoryListing, Unreachable,
 from shared.hub.hub_names import HubName
 
 STALL_SECONDS = 120.0
-"""How long a download may go without a byte."""
+"""The seconds that a download may go without a byte."""
 
 XET_STALL_SECONDS = 20.0
-"""The same for Xet, the hub's storage for large files, whose client tries for minutes: then plain HTTP is used instead."""
+"""The same for Xet, the hub's storage for large files, whose client retries for minutes: plain HTTP is then used instead."""
 
 _POLL_INTERVAL = 0.1
 

@@ -42,7 +42,7 @@ class HubName:
 
     @property
     def unpinned(self) -> "HubName":
-        """The name without its commit, as it was asked for."""
+        """Returns the name without its commit, as it was asked for."""
         return self if self.revision == self.commit else replace(self, commit=None)
 
     def __str__(self) -> str:

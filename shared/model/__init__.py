@@ -1,4 +1,4 @@
-"""What a model is, as its Hugging Face checkpoint says, and what the ranks of a layout can share of it: all that needs no torch.
+"""The architecture of a model, from its Hugging Face checkpoint, and its division among the ranks of a layout, without torch.
 
-The trainer builds models by it; the checks before a start refuse by the same rules what the trainer would refuse.
+The trainer builds models from it; the checks before a start apply the same rules as the trainer.
 """

@@ -129,7 +129,7 @@ class Architecture:
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, flat (``rope.theta``), equal after a trip through JSON: what a checkpoint remembers."""
+        """Returns plain values, flat (``rope.theta``), equal after a round trip through JSON, for a checkpoint."""
         return _flat(asdict(self))
 
 

@@ -113,9 +113,9 @@ def check(given: Mapping[str, Any], architecture: Architecture) -> None:
 
 
 def differences(given: Mapping[str, Any], architecture: Architecture) -> Iterator[ConfigError]:
-    """Yields which architecture flags say something else than the checkpoint: the flag and both values.
+    """Yields an error for each architecture flag that differs from the checkpoint: the flag and both values.
 
-    A flag of something that the model does not have is accepted at Megatron's default, where it says nothing.
+    A flag of a feature that the model does not have is accepted at Megatron's default, which has no effect.
     """
     own = flags_of(architecture)
     if architecture.experts is not None and architecture.experts.score == "sigmoid":

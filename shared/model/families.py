@@ -1,4 +1,4 @@
-"""Reads what a Hugging Face ``config.json`` says about a model, for the families that the trainer knows.
+"""Reads a model's architecture from a Hugging Face ``config.json``, for the families that the trainer knows.
 
 `read_architecture` refuses whatever it cannot reproduce exactly (another activation, biases, a rope scaling it does
 not know) instead of training a model that is almost the right one.
@@ -16,17 +16,17 @@ from shared.runtime.errors import ConfigError
 __all__ = ["FAMILIES", "Architecture", "Experts", "Family", "LatentAttention", "Rope", "hf_tensors", "read_architecture"]
 
 Trait = bool | tuple[str, bool]
-"""Whether the family has something, or the entry of ``config.json`` that says so, with its default."""
+"""A feature of a family: a fixed answer, or the entry of ``config.json`` that decides it, with its default."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What distinguishes one ``model_type`` from another; the fields are those of :class:`.architecture.Architecture`.
+    """The features of one ``model_type``; the fields are those of :class:`.architecture.Architecture`.
 
     Args:
         experts: how the router scores them; None for a family without. ``softmax`` and ``sigmoid`` also tell two dialects of
             ``config.json`` apart. latent: multi-head latent attention.
-        rotary_fraction: default of ``partial_rotary_factor``; None where the family has no such entry.
+        rotary_fraction: default of ``partial_rotary_factor``; None if the family has no such entry.
     """
 
     qk_norm: Trait = False
@@ -162,7 +162,7 @@ class _Entries:
         )
 
     def rope(self, family: Family) -> Rope:
-        """transformers 5 writes ``rope_parameters`` with theta inside, older ones ``rope_theta`` and ``rope_scaling``."""
+        """Returns the rotary embedding: transformers 5 writes ``rope_parameters``, older versions ``rope_theta`` and ``rope_scaling``."""
         nested = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
         theta = float(nested.get("rope_theta", self.raw.get("rope_theta", 10000.0)))
         fraction = 1.0
@@ -235,7 +235,7 @@ def _llama3(entries: dict[str, Any]) -> Llama3Scaling:
 
 
 def _yarn(entries: dict[str, Any]) -> YarnScaling:
-    """Where only one of the two mscales is given, the frequencies' growth follows the factor alone."""
+    """Returns the YaRN scaling. If only one of the two mscales is given, the frequencies' growth follows the factor alone."""
     mscale, all_dim = entries.get("mscale") or 0.0, entries.get("mscale_all_dim") or 0.0
     if entries.get("attention_factor") is not None or entries.get("truncate", True) is not True or (all_dim and not mscale):
         raise ValueError("attention_factor, truncate and an mscale_all_dim without mscale are not implemented")

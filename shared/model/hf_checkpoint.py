@@ -1,4 +1,4 @@
-"""Reads the headers of a Hugging Face checkpoint's safetensors files, and tells whether they hold the model."""
+"""Reads the headers of a Hugging Face checkpoint's safetensors files, and checks that they hold the model."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,14 +12,14 @@ from shared.transfer.tensor_file import TensorFile, TensorFileBroken
 INDEX = "model.safetensors.index.json"
 
 OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.gguf")
-"""Weights that are not read."""
+"""Patterns of weight files that are not read."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The files of a checkpoint. ``index``: tensor → name of the file that should hold it; empty where there is no index."""
+    """The files of a checkpoint. ``index``: tensor → name of the file that should hold it; empty if there is no index."""
 
     paths: list[Path]
     index: Mapping[str, str]
@@ -45,7 +45,7 @@ def weight_files(directory: Path, field: str = "model.hf_checkpoint") -> WeightF
 
 
 def read_headers(directory: Path, field: str = "model.hf_checkpoint") -> tuple[dict[str, tuple[str, Shape]], list[ConfigError]]:
-    """Returns every tensor's dtype and shape from the files' headers, and what is wrong with the files. Raises as `weight_files`."""
+    """Returns every tensor's dtype and shape from the files' headers, and the errors of the files. Raises as `weight_files`."""
     files, held, problems = weight_files(directory, field), dict[str, tuple[str, Shape]](), list[ConfigError]()
     where: dict[str, str] = {}
     for path in files.paths:
@@ -62,7 +62,7 @@ def read_headers(directory: Path, field: str = "model.hf_checkpoint") -> tuple[d
 
 
 def _reason(path: Path, error: TensorFileBroken) -> str:
-    """Returns why a file holds no weights, in the words of whoever fetched it."""
+    """Returns why a file holds no weights, for the user who fetched it."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

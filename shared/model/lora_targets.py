@@ -14,7 +14,7 @@ from shared.runtime.errors import ConfigError, nearest
 
 @dataclass(frozen=True)
 class Lora:
-    """How a model is adapted.
+    """The low-rank adaptation of a model.
 
     Args:
         rank: of the products that are added. alpha: they are scaled by alpha / rank. targets: PEFT's names of the matrices, as
@@ -27,7 +27,7 @@ class Lora:
 
     @classmethod
     def of(cls, trainer: TrainerSection) -> "Lora | None":
-        """Returns the adapters of a run's config; None where it has none."""
+        """Returns the adapters of a run's config; None if it has none."""
         return None if trainer.lora_rank is None else cls(trainer.lora_rank, trainer.lora_alpha, tuple(trainer.target_modules))
 
     @property

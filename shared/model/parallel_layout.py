@@ -1,4 +1,4 @@
-"""How the ranks of a world share a model (docs/layouts.md), and which models and worlds a layout can divide."""
+"""The parallel layout of a model over the ranks of a world (docs/layouts.md), and its divisibility checks."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from shared.runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How the world's ranks share the model and the data.
+    """The division of the model and the data among the world's ranks.
 
     Args:
         tensor: ranks that share each weight matrix. pipeline: stages of layers. context: ranks that share a sequence.
@@ -32,12 +32,12 @@ class ParallelLayout:
 
     @property
     def chunks(self) -> int:
-        """Model chunks that each rank holds."""
+        """Returns how many model chunks each rank holds."""
         return 1 if self.virtual_pipeline is None else self.virtual_pipeline
 
     @property
     def expert_tensor_size(self) -> int:
-        """Ranks that share each expert's matrices."""
+        """Returns how many ranks share each expert's matrices."""
         if self.expert_tensor is not None:
             return self.expert_tensor
         return 1 if self.expert > 1 else self.tensor

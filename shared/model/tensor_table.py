@@ -199,7 +199,7 @@ def megatron_parameters(architecture: Architecture, engine: bool = False) -> lis
 
 
 def source(name: str, architecture: Architecture) -> tuple[tuple[str, ...], Layout, bool]:
-    """Returns what a Megatron parameter is made of, by its global name.
+    """Returns the sources of a Megatron parameter, by its global name.
 
     Returns:
         Hugging Face names, layout, and whether it is kept in float32.

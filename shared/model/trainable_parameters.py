@@ -49,7 +49,7 @@ class Freezing:
         self._check_biases(names)
 
     def _check_biases(self, names: Sequence[str]) -> None:
-        """Refuses a bias that trains beside a frozen weight: Megatron (0.16) gives it no gradient, and says nothing."""
+        """Refuses a bias that trains beside a frozen weight: Megatron (0.16) silently gives it no gradient."""
         known = set(names)
         for name in names:
             weight = re.sub(r"\.bias(\d*)$", r".weight\1", name)

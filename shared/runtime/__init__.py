@@ -1,1 +1,1 @@
-"""The needs of every process: the base of a service, child processes, servers, HTTP endpoints, telemetry, errors, files."""
+"""Shared parts of every process: the base of a service, child processes, servers, HTTP endpoints, telemetry, errors, files."""

@@ -73,7 +73,7 @@ def publish(finished: Path, target: Path) -> None:
 
 
 def settle(target: Path) -> None:
-    """Ends a replacement of ``target`` that was killed half-way: brings the old directory back, or finishes removing it."""
+    """Completes a replacement of ``target`` that was killed half-way: restores the old directory, or finishes removing it."""
     replaced = _replaced_name(target)
     if not replaced.exists():
         return

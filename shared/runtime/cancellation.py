@@ -1,4 +1,4 @@
-"""Ends tasks for certain."""
+"""Cancels tasks repeatedly until they have ended."""
 
 import asyncio
 import time
@@ -8,14 +8,14 @@ from typing import Any
 import structlog
 
 REPEAT_SECONDS = 0.2
-"""How often a task that goes on is cancelled again."""
+"""The seconds after which a task that still runs is cancelled again."""
 
 
 async def cancelled(tasks: Iterable[asyncio.Task[Any]], deadline: float = 10.0) -> None:
-    """Cancels tasks and waits until they have ended; what they raise then is dropped.
+    """Cancels tasks and waits until they have ended; their errors are dropped.
 
-    One request is not enough: `asyncio.wait_for` (before Python 3.12) swallows a cancellation that comes just when its own wait is over,
-    and a loop around it goes on for ever. A task that outlives ``deadline`` seconds of requests is logged and left alone.
+    One request is not enough: `asyncio.wait_for` (before Python 3.12) swallows a cancellation that arrives just as its own wait ends,
+    and a loop around it continues for ever. A task that outlives ``deadline`` seconds of requests is logged and left alone.
     """
     end = time.monotonic() + deadline
     left = {task for task in tasks if not task.done()}

@@ -24,11 +24,11 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 WATCHDOG = Path(__file__).with_name("parent_watchdog.py")
 
 KILL_SECONDS = 10.0
-"""How long a group may take to vanish after SIGKILL; only processes in uninterruptible sleep take longer."""
+"""The seconds that a group may take to end after SIGKILL; only processes in uninterruptible sleep take longer."""
 
 QUOTED_LINES, QUOTED_CHARACTERS = 20, 400
-"""How much of a log an error quotes: the end of a Python traceback and a few lines before it. SGLang prints its settings in one line of
-16 KB."""
+"""The lines and characters of a log that an error quotes: the end of a Python traceback and a few lines before it. SGLang prints its
+settings in one line of 16 KB."""
 
 _TAIL_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1
@@ -94,12 +94,12 @@ class ChildProcess:
                 stderr=None if log_path is None else output,
                 start_new_session=True,
                 pass_fds=(far_end,) if watchdog else (),
-                preexec_fn=None if watchdog else die_with_parent,  # whoever starts these holds no lock in its main thread
+                preexec_fn=None if watchdog else die_with_parent,  # the starter's main thread holds no lock
             )
         self.pid, self.stdin, self.stdout = self._process.pid, self._process.stdin, self._process.stdout
 
     def exit_code(self) -> int | None:
-        """Returns how it ended (negative: by that signal), None while it runs. What it left running is killed with it."""
+        """Returns the exit code (negative: the signal), None while it runs. Processes that it left running are killed."""
         code = self._process.poll()
         if code is not None and not self._ended:
             self._ended = True
@@ -119,12 +119,12 @@ class ChildProcess:
         return []
 
     def terminate(self) -> None:
-        """Asks the process itself to stop; what it started is for it to stop."""
+        """Sends SIGTERM to the process itself, which has to stop its own children."""
         if self._process.poll() is None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Kills the whole group, and does not wait."""
+        """Kills the whole group without waiting."""
         if self.members():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -136,7 +136,7 @@ class ChildProcess:
         raise DeadlineExceeded("its end", self.name, deadline_s, "it still runs")
 
     def stop(self, grace_s: float) -> None:
-        """Asks the process to stop, kills the group after ``grace_s``, and returns when nothing of it is left.
+        """Asks the process to stop, kills the group after ``grace_s``, and returns when all of it has ended.
 
         Raises MyxoError where a process outlived SIGKILL by `KILL_SECONDS`.
         """

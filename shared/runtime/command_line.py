@@ -9,11 +9,11 @@ from shared.runtime import exit_codes
 from shared.runtime.errors import BadInput, MyxoError, problems_of
 
 LONGEST_ERROR = 1000
-"""Characters of an error that are shown: one may hold a whole prompt."""
+"""The most characters of an error that are shown: it may contain a whole prompt."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line that says where help is."""
+    """A parser that reports a mistake in one line, with how to get help."""
 
     def error(self, message: str) -> NoReturn:
         complain(f"{message} (see {self.prog} --help)", self.prog)
@@ -24,12 +24,12 @@ def ended(program: str, work: Callable[[], int], *failures: type[Exception]) -> 
     """Returns the exit code of ``work``, or of the error that it ended with, which is printed.
 
     Args:
-        failures: errors beside `MyxoError` that are no fault of the program.
+        failures: further errors beside `MyxoError` that are no bug of the program.
     """
     expected: tuple[type[Exception], ...] = (MyxoError, *failures)
     try:
         return work()
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         sys.stderr.close()
         return exit_codes.DONE
     except expected as error:

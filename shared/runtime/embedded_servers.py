@@ -1,7 +1,7 @@
-"""NATS and Valkey from pip wheels, run by this process: free ports, files in one directory, gone when their parent goes.
+"""NATS and Valkey from pip wheels, run by this process: on free ports, with their files in one directory, ended with their parent.
 
 The NATS server listens on loopback behind a password of its own; Valkey listens on a unix socket only its owner can reach. Both
-keep the same address over a restart, and what they stored.
+keep their address and their data over a restart.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
 PORTS = 12_000
-"""Ports that `free_port` draws from."""
+"""The number of ports that `free_port` draws from."""
 
 
 class ServerMissing(MyxoError):
@@ -31,8 +31,8 @@ class ServerMissing(MyxoError):
 def free_port() -> int:
     """Returns a TCP port on loopback that nobody listens on now.
 
-    Who asks for it may listen on it only a minute later, as engines do. So it lies below those that the kernel gives to outgoing
-    connections, by default from 32768 on, one of which might have it by then.
+    The caller may listen on it only a minute later, as engines do. So it lies below the ports that the kernel gives to outgoing
+    connections, by default from 32768 on, one of which might take it meanwhile.
     """
     begin = _first_ephemeral_port()
     for _ in range(100):
@@ -46,7 +46,7 @@ def free_port() -> int:
 
 
 def _first_ephemeral_port() -> int:
-    """Returns the start of ip_local_port_range, see proc(5); Linux's default where there is none of it, or no room below it."""
+    """Returns the start of ip_local_port_range, see proc(5); Linux's default if it cannot be read or leaves no room below."""
     try:
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""The few named errors of Myxo. Each says what an operator needs: what was awaited, from whom, for how long, and what happens next."""
+"""The few named errors of Myxo. Each names what an operator needs: what was awaited, from whom, for how long, and what happens next."""
 
 import difflib
 import re
@@ -14,12 +14,12 @@ class BadInput(MyxoError):
 
 
 class ConfigError(BadInput):
-    """Bad input that has a name: a config key, a flag, a path, a prompt file.
+    """Bad input in a named place: a config key, a flag, a path, a prompt file.
 
     Args:
         field: dotted name of the offending field, for example ``rollout.n_samples_per_prompt``.
         value: what was given.
-        expected: what would be right, in words.
+        expected: what is expected instead, in words.
     """
 
     def __init__(self, field: str, value: object, expected: str) -> None:
@@ -28,7 +28,7 @@ class ConfigError(BadInput):
 
 
 class Problems(BadInput):
-    """Several things are wrong with one input. ``problems``: at least two, in the order in which they are reported."""
+    """Several errors in one input. ``problems``: at least two, in the order in which they are reported."""
 
     def __init__(self, problems: Sequence[BadInput]) -> None:
         self.problems = list(problems)
@@ -49,7 +49,7 @@ def raise_problems(problems: Sequence[BadInput]) -> None:
 
 
 class DeadlineExceeded(MyxoError):
-    """A wait ran out.
+    """A wait reached its deadline.
 
     Args:
         awaited: the thing that did not come. awaited_from: who should have delivered it.
@@ -74,7 +74,7 @@ class MessageTooLarge(MyxoError):
 
 
 NEAR, NEAR_WORD = 0.7, 0.75
-"""How alike two names and two words in them have to be, by `difflib`: a hint that is far off sends people the wrong way."""
+"""The least similarity of two names, and of two words in them, by `difflib`: a hint further off would mislead."""
 
 
 def near(name: str, valid: Iterable[str]) -> str | None:

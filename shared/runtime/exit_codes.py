@@ -3,10 +3,10 @@
 DONE = 0
 
 FAILED = 1
-"""An audit's violation, a service that cannot be kept running, anything else that went wrong."""
+"""An audit found a violation, a service cannot be kept running, or another error occurred."""
 
 BAD_INPUT = 2
 """The input of a person cannot be used. Services end with the same code for it (`shared.runtime.service_base`)."""
 
 INTERRUPTED = 130
-"""SIGINT, where nothing had to be stopped."""
+"""The command ended by SIGINT with nothing to stop."""

@@ -1,4 +1,4 @@
-"""Tells why a service failed, in one short line out of its log. Pure."""
+"""Derives why a service failed, in one short line, from its log. Pure."""
 
 import json
 import re
@@ -9,10 +9,10 @@ from typing import Any
 ERROR_LEVELS = ("error", "critical")
 
 LONGEST = 300
-"""Characters of a reason that are kept."""
+"""The most characters of a reason."""
 
 _ENDINGS = ("died", "failed")
-"""Events that a service logs of its own end; the first that is there says why, and later ones are of what followed from it."""
+"""The events that a service logs at its own end; the first names the cause, later ones are consequences."""
 
 _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Lost|Exceeded|Failed|Missing|Refused)\b.*")

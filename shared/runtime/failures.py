@@ -23,7 +23,7 @@ from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadInput, MyxoError
 
 END_SECONDS = 1.0
-"""How long a service has to end in order once a thread or task of it has died."""
+"""The seconds that a service has to end in order once a thread or task of it has died."""
 
 _Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
 
@@ -46,7 +46,7 @@ _process = _Process()
 
 
 def arm(before_exit: Callable[[], None] | None = None) -> None:
-    """Has every failure from now on end this process.
+    """Makes every failure from now on end this process.
 
     Args:
         before_exit: called just before the process is ended by force.
@@ -56,7 +56,7 @@ def arm(before_exit: Callable[[], None] | None = None) -> None:
 
 
 def log_foreign_threads() -> None:
-    """Has errors in threads of libraries, or of the user's functions, logged from now on; they end nothing."""
+    """Logs errors in threads of libraries and custom functions from now on; they do not end the process."""
     threading.excepthook = _log_foreign
 
 
@@ -93,7 +93,7 @@ async def background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 class SupervisedThread(threading.Thread):
-    """A daemon thread whose end by an error is the end of its service."""
+    """A daemon thread whose failure ends its service."""
 
     def __init__(self, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()) -> None:
         super().__init__(target=target, name=name, args=args, daemon=True)
@@ -106,7 +106,7 @@ class SupervisedThread(threading.Thread):
 
 
 def fatal(what: str, error: BaseException) -> None:
-    """Logs that ``what`` has died of ``error``, asks the service to end, and sees to it that it does."""
+    """Logs that ``what`` has died of ``error``, asks the service to end, and ends it by force otherwise."""
     end_soon(error)
     log_error("died", what, error)
     died = ThreadDied(f"{what} died: {describe(error)}")

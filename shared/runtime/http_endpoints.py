@@ -14,7 +14,7 @@ from shared.runtime.failures import background
 
 
 def health_app(health: Callable[[], dict[str, object]], registry: CollectorRegistry) -> FastAPI:
-    """``/healthz`` answers 200 with the service's state while ``health()["ok"]``, else 503; ``/metrics`` is Prometheus text."""
+    """Returns the app. ``/healthz`` gives 200 with the service's state while ``health()["ok"]``, else 503; ``/metrics`` metrics as text."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/healthz")

@@ -13,7 +13,7 @@ _NAMESPACE = Path("/proc/self/ns/pid")
 
 
 def mark() -> str:
-    """Returns the mark of this process; empty where nobody could tell."""
+    """Returns the mark of this process; empty if others could not check it."""
     try:
         return f"{_BOOT.read_text().strip()}/{os.readlink(_NAMESPACE)}/{os.getpid()}/{_started(os.getpid())[0]}"
     except OSError:
@@ -21,7 +21,7 @@ def mark() -> str:
 
 
 def certainly_dead(other: str) -> bool:
-    """Returns whether the process of a mark has ended. False: it lives, or it cannot be told from here."""
+    """Returns whether the process of a mark has certainly ended; False if it lives, or if that cannot be known here."""
     own = mark().split("/")
     parts = other.split("/")
     if len(own) != 4 or len(parts) != 4 or own[:2] != parts[:2] or not parts[2].isdecimal() or not int(parts[2]):
@@ -31,7 +31,7 @@ def certainly_dead(other: str) -> bool:
     except ProcessLookupError:
         return True
     except OSError:
-        pass  # somebody else's process: it is there
+        pass  # a process of another user: it exists
     try:
         started, state = _started(int(parts[2]))
     except OSError:

@@ -1,4 +1,4 @@
-"""Runs a command that ends with the process that asked for it, however that process ends. `shared.runtime.child_process` starts it.
+"""Runs a command that ends with the process that started it, however that process ends. `shared.runtime.child_process` starts it.
 
     python -I -S parent_watchdog.py LIFELINE SCRATCH COMMAND ARGUMENT...
 

@@ -1,4 +1,4 @@
-"""Does what every service process does around its own work: it connects, reads the run's config, answers health checks, renews its status
+"""The frame of every service process around its own work: it connects, reads the run's config, answers health checks, renews its status
 in the registry, and stops in order.
 
 Environment: ``NATS_URL`` and ``MYXO_RUN`` (required), ``REDIS_URL`` (else the run's); both URLs may come from files instead
@@ -36,13 +36,13 @@ from shared.schema.messages import Message, ServiceEvent, ServiceStatus
 from shared.store.payload_store import Store, StoreUnreachable
 
 STOP_SECONDS = 4.0
-"""How long a service's body has to return after SIGTERM before it is cancelled."""
+"""The seconds that a service's body has to return after SIGTERM before it is cancelled."""
 
 FAREWELL_SECONDS = 1.0
-"""How long a service that fails tries to say so on the bus."""
+"""The seconds for which a failing service tries to report its failure on the bus."""
 
 HEARTBEATS = 5
-"""How often a service renews its status within the registry's TTL."""
+"""The number of times that a service renews its status within the registry's TTL."""
 
 
 class Service:
@@ -93,7 +93,7 @@ class Service:
             await self.registry.renew(self.status())
 
     async def event(self, plane: str, what: str, message: Message, deadline: float = 10) -> None:
-        """Publishes an event. Nothing decides by events: one that cannot be published is logged and let go."""
+        """Publishes an event. No decision depends on events: one that cannot be published is logged and dropped."""
         try:
             await self.bus.publish(self.subjects.event(plane, what), message, deadline=deadline)
         except (MyxoError, *TRANSIENT) as error:
@@ -117,7 +117,7 @@ class Service:
         }
 
     async def pause(self, seconds: float) -> bool:
-        """Waits, or less when asked to stop. Returns whether to go on."""
+        """Waits ``seconds``, or less when asked to stop. Returns whether to go on."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.stopping.wait(), timeout=seconds)
         return not self.stopping.is_set()
@@ -213,7 +213,7 @@ async def attended(service: Service) -> AsyncIterator[None]:
 
 
 def settle() -> None:
-    """Has the garbage collector leave alone what a service has loaded, and look for cycles less often.
+    """Excludes a service's loaded objects from garbage collection, and makes the collector look for cycles less often.
 
     Messages and groups come and go without cycles. Looking for some every 700 objects, over all that a buffer holds, was a seventh of
     its work.

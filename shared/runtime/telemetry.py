@@ -33,7 +33,7 @@ def _note_error(_: object, __: str, event: structlog.typing.EventDict) -> struct
 
 
 class _Log:
-    """A stream that goes on where its disk is full: a line that cannot be logged must not end the service that would log it."""
+    """A stream that ignores a full disk: a line that cannot be logged must not end the service that logs it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -98,7 +98,7 @@ def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO"
 
 
 def silence_logs() -> None:
-    """Logs nothing, for commands whose output is for a person: what matters there is an error that is raised."""
+    """Silences all logs, for commands whose output is for a person: they report errors by raising them."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     logging.getLogger().handlers[:] = [logging.NullHandler()]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from shared.runtime.atomic_files import replace_file
 
 KEEP_SECONDS = 30 * 86400.0
-"""Results that were not used for so long are removed."""
+"""Results that were not used for this long are removed."""
 
 
 def directory() -> Path | None:

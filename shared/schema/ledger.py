@@ -1,4 +1,4 @@
-"""The ledger holds every transition of a group, once, in order. The buffer's state is the fold of these records; the audit replays them.
+"""The ledger's records: every transition of a group, once, in order. The buffer's state is their fold; the audit replays them.
 
 Subject ``<run>.ledger.<event>``; the stream keeps them all. Groups carry one of the ends ``trained``, ``dropped``, ``dead``.
 """
@@ -24,7 +24,7 @@ class LedgerRecord(Message):
 
 
 class GroupsAdmitted(LedgerRecord):
-    """``count`` groups enter the run, numbered from ``first`` on; ``version`` was live, which is what let them in."""
+    """``count`` groups enter the run, numbered from ``first`` on; ``version`` was live and admitted them."""
 
     first: int = Field(ge=0)
     count: int = Field(gt=0)

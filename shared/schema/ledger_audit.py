@@ -31,8 +31,8 @@ from shared.schema.ledger import (
 class AuditReport:
     """The result of the replay. ``violations`` is empty when every invariant holds.
 
-    staleness: trained samples by age, in versions. masked: samples that lost some or all tokens to their age; removed: those that a filter
-    took out.
+    staleness: trained samples by age, in versions. masked: samples of which some or all tokens were masked for their age; removed: those
+    that a filter took out.
     """
 
     admitted: int = 0

@@ -92,7 +92,7 @@ class Sampling(Part):
 
 
 class Payload(Part):
-    """Says where a group's samples lie in the store: in one or more blobs of ``bytes`` in all.
+    """A reference to a group's samples in the store: one or more blobs of ``bytes`` in all.
 
     ``tokens``: the length of each sample, prompt and response together, so that a batch can be partitioned before anybody reads it.
     """
@@ -105,7 +105,7 @@ class Payload(Part):
 # Neither of the next two is a `Part`: there is one for every sample, and in slots they take a tenth of the memory, and less time.
 @dataclass(slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class SampleMeta:
-    """The figures of one sample that decisions need without reading its payload.
+    """The metadata of one sample that decisions need without reading its payload.
 
     ``tokens``: length of the response. ``oldest``/``newest``: weight versions of its oldest and newest trained token.
     """
@@ -219,7 +219,7 @@ def outcome_id(message: Generated | Outcome) -> str:
     return payload.keys[0] if payload is not None and payload.keys else f"{message.group}.{message.attempt}"
 
 
-# --- the trainer's side of the buffer, request and reply: batches, and what became of them
+# --- the trainer's side of the buffer, request and reply: batches and their results
 
 
 class BatchRequest(Message):
@@ -276,7 +276,7 @@ class Batch(BatchAnswer):
 
 
 class BatchPending(BatchAnswer):
-    """No batch yet: ``have`` of ``need`` groups are ready; ``waiting_for`` says in words who has the rest."""
+    """No batch is ready: ``have`` of ``need`` groups are; ``waiting_for`` names in words the services that have the rest."""
 
     step: int
     have: int
@@ -315,16 +315,16 @@ class Durable(Message):
 
 
 class Accepted(Message):
-    """The receiver has done it, or recorded it durably."""
+    """The receiver has fulfilled the request, or recorded it durably."""
 
 
 class Refused(Message):
-    """The receiver will not do it; ``reason`` says why in one line."""
+    """The receiver refuses the request; ``reason`` says why in one line."""
 
     reason: str
 
 
-# --- events and registry: who is there, what it does, what a step measured
+# --- events and registry: live services, their state, the metrics of a step
 
 
 class TrainerStep(Message):
@@ -364,11 +364,11 @@ class ServiceEvent(Message):
 
 
 class ServiceStatus(Message):
-    """KV ``services/<service>.<instance>``: who is alive and what it serves. Renewed by heartbeat, gone after its TTL.
+    """KV ``services/<service>.<instance>``: a live service and its state. Renewed by heartbeat, gone after its TTL.
 
     ``version``: weights served (-1: none). ``state``: starting, ready, updating, fenced, stopping, … ``gauges``: small live figures.
     ``ranks``: how many ranks its engine has in a process group. ``incarnation`` changes whenever what the service holds in memory (an
-    engine's weights) is lost. ``detail``: the reason of the state, in words; of a buffer: why the newest dead group died, if any did.
+    engine's weights) is lost. ``detail``: the reason of the state, in words; for a buffer: why the newest dead group died, if any did.
     ``last_error``: the newest error that it logged in this life, at ``last_error_at`` (seconds since the epoch). Service `environment`
     is none of Myxo's: the reward services keep its status, with its URL as ``http``.
     """
@@ -391,7 +391,7 @@ class ServiceStatus(Message):
 
 
 class LeaseStatus(Message):
-    """KV ``leases/<job>``: who holds a leader's lease. ``term``: of one holder's one life; empty: free. ``mark``:
+    """KV ``leases/<job>``: the holder of a leader's lease. ``term``: unique to one life of a holder; empty: free. ``mark``:
     `shared.runtime.liveness`."""
 
     holder: str
@@ -400,7 +400,7 @@ class LeaseStatus(Message):
     at: float
 
 
-# --- a push of weights, request and reply, and the event that says what is live
+# --- a push of weights, request and reply, and the event that announces the live version
 
 
 class WeightChannelAddress(Part):

@@ -52,12 +52,12 @@ class Sample:
 
     @property
     def name(self) -> str:
-        """What errors call this sample: its group's id, and its index there."""
+        """Returns the name of this sample in errors: its group's id, and its index in the group."""
         return f"{self.group}/{self.index}"
 
     @property
     def length(self) -> int:
-        """The tokens of prompt and response."""
+        """Returns the number of tokens of prompt and response."""
         return len(self.prompt) + len(self.response)
 
     def check(self) -> None:
@@ -107,7 +107,7 @@ class Sample:
         return out
 
     def meta(self) -> SampleMeta:
-        """Returns what travels in references: the response's length, and the versions of its oldest and newest trained token."""
+        """Returns the metadata for references: the response's length, and the versions of its oldest and newest trained token."""
         versions = [version for _, _, version in self.segments]
         if len(versions) > 1:
             versions = [version for start, end, version in self.segments if self.mask[start:end].any()] or versions
@@ -115,13 +115,13 @@ class Sample:
 
 
 def rollouts(samples: Iterable[Sample]) -> tuple[int, ...]:
-    """Returns which rollout each sample of a group comes from; nothing where each rollout gave one sample."""
+    """Returns which rollout each sample of a group comes from; empty if each rollout gave one sample."""
     indices = tuple(sample.rollout for sample in samples)
     return indices if len(set(indices)) < len(indices) else ()
 
 
 def encode(samples: Iterable[Sample], blob_bytes: int) -> list[bytes]:
-    """Returns blobs of about ``blob_bytes`` each, in sample order. The samples have been checked by whoever made them."""
+    """Returns blobs of about ``blob_bytes`` each, in sample order. The caller has checked the samples."""
     blobs: list[bytes] = []
     batch: list[dict[str, Any]] = []
     size = 0

@@ -18,14 +18,14 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 WINDOW_BYTES = 4 << 20
-"""About how much may be asked for before it is read."""
+"""The approximate bytes that may be asked for before they are read."""
 
 WINDOW_BLOBS = 64
-"""How many blobs may be asked for before they are read, at most."""
+"""The most blobs that may be asked for before they are read."""
 
 BUFFER_BYTES = 1 << 20
 _WRITE_PARTS = 512
-"""How many buffers one system call takes; Linux allows 1024."""
+"""The most buffers that one system call gets; Linux allows 1024."""
 
 _ERRORS: dict[str, type[Exception]] = {
     "NOAUTH": AuthenticationError,
@@ -35,7 +35,7 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 Answer = bytes | None | Exception
-"""The answer to one command: a value or a status, nothing under that key, or what the server refused it with."""
+"""The answer to one command: a value or a status, None for an absent key, or the server's error."""
 
 
 def connection(url: str, seconds: float, options: Mapping[str, Any]) -> tuple[Any, socket.socket]:
@@ -75,7 +75,7 @@ class Answers:
         self._needed = 1
 
     def space(self) -> memoryview:
-        """Returns where to put what comes next, at least as much as the incomplete answer still needs."""
+        """Returns the space for the next bytes, at least as many as the incomplete answer still needs."""
         held = self._end - self._start
         if not held:
             self._start = self._end = 0

@@ -42,7 +42,7 @@ class StoreRefused(MyxoError):
 
 
 def options(url: str) -> dict[str, Any]:
-    """Returns what a client of ``url`` is made with besides the URL: for ``rediss://`` the authorities to trust. Raises ConfigError."""
+    """Returns a client's options besides ``url``: for ``rediss://`` the authorities to trust. Raises ConfigError."""
     if not url.startswith("rediss:"):
         return {}
     authorities = server_urls.authorities()
@@ -119,7 +119,7 @@ class Store:
         return [key for key, there in zip(keys, held, strict=True) if not there]
 
     async def free(self, keys: Sequence[str], deadline: float = 60.0) -> None:
-        """Removes blobs; absent ones are fine."""
+        """Removes blobs; absent ones are no error."""
         if keys:
             await self._retry(deadline, lambda: self._client.unlink(*keys), f"removal of {len(keys)} blobs")
 

@@ -23,7 +23,7 @@ class ManifestHasher:
         self.begin()
 
     def begin(self) -> None:
-        """Forgets the push before."""
+        """Resets the state of the previous push."""
         self._found: dict[str, TensorDigest] = {}
         self._pending: deque[tuple[int, torch.cuda.Event]] = deque()
 
@@ -40,7 +40,7 @@ class ManifestHasher:
         self._pending.append((index, hashed))
 
     def poll(self) -> None:
-        """Takes up what the device has hashed by now."""
+        """Collects the digests that the device has finished."""
         while self._pending and self._pending[0][1].query():
             self._take_up()
 

@@ -45,7 +45,7 @@ class BucketRing:
         return len(self.buffers)
 
     def reserve(self, manifest: Manifest) -> bool:
-        """Has buffers that hold the manifest's largest bucket. Returns whether there are new ones."""
+        """Allocates buffers for the manifest's largest bucket if needed. Returns whether there are new ones."""
         largest = max((bucket.nbytes for bucket in manifest.buckets), default=0)
         count = min(self._count, len(manifest.buckets))
         if self.buffers and self.buffers[0].numel() < largest:
@@ -61,5 +61,5 @@ class BucketRing:
         return self.buffers[index % len(self.buffers)][:nbytes]
 
     def forget(self) -> None:
-        """Lets go of the buffers; the next ones are new."""
+        """Releases the buffers; the next ones are new."""
         self.buffers = []

@@ -1,4 +1,4 @@
-"""What a version of the weights is known by: xxh3 over its tensors, the same however they are cut into buckets, files or ranks.
+"""The digest of a version of the weights: xxh3 over its tensors, the same however they are cut into buckets, files or ranks.
 
 A tensor's bytes are cut into leaves of `LEAF_BYTES`, the last one filled up with zeros; each leaf has its xxh3 of 64 bits, seed 0; a
 tensor's digest is the xxh3 of 64 bits of its leaves', little-endian. Leaves of one fixed size are what a GPU can hash in parallel:
@@ -20,7 +20,7 @@ LEAF_BYTES = 65_536
 
 @dataclass(frozen=True)
 class TensorDigest:
-    """A tensor as a version's digest knows it. ``digest``: of its bytes."""
+    """A tensor's part in a version's digest. ``digest``: of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]

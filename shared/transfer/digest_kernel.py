@@ -22,7 +22,7 @@ SECRET = bytes.fromhex(
     "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
     "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
-"""XXH3's own, 192 bytes."""
+"""The default secret of XXH3, 192 bytes."""
 
 PRIME32_1, PRIME32_2, PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 PRIME64_1, PRIME64_2, PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
@@ -38,7 +38,7 @@ def _secret(at: int, words: int = 8) -> list[int]:
 
 
 def constants() -> list[int]:
-    """What the kernel reads beside the data, as signed 64-bit integers.
+    """Returns the constants that the kernel reads beside the data, as signed 64-bit integers.
 
     Keys of a block's 16 stripes (128 words), of the last block's (128), of the scrambling (8), of the merging (8), the accumulators' first
     values (8), and three factors.
@@ -53,7 +53,7 @@ def constants() -> list[int]:
 
 @triton.jit
 def _word(flat, first, length, offset, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Eight bytes of a leaf; what lies behind its end counts as zeros."""
+    """Returns eight bytes of a leaf; bytes after its end count as zeros."""
     if WHOLE:
         return tl.load((flat + first + offset).to(tl.pointer_type(tl.int64)))
     held = tl.minimum(tl.maximum(length - offset, 0), 8)
@@ -63,7 +63,7 @@ def _word(flat, first, length, offset, WHOLE: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def _gathered(flat, first, length, block, keys, stripe, lane, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a block's 16 stripes add to the accumulators: int64 [8]."""
+    """Returns what a block's 16 stripes add to the accumulators: int64 [8]."""
     offset = block * 1024 + stripe * 64
     key = _word(flat, first, length, offset + lane * 8, WHOLE) ^ keys
     product = (key & 0xFFFFFFFF) * ((key >> 32) & 0xFFFFFFFF)
@@ -106,7 +106,7 @@ _tables: dict[Any, Any] = {}
 
 
 def leaves(flat: Any, table: Any) -> Any:
-    """The digests of a bucket's leaves, on its device, in the current stream's order: int64 [leaves], the bits of unsigned integers.
+    """Returns a bucket's leaf digests, on its device, in the current stream's order: int64 [leaves], the bits of unsigned integers.
 
     Args:
         flat: uint8 [bytes], on a GPU, as `shared.transfer.manifest` lays tensors out. table: int64 [leaves, 2], of `leaf_table`, there,

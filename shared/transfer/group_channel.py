@@ -37,16 +37,16 @@ GROUP_SECONDS = 24 * 3600.0
 """NCCL's own limit for a collective, after which it would end the process: far beyond any deadline."""
 
 OVERDUE_SECONDS = 5.0
-"""How long after its deadline a broadcast of gloo's ends by itself: only then does what was given up let go of its buffer."""
+"""The seconds after its deadline at which a gloo broadcast ends by itself: only then is the buffer of an abandoned one released."""
 
 ABORT_SECONDS = 5.0
-"""For NCCL to end a communicator's kernels."""
+"""The seconds for NCCL to end a communicator's kernels."""
 
 END_SECONDS = 3.0
-"""For a group to be gone where that is waited for."""
+"""The seconds to wait for a group to be destroyed."""
 
 NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Read when a group is made: no watchdog may end this process because a peer has died. Deadlines are kept here."""
+"""Variables read when a group is made: no watchdog may end this process because a peer has died. Deadlines are checked here."""
 
 
 class BroadcastGroup:
@@ -76,7 +76,7 @@ class BroadcastGroup:
 
     @classmethod
     def form(cls, end: "GroupSender | GroupReceiver", store: TCPStore, rank: int, deadline: TransferDeadline) -> "BroadcastGroup":
-        """Returns the group of one end of a channel. It is formed on a thread: whoever has begun it cannot be called back.
+        """Returns the group of one end of a channel. It is formed on a thread, because forming cannot be cancelled.
 
         Raises ChannelBroken, TransferAborted, DeadlineExceeded; the end is broken then, and a group that comes late is given up.
         """
@@ -228,7 +228,7 @@ class GroupReceiver(ChannelReceiver):
         if self.address.backend not in ("gloo", "nccl"):
             raise ChannelBroken(f"channel {self.name} was not joined: backend {self.address.backend!r}, not 'gloo' or 'nccl'")
         super().join(deadline)
-        # whoever has begun to form the group cannot be called back: so nobody begins before everybody is there
+        # forming the group cannot be cancelled, so no member begins before all are there
         others = [f"{self.name}/here/{rank}" for rank in range(1, self.address.world_size) if rank != self.rank]
         self.awaited_from = f"the other engines of channel {self.name}"
         self._ask(lambda store: not others or store.check(others), f"the joining of channel {self.name}", deadline)
@@ -309,7 +309,7 @@ def _nothing() -> None:
 
 
 def _outlive(group: Any, ended: Future[None]) -> None:
-    """Holds a group until all others have let go of it, most likely."""
+    """Holds a group until all other references to it are most likely gone."""
     with contextlib.suppress(Exception):
         ended.result(ABORT_SECONDS)
     time.sleep(POLL_INTERVAL_S)
@@ -317,7 +317,7 @@ def _outlive(group: Any, ended: Future[None]) -> None:
 
 @contextlib.contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """Environment variables that hold in the body."""
+    """Sets environment variables for the duration of the body."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

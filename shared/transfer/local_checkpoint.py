@@ -44,7 +44,7 @@ class LocalCheckpoint:
         return self._held
 
     def clear(self) -> None:
-        """Removes whatever lies here."""
+        """Removes the version and everything else in the directory."""
         self._held, self._looked = None, True
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -57,7 +57,7 @@ class LocalCheckpoint:
         self.finish_change(draft, checkpoint)
 
     def begin_change(self) -> Path:
-        """Gives up being a version in order to become another. Returns the directory whose tensors may be changed."""
+        """Withdraws the version, to be changed into another. Returns the directory whose tensors may be changed."""
         held = self.held()
         assert held is not None  # callers have looked
         draft = held.path.with_name(f".{held.path.name}.partial")

@@ -1,4 +1,4 @@
-"""How a push is laid out: which tensors lie where in which bucket. Both ends of a push read the same manifest."""
+"""The layout of a push: each tensor's bucket and offset. Both ends of a push read the same manifest."""
 
 import json
 import math
@@ -44,7 +44,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel as one flat array of bytes. What lies between them means nothing."""
+    """Tensors that travel as one flat array of bytes. The bytes between them have no meaning."""
 
     slots: tuple[Slot, ...]
 
@@ -72,7 +72,7 @@ class Manifest:
 
     @cached_property
     def encoded(self) -> bytes:
-        """JSON; offsets are not in it, for they follow."""
+        """Returns JSON without the offsets, which follow from the rest."""
         buckets = [[[slot.name, slot.dtype, list(slot.shape)] for slot in bucket.slots] for bucket in self.buckets]
         return json.dumps({"kind": self.kind, "scale": self.scale, "buckets": buckets}, separators=(",", ":")).encode()
 
@@ -82,7 +82,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, encoded: bytes) -> "Manifest":
-        """Raises BadMessage."""
+        """Reads the JSON of `encoded`. Raises BadMessage."""
         try:
             fields = json.loads(encoded)
             buckets = tuple(_bucket((name, dtype, tuple(shape)) for name, dtype, shape in slots) for slots in fields["buckets"])
@@ -92,16 +92,16 @@ class Manifest:
 
 
 TensorSpec = tuple[str, str, tuple[int, ...]]
-"""Name, dtype, shape."""
+"""A tensor's name, dtype and shape."""
 
 
 def lay_out(tensors: Iterable[TensorSpec], bucket_bytes: int, kind: Kind = "weights", scale: float = 1.0) -> Manifest:
-    """Buckets of at most ``bucket_bytes``, unless a tensor alone is larger, in the order given."""
+    """Returns a manifest with buckets of at most ``bucket_bytes``, unless a tensor alone is larger, in the order given."""
     return lay_out_units(([tensor] for tensor in tensors), bucket_bytes, kind, scale)
 
 
 def lay_out_units(units: Iterable[Sequence[TensorSpec]], bucket_bytes: int, kind: Kind = "weights", scale: float = 1.0) -> Manifest:
-    """As `lay_out`, of tensors that come together: those of a unit share a bucket."""
+    """Returns the manifest as `lay_out` does; the tensors of a unit share a bucket."""
     buckets: list[Bucket] = []
     held: list[TensorSpec] = []
     size = 0

@@ -26,7 +26,7 @@ MEMORY_BUFFERS = 2
 """Flat buffers of a channel: one is filled while the other is loaded. On a GPU they stay between pushes, so there are no more."""
 
 FILE_PREFIX = "myxo-weights-"
-"""How the files are called: nobody opens another one because a store says so."""
+"""The prefix of the files' names: a reader opens no file without it, whatever the store names."""
 
 Handle = dict[str, Any]
 
@@ -65,7 +65,7 @@ class MemorySender(ChannelSender):
     def send(self, index: int, flat: Tensor) -> None:
         self.raise_if_broken()
         if flat.is_cuda:
-            torch.cuda.current_stream(flat.device).synchronize()  # who is told that it is full reads it at once, on a stream of its own
+            torch.cuda.current_stream(flat.device).synchronize()  # a reader that sees it full reads it at once, on its own stream
         self.note(f"full/{self._push}/{index}", "1")
         self._sent = index + 1
 
@@ -108,7 +108,7 @@ class MemorySender(ChannelSender):
         return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
     def _unlink(self) -> None:
-        """A name is needed only until every reader has the file open: what dies later leaves nothing behind."""
+        """Removes the files' names, which are needed only until every reader has them open: a later death then leaves no file behind."""
         for path in self._files:
             path.unlink(missing_ok=True)
 

@@ -28,7 +28,7 @@ HEADER_LIMIT = 100_000_000
 """The most bytes that a header may have, as in the safetensors library."""
 
 HASH_THREADS = min(8, os.cpu_count() or 1)
-"""Hashing, packing and unpacking release the interpreter's lock."""
+"""The threads that hash, pack and unpack, all of which release the interpreter's lock."""
 
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",

@@ -1,8 +1,8 @@
-"""What the two ends of every weight channel have in common: the store beside it, deadlines, flat buffers, and the methods of an end.
+"""The base of both ends of every weight channel: the store beside it, deadlines, flat buffers, and the methods of an end.
 
 A channel carries the buckets of pushes from one source to all engine ranks. The source hosts a TCP store, in which it writes what the
 buckets hold (``manifest/<push>``) and, should it give up, why (``aborted``); the readers write there that they have come
-(``here/<rank>``). What carries the bytes is the kind's own matter: `group_channel`, `memory_channel`.
+(``here/<rank>``). The kinds differ in how bytes travel: `group_channel`, `memory_channel`.
 
 Invariant: nothing here waits without checking, at least every `POLL_INTERVAL_S`, whether its deadline has passed or somebody has given
 up. What cannot be called off (a store on another machine, the forming of a process group) runs on a thread that may be left behind.
@@ -32,30 +32,30 @@ SENDER_POLL_S = 0.0005
 """The longest sleep of a source that waits for a buffer: the readers have nothing to do meanwhile."""
 
 STORE_POLL_S = 0.1
-"""How often an end asks the store whether the other has given up, while it waits for buckets."""
+"""The seconds between two checks in the store whether the other end has given up, while an end waits for buckets."""
 
 EAGER_SECONDS = 0.003
 """For so long a wait on a GPU checks without sleeping: a bucket of 512 MB takes 1.4 ms, a sleep a tenth of that."""
 
 CONNECT_SECONDS = 5.0
-"""For one attempt to reach a store."""
+"""The seconds of one attempt to reach a store."""
 
 STORE_SECONDS = 60.0
-"""For what torch itself asks the store while a process group is formed."""
+"""The seconds for torch's own requests to the store while a process group is formed."""
 
 T = TypeVar("T")
 
 
 class ChannelBroken(MyxoError):
-    """A channel that carries nothing any more, and why."""
+    """The channel cannot be used any more; the message says why."""
 
 
 class TransferAborted(MyxoError):
-    """Somebody has called off what was waited for."""
+    """The awaited transfer was aborted."""
 
 
 class TransferDeadline:
-    """How long a piece of work may take, and who may call it off.
+    """The deadline of a transfer, which any thread may abort.
 
     Args:
         seconds: from now. next_action: what happens should they pass, for the error.
@@ -72,7 +72,7 @@ class TransferDeadline:
 
     @property
     def left(self) -> float:
-        """Seconds until the deadline, at least 0."""
+        """Returns the seconds until the deadline, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
     def check(self, what: str, awaited_from: str) -> None:
@@ -108,7 +108,7 @@ class TransferDeadline:
 
 
 def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Has ``work`` done on a daemon thread, for what nobody can call off: its waiter may leave it there."""
+    """Runs ``work`` that cannot be cancelled on a daemon thread, where its waiter may leave it."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -152,7 +152,7 @@ class ChannelSender(abc.ABC):
 
     @property
     def address(self) -> WeightChannelAddress:
-        """Where the readers find it."""
+        """Returns the address at which the readers find the channel."""
         return WeightChannelAddress(
             kind=self.kind,
             name=self.name,
@@ -163,7 +163,7 @@ class ChannelSender(abc.ABC):
         )
 
     def join(self, seconds: float) -> None:
-        """Returns once every reader has come. Nobody begins anything that cannot be called off before that."""
+        """Returns once every reader has joined. No step that cannot be cancelled begins before that."""
         self._deadline, ranks = TransferDeadline(seconds), range(1, self.world_size)
 
         def missing() -> list[int]:
@@ -209,7 +209,7 @@ class ChannelSender(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Lets go of everything."""
+        """Releases all resources."""
 
     def _until(self, done: Callable[[], bool], what: str) -> None:
         awaited_from = f"the {self.world_size - 1} engine ranks of channel {self.name}"
@@ -303,10 +303,10 @@ class ChannelReceiver(abc.ABC):
 
     @abc.abstractmethod
     def release(self, index: int) -> None:
-        """The current stream has been told to do all that reads the bucket."""
+        """Releases a bucket: all work that reads it has been issued on the current stream."""
 
     def finish(self, deadline: TransferDeadline) -> None:  # noqa: B027  # not every kind has something to do
-        """Every bucket was released, and all that reads them is done."""
+        """Ends the push: every bucket was released, and all work that reads them is done."""
 
     def close(self) -> None:
         """Ends what is under way and leaves the channel, which is of no use afterwards. Returns soon."""
@@ -314,7 +314,7 @@ class ChannelReceiver(abc.ABC):
 
     @property
     def store(self) -> TCPStore:
-        """The source's. Raises ChannelBroken."""
+        """Returns the source's store. Raises ChannelBroken."""
         self.raise_if_broken()
         if self._store is None:
             raise ChannelBroken(f"channel {self.name} was not joined")
@@ -336,7 +336,7 @@ class ChannelReceiver(abc.ABC):
             self._question = run_in_thread(lambda: _abort_reason(store), f"pulse-{self.name}")
 
     def _ask(self, question: Callable[[TCPStore], T | None], what: str, deadline: TransferDeadline) -> T:
-        """Returns the first answer that is something. The store may be silent, so it is asked on threads."""
+        """Returns the first answer that is not None. The store may not respond, so it is asked on threads."""
         store, pause = self.store, 0.002
         while True:
             asked = run_in_thread(lambda: (_abort_reason(store), question(store)), f"ask-{self.name}")
@@ -355,7 +355,7 @@ class ChannelReceiver(abc.ABC):
             raise self.gone(error) from error
 
     def gone(self, error: RuntimeError) -> ChannelBroken:
-        """What torch's error of a store or a connection means."""
+        """Returns the ChannelBroken for torch's error of a store or a connection."""
         return ChannelBroken(f"{self.source} is gone: {first_line(error)}")
 
     def _given_up(self, reason: str | None) -> None:

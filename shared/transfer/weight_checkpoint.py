@@ -92,7 +92,7 @@ class WeightCheckpoint(BaseModel):
 
     @property
     def bytes(self) -> int:
-        """The size of all files together."""
+        """Returns the size of all files together, in bytes."""
         return sum(file.bytes for file in self.files.values())
 
     def tensor_files(self) -> list[Path]:
@@ -183,7 +183,7 @@ class WeightCheckpoints:
         return sorted(version for version in found if version is not None)
 
     def load(self, version: int) -> WeightCheckpoint:
-        """Raises BrokenCheckpoint."""
+        """Reads the checkpoint of a version. Raises BrokenCheckpoint."""
         return load_checkpoint(self.path_of(version))
 
     def readable(self) -> list[WeightCheckpoint]:
@@ -237,7 +237,7 @@ class WeightCheckpoints:
         return removed
 
     def sweep(self) -> None:
-        """Ends what an earlier writer was killed in. Only the one writer calls it, when it starts."""
+        """Cleans up the changes in which an earlier writer was killed. Only the single writer calls it, when it starts."""
         for path in list(self.directory.iterdir()) if self.directory.is_dir() else []:
             if (target := replaced_by(path)) is not None and version_of(target) is not None:
                 settle(target)

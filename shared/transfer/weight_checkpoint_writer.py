@@ -85,7 +85,7 @@ class WeightCheckpointWriter:
         return published
 
     def discard(self) -> None:
-        """Leaves nothing of the checkpoint; the base is gone, too."""
+        """Removes the unfinished checkpoint and, with it, the base."""
         self._threads.shutdown()
         shutil.rmtree(self._draft, ignore_errors=True)
         if self._base is not None:

@@ -22,7 +22,7 @@ LEVEL = 1
 """The level of zstd; level 3 saves less than 1 % of such bytes."""
 
 CHUNK_BYTES = 64 * 1024**2
-"""How much is worked on at once, so that a large tensor does not need several times its memory. It is part of the format of ``xor``."""
+"""The bytes processed at once, so that a large tensor does not need several times its memory. It is part of the format of ``xor``."""
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -103,7 +103,7 @@ def _packed(parts: list[ByteArray]) -> ByteArray:
 
 
 def _unpacked(packed: ByteArray, limit: int) -> ByteArray:
-    """Raises BadMessage, also for a frame that claims more than ``limit`` bytes, of which nothing is unpacked."""
+    """Returns the unpacked bytes. Raises BadMessage, also for a frame that claims more than ``limit`` bytes, before unpacking it."""
     data = np.ascontiguousarray(packed).data
     try:
         size = zstandard.frame_content_size(data)
