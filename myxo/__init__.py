@@ -1,1 +1,1 @@
-"""The application that people type: a run is started, watched, looked into and checked from here."""
+"""The command-line application, which starts, watches, inspects and checks a run."""

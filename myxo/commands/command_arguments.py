@@ -1,4 +1,4 @@
-"""Arguments that several commands have."""
+"""The arguments that several commands share."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""``myxo env check URL``: whether a live environment keeps the protocol, line by line."""
+"""``myxo env check URL``: checks line by line whether a live environment keeps the protocol."""
 
 import argparse
 import asyncio

@@ -72,7 +72,7 @@ def _line(flag: Flag) -> str:
 
 @cache
 def meanings() -> dict[str, str]:
-    """Returns the first sentence of what the installed Megatron-Core says of each field; nothing where it is not installed."""
+    """Returns the first sentence of Megatron-Core's own text on each field; nothing where it is not installed."""
     found: dict[str, str] = {}
     spec = importlib.util.find_spec("megatron")
     for directory in (spec.submodule_search_locations or []) if spec is not None else []:

@@ -1,6 +1,6 @@
 """``myxo logs RUN``: the services' JSON lines, merged by time and made readable.
 
-Lines without a time (what a library printed, a crash's last words) belong to the line before them in their file.
+Lines without a time (a library's output, a traceback) belong to the line before them in their file.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class Line:
 
     @property
     def level(self) -> str:
-        """The level it was logged with; info where it does not say."""
+        """Returns the level that the line was logged with; info where it has none."""
         level = self.fields.get("level") if self.fields else None
         return level if level in LEVELS else "info"
 
@@ -92,12 +92,12 @@ def chosen(directory: Path, service: str | None) -> list[Path]:
 
 
 def belongs(instance: str, service: str | None) -> bool:
-    """Tells whether an instance is meant by what a person typed: its own name, or its kind's."""
+    """Returns whether the typed text means an instance: it is the instance's own name, or its kind's."""
     return service is None or instance == service or instance.startswith(f"{service}-")
 
 
 def reaches(line: Line, level: str) -> bool:
-    """Tells whether a line is at least of this level."""
+    """Returns whether a line is at least of this level."""
     return LEVELS.index(line.level) >= LEVELS.index(level)
 
 
@@ -133,7 +133,7 @@ class Tail:
                 end = start
 
     def more(self) -> list[Line]:
-        """Returns the lines that were completed since the last look."""
+        """Returns the lines that were completed since the last call."""
         try:
             size = self._path.stat().st_size
         except FileNotFoundError:

@@ -36,13 +36,13 @@ from shared.schema.sample import Sample
 from shared.store.payload_store import Store
 
 PATIENCE_SECONDS = 1.0
-"""A ledger that takes longer to read shows how far it is."""
+"""The time after which reading the ledger shows its progress."""
 
 STORE_SECONDS = 15.0
-"""How long the store has for one blob."""
+"""The deadline for reading one blob from the store."""
 
 WIDE = 160
-"""Characters of a line where no terminal says how many it has."""
+"""Characters of a line where no terminal gives its width."""
 
 _TARGET = re.compile(r"(?:g?([0-9]{1,12})|(eval\.[A-Za-z0-9_-]+\.[0-9]{1,12}\.[0-9]{1,12}))(?:/([0-9]{1,9}))?\Z", re.ASCII)
 
@@ -97,7 +97,7 @@ def _refuse_list_options(parsed: argparse.Namespace) -> None:
 
 
 def target(text: str) -> tuple[str, int | None]:
-    """Returns (group's id, index of a sample or None) for what a person typed: ``g00000012``, ``g12``, ``12``, or a held-out prompt's
+    """Returns (group's id, index of a sample or None) for a typed target: ``g00000012``, ``g12``, ``12``, or a held-out prompt's
     ``eval.heldout.5.0``, each with ``/3`` or without. Raises ConfigError."""
     match = _TARGET.match(text)
     if match is None:
@@ -193,7 +193,7 @@ class _GroupSamples:
         return self.samples.get(group.group, [])
 
     def read_files(self, rows: Sequence[GroupRecord]) -> None:
-        """Takes what the rollout files have."""
+        """Takes the samples that the rollout files have."""
         records = self.reader.groups([group.group for group in rows])
         self.tell_torn()
         self.samples |= {name: record.decoded() for name, record in records.items() if record.samples}
@@ -213,7 +213,7 @@ class _GroupSamples:
                         self.samples[group.group] = found
                     else:
                         self.absent[group.group] = absent
-        except ConfigError as error:  # the list is of use without
+        except ConfigError as error:  # the list is useful without them
             self.absent |= {group.group: str(error) for group in stored if group.group not in self.samples}
             return error
         return None

@@ -1,4 +1,4 @@
-"""Commands whose work belongs to a service: it is started like the service itself, for none is imported here."""
+"""Commands that a service implements: its module is run in a process, like the service itself, since no service is imported here."""
 
 import argparse
 import subprocess

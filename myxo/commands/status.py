@@ -1,4 +1,4 @@
-"""How a run stands: ``myxo status`` now or at its last record, ``myxo watch`` until it ends, ``myxo summary`` in figures and a picture."""
+"""Shows a run's progress: ``myxo status`` now or at its last record, ``myxo watch`` until it ends, ``myxo summary`` in figures."""
 
 import argparse
 import asyncio
@@ -28,11 +28,11 @@ from shared.runtime.errors import MyxoError
 POLL_INTERVAL_S = 0.5
 
 REPORT_SECONDS = 120.0
-"""How long the summary is tried again where the bus breaks off."""
+"""The time for which the summary is retried when the connection to the bus breaks."""
 
 
 class NotAtWork(MyxoError):
-    """There is nothing to watch."""
+    """The run is not at work, so that there is nothing to watch."""
 
 
 def declare_status(command: argparse.ArgumentParser) -> None:

@@ -1,1 +1,1 @@
-"""What a terminal shows: tables, pages, progress, and the picture of the reward."""
+"""The terminal's output: tables, pages, progress, and the picture of the reward."""

@@ -1,4 +1,4 @@
-"""Showing a run as it goes: a live panel on a terminal, plain lines elsewhere."""
+"""Shows a run's progress: a live panel on a terminal, plain lines elsewhere."""
 
 import itertools
 import re
@@ -20,7 +20,7 @@ PLAIN_SECONDS = 5.0
 """Plain lines come no closer together than this."""
 
 PACE_STEPS = 20
-"""The pace, and the time left, are taken over so many steps at most."""
+"""The most steps over which the pace, and the time left, are measured."""
 
 _SECONDS = re.compile(r"\d+ s\b|\d+/min\b")
 
@@ -41,7 +41,7 @@ class Pace:
         self._finished: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS + 1)
 
     def note(self, now: float, steps: int) -> None:
-        """Takes that ``steps`` are finished at ``now`` (seconds). Steps finished before the first note say nothing about the pace."""
+        """Notes that ``steps`` are finished at ``now`` (seconds). Steps finished before the first note do not count for the pace."""
         if self._seen is not None and steps > self._seen:
             self._finished.append((now, steps))
         self._seen = steps

@@ -1,6 +1,6 @@
 """The picture of a run: the warm start's loss, reward over steps with every held-out set, and how stale the trained samples were.
 
-Curves bear the names that docs/metrics.md tells of. matplotlib is an optional extra (``myxo[report]``), imported only here and only when a
+The curves' names are those of docs/metrics.md. matplotlib is an optional extra (``myxo[report]``), imported only here and only when a
 picture is drawn.
 """
 
@@ -28,7 +28,7 @@ SETS = (("#d9731a", "o"), ("#9b4fb8", "s"), ("#1b998b", "^"), ("#c33149", "D"), 
 
 
 def available() -> bool:
-    """Tells whether pictures can be drawn here."""
+    """Returns whether pictures can be drawn here."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -95,7 +95,7 @@ def _held_out(axes: Any, evaluations: Sequence[EvaluationSummary], color: str, m
     """Draws a held-out set's mean rewards, the first and the last with their numbers."""
     at = [evaluation.step for evaluation in evaluations]
     means = [evaluation.mean_reward for evaluation in evaluations]
-    line = "--" if len(at) > 2 else "none"  # two points are no course
+    line = "--" if len(at) > 2 else "none"  # two points show no trend
     label = f"eval/{shortened(evaluations[0].dataset)}"
     axes.plot(at, means, color=color, marker=marker, markersize=5, linewidth=1.2, linestyle=line, label=label, clip_on=False, zorder=3)
     for index in sorted({0, len(at) - 1}):

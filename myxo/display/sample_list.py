@@ -1,4 +1,4 @@
-"""The list of groups that `myxo samples` shows: which are wanted, in which order, how many. Pure."""
+"""The list of groups that `myxo samples` shows: selects, orders and limits them. Pure."""
 
 import heapq
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ _REASON_SHOWN = 60
 
 @dataclass(frozen=True)
 class WantedGroups:
-    """Which groups to list; None: any.
+    """The selection of groups to list; None: any.
 
     step: in the batch of that step. min_reward, max_reward: of the samples' mean. version: holds a trained token of that version, or
     lies between two that do. evaluation: held-out prompts in place of training groups, of ``dataset``; version is that evaluated.
@@ -47,7 +47,7 @@ class WantedGroups:
     dataset: str | None = None
 
     def admits(self, group: GroupRecord) -> bool:
-        """Tells whether a group is wanted. One without rewards is within no bounds of reward, one without samples of no version."""
+        """Returns whether a group is wanted. A group without rewards fits no bound on rewards, one without samples no version."""
         if (group.dataset is not None) != self.evaluation or self.dataset not in (None, group.dataset):
             return False
         if self.status not in (None, group.status) or self.step not in (None, group.step) or self.group not in (None, group.group):
@@ -63,7 +63,7 @@ class WantedGroups:
 
 @dataclass
 class SampleList:
-    """Takes the ledger, gives the last ``limit`` wanted groups in order (0: all). Keeps no more of those that have ended.
+    """Reads the ledger and returns the last ``limit`` wanted groups in order (0: all). Keeps no more of those that have ended.
 
     Args:
         order: a key of `ORDERS`.

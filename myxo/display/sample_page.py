@@ -189,7 +189,7 @@ def _length(group: GroupRecord, index: int, sample: Sample | None) -> int:
 
 
 def _has_ids(sample: Sample) -> bool:
-    """Tells whether the sample's arrays are there, not only its text."""
+    """Returns whether the sample has its arrays, not only its text."""
     return bool(len(sample.prompt)) or not sample.segments
 
 

@@ -1,4 +1,4 @@
-"""Text for people: times, and what others wrote, fit for a terminal."""
+"""Formats text for people: durations, and foreign text made safe for a terminal."""
 
 import re
 
@@ -20,7 +20,7 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns the text with its control characters spelled out: what a model wrote must not move the cursor or set the window's title."""
+    """Returns the text with its control characters spelled out: a model's output must not move the cursor or set the window's title."""
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 

@@ -1,1 +1,1 @@
-"""Starting a run on this machine and keeping its processes alive."""
+"""Starts a run on this machine and keeps its processes alive."""

@@ -10,11 +10,11 @@ from shared.bus.subjects import Subjects
 from shared.store.payload_store import options
 
 SCAN = 1000
-"""Keys asked for at once."""
+"""The number of keys that one SCAN asks for."""
 
 
 async def erase_from_bus(bus: Bus, run: str) -> None:
-    """Deletes the run's streams and buckets; absent ones are fine. The ledger goes last: while it is there, the run is.
+    """Deletes the run's streams and buckets; absent ones are fine. The ledger goes last, since the run exists as long as its ledger.
 
     Raises NotPermitted.
     """
@@ -32,7 +32,7 @@ async def erase_from_bus(bus: Bus, run: str) -> None:
 
 
 async def erase_from_store(url: str, run: str) -> None:
-    """Deletes the run's payloads, and what its trainers exchanged."""
+    """Deletes the run's payloads, and the data that its trainers exchanged."""
     client = redis.asyncio.Redis.from_url(url, **options(url))
     try:
         for kind in ("group", "exchange"):

@@ -37,7 +37,7 @@ async def report(bus: Bus, run: str, directory: RunDirectory, console: Console) 
 
 
 async def report_troubles(bus: Bus, run: str, console: Console) -> None:
-    """Prints what went wrong, where anything did, for a run that ends unfinished."""
+    """Prints the failures, if there were any, of a run that ends unfinished."""
     rows = troubles_of((await collect(bus, run)).summary())
     if rows:
         table = Table(title=f"Run {run}, what went wrong", title_justify="left", show_header=False, box=None, padding=(0, 2))

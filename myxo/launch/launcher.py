@@ -37,28 +37,28 @@ from shared.store.payload_store import Store
 
 TICK_SECONDS = 0.1
 POLL_SECONDS = 0.5
-"""How often the registry and the run's phase are read."""
+"""The interval at which the registry and the run's phase are read."""
 
 SHOW_SECONDS = 0.5
 
 TRAINER_STOP_SECONDS = 8.0
-"""How long the trainer has to stop after SIGTERM, while the others still serve it: it writes a checkpoint and tells the buffer."""
+"""The time that the trainer has to stop after SIGTERM, while the others still serve it: it writes a checkpoint and tells the buffer."""
 
 STOP_SECONDS = 6.0
-"""How long the other services then have before everything is killed; they cancel their own work after 4 s."""
+"""The time that the other services then have before everything is killed; they cancel their own work after 4 s."""
 
 LEAVE_SECONDS = 60.0
-"""How long the trainer of a finished run may take to leave by itself: it may still be writing the final weights."""
+"""The time that the trainer of a finished run may take to end by itself: it may still be writing the final weights."""
 
 REPORT_SECONDS = 60.0
-"""How long the summary is tried again where the bus breaks off."""
+"""The time for which the summary is retried when the connection to the bus breaks."""
 
 TROUBLES_SECONDS = 20.0
-"""How long the summary of what went wrong may take where the run ends unfinished."""
+"""The deadline for the summary of failures where the run ends unfinished."""
 
 
 class RunsElsewhere(MyxoError):
-    """Services of this run that somebody else started are at work on the given bus."""
+    """Services of this run that another launch started are at work on the given bus."""
 
 
 class Launch:
@@ -145,7 +145,7 @@ class Launch:
             shown.close()
             await self._stop(supervisor)
             await cancelled([polling])
-            for signum in (signal.SIGINT, signal.SIGTERM):  # nothing is left that a signal could hurt
+            for signum in (signal.SIGINT, signal.SIGTERM):  # nothing is left that a signal could interrupt
                 asyncio.get_running_loop().remove_signal_handler(signum)
         if self._finished:
             return await self._report(bus)
@@ -258,7 +258,7 @@ class Launch:
             await asyncio.sleep(TICK_SECONDS)
 
     async def _report(self, bus: Bus) -> int:
-        """Prints audit and summary, with the servers still looked after: one that dies meanwhile is back for the next try."""
+        """Prints audit and summary while the servers are still supervised: one that dies meanwhile is restarted for the next try."""
         end = time.monotonic() + REPORT_SECONDS
         while True:
             work = asyncio.create_task(exit_report.report(bus, self._run, self._directory, self._console))
@@ -276,14 +276,14 @@ class Launch:
                 self._log.warning("report_again", error=str(error) or type(error).__name__)
 
     async def _fail(self, bus: Bus, reason: str) -> None:
-        """Writes down that the run has failed, for `myxo status` and for services that were started elsewhere."""
+        """Records that the run has failed, for `myxo status` and for services that were started elsewhere."""
         try:
             await runs.set_phase(bus, self._run, runs.FAILED, reason)
         except (MyxoError, nats.errors.Error, *TRANSIENT) as error:
             self._log.warning("failure_not_written_down", error=str(error) or type(error).__name__)
 
     async def _show_troubles(self, bus: Bus) -> None:
-        """Prints the part of the summary that tells what went wrong, for a run that ends before it is finished."""
+        """Prints the part of the summary that lists failures, for a run that ends before it is finished."""
         if full := full_disk(self._directory.root):
             self._say(full)
         try:

@@ -1,6 +1,6 @@
-"""When a process that died starts again, and when it is given up. Pure: the caller tells what happened.
+"""Decides when a process that died is restarted, and when it is given up. Pure: the caller reports the events.
 
-A service that never gets to work is given up by `BackOff`; one that gets to work and dies of the same error each time, by `SameDeaths`.
+A service that never becomes ready is given up by `BackOff`; one that becomes ready and dies of the same error each time, by `SameDeaths`.
 """
 
 import re
@@ -12,17 +12,17 @@ FIRST_SECONDS = 0.5
 LONGEST_SECONDS = 30.0
 
 HEALTHY_SECONDS = 60.0
-"""A life of this length forgives the deaths before it: the next wait starts at the beginning again."""
+"""The uptime after which earlier deaths no longer count: the next wait is the first one again."""
 
 MOST_DEATHS = 10
-"""Deaths in a row, none of these lives ready, after which starting again is pointless."""
+"""The number of deaths in a row, without having been ready, after which the process is given up."""
 
 
 class BackOff:
-    """The waits of one process between its lives: ``first`` seconds, doubling up to ``longest``.
+    """The waits of one process before its restarts: ``first`` seconds, doubling up to ``longest``.
 
     Args:
-        at_once: the first death of a row is followed by no wait at all (servers, which everybody else waits for).
+        at_once: there is no wait after the first death of a row (for servers, which all services need).
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class BackOff:
         """Deaths in a row without having been ready."""
 
     def died(self, lived: float, ready: bool) -> float | None:
-        """Takes note of a death after ``lived`` seconds; ``ready``: whether it had got to work in that life.
+        """Notes a death after ``lived`` seconds; ``ready``: whether it had become ready before.
 
         Returns the seconds to wait before the next start; None when it should not be started any more.
         """
@@ -56,17 +56,17 @@ class BackOff:
 
 
 MOST_SAME = 3
-"""Deaths of one service by one error, without a finished training step in between, after which another start is of no use."""
+"""The number of deaths of one service by one error, without a finished training step in between, after which it is given up."""
 
 _OWN_SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP}
-"""Signals that a process brings upon itself; all others come from outside."""
+"""Signals that a process causes itself; all others come from outside."""
 
 _KILLED = re.compile(r"exit ?code: -(9|15)\b|signal (9|15)\b|SIGKILL|SIGTERM")
-"""Words of a process that the service had started and somebody killed."""
+"""Matches the log of a service whose own child process was killed from outside."""
 
 
 def from_outside(code: int) -> bool:
-    """Tells whether a process with this exit code was killed by somebody else: its last words do not say why."""
+    """Returns whether a process with this exit code was killed from outside: its last log lines then do not say why."""
     return code < 0 and -code not in _OWN_SIGNALS
 
 
@@ -77,7 +77,7 @@ class SameDeaths:
         self._kind, self._steps, self.count = "", 0, 0
 
     def died(self, code: int, reason: str, steps: int) -> bool:
-        """Takes note of a death; returns whether the service should be given up.
+        """Notes a death; returns whether the service should be given up.
 
         Args:
             code: its exit code, negative for a signal. reason: its last error. steps: training steps finished until now.

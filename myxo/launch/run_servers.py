@@ -14,13 +14,13 @@ from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, Embedd
 from shared.runtime.errors import MyxoError
 
 RESTART_SECONDS = 10.0
-"""How long a restarted server may take until it answers. The launcher does nothing else meanwhile: nothing else could go on."""
+"""The deadline for a restarted server to answer. The launcher does nothing else meanwhile, since everything needs the server."""
 
 _ERROR = re.compile(r"error|fail|fatal|panic|no space|\[ERR\]|\[FTL\]", re.IGNORECASE)
 
 
 class ServerLost(MyxoError):
-    """An embedded server that does not come back."""
+    """An embedded server could not be restarted."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class RunServers:
     def __init__(self, directory: RunDirectory, given: GivenServers, appendfsync: str) -> None:
         self.managed: list[ManagedServer] = []
         self.troubled = float("-inf")
-        """When an embedded server was last found dead, `time.monotonic` seconds."""
+        """The time when an embedded server was last found dead, in `time.monotonic` seconds."""
         self.nats_url, self.redis_url = given.nats_url or "", given.redis_url or ""
         if given.nats_url is None:
             nats = EmbeddedNats(directory.nats)
@@ -72,7 +72,7 @@ class RunServers:
             raise
 
     def tick(self, now: float) -> None:
-        """Restarts what has died: at once, then with growing waits. Raises ServerLost where that is of no use."""
+        """Restarts dead servers: at once, then with growing waits. Raises ServerLost where one is given up."""
         for managed in self.managed:
             if managed.server.alive():
                 continue
@@ -107,11 +107,11 @@ class RunServers:
         return [ServiceError(managed.server.name, managed.restarts, managed.reason) for managed in self.managed]
 
     def stop(self) -> None:
-        """Stops the embedded ones; the store first, for nobody needs it once the services are gone."""
+        """Stops the embedded ones; the store first, since nothing needs it once the services are gone."""
         for managed in reversed(self.managed):
             managed.server.stop()
 
 
 def _reason(words: str) -> str:
-    """Returns a server's last words where they speak of an error; one that was killed had none."""
+    """Returns a server's last log lines where they report an error; one that was killed has none."""
     return words if _ERROR.search(words) else "it was killed"

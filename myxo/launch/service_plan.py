@@ -1,4 +1,4 @@
-"""Which service processes a run on this machine consists of."""
+"""The plan of the service processes of a run on this machine."""
 
 import sys
 from collections.abc import Mapping
@@ -12,17 +12,17 @@ SERVICE_MODULES = {service: f"services.{service}" for service in ("buffer", "rew
 """The module that `python -m` runs for each service."""
 
 TRAINERS = ("trainer", "critic")
-"""The services that hold what training has made: asked to stop before those that they need."""
+"""The services that hold the training state: they are stopped before those that they need."""
 
 LAST_PORT = 65535
 
 CRITIC = ("services.trainer", "critic")
-"""What it runs for the critic, the trainer's second role."""
+"""The module and argument that it runs for the critic, the trainer's second role."""
 
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """What to start: ``service`` is the kind, ``instance`` the id, ``environment`` goes on top of this process's own."""
+    """A service to start: ``service`` is the kind, ``instance`` the id, ``environment`` goes on top of this process's own."""
 
     service: str
     instance: str

@@ -1,6 +1,6 @@
-"""Keeps the services of a run alive: starts them, restarts what dies, and says when there is no use in that.
+"""Keeps the services of a run alive: starts them, restarts those that die, and reports when one has to be given up.
 
-Works in ticks, each of which only looks and acts and never waits, so that the launcher goes on watching everything else.
+It works in ticks, none of which waits, so that the launcher goes on watching everything else.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ LAST_LINES = 15
 """Lines of a log that are shown when a service is given up."""
 
 REASON_LINES = 500
-"""Lines of a log that are searched for what a service died of."""
+"""Lines of a log that are searched for the error that a service died of."""
 
 AT_WORK = ("ready", "fenced", "updating", "standby")
-"""States in which a service has got to work (a rollout that waits for weights is fenced, a second buffer stands by)."""
+"""States in which a service is at work (a rollout that waits for weights is fenced, a second buffer stands by)."""
 
 
 @dataclass(frozen=True)
 class StopReason:
-    """Why the run cannot go on. ``lines``: the service's last lines; ``error``: the error of each death, where that was the same."""
+    """The reason for ending the run. ``lines``: the service's last lines; ``error``: the error of each death, where that was the same."""
 
     instance: str
     bad_input: bool
@@ -42,7 +42,7 @@ class StopReason:
 
     @property
     def reason(self) -> str:
-        """The reason in one line."""
+        """Returns the reason in one line."""
         if self.error:
             return f"{self.instance} ended {self.deaths} times with the same error, and no training step in between: {self.error}"
         return f"{self.instance} ended {self.deaths} times in a row without getting to work"
@@ -64,7 +64,7 @@ class SupervisedService:
     same: SameDeaths = field(default_factory=SameDeaths)
 
     def status(self, now: float) -> InstanceStatus:
-        """Returns what the launcher knows of it at ``now``, monotonic seconds."""
+        """Returns the launcher's view of it at ``now``, monotonic seconds."""
         return InstanceStatus(
             service=self.spec.service,
             instance=self.spec.instance,
@@ -106,7 +106,7 @@ class Supervisor:
             self._log.info("service_started", started=service.spec.instance, pid=service.child.pid)
 
     def tick(self, now: float, steps: int = 0) -> StopReason | None:
-        """Looks after all services once. Returns the reason where the run has to stop. ``steps``: training steps finished until now."""
+        """Checks all services once. Returns the reason where the run has to stop. ``steps``: training steps finished until now."""
         for service in self._services:
             if service.due is None:
                 code = service.child.exit_code()
@@ -120,11 +120,11 @@ class Supervisor:
         return None
 
     def note_ready(self, statuses: Sequence[ServiceStatus]) -> None:
-        """Takes note of the services that say that they are at work."""
+        """Notes the services that report that they are at work."""
         newest = {(status.service, status.instance): status for status in statuses}
         for service in self._services:
             status = newest.get((service.spec.service, service.spec.instance))
-            # one of the life before lingers for its TTL; the pid says nothing, for a service may work in a child of its own
+            # a status of the process before remains for its TTL; the pid does not tell, for a service may work in a child of its own
             if status is not None and status.at > service.child.started_at and status.state in AT_WORK:
                 service.ready = True
 
@@ -137,7 +137,7 @@ class Supervisor:
         return {service.spec.instance: service.restarts for service in self._services}
 
     def running(self, kind: str | None = None) -> bool:
-        """Tells whether any process (of that kind of service) still runs."""
+        """Returns whether any process (of that kind of service) still runs."""
         return any(service.child.running() for service in self._services if kind in (None, service.spec.service))
 
     def terminate(self, kind: str | None = None) -> None:
@@ -150,7 +150,7 @@ class Supervisor:
         """Ends the services that still run, with all they started. Returns their instances."""
         left = [service for service in self._services if service.child.running()]
         for service in left:
-            with contextlib.suppress(MyxoError):  # one that the kernel does not let go is left to it
+            with contextlib.suppress(MyxoError):  # a process that the kernel cannot kill yet is left to it
                 service.child.stop(0)
         return [service.spec.instance for service in left]
 

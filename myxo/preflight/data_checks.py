@@ -26,7 +26,7 @@ MOST = 20_000
 SECONDS = 5.0
 
 OVERLAP_ROWS, OVERLAP_SECONDS = 100_000, 2.0
-"""How far training prompts are compared with held-out ones."""
+"""The most rows, and seconds, for which training prompts are compared with held-out ones."""
 
 _FORMAT = 1
 

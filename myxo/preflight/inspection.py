@@ -1,4 +1,4 @@
-"""What the checks of a run look at: its config, and what several of them read from disk, each loaded once."""
+"""The input of a run's checks: its config, and the files that several of them read from disk, each loaded once."""
 
 import json
 import math
@@ -29,7 +29,7 @@ class Note:
 
 
 Findings = Iterator[BadInput | Note]
-"""What a check yields: refusals and notes."""
+"""The findings that a check yields: refusals and notes."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Inspection:
 
     config: RunConfig
     starts: bool = False
-    """Whether all services of the run are about to start on this machine."""
+    """True if all services of the run are about to start on this machine."""
     fresh: bool = False
-    """Whether what the run has done so far is to be removed."""
+    """True if the run's present state is to be removed."""
     frozen: RunConfig | None = None
     """The config as the run keeps it, where that is not ``config``: with names on the hub in the place of paths."""
     longest_prompts: dict[str, int] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Inspection:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None where it cannot be loaded, which `tokenizer_problem` explains."""
+        """Returns the model's tokenizer; None where it cannot be loaded, which `tokenizer_problem` explains."""
         return self._tokenizer if isinstance(self._tokenizer, Tokenizer) else None
 
     @property
@@ -69,13 +69,13 @@ class Inspection:
 
     @cached_property
     def training(self) -> TrainingPrompts | ConfigError | None:
-        """The training prompts, or what is wrong with their files; None where the run draws from a source, or another check tells why."""
+        """Returns the training prompts, or their files' error; None where the run draws from a source, or another check reports it."""
         there = self.config.data.data_source is None and self.there(self.config.data.prompt_data)
         return self._opened(TrainingPrompts) if there else None
 
     @cached_property
     def heldout(self) -> PromptFile | ConfigError | None:
-        """The held-out prompts, or what is wrong with their files; None where the run has none, or another check tells why."""
+        """Returns the held-out prompts, or their files' error; None where the run has none, or another check reports it."""
         return self._opened(eval_prompts) if self.there(self.config.eval.eval_prompt_data) else None
 
     def _opened(self, opener: Callable[[RunConfig, Tokenizer], Result | None]) -> Result | ConfigError | None:
@@ -86,7 +86,7 @@ class Inspection:
 
     @cached_property
     def model_config(self) -> dict[str, Any] | None:
-        """The checkpoint's ``config.json``; None where it holds no JSON object, which the check of the model's files reports."""
+        """Returns the checkpoint's ``config.json``; None where it holds no JSON object, which the check of the model's files reports."""
         try:
             values = json.loads((self.config.model.hf_checkpoint / "config.json").read_text())
         except (OSError, ValueError):
@@ -95,13 +95,13 @@ class Inspection:
 
     @cached_property
     def architecture(self) -> Architecture | ConfigError | None:
-        """What the actor is, or why its ``config.json`` describes no model that can be trained; None without one."""
+        """Returns the actor's architecture, or why its ``config.json`` describes no model that can be trained; None without one."""
         directory = self.config.model.hf_checkpoint
         return architecture_of(directory) if (directory / "config.json").is_file() else None
 
     @cached_property
     def weight_headers(self) -> tuple[Mapping[str, tuple[str, hf_checkpoint.Shape]], list[ConfigError]]:
-        """Each tensor of the actor's files → its dtype and shape, and what is wrong with the files."""
+        """Returns each tensor of the actor's files → its dtype and shape, and the errors of the files."""
         try:
             return hf_checkpoint.read_headers(self.config.model.hf_checkpoint)
         except ConfigError as error:
@@ -109,14 +109,14 @@ class Inspection:
 
     @cached_property
     def model_size(self) -> ModelSize | None:
-        """How large the model is; None where its files cannot be read, which the check of the weight files reports."""
+        """Returns the model's size; None where its files cannot be read, which the check of the weight files reports."""
         headers, problems = self.weight_headers
         sizes = [(math.prod(shape), ITEM_BYTES[dtype]) for dtype, shape in headers.values()]
         return ModelSize(sum(count for count, _ in sizes), sum(count * width for count, width in sizes)) if sizes and not problems else None
 
     @staticmethod
     def there(files: object) -> bool:
-        """Tells whether all files of a config's field exist; the check of the files reports those that do not."""
+        """Returns whether all files of a config's field exist; the check of the files reports those that do not."""
         return all(path.is_file() for path in data_files.paths(files))
 
 
@@ -129,5 +129,5 @@ def attempted(load: Callable[[], Result]) -> Result | ConfigError:
 
 
 def architecture_of(directory: Path) -> Architecture | ConfigError:
-    """Returns what the model in a directory is, or why it is none that can be trained."""
+    """Returns the architecture of the model in a directory, or why it cannot be trained."""
     return attempted(lambda: read_architecture(directory))

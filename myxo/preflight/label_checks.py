@@ -24,7 +24,7 @@ SECONDS = 3.0
 """Processor time for trying labels, once what verifiers need is loaded."""
 
 START_SECONDS = 30.0
-"""How long all of it may take beside that, on a machine that is busy with other things."""
+"""The time that all of it may take besides, on a machine that is busy with other things."""
 
 PROSE_WORDS = 12
 """A label of more words is a text, not an answer."""
@@ -44,7 +44,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a label, in words. ``sure``: no answer can match it."""
+    """The problem of a label, in words. ``sure``: no answer can match it."""
 
     words: str
     sure: bool

@@ -23,13 +23,13 @@ from shared.runtime import devices, extras, server_urls
 from shared.runtime.errors import ConfigError
 
 PACKAGES = {"torch": "the trainer and the engine", "megatron": "the trainer", "sglang": "the engine"}
-"""Which service needs which package; importing them would take seconds."""
+"""The packages, and the services that need them; importing them would take seconds."""
 
 IMPORT_SECONDS = 120.0
-"""How long importing the user's own functions may take."""
+"""The deadline for importing the user's own functions."""
 
 LONGEST_WORDS = 1000
-"""Characters that are shown of what an import printed."""
+"""The most characters that are shown of an import's output."""
 
 GIB = 1 << 30
 
@@ -215,7 +215,7 @@ def _weight_bytes(config: RunConfig) -> int:
 
 
 def _trains_part(config: RunConfig) -> bool:
-    """Tells whether only a part of the parameters trains: gradients and moments are then of that part."""
+    """Returns whether only a part of the parameters trains: gradients and moments are then of that part."""
     trainer = config.trainer
     return bool(trainer.lora_rank or trainer.only_train_params_name_list or trainer.freeze_params_name_list)
 

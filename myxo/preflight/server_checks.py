@@ -1,4 +1,4 @@
-"""The NATS and Redis servers that the environment names: whether they answer, and what the bus knows of a run's names on the hub."""
+"""Checks that the NATS and Redis servers of the environment answer, and reads from the bus to which files a run's hub names are pinned."""
 
 import asyncio
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from shared.runtime.errors import ConfigError
 from shared.store.payload_store import Store, StoreUnreachable
 
 ANSWER_SECONDS = 5.0
-"""How long a given NATS or Redis has to answer."""
+"""The deadline for an answer of a given NATS or Redis."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def given_servers() -> GivenServers:
 
 
 async def check_servers(given: GivenServers, run: str) -> None:
-    """Refuses a given URL that nobody answers."""
+    """Refuses a given URL at which no server answers."""
     if given.nats_url is not None:
         bus = await connect(given.nats_url, run)
         await bus.close()

@@ -1,4 +1,4 @@
-"""What has become of every group: the fold of the ledger that lists, pages and the summary read. Pure.
+"""The history of every group: the fold of the ledger that lists, pages and the summary read. Pure.
 
 A group is in `GroupHistory.open` from its admission until it is trained, dropped or dead; then it is handed out once more and forgotten, so
 that memory follows what is in flight, not how long the run is. Records that do not fit are passed over: judging them is the audit's work.
@@ -67,16 +67,16 @@ class GroupRecord:
 
     @property
     def reward(self) -> float | None:
-        """The mean of the samples' rewards."""
+        """Returns the mean of the samples' rewards."""
         return sum(self.rewards) / len(self.rewards) if self.rewards else None
 
     @property
     def seconds(self) -> float | None:
-        """How long its samples took to generate."""
+        """Returns the seconds that its samples took to generate."""
         return self.ended - self.started if self.rewards and self.ended else None
 
     def came_back(self, scored: ScoredGroup) -> None:
-        """Takes what an attempt came back with."""
+        """Takes the results of an attempt."""
         self.attempt, self.status, self.reason = scored.attempt, READY, ""
         self.rewards, self.parts, self.removed = tuple(scored.rewards), scored.parts, scored.removed
         self.tokens = tuple(sample.tokens for sample in scored.samples)
@@ -196,7 +196,7 @@ class GroupHistory:
         return changed
 
     def durable(self, group: GroupRecord) -> bool:
-        """Tells whether the group is trained and in a durable checkpoint: its payload is freed then."""
+        """Returns whether the group is trained and in a durable checkpoint: its payload is freed then."""
         return group.status == TRAINED and group.step is not None and group.step < self.durable_steps
 
     def gone(self, group: GroupRecord | None) -> str | None:
@@ -241,7 +241,7 @@ class GroupProvenance:
     def __init__(self, group: str) -> None:
         self.group = group
         self.record: GroupRecord | None = None
-        """None: no such group was admitted."""
+        """The group's record; None if no such group was admitted."""
         self.steps: list[ProvenanceStep] = []
         self.history = GroupHistory()
         self._durable = False

@@ -1,4 +1,4 @@
-"""Finding bus and store of a run to look at: given servers, the live run's own, or its stored files served for the moment."""
+"""Finds bus and store of a run to inspect: given servers, the live run's own, or its stored files served for the moment."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from shared.store.payload_store import Store
 Server = TypeVar("Server", bound=EmbeddedServer)
 
 SETTLE_SECONDS = 5.0
-"""How long a run that is just starting or just stopping has to say where its servers are, or to let go."""
+"""The time that a run that is just starting or stopping has to publish its servers' addresses, or to release its directory."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Access:
 
 
 class BusLost(MyxoError):
-    """The bus broke off in the middle of a command."""
+    """The connection to the bus broke in the middle of a command."""
 
 
 @contextlib.contextmanager
 def told_when_lost() -> Iterator[None]:
-    """Turns the client's errors into one that says in a line what happened."""
+    """Turns the client's errors into one with a message of one line."""
     try:
         yield
     except (nats.errors.Error, *TRANSIENT) as error:
@@ -52,7 +52,7 @@ def told_when_lost() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def reach(run: str, directory: Path) -> AsyncIterator[Access]:
-    """Reaches the run that a person named, for as long as the body runs.
+    """Opens the named run for as long as the body runs.
 
     Args:
         run: its id or directory. directory: where runs lie.

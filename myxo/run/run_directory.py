@@ -48,10 +48,10 @@ STATE = (
     "reward.png",
     "servers.json",
 )
-"""What `--fresh` removes."""
+"""The names that `--fresh` removes."""
 
 HOLD_SECONDS = 1.0
-"""How long to try for the lock: a command that only looks whether it is held has it for an instant."""
+"""The time to try for the lock: a command that only checks whether it is held has it for an instant."""
 
 _MARKS = ("lock", "nats", "logs", "rollouts", "servers.json")
 
@@ -126,7 +126,7 @@ class RunDirectory:
             self.release()
 
     def is_held(self) -> bool:
-        """Tells whether some other process holds the directory now."""
+        """Returns whether another process holds the directory now."""
         if not self._lock.is_file():
             return False
         with self._lock.open("a+") as file:
@@ -154,11 +154,11 @@ class RunDirectory:
                 path.unlink(missing_ok=True)
 
     def freeze(self, config: RunConfig) -> None:
-        """Keeps the run's config, for who asks without its servers."""
+        """Stores the run's config for commands that run without its servers."""
         replace_file(self._config, f"{config.model_dump_json(indent=2)}\n".encode())
 
     def write_servers(self, servers: ServerUrls) -> None:
-        """Says where the live run's servers are, to nobody but this user."""
+        """Writes the addresses of the live run's servers, readable by this user only."""
         content = {"nats_url": servers.nats_url, "redis_url": servers.redis_url, "pid": servers.pid}
         replace_file(self._servers, json.dumps(content).encode(), mode=0o600)
 

@@ -39,7 +39,7 @@ class EvaluationSummary:
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """How many of the admitted groups came to each end, by reason."""
+    """The number of admitted groups that came to each end, by reason."""
 
     admitted: int
     trained: int
@@ -102,7 +102,7 @@ class Summary:
 
 @dataclass
 class SummaryTally:
-    """Takes ledger records and events, gives the `Summary`.
+    """Takes ledger records and events, and returns the `Summary`.
 
     Args:
         config: the run's.

@@ -1,6 +1,6 @@
-"""What there is to see of a run at one moment: the one model that the live panel, plain lines, `myxo status` and `myxo watch` show. Pure.
+"""The state of a run at one moment: the one model that the live panel, plain lines, `myxo status` and `myxo watch` show. Pure.
 
-It is made from the statuses that services publish and from what the launcher knows of its processes. A service that is away or new leaves
+It is made from the statuses that services publish and from the launcher's record of its processes. A service that is away or new leaves
 gaps; every figure may be absent.
 """
 
@@ -17,7 +17,7 @@ from shared.schema.messages import ServiceStatus
 QUEUES = ("task", "eval", "generated", "scored")
 
 LATELY_SECONDS = 300.0
-"""How long the error of a service that is well again is shown."""
+"""The time for which the error of a service that is well again is shown."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class RunView:
 
     @property
     def replicas_ready(self) -> tuple[int, int]:
-        """(serving, all) rollout replicas."""
+        """Returns (serving, all) rollout replicas."""
         rollouts = [line for line in self.services if line.service == "rollout"]
         return sum(line.state == "ready" for line in rollouts), len(rollouts)
 
@@ -150,7 +150,7 @@ def look(
     began: int = 0,
     disk: str = "",
 ) -> RunView:
-    """Puts a view together.
+    """Returns the view made of these.
 
     Args:
         services: what the registry holds. instances, servers: the launcher's own processes and the restarts of its embedded servers; empty
@@ -204,7 +204,7 @@ def _evaluations(buffer: dict[str, float]) -> dict[str, EvaluationLine]:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """What a cause of waiting is looked for in. ``present``: statuses of services that are alive, environments left out."""
+    """The data in which a cause of waiting is sought. ``present``: statuses of services that are alive, environments left out."""
 
     config: RunConfig
     services: Sequence[ServiceStatus]
@@ -286,7 +286,7 @@ CAUSES: tuple[Callable[[_Waiting], str | None], ...] = (
     _a_batch,
     lambda waiting: "a training step",
 )
-"""Each tells in words what is waited for, or None where it does not apply."""
+"""The possible causes; each returns in words what is waited for, or None where it does not apply."""
 
 
 # --- services

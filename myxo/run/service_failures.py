@@ -1,4 +1,4 @@
-"""What services and launcher have published of failures and restarts, and a disk that is full."""
+"""The failures and restarts that services and launcher have published, and a check for a full disk."""
 
 import shutil
 import time
@@ -20,7 +20,7 @@ FULL_BYTES = 32 << 20
 
 @dataclass
 class ServiceFailures:
-    """How often each service was restarted, and the error that each service that failed or was restarted last ended with."""
+    """The restarts of each service, and the last error of each service that failed or was restarted."""
 
     restarts: Counter[str] = field(default_factory=Counter)
     errors: dict[str, str] = field(default_factory=dict)

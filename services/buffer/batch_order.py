@@ -1,7 +1,7 @@
-"""Decides in which order groups are trained: which of the ready ones a batch may take now.
+"""Decides the order in which groups are trained: which of the ready ones a batch may take now.
 
-``completion``: those that came back first. ``fifo``: the groups admitted first, whoever is ready waits for them. ``windowed_fifo``: those
-that came back first among the ``window`` numbers from the oldest group on that no batch has; so at most ``window`` − 1 groups overtake it.
+``completion``: those that came back first. ``fifo``: the groups admitted first; ready groups wait for them. ``windowed_fifo``: those that
+came back first among the ``window`` numbers from the oldest unbatched group on; so at most ``window`` − 1 groups overtake it.
 """
 
 from collections.abc import Iterable
@@ -23,6 +23,6 @@ def choose(order: Order, window: int, size: int, groups: Iterable[GroupState], f
     if order == "completion" or len(fitting) < size:
         return fitting[:size]
     first = [group.number for group in islice((group for group in groups if group.step is None), size)]  # in no batch yet
-    # never fewer than a batch, whatever has left the window: it would wait for ever
+    # never fewer than a batch, even if groups have left the window: it would wait for ever
     last = first[-1] if order == "fifo" else max(first[-1], first[0] + window - 1)
     return [group for group in fitting if group.number <= last][:size]

@@ -1,4 +1,4 @@
-"""A batch chosen by the user's own function: ``rollout.buffer_filter_path``, slime's buffer filter.
+"""Has the user's own function choose a batch: ``rollout.buffer_filter_path``, slime's buffer filter.
 
 ``f(args, rollout_id, buffer, num)`` gets every ready group within the bound, oldest-finished first, as lists of samples without tokens, and
 returns at most ``num`` of them; fewer: the batch waits. Its choice is in the ledger, so it is made once for each step.
@@ -16,7 +16,7 @@ from shared.schema.ledger import group_id
 FIELD = "rollout.buffer_filter_path"
 
 FILTER_SECONDS = 60.0
-"""How long the function may take; it runs beside the buffer's loop, and the trainer waits for it."""
+"""The deadline for the function; it runs beside the buffer's loop, and the trainer waits for it."""
 
 
 class BufferFilter:
@@ -39,7 +39,7 @@ class BufferFilter:
 
 
 def _samples(group: GroupState) -> list[HookSample]:
-    """Returns what the ledger knows of a group, as slime's samples."""
+    """Returns the ledger's data of a group as slime's samples."""
     scored = group.scored
     assert scored is not None  # only ready groups are candidates
     return [

@@ -1,4 +1,4 @@
-"""The sections of a run's config that the buffer decides by."""
+"""The sections of a run's config that the buffer's decisions depend on."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ DEAD_BATCHES, FEWEST_DEAD = 4, 32
 
 @dataclass(frozen=True)
 class BufferConfig:
-    """The sections that the buffer decides by, and what follows from them. eval_prompts: held-out prompts (0: nothing is evaluated)."""
+    """The sections for the buffer's decisions, and values derived from them. eval_prompts: held-out prompts (0: nothing is evaluated)."""
 
     rollout: RolloutSection
     weights: WeightsSection = field(default_factory=WeightsSection)
@@ -26,23 +26,23 @@ class BufferConfig:
 
     @property
     def surplus(self) -> int:
-        """Groups that are under way beyond what the batches need."""
+        """Returns the number of groups in flight beyond those that the batches need."""
         return (self.rollout.over_sampling_batch_size or self.rollout.rollout_batch_size) - self.rollout.rollout_batch_size
 
     @property
     def window(self) -> int:
-        """Groups that ``windowed_fifo`` looks ahead: two batches unless given."""
+        """Returns the number of groups that ``windowed_fifo`` looks ahead: two batches unless given."""
         return self.rollout.rollout_window or 2 * self.rollout.rollout_batch_size
 
     @property
     def max_dead_in_a_row(self) -> int:
-        """Dead groups in a row that end the run; 0: none do."""
+        """Returns the number of dead groups in a row that ends the run; 0: it never does."""
         given = self.rollout.max_dead_in_a_row
         return max(DEAD_BATCHES * self.rollout.rollout_batch_size, FEWEST_DEAD) if given is None else given
 
     @property
     def last_version(self) -> int:
-        """The weight version that the last step makes."""
+        """Returns the weight version that the last step makes."""
         steps = self.rollout.num_rollout
         return version_after(steps, self.weights.update_weights_interval, steps)
 

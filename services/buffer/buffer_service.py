@@ -49,22 +49,22 @@ from shared.schema.messages import (
 )
 
 ANSWER_SECONDS = 1.5
-"""How long a batch request is held before it is answered with `BatchPending`."""
+"""The time that a batch request is held before it is answered with `BatchPending`."""
 
 FETCH = 256
 """Outcomes that are taken, and payload keys that are freed, at once."""
 
 POLL_INTERVAL_S = 2.0
-"""How often live version and queue depths are looked at, besides the events that announce them."""
+"""The interval at which live version and queue depths are read, besides the events that announce them."""
 
 FOLLOW_SECONDS = 5.0
-"""How often a buffer on standby reads what is new in the ledger."""
+"""The interval at which a buffer on standby reads new records of the ledger."""
 
 HAND_OVER_SECONDS = 1.5
-"""How long a buffer that is to stop waits for its last decision."""
+"""The time that a stopping buffer waits for its last decision."""
 
 DRAIN_SECONDS = 1.5
-"""How long it then goes on keeping the responses of groups that have ended."""
+"""The time that it then goes on keeping the responses of groups that have ended."""
 
 _GAUGES = ("admitted", "trained", "dropped", "dead", "in_flight", "trained_steps", "durable_steps", "live_version")
 """Gauges that are fields of the state."""
@@ -144,7 +144,7 @@ class Buffer:
             await self._keeper.drain(DRAIN_SECONDS)
 
     async def _recover(self) -> None:
-        """Takes the state from the ledger, and repeats what a killed predecessor may not have got to: tasks, freeing, the run's end."""
+        """Reads the state from the ledger, and repeats actions that a killed predecessor may have missed: tasks, freeing, the run's end."""
         self._state, released = await self._ledger.recover()
         state = self._state
         self._keeper.take(ended_groups.trained_not_durable(state, time.time()))
@@ -158,14 +158,14 @@ class Buffer:
             await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
 
     def _as_holder(self, handler: Callable[[Request], Awaitable[Message]]) -> Callable[[Request], Awaitable[Message]]:
-        """Answers as the active buffer or not at all: whoever asked one that was deposed asks again, and then the next one."""
+        """Answers only while this buffer is active: a client of a deposed buffer repeats its request, which then reaches the next one."""
 
         async def answer(request: Request) -> Message:
             try:
                 await self._lease.held()
                 try:
                     return await handler(request)
-                finally:  # a refusal speaks for the run, too
+                finally:  # only the active buffer may refuse, too
                     await self._lease.held()
             except (LeaseLost, WrongSequence):
                 return await asyncio.get_running_loop().create_future()  # until this process ends, which it does
@@ -175,7 +175,7 @@ class Buffer:
     # --- deciding, recording, acting
 
     async def _decide(self, decision: Callable[[], Sequence[LedgerRecord]]) -> None:
-        """Takes a decision once those before it are recorded, and all that follows from it."""
+        """Makes a decision once those before it are recorded, records it and acts on it."""
         async with self._lock:
             await self._record(decision())
             while records := [
@@ -233,14 +233,14 @@ class Buffer:
                 keys += self._to_free.get_nowait()
             await self._service.store.free(keys)
 
-    # --- what comes in
+    # --- incoming messages
 
     async def _take_outcomes(self) -> None:
         """Takes rewards and failures; acks once they are in the ledger."""
         queue = WorkQueue(self._bus, scored_consumer(self._service.run, self._config.bus), Outcome)
         while True:
             leases = await queue.fetch(FETCH)
-            await self._lease.held()  # a state that may be behind knows too little to ignore anything
+            await self._lease.held()  # a state that may be behind must not ignore any message
             rewards = [lease.message for lease in leases if isinstance(lease.message, Scored)]
             if rewards:
                 await self._decide(partial(policy.scored, self._state, self._limits, rewards, time.time()))
@@ -253,7 +253,7 @@ class Buffer:
                 await lease.ack()
 
     def _free_unwanted(self, message: Outcome) -> None:
-        """Frees what a late attempt, or a second one, has written; only keys of its own, whatever the message says."""
+        """Frees the payload of a late or repeated attempt; only keys of its own, whatever the message says."""
         assert isinstance(message, Scored | Failed | Interrupted)  # the kinds of outcomes that there are
         own = self._service.subjects.payload_prefix(message.group, message.attempt)
         if late := [key for key in policy.unwanted(self._state, message) if key.startswith(own)]:
@@ -329,10 +329,10 @@ class Buffer:
         await self._decide(lambda: policy.durable(self._state, report.steps, time.time()))
         return Accepted()
 
-    # --- what is shown
+    # --- status and gauges
 
     def _awaited(self) -> str:
-        """Returns in words what the next batch waits for."""
+        """Returns, in words, the reason why the next batch waits."""
         state = self._state
         if state.live_version < 0:
             return "a rollout replica that serves weights (none does yet)"
@@ -343,7 +343,7 @@ class Buffer:
         return f"{away}; live version {state.live_version}; {state.dead} dead so far"
 
     async def _watch_gauges(self) -> None:
-        """Keeps the gauges (where every group is, how deep each queue), and goes on once a failed run does."""
+        """Updates the gauges (groups by state, queue depths), and resumes once a failed run goes on."""
         run, bus_config = self._service.run, self._config.bus
         consumers = {
             "queue_task": [task_consumer(run, bus_config, TRAIN)],

@@ -1,7 +1,7 @@
 """Decides which groups a ledger record ends, and which of those keep their responses. Pure.
 
-A group's responses are worth keeping once it is known what became of it: at `BatchTrained`, while the store still has the payload, which
-is freed behind a checkpoint, and at the records that drop a group, give it up, or score a held-out prompt, which free it at once.
+A group's responses are kept when its end is known: at `BatchTrained`, while the store still has the payload, which is freed after a
+checkpoint, and at the records that drop a group, give it up, or score a held-out prompt, which free it at once.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from shared.schema.ledger import BatchTrained, EvalScored, GroupDead, GroupsDrop
 
 @dataclass(frozen=True, slots=True)
 class EndedGroup:
-    """A group that has ended: its record without prompt and samples, and what the ledger knows of those.
+    """A group that has ended: its record without prompt and samples, and the ledger's data of its samples.
 
     keys: of its payload, ``size`` bytes in all; none where no samples are to be kept. rewards, parts: of each sample. removed, stale:
     positions of samples that left the loss. again: whether another buffer may have kept it.
@@ -34,7 +34,7 @@ class EndedGroup:
 
 
 def ended(state: BufferState, record: LedgerRecord) -> list[EndedGroup]:
-    """Returns the groups that a record ends. ``state`` is that before the record, which makes it forget them."""
+    """Returns the groups that a record ends. ``state``: before the record is applied, which removes them."""
     match record:
         case BatchTrained(step=step, at=at):
             return _trained(state.batches[step], at)
@@ -50,7 +50,7 @@ def ended(state: BufferState, record: LedgerRecord) -> list[EndedGroup]:
 
 
 def trained_not_durable(state: BufferState, now: float) -> list[EndedGroup]:
-    """Returns the groups of trained steps whose payload the store still has: a killed buffer may not have come to keep them."""
+    """Returns the groups of trained steps whose payload the store still has: a killed buffer may not have kept them yet."""
     batches = (batch for step, batch in state.batches.items() if step < state.trained_steps)
     return [group for batch in batches for group in _trained(batch, now, again=True)]
 

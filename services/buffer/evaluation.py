@@ -1,4 +1,4 @@
-"""Decides about evaluations: which versions get one, what comes back of them, when they end. Pure."""
+"""Decides about evaluations: which versions get one, which results count, when they end. Pure."""
 
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState, EvaluationState
@@ -13,7 +13,7 @@ def groups(evaluation: EvaluationState) -> list[tuple[str, int]]:
 
 
 def is_due(limits: BufferConfig, version: int) -> bool:
-    """Whether weights of ``version`` are evaluated, in a run that has held-out prompts."""
+    """Returns whether weights of ``version`` are evaluated, in a run that has held-out prompts."""
     if version == limits.last_version:
         return True
     if version == 0:

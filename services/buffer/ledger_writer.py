@@ -10,7 +10,7 @@ from shared.bus.subjects import Subjects
 from shared.schema.ledger import LedgerRecord
 
 RELEASES_AGAIN = 256
-"""How many of the latest releases of payloads are repeated after a restart: more than a killed buffer can have left undone."""
+"""The number of the latest payload releases that are repeated after a restart: more than a killed buffer can have left undone."""
 
 
 class LedgerWriter:
@@ -31,11 +31,11 @@ class LedgerWriter:
 
     @property
     def last(self) -> int:
-        """Sequence of the last record that was read or appended."""
+        """Returns the sequence of the last record that was read or appended."""
         return self._last
 
     async def follow(self) -> None:
-        """Reads what the ledger has gained since the last time."""
+        """Reads the records that were added to the ledger since the last time."""
         stream = self._subjects.ledger_stream
         newest = await stream_replay.last_sequence(self._bus, stream)
         if newest <= self._last:

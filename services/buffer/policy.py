@@ -24,7 +24,7 @@ SURPLUS = "surplus"
 """Reason of groups dropped because the run finished without them."""
 
 FILTERED, NOTHING_LEFT = "filtered", "no sample is left to train"
-"""How the reason of groups dropped by a filter begins, and how it goes on where a sample filter took every sample."""
+"""The beginning of the reason of groups dropped by a filter, and its continuation where a sample filter took every sample."""
 
 RECORD_SAMPLES = 2048
 """Samples of one `GroupsScored`: about 70 bytes each, a few hundred with named rewards, and the bus takes messages of 1 MiB."""
@@ -63,7 +63,7 @@ def _waits_for_first_evaluation(state: BufferState, limits: BufferConfig) -> boo
     return bool(limits.eval_prompts) and not limits.evaluation.skip_eval_before_train and 0 not in state.evaluated
 
 
-# --- what comes back
+# --- outcomes
 
 
 def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now: float) -> list[LedgerRecord]:
@@ -97,7 +97,7 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
 
 
 def _awaited(group: GroupState, message: Scored | Failed | Interrupted) -> bool:
-    """Whether an outcome is that of the group's present attempt, and the first one of it."""
+    """Returns whether an outcome is the first one of the group's present attempt."""
     return group.scored is None and group.attempt == message.attempt
 
 
@@ -122,7 +122,7 @@ def _record_batches(groups: list[ledger.ScoredGroup]) -> Iterator[list[ledger.Sc
 
 
 def _scored_group(message: Scored) -> ledger.ScoredGroup:
-    """Returns what the ledger keeps of an outcome."""
+    """Returns the ledger's entry for an outcome."""
     scores = message.scores
     marked = any([score.parts or score.removed for score in scores])  # seldom: a list is faster than a generator here
     return ledger.ScoredGroup(
@@ -162,7 +162,7 @@ def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord
 
 
 def interrupted(state: BufferState, limits: BufferConfig, message: Interrupted, now: float) -> list[LedgerRecord]:
-    """Takes back a group that a replica did not end. It goes on elsewhere with what it has; where that is stale, the policy decides."""
+    """Takes back a group that a replica did not finish. Another one continues its samples; where these are stale, the policy decides."""
     group = state.groups.get(message.group)
     if group is None or not _awaited(group, message):
         return []
@@ -173,8 +173,8 @@ def interrupted(state: BufferState, limits: BufferConfig, message: Interrupted, 
 
 
 def unwanted(state: BufferState, message: Scored | Failed | Interrupted) -> list[str]:
-    """Returns payload keys of an outcome that nobody will ask for, once it has been decided on: of a group that has ended, of an attempt
-    that was given up, or that came back twice. A second replica may have written them long after they were freed."""
+    """Returns the payload keys of an outcome that nobody needs after its decision: it is of an ended group, of an attempt that was given
+    up, or a repeat. A second replica may have written them long after they were freed."""
     if message.payload is None:
         return []
     group = state.groups.get(message.group)
@@ -217,7 +217,7 @@ def form_batch(
     records: list[LedgerRecord] = [_drop([group.id for group in ready["drop"]], now)] if ready["drop"] else []
     for group in ready["requeue"]:
         kept = group.scored.payload if group.scored is not None and limits.rollout.staleness_policy == "continue" else None
-        # kept are samples that nothing newer can be made than: others would be over the bound before the new ones are back
+        # only samples of the newest possible version are kept: others would be over the bound before the new ones are back
         records.append(_requeue(group, STALE, now, partial=kept, renew_below=version if kept else 0))
     size = limits.rollout.rollout_batch_size
     if chosen is None:
@@ -310,7 +310,7 @@ def _bound(state: BufferState, limits: BufferConfig, step: int, version: int) ->
 
 
 def _by_decision(state: BufferState, limits: BufferConfig, bound: int) -> dict[StalenessDecision, list[GroupState]]:
-    """Returns the ready groups, in the order they came back, by what becomes of them."""
+    """Returns the ready groups, in the order they came back, by their staleness decision."""
     ready: dict[StalenessDecision, list[GroupState]] = {"fits": [], "drop": [], "requeue": []}
     rule = limits.rollout.staleness_policy
     for group in state.ready.values():

@@ -1,4 +1,4 @@
-"""The prompts of a run as the buffer has them: opened once, counted in log and gauges."""
+"""The prompts of a run in the buffer: opened once, counted in log and gauges."""
 
 import asyncio
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class PromptSupply:
     stop_ids: list[int]
 
     def sets(self) -> dict[str, PromptStream | PromptFile]:
-        """Returns the sets of prompts that there are, by name."""
+        """Returns the run's sets of prompts, by name."""
         return {TRAINING: self.training} if self.heldout is None else {TRAINING: self.training, HELDOUT: self.heldout}
 
     def gauge(self, metrics: Metrics) -> None:

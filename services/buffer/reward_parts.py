@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from shared.schema.messages import RewardPart
 
 MOST_NAMES = 64
-"""Names of a batch that are reported: they are the user's, and all of them go into one message."""
+"""The most names of a batch that are reported: the user chooses them, and all of them go into one message."""
 
 
 def of_batch(samples: Iterable[Mapping[str, float]]) -> dict[str, RewardPart]:

@@ -41,7 +41,7 @@ BATCH_BYTES, BATCH_GROUPS = 4 << 20, 64
 """Payloads that are read and written together."""
 
 READ_SECONDS = 10.0
-"""How long the store has for them."""
+"""The deadline for reading them from the store."""
 
 DRAIN_POLL_SECONDS = 0.02
 
@@ -49,7 +49,7 @@ LOG_SECONDS = 30.0
 """The least time between two log lines about what is not kept."""
 
 BEHIND, LOST, STORE = "behind", "lost", "store"
-"""Why a group is not kept: too many wait, the store has lost its payload, the store does not answer or refuses."""
+"""The reasons for not keeping a group: too many wait, the store has lost its payload, the store does not answer or refuses."""
 
 _Payload = tuple[EndedGroup, Sequence[bytes], Prompt | None]
 
@@ -77,7 +77,7 @@ class RolloutKeeper:
         """Groups that are not kept, by reason."""
 
     def take(self, groups: list[EndedGroup]) -> None:
-        """Takes note of groups that have ended, before their payloads are released."""
+        """Queues groups that have ended, before their payloads are released."""
         for group in ended_groups.chosen(groups, self._share):
             if group.size > GROUP_BYTES:
                 self._skip(TOO_LARGE, f"{group.record.group}: a payload of {group.size} bytes")
@@ -89,7 +89,7 @@ class RolloutKeeper:
                 self._wake.set()
 
     def release(self, keys: Iterable[str]) -> None:
-        """Has payload keys freed: now, or once they were read. Where too much is held already, the group is given up."""
+        """Has payload keys freed, now or once they were read. Where too much is held already, the group is given up."""
         now = []
         for key in keys:
             group = self._awaited.get(key)
@@ -105,7 +105,7 @@ class RolloutKeeper:
             self._free(now)
 
     def _let_go(self, group: EndedGroup) -> list[str]:
-        """Waits for a group's payload no longer; returns the keys that were only held for it."""
+        """Gives up reading a group's payload; returns the keys that were only held for it."""
         for key in group.keys:
             self._awaited.pop(key, None)
         freed = [key for key in group.keys if key in self._held]
@@ -156,7 +156,7 @@ class RolloutKeeper:
         return heldout[parts[2]] if heldout is not None and parts[2] < len(heldout) else None
 
     async def _write(self, payloads: list[_Payload]) -> list[tuple[str, Exception]]:
-        """Writes groups in a thread of its own, a daemon: a disk that hangs keeps nobody from leaving. Returns what was not kept."""
+        """Writes groups in a daemon thread, so that a disk that hangs cannot keep the process from ending. Returns the groups not kept."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[list[tuple[str, Exception]]] = loop.create_future()
 

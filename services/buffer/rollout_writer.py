@@ -12,16 +12,16 @@ from shared.data.rollout_files import RolloutReader, RolloutRecord
 from shared.schema import sample
 
 FILE_BYTES = 64 << 20
-"""About where a file ends and the next one begins; files are removed whole, so a small bound has smaller ones."""
+"""The approximate size of a file; files are removed whole, so a small bound has smaller ones."""
 
 FILES = 8
 """Files at least that the bound is divided into."""
 
 RETRY_SECONDS = 10.0
-"""How long nothing is written after the disk has refused something."""
+"""The pause in writing after the disk has refused a write."""
 
 DISK, TOO_LARGE, UNREADABLE = "disk", "too large", "unreadable"
-"""Why a group is not kept: the disk refuses it, the bound is smaller, what the store had is no sample."""
+"""The reasons for not keeping a group: the disk refuses it, it exceeds the bound, its payload holds no samples."""
 
 
 class RolloutNotKept(Exception):
@@ -61,7 +61,7 @@ class RolloutWriter:
             raise RolloutNotKept(DISK, error) from error
         except RolloutNotKept:
             raise
-        except Exception as error:  # whatever a payload holds: it costs this group's responses and nothing else
+        except Exception as error:  # a bad payload loses this group's responses and nothing else
             raise RolloutNotKept(UNREADABLE, f"{group.record.group}: {type(error).__name__}: {error}") from error
 
     def _is_written(self, group: EndedGroup) -> bool:

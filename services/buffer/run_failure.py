@@ -20,10 +20,10 @@ RATE_SECONDS = 120.0
 
 
 class DeadGroups:
-    """Decides from when on a run is hopeless: how many groups ended dead in a row, how fast, why. Pure: it is fed with ledger records.
+    """Decides when a run is hopeless, from how many groups ended dead in a row, how fast, and why. Pure: it takes ledger records.
 
-    A held-out prompt that fails counts like a dead group, and one that is scored ends the row like a scored group: what lets every response
-    fail lets them all fail. The count is of this buffer's life, not of the run: whoever starts the run again has mended something.
+    A held-out prompt that fails counts like a dead group, and one that is scored ends the row like a scored group, since a general fault
+    fails both. The count begins anew with each buffer process, since a restart of the run may have repaired the cause.
     ``in_a_row``: since a group was last scored. ``eval_failed``: held-out prompts that failed.
     """
 
@@ -76,7 +76,7 @@ class RunFailure:
         """Why the run has failed; empty while it has not."""
 
     async def see(self, record: LedgerRecord, dead: int) -> None:
-        """Takes a record that was just made; where the run is hopeless with it, the run fails. ``dead``: groups in the whole run."""
+        """Takes a record that was just made, and fails the run where it is hopeless by now. ``dead``: dead groups of the whole run."""
         self._dead.see(record)
         reason, service = failure_summary.short(self._dead.reason), self._service
         if reason != service.detail:

@@ -1,4 +1,4 @@
-"""Decides what a batch does with a group, by the age of its tokens and the run's staleness policy.
+"""Decides how a batch treats a group, by the age of its tokens and the run's staleness policy.
 
 A batch that is trained on version V takes no trained token older than the bound b = V − max_staleness. The four policies differ in what
 they do with a group that holds older tokens; docs/staleness.md derives what follows from each.
@@ -16,7 +16,7 @@ StalenessDecision = Literal["fits", "drop", "requeue"]
 
 
 def staleness_decision(policy: Policy, result: Result, bound: int) -> StalenessDecision:
-    """Returns what becomes of a scored group in a batch that takes no token older than ``bound``."""
+    """Returns the decision about a scored group for a batch that takes no token older than ``bound``."""
     if result.oldest >= bound:
         return "fits"
     match policy:

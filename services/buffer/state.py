@@ -21,7 +21,7 @@ NOTHING_TRAINED = 1 << 30
 
 @dataclass(slots=True)
 class Result:
-    """What the state keeps of a scored group: what its batch is made of, as little as holds it.
+    """The part of a scored group that the state keeps: the data for its batch, in little memory.
 
     keys: of its payload, ``size`` bytes in all. oldest: version of the oldest trained token of all. rewards: float64 [m] of its m samples.
     removed: positions of samples that a filter took out of the loss. tokens: of each sample, as in `Payload`. parts: as in `ScoredGroup`.
@@ -48,12 +48,12 @@ class Result:
 
     @property
     def newest(self) -> list[int]:
-        """Version of the newest trained token of each sample that is trained."""
+        """Returns the version of the newest trained token of each sample that is trained."""
         return [sample.newest for sample in _without(self.samples, self.removed)]
 
     @property
     def payload(self) -> Payload:
-        """Where the samples lie."""
+        """Returns the reference to the stored samples."""
         return Payload(keys=list(self.keys), bytes=self.size, tokens=tuple(self.tokens))
 
     def stale(self, mask_below: int) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class EvaluationState:
         return [name for name in names if name not in self.rewards and name not in self.failed]
 
     def awaits(self, name: str) -> bool:
-        """Whether ``name`` is a group of this evaluation that has not come back."""
+        """Returns whether ``name`` is a group of this evaluation that has not come back."""
         parts = eval_group_parts(name)
         known = parts is not None and parts[2] < self.prompts and name == eval_group_id(self.dataset, self.version, parts[2])
         return known and name not in self.rewards and name not in self.failed
@@ -138,12 +138,12 @@ class BufferState:
 
     @property
     def in_flight(self) -> int:
-        """Groups admitted and not ended: generating, being scored, ready, or in a batch not yet trained."""
+        """Returns the number of groups admitted and not ended: generating, being scored, ready, or in a batch not yet trained."""
         return self.admitted - self.trained - self.dropped - self.dead
 
     @property
     def outstanding(self) -> list[GroupState]:
-        """Groups that rollout or reward services have now."""
+        """Returns the groups that rollout or reward services have now."""
         return [group for group in self.groups.values() if group.scored is None]
 
     def apply(self, record: LedgerRecord) -> None:
@@ -232,7 +232,7 @@ class BufferState:
         self._release(group)
 
     def _release(self, group: GroupState, but: Payload | None = None) -> None:
-        """Lets go of all that the store holds of a group, ``but`` what its next attempt goes on from."""
+        """Releases the stored payload of a group, ``but`` the part that its next attempt continues."""
         held = group.scored.keys if group.scored is not None else group.partial.keys if group.partial is not None else ()
         self.released.extend(held if but is None else [key for key in held if key not in but.keys])
 
@@ -240,7 +240,7 @@ class BufferState:
 _FOLDS: dict[type[LedgerRecord], Callable[[BufferState, Any], None]] = {
     kind: vars(BufferState)[f"_{kind.event()}"] for kind in LedgerRecord.__subclasses__()
 }
-"""How each kind of record is folded in: by the method that is named after it."""
+"""The method that folds each kind of record in; it is named after the record."""
 
 
 def _without(samples: list[SampleMeta], removed: tuple[int, ...]) -> list[SampleMeta]:

@@ -1,4 +1,4 @@
-"""Publishes tasks: one worker sends what the state says is outstanding, so that a full queue holds up no decision."""
+"""Publishes tasks: one worker sends the outstanding tasks of the state, so that a full queue delays no decision."""
 
 import asyncio
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 The order is slime's: score; keep or drop (``dynamic_sampling_filter_path``); of groups that are kept, take samples out of the loss
 (``rollout_sample_filter_path``); show every group (``rollout_all_samples_process_path``). What a later function changes in a sample's
-``reward`` and ``remove_sample`` counts; nothing else that it changes does.
+``reward`` and ``remove_sample`` counts; all other changes are ignored.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ REMOVE = "rollout.rollout_sample_filter_path"
 SEE = "rollout.rollout_all_samples_process_path"
 
 LONGEST_REASON = 100
-"""Characters of a reason for which a group is dropped."""
+"""The most characters of the reason for which a group is dropped."""
 
 
 @dataclass(frozen=True)
 class FilterResult:
-    """What becomes of a scored group. ``filtered``: why it is not kept, None where it is. ``scores``: one a sample, in order."""
+    """The outcome of filtering a scored group. ``filtered``: why it is dropped, None if it is kept. ``scores``: one a sample, in order."""
 
     filtered: str | None
     scores: list[Score]
@@ -52,7 +52,7 @@ class Functions:
             self._paths[KEEP], self._functions[KEEP] = name, BUILT_IN[name]
 
     def waiting(self) -> list[str]:
-        """Returns which of the verbs score and select have async functions only: while one waits, others may be called."""
+        """Returns those of the verbs score and select whose functions are all async: while one call waits, others may be made."""
         found = {"score": [self._functions[field] for field in self._functions if field == SCORE]}
         found["select"] = [self._functions[field] for field in self._functions if field != SCORE]
         return [verb for verb, functions in found.items() if functions and all(map(_is_async, functions))]
@@ -72,7 +72,7 @@ class Functions:
         return [self._read(SCORE, value, index) for index, value in enumerate(values)]
 
     async def select(self, stored: list[StoredSample], scores: list[Score]) -> FilterResult:
-        """Returns what becomes of a scored group. Raises HookFailed."""
+        """Returns the outcome of the filters for a scored group. Raises HookFailed."""
         samples = [from_stored(sample, score, self._key) for sample, score in zip(stored, scores, strict=True)]
         given = [copy.deepcopy(sample.reward) for sample in samples]
         filtered = self._reason(await self._call(KEEP, list(samples))) if KEEP in self._functions else None
@@ -106,7 +106,7 @@ class Functions:
     def _reason(self, output: Any) -> str | None:
         """Returns why a group is dropped, None where it is kept."""
         keep = output.keep if isinstance(output, DynamicFilterOutput) else output
-        keep = keep.item() if hasattr(keep, "item") else keep  # as comparisons of arrays and tensors give them
+        keep = keep.item() if hasattr(keep, "item") else keep  # comparisons of arrays and tensors return such values
         if not isinstance(keep, bool):
             raise self._failed(KEEP, f"gave {str(output)[:80]}; expected shared.hooks.DynamicFilterOutput or a bool")
         if keep:
@@ -115,12 +115,12 @@ class Functions:
         return str(reason or self._paths[KEEP].rpartition(":")[2])[:LONGEST_REASON]
 
     async def _call(self, field: str, *given: Any) -> Any:
-        """Returns what a plain or an async function gives. Raises HookFailed."""
+        """Returns the result of a plain or an async function. Raises HookFailed."""
         function: Callable[..., Any] = self._functions[field]
         try:
             result = function(self._args, *given)
             return await result if inspect.isawaitable(result) else result
-        except (Exception, SystemExit) as error:  # whatever a function raises is its group's fate, not this process's
+        except (Exception, SystemExit) as error:  # an exception of the user's function fails its group, not this process
             traceback.print_exc()
             raise self._failed(field, f"{type(error).__name__}: {error}") from error
 

@@ -1,9 +1,9 @@
-"""Watches one environment outside of Myxo: it is asked to describe itself every few seconds, its status is published, and it is given no
-work while nobody is there.
+"""Watches one environment outside of Myxo: asks it for its description every few seconds, publishes its status, and gives it no work while
+it is unreachable.
 
-States: `starting` until the first answer; `ready`; `away`: nobody can be connected to; `refused`: what answers is no environment of this
+States: `starting` until the first answer; `ready`; `away`: no connection can be made; `refused`: the server is no environment of this
 protocol version; `late`: it takes connections and does not answer in time. While it is starting, away or refused, its groups wait in the
-queue. A late one is given work all the same: its groups die at their deadlines and are replaced, so that it cannot stop the run.
+queue. A late one still gets work: its groups die at their deadlines and are replaced, so that it cannot stop the run.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from shared.schema.messages import ServiceStatus
 
 
 class EnvironmentHealthCheck:
-    """Every reward service watches for itself; they publish the same status."""
+    """The health check of one environment. Every reward service makes its own; they publish the same status."""
 
     def __init__(self, service: Service, environment: Environment) -> None:
         self._service, self._environment = service, environment
@@ -38,12 +38,12 @@ class EnvironmentHealthCheck:
             await asyncio.sleep(self._service.heartbeat)
 
     async def leave(self) -> None:
-        """Takes the status away; where another reward service watches too, it is back within a heartbeat."""
+        """Removes the status; where another reward service also watches, it is published again within a heartbeat."""
         with contextlib.suppress(MyxoError, *TRANSIENT):
             await self._service.registry.leave(self._status())
 
     def lost(self, reason: str) -> None:
-        """Takes no more groups until it has described itself again: somebody else found that it cannot be reached."""
+        """Stops taking groups until the environment has described itself again, because a caller could not reach it."""
         self._say("away", reason)
 
     async def _describe(self) -> None:

@@ -9,13 +9,13 @@ from shared.runtime.errors import BadMessage
 from shared.schema import codec
 
 LONGEST = 1 << 28
-"""A frame's bytes. Any four characters of text, read as a length, say more."""
+"""The most bytes of a frame. Any four characters of text, read as a length, exceed it."""
 
 _HEAD = 4
 
 
 def frame(value: object) -> bytes:
-    """Returns the bytes of one request or answer. Raises TypeError for what MessagePack does not carry, BadMessage for what is too long."""
+    """Returns the bytes of one request or answer. Raises TypeError for types that MessagePack lacks, BadMessage for a long frame."""
     body = codec.pack(value)
     return _checked(len(body)).to_bytes(_HEAD, "big") + body
 
@@ -33,8 +33,8 @@ async def read(stream: asyncio.StreamReader) -> Any:
 
 
 class FrameStream:
-    """A worker's end of the pipes. From here on its standard input is empty and its standard output is its standard error, so that nothing
-    that a library prints or reads can get in between."""
+    """A worker's end of the pipes. It empties the standard input and redirects the standard output to the standard error, so that a library
+    that prints or reads cannot corrupt the frames."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")

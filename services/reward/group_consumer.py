@@ -19,7 +19,7 @@ from shared.schema.sample import Sample
 
 
 class GroupConsumer:
-    """Holds one environment's queue and the groups in its hands: a slow environment holds up its own groups alone."""
+    """The queue of one environment and its groups in progress; a slow environment delays only its own groups."""
 
     def __init__(self, service: Service, scorer: Scorer, group_filter: GroupFilter) -> None:
         self._service, self._scorer, self._filter = service, scorer, group_filter
@@ -27,7 +27,7 @@ class GroupConsumer:
         self.in_hand: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Scores until cancelled. Raises what keeps an outcome from being sent."""
+        """Scores until cancelled. Raises the error that keeps an outcome from being sent."""
         limit, running = self._scorer.limit, self.in_hand
         while True:
             if await self._may_fetch():
@@ -40,12 +40,12 @@ class GroupConsumer:
                 task.result()
 
     async def close(self) -> None:
-        """Lets go of what is in hand, which goes back to the queue by itself, and of the scorer."""
+        """Drops the groups in progress, which return to the queue by themselves, and closes the scorer."""
         await cancelled(self.in_hand)
         await self._scorer.close()
 
     async def _may_fetch(self) -> bool:
-        """Returns whether the environment takes work; it waits a while for one that does not."""
+        """Returns whether the environment takes work; waits a while for one that does not."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._scorer.open.wait(), FETCH_SECONDS)
         return self._scorer.open.is_set()

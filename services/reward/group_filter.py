@@ -14,7 +14,7 @@ class GroupFilter:
     """Applies the filters of a run.
 
     Args:
-        pool: runs the user's own; None where the run has none.
+        pool: runs the user's own functions; None where the run has none.
     """
 
     def __init__(self, config: RunConfig, pool: HooksPool | None) -> None:
@@ -23,7 +23,7 @@ class GroupFilter:
         self._args = hooks.Arguments(config)
 
     async def decide(self, group: str, samples: list[Sample], scores: list[Score]) -> FilterResult:
-        """Returns what becomes of a scored group. Raises DeadlineExceeded, WorkerFailed or BadMessage: the group is given up."""
+        """Returns the filters' outcome for a scored group. Raises DeadlineExceeded, WorkerFailed or BadMessage: the group is given up."""
         if is_evaluation(group):
             return FilterResult(None, scores)
         if self._pool is not None:

@@ -1,4 +1,4 @@
-"""Runs the user's own functions in processes apart."""
+"""Runs the user's own functions in separate processes."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -17,7 +17,7 @@ _SCORE = TypeAdapter(Score)
 
 
 class HooksPool(WorkerPool):
-    """Has ``reward_workers`` processes, each with all functions of the config that the reward service calls. Calls raise as `ask` does."""
+    """A pool of ``reward_workers`` processes, each with all of the config's functions for the reward service. Calls raise as `ask` does."""
 
     def __init__(self, config: RunConfig, module: str = "services.reward.hooks_worker") -> None:
         self._waiting: set[str] = set()
@@ -43,7 +43,7 @@ class HooksPool(WorkerPool):
         return self._scores(answer, len(samples))
 
     async def select(self, samples: list[Sample], scores: list[Score]) -> FilterResult:
-        """Returns what the filters make of a scored group."""
+        """Returns the outcome of the filters for a scored group."""
         request = {"verb": "select", "samples": self._blobs(samples), "scores": [asdict(score) for score in scores]}
         answer = await self._asked(request, "a verdict", self._selecting)
         filtered = answer.get("filtered")

@@ -1,4 +1,4 @@
-"""Runs the user's own functions in a process apart, which is killed from outside when they hold it up.
+"""Runs the user's own functions in a separate process, which the service kills when they block it.
 
 ``python -m services.reward.hooks_worker``; it speaks as `services.reward.worker_pool.WorkerPool` says. In, once: ``{"config": JSON}``; out:
 ``{"ready": True, "waits": [verb, …]}`` with the verbs whose functions are async, or ``{"refused": [field, value, expected]}`` where a
@@ -21,8 +21,8 @@ from shared.schema import sample
 from shared.schema.messages import Score
 
 FIRST_STEPS_SECONDS = 0.001
-"""How long a call has the event loop for itself before the next one is taken up. One that computes without ever waiting then is done before
-the next one's deadline begins, although its function is async."""
+"""The time that a call has the event loop for itself before the next one is taken up. An async function that computes without ever waiting
+then ends before the next call's deadline begins."""
 
 
 def main() -> None:
@@ -42,12 +42,12 @@ def main() -> None:
 
 
 async def _serve(channel: FrameStream, functions: Functions) -> None:
-    """Raises EOFError when the service is gone; what a call raises ends the process."""
+    """Serves calls. Raises EOFError when the service is gone; an exception of a call ends the process."""
     requests, calls, waiting = await channel.stream(), dict[int, asyncio.Task[None]](), functions.waiting()
     async with asyncio.TaskGroup() as running:
         while True:
             call_id, request = await frames.read(requests)
-            if request is None:  # it is late
+            if request is None:  # the call is late, so it is cancelled
                 if call_id in calls:
                     calls[call_id].cancel()
                 channel.send([call_id, {"error": "cancelled"}])

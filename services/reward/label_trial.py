@@ -1,4 +1,4 @@
-"""``python -m services.reward.label_trial SECONDS``: which labels the verifiers can match at all, tried before a run starts.
+"""``python -m services.reward.label_trial SECONDS``: tries before a run starts which labels the verifiers can match at all.
 
 In, all at once: a JSON line ``[verifier, label]`` for each. Out, for each in the same order, as long as SECONDS of processor time last:
 ``{"matches": bool, "reads": text, "why": text}``. A label matches where the verifier gives full reward to an answer that says just it;
@@ -18,7 +18,7 @@ MISSING = 3
 
 
 def answers(verifier: str, label: str) -> list[str]:
-    """Returns what says just the label, in the forms that answers to this verifier have; what is quickly compared comes first."""
+    """Returns answers that consist of the label alone, in the forms that this verifier reads, those that compare fastest first."""
     if verifier != "math":
         return [label]
     boxed = f"\\boxed{{{label}}}"
@@ -26,7 +26,7 @@ def answers(verifier: str, label: str) -> list[str]:
 
 
 def tried(verifier: str, label: str) -> dict[str, Any]:
-    """Returns what there is to say of a label. Nobody answers with nothing: an empty label does not match."""
+    """Returns the result of trying a label. An empty label does not match, since no answer is empty."""
     try:
         reads = read(label) if verifier == "math" else label
         matches = bool(label.strip()) and any(VERIFIERS[verifier](answer, label) >= 1 for answer in answers(verifier, label))
@@ -46,7 +46,7 @@ def main() -> int:
     asked = [json.loads(line) for line in sys.stdin]
     try:
         if any(needs_parser(*question) for question in asked):
-            VERIFIERS["math"]("x", "x")  # loads what it imports on first use: no label's time
+            VERIFIERS["math"]("x", "x")  # loads lazy imports now, so that no label's time includes them
         end = time.process_time() + float(sys.argv[1])
         for verifier, label in asked:
             print(json.dumps(tried(verifier, label)), flush=True)

@@ -13,7 +13,7 @@ from shared.environment.environment_client import open_environment
 from shared.runtime.service_base import Service
 
 POLL_INTERVAL_S = 0.5
-"""How often the gauge of groups in hand is brought up to date."""
+"""The interval at which the gauge of groups in progress is updated."""
 
 
 class Reward:

@@ -1,4 +1,4 @@
-"""Makes a score of what a function or an environment gave for a sample: one number that counts, the others beside it by name."""
+"""Makes the score of a sample from a function's or an environment's result: one number that counts, and others by name."""
 
 import math
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ REWARD = "reward"
 
 
 def read(value: object, key: str | None) -> Score:
-    """Returns the score that a function of the user's own gave.
+    """Returns the score in the result of a user's function.
 
     Args:
-        value: a number, or named ones; what is no number among those (slime's ``pred``) is left out. key: which of them counts.
+        value: a number, or named ones; named values that are no numbers (slime's ``pred``) are left out. key: the name that counts.
 
-    Raises ValueError, saying what would be right.
+    Raises ValueError that says what would be valid.
     """
     if not isinstance(value, Mapping):
         return Score(reward=_number(value, "a reward"))
@@ -30,7 +30,7 @@ def read(value: object, key: str | None) -> Score:
 
 
 def counted(score: Score, key: str | None) -> Score:
-    """Returns an environment's score by the reward named ``key``; one that came without others counts as it is. Raises ValueError."""
+    """Returns an environment's score by the reward named ``key``, or unchanged if it has no named rewards. Raises ValueError."""
     return _counted({REWARD: score.reward, **score.parts}, key) if score.parts and key not in (None, REWARD) else score
 
 

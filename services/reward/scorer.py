@@ -18,7 +18,7 @@ from shared.schema.messages import Generated, Score
 from shared.schema.sample import Sample
 
 IN_HAND = 4
-"""Groups in hand for each verifier process: the next one's payload is read while this one is scored."""
+"""The number of groups in progress for each verifier process: the next one's payload is read while this one is scored."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0
 """Seconds between tries while an environment cannot be reached."""
@@ -76,7 +76,7 @@ class VerifierScorer(Scorer):
 
 
 class CustomScorer(Scorer):
-    """The user's own function. Its processes are those of the run's other functions, which whoever made the pool starts and closes."""
+    """The user's own function. It shares the processes of the run's other functions; the creator of the pool starts and closes them."""
 
     def __init__(self, pool: HooksPool, config: RewardSection) -> None:
         super().__init__(CUSTOM, config.reward_workers * IN_HAND)
@@ -85,18 +85,18 @@ class CustomScorer(Scorer):
 
     @property
     def limit(self) -> int:
-        """Returns more once the pool has started, where an async function may have many groups waiting at once."""
+        """Returns how many groups may be in hand: more once the pool has started, if its async function may have many groups waiting."""
         return max(self._limit, self._pool.scores_at_once or 0)
 
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
         return await self._pool.score(samples)
 
     async def close(self) -> None:
-        """Closes nothing: the pool is not its own."""
+        """Closes nothing, since the pool belongs to its creator."""
 
 
 class ExternalScorer(Scorer):
-    """An environment outside of Myxo. Its health check says whether it can be reached; what is in hand when it goes is tried again."""
+    """An environment outside of Myxo. Its health check tells whether it is reachable; groups that it had when it left are tried again."""
 
     def __init__(self, environment: Environment, health: EnvironmentHealthCheck, run: str, config: RewardSection) -> None:
         super().__init__(environment.name, config.environment_concurrency)

@@ -1,4 +1,4 @@
-"""Runs a verifier in a process of its own, which is killed from outside when it takes too long.
+"""Runs a verifier in a process of its own, which the service kills when it takes too long.
 
 ``python -m services.reward.worker math``; it speaks as `services.reward.worker_pool.WorkerPool` says. In, once: ``{}``; out, when
 everything is loaded: ``{"ready": True}``; then in: ``{"responses": [text, …], "label": text}``; out: ``{"rewards": [float, …]}`` or
@@ -16,7 +16,7 @@ def main() -> None:
     """Answers requests until the service is gone."""
     channel, name = FrameStream(), sys.argv[1]
     verifier = VERIFIERS[name]
-    verifier("", "x")  # loads what it imports on first use: sympy takes seconds, and no call's deadline should pay them
+    verifier("", "x")  # loads lazy imports now: sympy takes seconds, which no call's deadline should include
     with contextlib.suppress(EOFError):
         call_id, _ = channel.receive()
         channel.send([call_id, {"ready": True}])
@@ -25,7 +25,7 @@ def main() -> None:
             channel.send([call_id, None])
             try:
                 answer: dict[str, object] = {"rewards": [float(verifier(text, request["label"])) for text in request["responses"]]}
-            except Exception as error:  # whatever a verifier raises is the sample's fate, not this process's
+            except Exception as error:  # an exception of a verifier fails the sample, not this process
                 answer = {"error": f"verifier {name}: {type(error).__name__}: {error}"}
             channel.send([call_id, answer])
 

@@ -1,7 +1,7 @@
 """Worker processes that answer within a deadline or are killed and replaced.
 
-A process has one call in hand that holds up its event loop, and beside it any number of calls that only wait (``waits``). Where one ends
-that had several, each of these is made once more, alone in a process: so none pays for what another did.
+A process has at most one call that blocks its event loop, and besides any number of calls that only wait (``waits``). If a process with
+several calls dies, each of them is made once more, alone in a process, so that no call fails because of another.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ __all__ = ["START_SECONDS", "VerifierPool", "WorkerFailed", "WorkerPool"]
 
 
 class WorkerPool:
-    """Keeps ``size`` processes, and at most as many others that end with what they have in hand.
+    """A pool of ``size`` processes, and at most as many retired ones that only finish their calls.
 
     Args:
-        name: what they are, for errors. module: what they run; arguments: of it. It reads and writes `services.reward.frames`: a request
+        name: their name in errors. module: the module that they run, with ``arguments``. It speaks in `services.reward.frames`: a request
             is ``[id, request]`` and is answered with ``[id, None]`` when it is taken up and with ``[id, answer]``, a map, when it is done;
             the request None cancels the call of its id, which is answered at once.
         setup: the first request, answered when the process is ready: ``{"ready": True}`` or ``{"refused": [field, value, expected]}``.
@@ -43,12 +43,12 @@ class WorkerPool:
 
     @property
     def ready(self) -> dict[str, Any]:
-        """Returns what the first worker said when it was ready."""
+        """Returns the first worker's answer when it was ready."""
         return self._workers[0].ready
 
     @property
     def processes(self) -> list[ChildProcess]:
-        """Returns those that run."""
+        """Returns the running processes."""
         found = [worker.process for worker in (*self._workers, *self._leaving) if worker.process is not None]
         return [process for process in found if process.running()]
 
@@ -87,7 +87,7 @@ class WorkerPool:
             answer = await worker.ask(request, deadline, waits=waits)
             ended = False
             return answer
-        except BadMessage:  # it was not sent
+        except BadMessage:  # the request was not sent
             ended = False
             raise
         except TimeoutError:
@@ -103,7 +103,7 @@ class WorkerPool:
                 raise WorkerFailed(str(error)) from None
             return None
         finally:
-            worker.retired |= ended  # what a late call has left behind (threads, children) ends with its process
+            worker.retired |= ended  # threads and children that a late call has left behind end with its process
             worker.calls -= 1
             worker.blocking, worker.exclusive = worker.blocking and waits, False
             await self._tidy()
@@ -128,7 +128,7 @@ class WorkerPool:
         return not worker.calls if exclusive else waits or not worker.blocking
 
     async def _tidy(self) -> None:
-        """Replaces the workers that are retired, and kills those of them that have nothing in hand any more."""
+        """Replaces the retired workers, and kills those of them that have no more calls."""
         for index, worker in enumerate(self._workers):
             if worker.retired:
                 self._workers[index] = self._fresh()

@@ -1,4 +1,4 @@
-"""One worker process and the calls that it has in hand; answers find their calls by an id, in whatever order they come."""
+"""A worker process and its calls in progress; answers come in any order and carry the id of their call."""
 
 import asyncio
 import os
@@ -14,13 +14,13 @@ from shared.runtime.child_process import ChildProcess
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError
 
 START_SECONDS = 120.0
-"""How long a fresh process may take to load its libraries; a call's deadline runs only once it has."""
+"""The deadline for a fresh process to load its libraries; a call's own deadline begins after that."""
 
 LOOP_SECONDS = 3.0
-"""How long the event loop of a process may be held up, after a call was late, before the process counts as blocked and is killed."""
+"""The time that a process may not respond after a call was late, before it counts as blocked and is killed."""
 
 _CREDENTIALS = ("NATS_URL", "REDIS_URL")
-"""Variables whose names begin so are withheld: no worker needs them, and what it starts (code of a model's, say) should not have them."""
+"""Variables with these prefixes are withheld: no worker needs them, and code that it runs (a model's, say) should not have them."""
 
 
 class WorkerFailed(MyxoError):
@@ -28,11 +28,11 @@ class WorkerFailed(MyxoError):
 
 
 class WorkerBlocked(MyxoError):
-    """A call was late and its process says nothing any more: it has to be killed."""
+    """A call was late and its process does not respond any more, so that it has to be killed."""
 
 
 class WorkerGone(WorkerFailed):
-    """The process of a call ended. ``alone``: it had no other call in hand, so that it is this one's doing."""
+    """The process of a call has ended. ``alone``: it had no other call, so that this call is the cause."""
 
     def __init__(self, text: str, alone: bool) -> None:
         self.alone = alone
@@ -51,11 +51,11 @@ class Worker:
     """A process that is started with its first call.
 
     Args:
-        name: what it is, for errors. command: arguments of Python. setup: the first request.
+        name: the process's name in errors. command: arguments of Python. setup: the first request.
 
     Attributes:
-        calls: how many it has in hand, or wait for its start. blocking: one of them holds up its event loop.
-        exclusive: it is kept for one call. retired: it gets no more calls. ready: what it said when it was ready.
+        calls: the number of its calls, those that wait for its start included. blocking: one of them blocks its event loop.
+        exclusive: it is kept for one call. retired: it gets no more calls. ready: its answer when it was ready.
     """
 
     def __init__(self, name: str, command: list[str], setup: object) -> None:
@@ -101,7 +101,7 @@ class Worker:
             del self._open[call_id]
             call.begun.cancel()
             if not call.answer.cancel():
-                call.answer.exception()  # marks it as seen: nobody else asks for it
+                call.answer.exception()  # marks the exception as retrieved: nobody else reads it
 
     async def kill(self) -> None:
         """Kills the process and what it started, and waits for its end."""
@@ -188,7 +188,7 @@ class Worker:
 
 
 async def _streams(process: ChildProcess) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Returns the two ends of a process's pipes: what it answers, and where it is asked."""
+    """Returns the two ends of a process's pipes: the reader of its answers, and the writer of its requests."""
     loop, answers = asyncio.get_running_loop(), asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), process.stdout)
     transport, protocol = await loop.connect_write_pipe(FlowControlMixin, process.stdin)

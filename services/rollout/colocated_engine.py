@@ -1,8 +1,8 @@
 """Lets a replica sleep while a trainer computes on the same GPUs (`colocate`).
 
-While the trainer computes nothing is generated, partial samples wait at the gate, and the engine has given its memory back. Weights that
-went with the memory are gone: the replica then holds no version until a push. The trainer says when it begins and ends, and again and again
-that it goes on; one that falls silent is taken for gone, and the replica wakes by itself.
+While the trainer computes, nothing is generated, partial samples wait at the gate, and the engine has released its memory. Where it has
+released its weights, too, the replica holds no version until the next push. The trainer announces when it begins and ends, and repeats
+while it computes that it still does; when these messages stop, the replica treats it as gone and wakes by itself.
 """
 
 import asyncio
@@ -40,13 +40,13 @@ class ColocatedEngine:
         await bus.serve(subjects.replica_weights(instance, "wake"), WeightsWake, self._wake)
 
     async def make_room(self, deadline: float) -> None:
-        """Takes memory for weights that are about to be received. The caller holds the update lock."""
+        """Has the engine take memory for weights that are about to be received. The caller holds the update lock."""
         client = self._replica.client
         if client is not None:
             await client.memory.take_back(WEIGHTS, deadline=deadline)
 
     async def _wait_for_memory(self) -> None:
-        """Returns when an engine may take memory: while the trainer does not compute. A trainer that dies leaves the registry."""
+        """Returns once the engine may take memory: when the trainer does not compute, or has left the registry because it died."""
         logged = False
         while self._releases and (self._replica.served.asleep or await self._trainer_computes()):
             if not logged:
@@ -55,7 +55,7 @@ class ColocatedEngine:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _sleep_if_late(self) -> None:
-        """Puts an engine to sleep at once that has come up while the trainer computes."""
+        """Puts an engine that has started while the trainer computes to sleep at once."""
         async with self._replica.update_lock:
             if self._replica.served.asleep:
                 await self._put_to_sleep(OPEN_SECONDS)
@@ -83,24 +83,24 @@ class ColocatedEngine:
             await self._awake(request.deadline)
             return WeightsReady(replica=self._service.instance, version=self._replica.version)
 
-    # --- what they come down to; the caller holds the update lock
+    # --- what the requests do; the caller holds the update lock
 
     async def _put_to_sleep(self, deadline: float) -> None:
-        """Lets the engine sleep. One that does not obey is ended, which frees its memory, too."""
+        """Puts the engine to sleep. An engine that does not go to sleep is killed, which frees its memory, too."""
         replica = self._replica
-        if replica.client is None:  # a starting one is put to sleep when it is up
+        if replica.client is None:  # an engine that is still starting is put to sleep when it is up
             return
         try:
             await replica.client.memory.sleep(EVERYTHING if self._releases else (), deadline=deadline)
             if self._loses:
-                await replica.client.adopt(NO_WEIGHTS, {}, deadline=deadline)  # what it knows of its weights is over
+                await replica.client.adopt(NO_WEIGHTS, {}, deadline=deadline)  # its digests are no longer those of its weights
         except MyxoError as error:
             await replica.kill_engine(f"it did not go to sleep: {error}")
         if self._loses:
             replica.served.lose_weights()
 
     async def _awake(self, deadline: float) -> None:
-        """Serves what the replica holds. Without weights, or in a push, that is left to the push."""
+        """Serves the version that the replica holds. Without weights, or during a push, that is left to the push."""
         replica, service = self._replica, self._service
         if not replica.served.asleep:
             return
@@ -121,11 +121,11 @@ class ColocatedEngine:
         service.log.info("awake", version=replica.version, seconds=round(time.monotonic() - self._asleep_since, 3))
 
     async def _watch_trainer(self) -> None:
-        """Wakes the replica when the trainer has fallen silent: without this it would sleep for ever."""
+        """Wakes the replica when the trainer's messages have stopped: without this it would sleep for ever."""
         while (left := self._asleep_until - time.monotonic()) > 0:
             await asyncio.sleep(min(left, POLL_INTERVAL_S))
         async with self._replica.update_lock:
-            if self._asleep_until > time.monotonic():  # it has spoken while the lock was not free
+            if self._asleep_until > time.monotonic():  # a message came while this waited for the lock
                 self._watch = self._service.spawn(self._watch_trainer())
                 return
             reason = "the trainer fell silent while the replica slept for it"

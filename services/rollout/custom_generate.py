@@ -1,7 +1,7 @@
 """Generates with the user's own function, ``rollout.custom_generate_function_path``, called once for each rollout of a group.
 
-The function runs on an event loop in a thread of its own: one that blocks there holds up its like, and neither heartbeats nor pushes.
-What it was doing while the replica's weights turned out to be untrusted (a push that failed, an engine that died) is thrown away.
+The function runs on an event loop in a thread of its own: a call that blocks there delays other calls, but neither heartbeats nor pushes.
+A call's result is discarded if the replica's weights became untrusted meanwhile (a push failed, or the engine died).
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class CustomGenerate:
         """Returns all samples of the task's n rollouts, in the rollouts' order.
 
         Raises DeadlineExceeded (no weights, or no end within `generate_timeout` of having them), HookFailed where the function failed
-        `ENGINE_TRIES` times in a row, BadMessage where it gave what is no sample, or nothing to train.
+        `ENGINE_TRIES` times in a row, BadMessage where it returned something other than samples, or no token to train.
         """
         deadline = self._config.rollout.generate_timeout
         await self._replica.wait_serving(task.min_version, deadline)
@@ -75,7 +75,7 @@ class CustomGenerate:
         return samples
 
     async def _rollout(self, task: Task, rollout: int) -> tuple[list[hooks.HookSample], Served]:
-        """Returns what the function gave for one rollout, and the versions that were served meanwhile."""
+        """Returns the samples that the function made for one rollout, and the versions that were served meanwhile."""
         failures, replica = 0, self._replica
         while True:
             client = await replica.wait_serving(task.min_version, self._config.rollout.generate_timeout)
@@ -83,8 +83,8 @@ class CustomGenerate:
             self._vocabulary = client.capabilities.limits.vocab_size
             try:
                 given = self._checked(await self._call(task, rollout, client))
-            except Exception as error:  # whatever a function raises is its group's fate, not this service's
-                failures += replica.incarnation == life  # an engine that died is not its fault
+            except Exception as error:  # an exception of the user's function fails its group, not this service
+                failures += replica.incarnation == life  # the function did not cause the engine's death
                 self._service.log.warning("custom_generate_failed", group=task.group, rollout=rollout, error=str(error), exc_info=error)
                 if failures >= ENGINE_TRIES:
                     reason = str(error) if isinstance(error, HookFailed) else f"{type(error).__name__}: {error}"
@@ -93,7 +93,7 @@ class CustomGenerate:
                 continue
             if replica.incarnation == life and not any(sample.status is Status.ABORTED for sample in given):
                 return given, Served(begun, replica.version, client.late_versions)
-            await asyncio.sleep(RETRY_PAUSE)  # the push that ended the engine's requests is still going on
+            await asyncio.sleep(RETRY_PAUSE)  # the push that ended the engine's requests is still in progress
 
     def _checked(self, given: object) -> list[hooks.HookSample]:
         samples: list[hooks.HookSample] = []
@@ -123,7 +123,7 @@ class CustomGenerate:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def _guarded(self, args: Arguments, sample: hooks.HookSample, parameters: dict[str, Any], evaluation: dict[str, Any]) -> object:
-        """Makes the call, on the thread's loop: nothing that it raises may end the loop, or look like our own cancellation."""
+        """Makes the call on the thread's loop; no exception of it may end the loop, or be mistaken for a cancellation by the service."""
         this = asyncio.current_task()
         assert this is not None
         try:
@@ -149,14 +149,14 @@ class CustomGenerate:
 
 
 async def _in_thread(call: Callable[[], object]) -> object:
-    """Returns what a plain function gives, in a daemon thread: one of an executor's would keep the process from ending while it hangs."""
+    """Returns a plain function's result from a daemon thread: an executor's thread that hangs would keep the process from ending."""
     loop, done = asyncio.get_running_loop(), concurrent.futures.Future[object]()
 
     def run() -> None:
         done.set_running_or_notify_cancel()
         try:
             done.set_result(call())
-        except BaseException as error:  # it goes to who waits
+        except BaseException as error:  # the waiting caller raises it
             done.set_exception(error)
 
     threading.Thread(target=run, name="custom-generate-call", daemon=True).start()
@@ -164,7 +164,7 @@ async def _in_thread(call: Callable[[], object]) -> object:
 
 
 def _parameters(sampling: Sampling) -> dict[str, Any]:
-    """Returns ``sampling_params`` as slime hands them on, which are SGLang's. Stop strings stay in the text, as do their tokens."""
+    """Returns ``sampling_params`` as slime passes them, in SGLang's names. Stop strings stay in the text, as do their tokens."""
     return {
         **sampling.model_dump(),
         "skip_special_tokens": False,

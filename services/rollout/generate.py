@@ -1,6 +1,6 @@
-"""Generates one group: n samples of a prompt, each carried on after every interruption until it has ended.
+"""Generates one group: n samples of a prompt, each continued after every interruption until it has ended.
 
-A sample keeps the tokens, log-probs and version spans that it already has; going on means handing prompt and tokens back to the engine.
+A sample keeps the tokens, log-probs and version spans that it already has; to continue it, prompt and tokens are sent to the engine again.
 """
 
 import asyncio
@@ -17,18 +17,18 @@ from shared.runtime.errors import DeadlineExceeded
 from shared.schema.messages import Task
 
 ENGINE_TRIES = 5
-"""Engine failures in a row after which a group is given up for this delivery."""
+"""The number of engine failures in a row after which a group is given up for this delivery."""
 
 RETRY_PAUSE = 0.5
 
 
 async def generate_group(replica: Replica, task: Task, partials: list[Partial], deadline: float, in_flight: InFlight | None) -> None:
-    """Carries all of the task's samples on until they have ended.
+    """Generates all of the task's samples until they have ended.
 
     Args:
-        partials: one a sample, what they have so far; grow in place.
-        deadline: seconds of waiting for weights, and of generating, each.
-        in_flight: may stop the group; None for groups that nothing stops.
+        partials: one for each sample, with its output so far; they grow in place.
+        deadline: seconds for waiting for weights, and as many for generating.
+        in_flight: may stop the group; None for groups that are never stopped.
 
     Raises Stopped, DeadlineExceeded, or EngineError when the engine failed `ENGINE_TRIES` times in a row.
     """

@@ -1,6 +1,6 @@
-"""Knows what the engine is generating for training, and stops it where nothing will be trained of it, or the replica leaves.
+"""Tracks what the engine generates for training, and stops groups that will never be trained, or all of them when the replica leaves.
 
-A group that is lost to its age (`shared.schema.versions.is_lost`) is not generated to its end: that would be lost time.
+A group that is too old to be trained (`shared.schema.versions.is_lost`) is not generated to its end, since that would waste the engine.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from shared.runtime.errors import MyxoError
 from shared.schema.versions import is_lost
 
 LEAVE_SECONDS = 3.0
-"""How long a replica that is to stop waits for the engine to hand back what it has."""
+"""The time that a stopping replica waits for the engine to return its partial outputs."""
 
 LEAVE_PAUSE = 0.1
 
 
 class Stopped(MyxoError):
-    """A group's generation was stopped: for its age (``stale``), else because the replica leaves."""
+    """A group's generation was stopped because it is too old (``stale``), else because the replica leaves."""
 
     def __init__(self, group: str, stale: bool) -> None:
         self.stale = stale
@@ -31,14 +31,14 @@ class Stopped(MyxoError):
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """Requests of one group. ``oldest``: the version that its oldest token may be of."""
+    """The requests of one group. ``oldest``: the version that its oldest token may be of."""
 
     rids: list[str]
     oldest: int
 
 
 class InFlight:
-    """The requests that the engine holds. Two attempts at a group may be among them: one whose lease ran out, and its successor."""
+    """The requests that the engine holds. A group may have two attempts among them: one whose lease expired, and its successor."""
 
     def __init__(self, config: RunConfig) -> None:
         self._max_staleness, self._policy = config.rollout.max_staleness, config.rollout.staleness_policy
@@ -47,9 +47,9 @@ class InFlight:
 
     @contextlib.contextmanager
     def asked(self, group: str, partials: Sequence[Partial], requests: Sequence[GenerationRequest], version: int) -> Iterator[None]:
-        """Notes, for the body, that the engine, which serves ``version``, holds these requests of a group that has ``partials``.
+        """Registers, while the body runs, these requests of a group with ``partials`` in the engine, which serves ``version``.
 
-        Raises Stopped where they are not to be made at all.
+        Raises Stopped where they must not be sent at all.
         """
         oldest = min((partial.segments[0][2] for partial in partials if partial.segments), default=version)
         if self._is_lost(oldest, version):
@@ -64,18 +64,18 @@ class InFlight:
             self._asked.remove(asked)
 
     async def stop_stale(self, client: EngineClient, version: int) -> None:
-        """Has the engine end what serving ``version`` makes stale. Raises as `EngineClient.abort`."""
+        """Has the engine abort the requests that are stale once ``version`` is served. Raises as `EngineClient.abort`."""
         if stale := [rid for asked in self._asked if self._is_lost(asked.oldest, version) for rid in asked.rids]:
             await client.abort(stale)
 
     async def leave(self, client: EngineClient | None) -> None:
-        """Has the engine end everything; returns once it has, or after `LEAVE_SECONDS`."""
+        """Has the engine abort all requests; returns once it has, or after `LEAVE_SECONDS`."""
         self.leaving = True
         with contextlib.suppress(TimeoutError, MyxoError):
             async with asyncio.timeout(LEAVE_SECONDS):
                 while self._asked and client is not None:
                     await client.abort_all()
-                    await asyncio.sleep(LEAVE_PAUSE)  # a request may have been on its way
+                    await asyncio.sleep(LEAVE_PAUSE)  # a request may still have been in transit
 
     def _is_lost(self, oldest: int, version: int) -> bool:
         return is_lost(oldest, version, self._max_staleness, self._policy)

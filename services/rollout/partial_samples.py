@@ -1,4 +1,4 @@
-"""Holds what a sample has so far, its tokens, log-probs and versions, over every interruption, in this replica or the next."""
+"""Holds a sample's tokens, log-probs and versions so far, across interruptions and from replica to replica."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from shared.schema.sample import Sample
 
 @dataclass
 class Partial:
-    """One sample under way. tokens: int32 [R]; log_probs: float32 [R]; segments tile [0, R)."""
+    """A sample that is being generated. tokens: int32 [R]; log_probs: float32 [R]; segments tile [0, R)."""
 
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
@@ -23,7 +23,7 @@ class Partial:
     finish: Literal["stop", "length"] | None = None
 
     def extend(self, generation: Generation, longest: int) -> None:
-        """Appends what the engine gave; an aborted generation leaves the sample unfinished."""
+        """Appends the engine's output; an aborted generation leaves the sample unfinished."""
         offset = len(self.tokens)
         self.tokens = np.concatenate([self.tokens, generation.tokens])
         self.log_probs = np.concatenate([self.log_probs, generation.log_probs])
@@ -39,10 +39,10 @@ class Partial:
 
 
 def restored(samples: Sequence[Sample], task: Task) -> list[Partial]:
-    """Returns what a task goes on from: the samples of its earlier attempt, with new ones where nothing is left to train of.
+    """Returns the partial samples that a task continues: those of its earlier attempt, or new ones where none of its tokens can be trained.
 
     Samples that had ended and whose newest token is older than ``task.renew_below`` begin anew; where the earlier attempt does not fit the
-    task (another number of samples, more tokens than may be generated), all do.
+    task (another number of samples, more tokens than may be generated), all begin anew.
     """
     longest = task.sampling.max_new_tokens
     if len(samples) != task.n or any(len(sample.response) > longest for sample in samples):
@@ -60,7 +60,7 @@ def _restored(sample: Sample, renew_below: int, longest: int) -> Partial:
 
 
 def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) -> list[Sample]:
-    """Returns the task's samples as they are stored, checked; those that have not ended say ``abort``. Raises BadMessage."""
+    """Returns the task's samples as they are stored; unfinished ones have the finish reason ``abort``. Raises BadMessage."""
     samples = [
         Sample(
             group=task.group,

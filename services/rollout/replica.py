@@ -1,7 +1,7 @@
-"""One replica: its engine, the weight version that it serves, and the gate that generation waits at.
+"""A replica: its engine, the weight version that it serves, and the gate at which generation waits.
 
-The gate is open while `ServedVersion` says that the replica serves. An update closes it; one that failed, and an engine that died, leave it
-closed (fenced) until a version has been loaded.
+The gate is open while `ServedVersion` says that the replica serves. An update closes it. After a failed update or the engine's death it
+stays closed (the replica is fenced) until a version has been loaded.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from shared.runtime.service_base import Service
 
 WATCH_SECONDS = 1.0
 OPEN_SECONDS = 60.0
-"""The deadline for an engine that gave its memory back to take it again."""
+"""The deadline for an engine that has released its memory to take it again."""
 
 STOP_SECONDS = 3.0
 RESTART_SECONDS = 2.0
@@ -35,7 +35,7 @@ async def _nothing() -> None:
 
 
 class Replica:
-    """An engine and what it serves.
+    """An engine and the version that it serves.
 
     Attributes:
         client: usable while ``engine_up`` is set. served: the one owner of the replica's version.
@@ -58,7 +58,7 @@ class Replica:
         self._gate = asyncio.Event()
         self._process: EngineProcess | None = None
 
-    # --- what it serves
+    # --- the served version
 
     @property
     def version(self) -> int:
@@ -77,7 +77,7 @@ class Replica:
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline
         while True:
-            if self.served.asleep:  # nobody is late while the trainer computes on the same GPUs
+            if self.served.asleep:  # no deadline runs while the trainer computes on the same GPUs
                 end = loop.time() + deadline
             remaining = end - loop.time()
             if remaining <= 0:
@@ -92,7 +92,7 @@ class Replica:
             await asyncio.sleep(min(remaining, 0.05))
 
     def show(self) -> None:
-        """Lets the gate and the service's status follow `served`."""
+        """Sets the gate and the service's status from `served`."""
         served, service = self.served, self._service
         service.state, service.version = served.state, served.version
         service.incarnation = f"{self._life}.{served.incarnation}"
@@ -102,12 +102,12 @@ class Replica:
             self._gate.clear()
 
     async def publish(self) -> None:
-        """Lets everybody see what is served."""
+        """Publishes the served version in the registry."""
         self.show()
         await self._service.announce()
 
     async def serve(self, version: int, digest: str = "", *, deadline: float = OPEN_SECONDS) -> None:
-        """Serves ``version``, which the engine holds; while the trainer computes on the same GPUs: as soon as that is over.
+        """Serves ``version``, which the engine holds; while the trainer computes on the same GPUs, the replica serves it once that is over.
 
         Raises as `EngineMemory.wake`.
         """
@@ -118,7 +118,7 @@ class Replica:
         await self.publish()
 
     async def fence(self, reason: str) -> None:
-        """Takes no work until a version has been loaded: the engine's weights are not to be trusted."""
+        """Stops taking work until a version has been loaded, because the engine's weights are not to be trusted."""
         self.served.fence()
         self._service.log.warning("fenced", reason=reason)
         await self.publish()
@@ -127,7 +127,7 @@ class Replica:
     # --- the engine
 
     async def keep_engine(self) -> None:
-        """Starts the engine, watches it, and starts it again when it dies. Runs until cancelled, and stops the engine then."""
+        """Starts the engine, watches it, and restarts it when it dies. Runs until cancelled; then it stops the engine."""
         try:
             while True:
                 await self._start()
@@ -143,13 +143,13 @@ class Replica:
             await self._close()
 
     async def kill_engine(self, reason: str) -> None:
-        """Ends an engine that will not answer any more; `keep_engine` starts it anew."""
+        """Kills an engine that no longer answers; `keep_engine` restarts it."""
         if self._process is not None:
             self._service.log.warning("engine_killed", reason=reason)
             await self._process.stop(0)
 
     async def attach(self, client: EngineClient) -> None:
-        """Takes an engine that has come up, with weights that nobody vouches for."""
+        """Attaches an engine that has started; its weights have not been verified."""
         self.client = client
         self.served.engine_started()
         self.engine_up.set()
@@ -210,5 +210,5 @@ class Replica:
 
 
 def _seed(instance: str) -> int:
-    """Returns a number that instances do not share, so that replicas sample apart from each other."""
+    """Returns a random seed that differs between instances, so that replicas draw different samples."""
     return zlib.crc32(instance.encode()) % 2**20

@@ -1,4 +1,4 @@
-"""The rollout service on the bus: takes tasks while its replica serves weights, writes samples, sends references on."""
+"""The rollout service on the bus: it takes tasks while its replica serves weights, stores samples, and publishes references to them."""
 
 import asyncio
 import time
@@ -29,23 +29,23 @@ from shared.schema.messages import Failed, Generated, Interrupted, Payload, Task
 from shared.schema.sample import Sample
 
 POLL_INTERVAL_S = 0.05
-"""How often a replica looks whether it has weights, or room, or stale generations."""
+"""The interval at which a replica checks whether it has weights, free capacity, or stale generations."""
 
 PUSH_SECONDS = 4.0
-"""How long a replica that is to stop stays for a push that it has agreed to take part in."""
+"""The time that a stopping replica stays for a push that it has agreed to take part in."""
 
 HAND_ON_SECONDS = 1.5
-"""How long a replica that is to stop waits for what it was stopped at to be stored and handed on."""
+"""The time that a stopping replica waits until its unfinished groups are stored and handed on."""
 
 RETRY_SECONDS = 1.0
-"""Pause after an engine could not be asked to end what is stale."""
+"""The pause after the engine could not be asked to abort stale requests."""
 
 RATE_SECONDS = 1.0
-"""How often the engine's count of tokens is read, and the gauges are set."""
+"""The interval at which the engine's token count is read and the gauges are set."""
 
 
 class Rollout:
-    """One replica at work.
+    """The rollout service of one replica.
 
     Attributes:
         tokens: generated tokens of the groups that have ended. running: the groups in hand.
@@ -65,7 +65,7 @@ class Rollout:
         self.tokens = 0
 
     async def run(self) -> None:
-        """Works until asked to stop; groups in hand are handed on then, or go back to the queue."""
+        """Generates until asked to stop; the groups in progress are then handed on, or go back to the queue."""
         service = self._service
         await self.weights.listen()
         await self._catch_up.listen()
@@ -86,7 +86,7 @@ class Rollout:
                     await router.leave()
 
     async def take(self, task_class: str) -> None:
-        """Fetches tasks of a class while the replica serves and has room; training tasks wait while evaluations fill it."""
+        """Fetches tasks of a class while the replica serves and has capacity; training tasks wait while evaluations use all of it."""
         service, limit = self._service, self._config.rollout.rollout_concurrency
         queue = WorkQueue(service.bus, task_consumer(service.run, self._config.bus, task_class), Task)
         while not service.stopping.is_set():
@@ -123,7 +123,7 @@ class Rollout:
         except (DeadlineExceeded, EngineError) as error:
             log.warning("group_handed_back", error=str(error))
             await lease.hand_back(delay=1.0)
-        except (BadMessage, InvalidRequest, HookFailed) as error:  # can never work: a prompt that does not fit the model, a broken hook
+        except (BadMessage, InvalidRequest, HookFailed) as error:  # would fail again: a prompt that does not fit the model, a broken hook
             log.warning("group_refused", error=str(error))
             await self._give_up(task, str(error))
             await lease.ack()
@@ -155,14 +155,14 @@ class Rollout:
         )
 
     async def _interrupted(self, task: Task, partials: list[Partial], stopped: Stopped) -> Interrupted:
-        """Returns what becomes of a group that was stopped: it is handed on with what it has, unless that is too old."""
+        """Returns the message that hands a stopped group on, with its partial samples unless these are too old."""
         kept = not stopped.stale and any(len(partial.tokens) for partial in partials)
         payload = await self._stored(task, samples_of(task, partials, self._tokenizer)) if kept else None
         self._service.log.info("group_interrupted", group=task.group, attempt=task.attempt, stale=stopped.stale, kept=kept)
         return Interrupted(group=task.group, attempt=task.attempt, stale=stopped.stale, replica=self._service.instance, payload=payload)
 
     async def _earlier(self, task: Task) -> list[Sample]:
-        """Returns the samples that the task goes on from; none where they are lost, so that the group begins anew."""
+        """Returns the samples that the task continues; none where they are lost, so that the group begins anew."""
         if task.partial is None:
             return []
         try:
@@ -172,7 +172,7 @@ class Rollout:
             return []
 
     async def _stored(self, task: Task, samples: list[Sample]) -> Payload:
-        """Writes samples, before anybody hears of them, under keys that nobody else writes: what a reference names never changes."""
+        """Stores samples before their reference is published, under keys that nobody else writes: a referenced payload never changes."""
         blobs, generation = sample_codec.encode(samples, self._config.store.blob_bytes), uuid.uuid4().hex[:8]
         keys = [self._service.subjects.payload_key(task.group, task.attempt, part, generation) for part in range(len(blobs))]
         await self._service.store.write(dict(zip(keys, blobs, strict=True)))
@@ -180,9 +180,9 @@ class Rollout:
         return Payload(keys=keys, bytes=sum(len(blob) for blob in blobs), tokens=tokens)
 
     async def stop_stale(self) -> None:
-        """Ends, while new weights are served, the generations that these have made too old to be trained.
+        """Aborts, while new weights are served, the generations that these have made too old to be trained.
 
-        Asks again until they have ended: the engine knows nothing of an id whose request is still on its way to it.
+        Repeats the request until they have ended, since the engine ignores an id whose request has not reached it yet.
         """
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -203,7 +203,7 @@ class Rollout:
         await self._service.bus.publish(subject, message, msg_id=outcome_id(message), deadline=600)
 
     async def measure(self) -> None:
-        """Keeps the gauges."""
+        """Updates the gauges until cancelled."""
         drawn, rate, metrics = DrawnTokens(), TokenRate(), self._service.metrics
         while True:
             tokens = await drawn.read(self.replica.client, self.tokens)

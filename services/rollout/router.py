@@ -1,7 +1,7 @@
 """Keeps the replica's engine among the workers of an sglang-router while it answers.
 
-The router fronts the engines for agents that speak to one address. It learns of an engine from the engine's own replica, again after the
-router was restarted; an engine whose replica died without a word is taken off by any replica that still lives, by the registry.
+The router fronts the engines for agents that use one address. Each replica registers its own engine there, and again after the router was
+restarted. An engine whose replica died is removed by any replica that is still alive, which sees in the registry that it is gone.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from shared.runtime.service_base import Service
 ROUTER_VARIABLE = "MYXO_ROUTER_URL"
 
 POLL_INTERVAL_S = 3.0
-"""How often the router's workers are compared with the engines that are alive."""
+"""The interval at which the router's workers are compared with the engines that are alive."""
 
 CALL_SECONDS = 5.0
 
@@ -34,7 +34,7 @@ def router_url() -> str | None:
 
 
 def reached_at(command: EngineCommand) -> str:
-    """Returns the engine's URL as other machines reach it."""
+    """Returns the engine's URL for other machines."""
     return f"http://{own_address()}:{urlsplit(command.url).port}"
 
 
@@ -47,7 +47,7 @@ class Router:
         self._away = False
 
     async def keep(self) -> None:
-        """Runs until cancelled. A router that is away is waited for: nothing else depends on it."""
+        """Runs until cancelled. A router that is unreachable is waited for, since nothing else depends on it."""
         timeout = aiohttp.ClientTimeout(total=CALL_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
@@ -61,7 +61,7 @@ class Router:
                 await asyncio.sleep(POLL_INTERVAL_S)
 
     async def leave(self) -> None:
-        """Takes this replica's engine off the router. A router that does not answer is let be."""
+        """Removes this replica's engine from the router. A router that does not answer is ignored."""
         self._service.engine = ""
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1.0)) as session:
@@ -74,7 +74,7 @@ class Router:
     async def _settle(self, session: aiohttp.ClientSession) -> None:
         own, workers = self._service.engine, await self._workers(session)
         if own and own not in {worker["url"] for worker in workers}:
-            await self._service.announce()  # first the registry: others take off what is not in it
+            await self._service.announce()  # first the registry: others remove workers that are not in it
             async with session.post(f"{self._url}/workers", json={"url": own}) as answer:
                 answer.raise_for_status()
             self._service.log.info("router_joined", url=self._url, engine=own)
@@ -91,6 +91,6 @@ class Router:
 
     async def _remove(self, session: aiohttp.ClientSession, worker: dict[str, Any]) -> None:
         async with session.delete(f"{self._url}/workers/{worker['id']}") as answer:
-            if answer.status != 404:  # another replica was faster
+            if answer.status != 404:  # another replica has removed it already
                 answer.raise_for_status()
         self._service.log.info("router_worker_removed", url=self._url, engine=worker["url"])

@@ -1,7 +1,7 @@
 """Decides which version of the weights a replica serves, and whether it serves at all.
 
-This is the only place that knows: the replica, its pushes and its own catching up change it, and `Replica` shows it to everybody else. It
-is pure state, without an engine, a bus or a clock.
+This is the only place that holds the served version: the replica, its pushes and its catch-up change it, and `Replica` publishes it. It is
+pure state, without an engine, a bus or a clock.
 """
 
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from shared.bus.registry import CATCHING_UP
 
 NO_WEIGHTS = -1
-"""The version of a replica that holds no weights that it could vouch for."""
+"""The version of a replica that holds no verified weights."""
 
 
 @dataclass
 class ServedVersion:
-    """What a replica knows of its weights.
+    """The state of a replica's weights.
 
     Invariant: `serving` is true only while the engine holds every byte of ``version``, proven by its digest, and nothing changes it. A
     replica with NO_WEIGHTS is fenced: it takes no work until a version has been loaded as a whole.
 
     Attributes:
         version: the version that is served. digest: its digest; empty if that is not known.
-        incarnation: it grows whenever what was reported of this replica's weights does not hold any longer.
-        target: the version that is being loaded, or None. received: the digest of what was loaded of it.
+        incarnation: it grows whenever an earlier report about this replica's weights has become invalid.
+        target: the version that is being loaded, or None. received: the digest of the weights that were loaded for it.
         touched: whether the engine's parameters may have changed since ``version`` was served.
         asleep: whether a colocated trainer computes on the engine's GPUs.
     """
@@ -47,7 +47,7 @@ class ServedVersion:
 
     @property
     def state(self) -> str:
-        """The replica's state, as the registry shows it."""
+        """Returns the replica's state, as the registry shows it."""
         if not self.engine_is_up:
             return "starting"
         if self.asleep:
@@ -67,28 +67,28 @@ class ServedVersion:
         self.fence()
 
     def fence(self) -> None:
-        """The engine's weights are not to be trusted."""
+        """Notes that the engine's weights are not to be trusted."""
         self.incarnation += 1
         self.target, self.touched = None, False
         self.lose_weights()
 
     def lose_weights(self) -> None:
-        """The weights went with the engine's memory."""
+        """Notes that the weights were released with the engine's memory."""
         self.version, self.digest = NO_WEIGHTS, ""
 
     def begin_update(self, version: int) -> None:
-        """``version`` is about to be loaded; nothing is served meanwhile."""
+        """Notes that ``version`` is about to be loaded; nothing is served meanwhile."""
         self.target, self.received, self.touched = version, "", False
 
     def loaded(self, digest: str) -> None:
-        """Every byte of the target has been loaded; what the engine holds now has this digest."""
+        """Notes that every byte of the target has been loaded; the engine's weights now have this digest."""
         self.received, self.touched = digest, True
 
     def compared(self, digest: str, differs: bool) -> None:
-        """The target was compared with what the engine holds."""
+        """Notes that the target was compared with the engine's weights."""
         self.touched |= differs
         self.received = "" if differs else self.received or digest
 
     def serve(self, version: int, digest: str) -> None:
-        """The engine holds all of ``version``, and its digest was the right one."""
+        """Notes that the engine holds all of ``version``, and that its digest was the right one."""
         self.version, self.digest, self.target, self.touched = version, digest, None, False

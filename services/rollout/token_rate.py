@@ -1,6 +1,6 @@
-"""Measures how fast the engine generates, by its own count of drawn tokens, as a rate over a sliding window.
+"""Measures the engine's generation rate over a sliding window, from its own count of drawn tokens.
 
-A count that grows when a group ends jumps when several end together. The engine counts each token as it is drawn.
+A count of finished groups would jump when several end together; the engine counts each token as it is drawn.
 """
 
 from collections import deque
@@ -12,14 +12,14 @@ from shared.runtime.errors import DeadlineExceeded
 WINDOW_SECONDS = 5.0
 
 READ_SECONDS = 5.0
-"""How long reading an engine's count may take. While it does not answer, no new tokens are known, and the rate falls."""
+"""The deadline for reading an engine's count. While it does not answer, no new tokens are known, and the rate falls."""
 
 
 class TokenRate:
     """Measures tokens a second over the last ``window_s`` seconds.
 
-    A reading divides what came in the window by the whole window, also at the start, so that the rate's integral over a run is the run's
-    tokens; it is 0 once nothing has come for a window. Between two readings tokens count as evenly drawn.
+    A reading divides the tokens of the window by the whole window, also at the start, so that the rate's integral over a run is the run's
+    tokens; it is 0 once a window has had no tokens. Between two readings tokens count as evenly drawn.
     """
 
     def __init__(self, window_s: float = WINDOW_SECONDS) -> None:
@@ -35,7 +35,7 @@ class TokenRate:
         return (tokens - self._at(begin)) / self._window_s
 
     def _at(self, moment: float) -> float:
-        """Returns the tokens that had been drawn at ``moment``, which is not after the second of the readings that are left."""
+        """Returns the tokens that had been drawn at ``moment``, which is not after the second of the remaining readings."""
         (earlier, low), (later, high) = self._readings[0], self._readings[min(1, len(self._readings) - 1)]
         if moment <= earlier or later == earlier:
             return low
@@ -72,6 +72,6 @@ class DrawnTokens:
             self.total += ended
         elif client is self._engine:
             self.total += max(0, drawn - self._last)
-        if drawn is not None:  # what a new engine has drawn before was its own warm-up
+        if drawn is not None:  # tokens that a new engine has drawn before were its own warm-up
             self._engine, self._last = client, drawn
         return self.total

@@ -1,8 +1,8 @@
-"""A replica's own ways to weights, for one that comes late and where nobody pushes: from a replica that serves them, or from disk.
+"""Loads weights without a push, for a replica that joins late or a run without pushes: from a replica that serves them, or from disk.
 
-`choose` decides, `WeightCatchUp` acts. While it does, the replica's status says "catching up", and the trainer offers nothing. A newcomer
-disturbs nobody: its source goes on generating, and the disk is read beside everything. Whatever fails leaves the replica as a push would
-find it, to be tried again elsewhere.
+`choose` decides, `WeightCatchUp` acts. Meanwhile the replica's status is "catching up", and the trainer offers it no push. Catching up
+delays no other replica: the source goes on generating, and the disk is read in the background. After a failure the replica is still ready
+for a push, and another source is tried.
 """
 
 import asyncio
@@ -31,23 +31,23 @@ from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.weight_checkpoint import BrokenCheckpoint, WeightCheckpoint, WeightCheckpoints
 
 POLL_INTERVAL_S = 0.5
-"""How often a replica that lacks weights looks for them, and one that takes all from disk for newer ones."""
+"""The interval at which a replica without weights looks for some, and one that takes all versions from disk for newer ones."""
 
 RETRY_SECONDS = 5.0
 """The pause before a source that failed is tried again."""
 
 ASK_SECONDS = 10.0
-"""The deadline for a replica's answer whether it sends its weights."""
+"""The deadline for a source replica's answer to a request for its weights."""
 
 CACHE_VARIABLE = "MYXO_WEIGHTS_CACHE"
-"""Names a directory on this machine in which deltas are put together; it takes the size of one model."""
+"""The variable that names a directory on this machine in which deltas are assembled; it takes the size of one model."""
 
 Value = TypeVar("Value", bound=Message)
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What a replica knows when it looks for weights. Versions are -1 where there is none.
+    """A replica's knowledge when it looks for weights. Versions are -1 where there is none.
 
     Args:
         held: the version that it serves. live: the run's. snapshot: the newest on disk. peers: replicas that could send ``live``.
@@ -75,8 +75,8 @@ class FromDisk:
 def choose(join_from: Literal["auto", "peer", "disk", "trainer"], now: Situation) -> FromPeer | FromDisk | None:
     """Returns where to take weights from; None if a push will come or nothing is missing.
 
-    If the trainer pushes, only a replica without weights helps itself: one that serves an older version gets the next push. If nobody
-    pushes, everyone reads every version from disk; a newcomer takes it from a replica that serves it already, if it may.
+    If the trainer pushes, only a replica without weights catches up: one that serves an older version gets the next push. Without pushes,
+    every replica reads every version from disk; a new one takes it from a replica that serves it already, if it may.
     """
     newcomer = now.held == NO_WEIGHTS
     newest = now.live if now.pushes else max(now.live, now.snapshot)
@@ -90,7 +90,7 @@ def choose(join_from: Literal["auto", "peer", "disk", "trainer"], now: Situation
 
 
 class WeightCatchUp:
-    """Takes what a replica lacks, and sends what other replicas lack.
+    """Loads the weights that a replica lacks, and sends its own to replicas that lack them.
 
     Args:
         busy: returns whether a push has been agreed upon or is going on.
@@ -103,7 +103,7 @@ class WeightCatchUp:
         self._checkpoints = WeightCheckpoints.of_run(service.config)
         self._cache: LocalCheckpoint | None = None
         self._pulling: asyncio.Future[WeightCheckpoint] | None = None
-        self._avoided: dict[object, float] = {}  # a source that failed → not before
+        self._avoided: dict[object, float] = {}  # a source that failed → when it may be tried again
         self._transfers = 0
 
     async def listen(self) -> None:
@@ -112,7 +112,7 @@ class WeightCatchUp:
         await service.bus.serve(service.subjects.replica_weights(service.instance, "transfer"), PeerTransferRequest, self._send_to_peer)
 
     async def keep(self) -> None:
-        """Has the replica take what it lacks. Runs until cancelled."""
+        """Has the replica load the weights that it lacks. Runs until cancelled."""
         logged = ""
         try:
             while True:
@@ -128,7 +128,7 @@ class WeightCatchUp:
             if self._cache is not None and CACHE_VARIABLE not in os.environ:
                 shutil.rmtree(self._cache.directory, ignore_errors=True)
 
-    # --- looking
+    # --- looking for weights for weights
 
     async def _look(self) -> None:
         held, config = self._replica.version, self._config
@@ -145,14 +145,14 @@ class WeightCatchUp:
             await self._from_disk(snapshot)
 
     async def _announced(self, key: str, kind: type[Value]) -> Value | None:
-        """Returns what the run's bucket of weights has under a key."""
+        """Returns the value of a key in the run's bucket of weights."""
         value = await self._service.bus.get(self._service.subjects.weights_bucket, key)
         return None if value is None else kind.decode(value)
 
     async def _peers(self, version: int) -> tuple[str, ...]:
-        """Returns whom this newcomer may ask for ``version``: replicas that serve it on as many ranks.
+        """Returns the replicas that this new one may ask for ``version``: those that serve it on as many ranks.
 
-        Newcomers get different ones first, so that not all ask the same.
+        New replicas get them in different orders, so that not all ask the same one first.
         """
         own = self._service
         if version == NO_WEIGHTS or self._replica.served.has_weights or self._config.join_from not in ("auto", "peer"):
@@ -218,7 +218,7 @@ class WeightCatchUp:
         return offer
 
     async def _send_to_peer(self, request: PeerTransferRequest) -> Message:
-        """Answers once every rank of the engine waits for the destination's; they send on their own from there."""
+        """Answers once every rank of the engine waits for the destination's rank; the ranks then send without further commands."""
         service, replica = self._service, self._replica
         client = replica.client
         reasons = {
@@ -247,7 +247,7 @@ class WeightCatchUp:
     # --- from disk
 
     async def _from_disk(self, snapshot: WeightsSnapshot) -> None:
-        """Reads and puts together what lies there before anything is closed: only the loading itself interrupts."""
+        """Reads and assembles the snapshot before the gate is closed, so that only loading it interrupts generation."""
         replica, started = self._replica, time.monotonic()
         newcomer = not replica.served.has_weights and not self._busy()
         try:
@@ -283,18 +283,18 @@ class WeightCatchUp:
         try:
             return await asyncio.wait_for(asyncio.shield(self._pulling), seconds)
         except TimeoutError:
-            log_failure(self._pulling, f"a pull of version {snapshot.version}")  # nobody waits for it any more
+            log_failure(self._pulling, f"a pull of version {snapshot.version}")  # the caller no longer waits for it
             raise DeadlineExceeded(f"version {snapshot.version}", directory, seconds, "it is tried again") from None
 
     async def _load(self, client: EngineClient, checkpoint: WeightCheckpoint) -> None:
-        """Loads a directory while nothing is generated; an engine that fails at it is fenced."""
+        """Loads a checkpoint directory while nothing is generated; where that fails, the replica is fenced."""
         seconds, replica, digest = self._config.push_timeout, self._replica, ""
         replica.served.begin_update(checkpoint.version)
         replica.show()
         try:
             await client.pause(self._service.config.rollout.in_flight_on_push, deadline=seconds)
             await client.update_weights_from_disk(str(checkpoint.path.absolute()), checkpoint.version, deadline=seconds)
-            if self._service.config.trainer.lora_rank is None:  # else versions are known by their adapters, which are not in the snapshot
+            if self._service.config.trainer.lora_rank is None:  # else a version's digest is its adapters', which are not in the snapshot
                 digest = await client.adopt(checkpoint.version, checkpoint.tensors, deadline=seconds)
                 if digest != checkpoint.digest:
                     raise MyxoError(f"the engine takes version {checkpoint.version} for {digest}; on disk it is {checkpoint.digest}")
@@ -305,13 +305,13 @@ class WeightCatchUp:
             raise
 
     async def _report_broken(self, snapshot: WeightsSnapshot, error: BrokenCheckpoint) -> None:
-        """Asks the trainer for a whole snapshot, unless the broken one has only been overtaken."""
+        """Asks the trainer for a whole snapshot, unless a newer one has already replaced the broken one."""
         newest = await self._announced("snapshot", WeightsSnapshot)
         if newest is not None and newest.at != snapshot.at:
             return
         self._avoid(snapshot.at)
         directory = self._checkpoints.directory
-        if not directory.is_dir():  # nothing that the trainer could mend
+        if not directory.is_dir():  # the trainer could not repair this
             raise MyxoError(f"snapshots cannot be read here: there is no {directory}; mount the trainer's, or set update_weight_disk_dir")
         self._service.log.error("snapshot_broken", version=snapshot.version, broken=error.version, error=str(error))
         self._service.metrics.set(BROKEN_SNAPSHOT, snapshot.version)
@@ -324,11 +324,11 @@ class WeightCatchUp:
             return Path(given) / self._service.run / self._service.instance
         return Path(tempfile.mkdtemp(prefix=f"myxo-{self._service.instance}-weights-"))
 
-    # --- both
+    # --- from either source
 
     @contextlib.asynccontextmanager
     async def _catching_up(self) -> AsyncIterator[EngineClient | None]:
-        """Holds the update lock; the client is None if somebody has been quicker."""
+        """Holds the update lock; yields None in place of the client if the weights were loaded meanwhile."""
         replica = self._replica
         async with replica.update_lock:
             newcomer = not replica.served.has_weights
@@ -354,7 +354,7 @@ class WeightCatchUp:
         await self._replica.serve(version, digest)
 
     async def _resume(self, client: EngineClient) -> None:
-        """Lets an engine that was paused answer again; what it says without weights of a version goes to nobody."""
+        """Resumes an engine that was paused; output that it draws without the weights of a version is discarded."""
         steps: list[Any] = [client.end_weight_update, client.resume]
         for step in steps:
             with contextlib.suppress(MyxoError):

@@ -1,9 +1,9 @@
 """The replica's side of a push: prepare, receive, commit, or abort.
 
 Requests of one push come in that order and carry its version; anything out of order is refused, so that a late message of an older push
-cannot touch a newer one. While it prepares, the engine goes on generating; from receive to commit nothing is served. Whatever goes wrong
-there, a trainer that falls silent included, fences the replica, unless nothing had been loaded yet: then it goes on serving what it has. No
-version is served whose digest is not the one that the commit names.
+cannot affect a newer one. During prepare, the engine goes on generating; from receive to commit nothing is served. Any failure there, a
+trainer that stops sending included, fences the replica, unless nothing had been loaded yet: then it goes on serving its version. No version
+is served whose digest is not the one that the commit names.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ EXPIRY_MARGIN = 5.0
 """Seconds beyond a push's deadline after which a silent trainer counts as gone."""
 
 AGREED_SECONDS = 1.0
-"""How soon a push's next request follows an answer of this replica's, if it follows at all."""
+"""The time within which a push's next request follows this replica's answer, if it follows at all."""
 
 END_SECONDS = 10.0
-"""The deadline for each thing that an engine is told after a push has failed."""
+"""The deadline for each command to the engine after a push has failed."""
 
 POLL_INTERVAL_S = 0.05
 
@@ -75,7 +75,7 @@ class WeightsReceiver:
         return self._served.target is not None or time.monotonic() < self._agreed_until
 
     async def settled(self, seconds: float) -> None:
-        """Returns once no push counts on this replica any more, or after ``seconds``: the others in its channels would wait for it."""
+        """Returns once no push includes this replica, or after ``seconds``: if it left before, the others in its channels would wait."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._replica.update_lock.locked() or self.expects_push():
@@ -84,7 +84,7 @@ class WeightsReceiver:
     # --- requests
 
     async def _offer(self, offer: WeightsOffer) -> Message:
-        """Answers at once whether a push may begin, whatever an earlier one is still waiting for."""
+        """Answers at once whether a push may begin, even while an earlier one still waits."""
         self._client()
         if self._service.stopping.is_set():
             raise PushRefused("this replica is about to stop")
@@ -111,9 +111,9 @@ class WeightsReceiver:
             return self._ready()
 
     async def _receive(self, request: WeightsReceive) -> Message:
-        """Pauses, and takes every bucket. While it waits for the first of them, an abort leaves the replica as it was.
+        """Pauses the engine and receives every bucket. While it waits for the first of them, an abort leaves the replica as it was.
 
-        A check of what was just received goes on in the same pause.
+        A check of the received weights is made in the same pause.
         """
         async with self._replica.update_lock:
             client, served = self._client(), self._served
@@ -130,7 +130,7 @@ class WeightsReceiver:
                     await self._begin(client, request)
                 report = await self._taken(client, request)
             except MyxoError as error:
-                # of what has failed, an engine that did not answer may hold some; one that was never asked holds what it had
+                # an engine that did not answer may hold some of the failed push; one that was never asked still holds its earlier weights
                 served.touched |= not isinstance(error, ReceiverError | DeadlineExceeded) or getattr(error, "touched", False)
                 await self._break_off(str(error))
                 raise
@@ -165,11 +165,11 @@ class WeightsReceiver:
     async def _abort(self, request: WeightsAbort) -> Message:
         served = self._served
         if served.target not in (None, request.version):
-            return Accepted()  # it is late, and of another push
+            return Accepted()  # a late message of another push
         while self._receiving and served.target == request.version and self._replica.client is not None:
             with contextlib.suppress(MyxoError):  # then it ends with its own deadline
                 await self._replica.client.abort_receive(deadline=END_SECONDS)
-            await asyncio.sleep(POLL_INTERVAL_S)  # the order may have been on its way to the engine
+            await asyncio.sleep(POLL_INTERVAL_S)  # the command may still have been in transit to the engine
         async with self._replica.update_lock:
             if served.target == request.version:
                 await self._break_off(request.reason)
@@ -178,10 +178,10 @@ class WeightsReceiver:
                 await self._leave_channels(self._replica.client)
             return Accepted()
 
-    # --- what they come down to; the caller holds the update lock
+    # --- what the requests do; the caller holds the update lock
 
     def _agree(self, seconds: float) -> None:
-        """The trainer was told that this replica takes part: its next request comes within ``seconds``, or never."""
+        """Notes that the trainer was told that this replica takes part: its next request comes within ``seconds``, or never."""
         self._agreed_until = time.monotonic() + seconds
 
     def _ready(self) -> WeightsReady:
@@ -213,14 +213,14 @@ class WeightsReceiver:
             self._receiving = False
 
     async def _expire(self, version: int, seconds: float) -> None:
-        """Ends a push whose trainer has fallen silent: without this the engine would stay paused."""
+        """Ends a push whose trainer has stopped sending: without this the engine would stay paused."""
         await asyncio.sleep(seconds + EXPIRY_MARGIN)
         async with self._replica.update_lock:
             if self._served.target == version:
                 await self._break_off(f"no commit came from the trainer within {seconds:g} s")
 
     async def _break_off(self, reason: str) -> None:
-        """Ends the present push without its version."""
+        """Ends the present push without serving its version."""
         self._end()
         version, touched, client = self._served.target, self._served.touched, self._replica.client
         if touched:
@@ -232,12 +232,12 @@ class WeightsReceiver:
             await self._replica.publish()
 
     async def _went_on(self, client: EngineClient, version: int | None, touched: bool) -> bool:
-        """Lets the engine go on after a push that was broken off. Returns whether it did."""
+        """Resumes the engine after an aborted push. Returns whether it resumed."""
         if touched:
-            with contextlib.suppress(MyxoError):  # what it knows of names that are pushed no more must not be in the next digest
+            with contextlib.suppress(MyxoError):  # the digests of names that are no longer pushed must not be in the next digest
                 await client.adopt(NO_WEIGHTS, {}, deadline=END_SECONDS)
         await self._leave_channels(client)
-        # the engine must answer again: after a fence its running requests end for nobody, and new ones wait at the gate
+        # the engine must answer again: after a fence its running requests are discarded, and new ones wait at the gate
         try:
             if not touched:
                 await client.end_weight_update(deadline=END_SECONDS)
@@ -255,7 +255,7 @@ class WeightsReceiver:
         self._expiry = None
 
     async def _or_fence(self, step: Callable[[], Awaitable[object]]) -> None:
-        """Does one step of a push; when it fails the replica is fenced and the trainer told."""
+        """Runs one step of a push; when it fails, the replica is fenced and the trainer is told."""
         try:
             await step()
         except MyxoError as error:

@@ -1,4 +1,4 @@
-"""What became of the generated samples and tokens, by length: longer responses grow older, so every policy treats them differently."""
+"""The fate of the generated samples and tokens by length: longer responses grow older, so every policy treats them differently."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -59,13 +59,13 @@ class LengthTally:
 
     @property
     def step_seconds(self) -> float:
-        """Mean time between two batches."""
+        """Returns the mean seconds between two batches."""
         times = self._formed_at[self._first :]
         return (times[-1] - times[0]) / (len(times) - 1)
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a step trains, the masked ones left out; the mean over steps."""
+        """Returns the tokens that a step trains, the masked ones left out, as the mean over steps."""
         return (sum(self._batched_tokens) - sum(self._masked_tokens)) / (len(self._formed_at) - self._first)
 
     def discarded_samples(self) -> LengthShare:

@@ -88,11 +88,11 @@ class ModelledEngine:
         self._now = now
 
     def stand_still_until(self, now: float) -> None:
-        """Lets time pass without a token."""
+        """Lets time pass without generating."""
         self._now = now
 
     def take_ended(self) -> Response:
-        """Returns the response that ends now; one that waits takes its room."""
+        """Returns the response that ends now; a waiting one takes its place."""
         end, _, response = heapq.heappop(self._ends)
         self.work = max(self.work, end)  # what rounding left over
         response.status = "ended"

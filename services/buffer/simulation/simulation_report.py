@@ -1,4 +1,4 @@
-"""Shows what a simulation found: as tables, as bars against the bound, as JSON, and as a picture.
+"""Shows the results of a simulation: as tables, as bars against the bound, as JSON, and as a picture.
 
 matplotlib is an optional extra (``myxo[report]``), imported only when a picture is drawn.
 """

@@ -1,4 +1,4 @@
-"""A simulation: every wanted policy at every wanted bound, and what each of them came to."""
+"""A simulation of every wanted policy at every wanted bound, and the outcome of each."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """What tables and JSON call it."""
+        """Returns the name of the setting in tables and JSON."""
         policy = "unbounded (reference)" if self.policy == "unbounded" else self.policy
         if self.order == "completion":
             return policy if self.policy == "unbounded" else f"{policy}/completion"
@@ -43,7 +43,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class PolicyOutcome:
-    """What one setting came to at one bound.
+    """The outcome of one setting at one bound.
 
     speedup: of steps per second, token_speedup: of trained tokens per second, both over the synchronous run. max_age: over the whole run,
     in versions; ages: trained samples by age, after the warm-up. dropped, dropped_tokens: samples and generated tokens that were thrown
@@ -69,7 +69,7 @@ class PolicyOutcome:
 
 @dataclass(frozen=True)
 class SimulationPlan:
-    """What is simulated. steps: that are measured, after ``warm_up`` others. interrupting: as for `World`."""
+    """The plan of a simulation. steps: those that are measured, after ``warm_up`` others. interrupting: as for `World`."""
 
     model: WorkloadModel
     settings: Sequence[Setting]

@@ -1,4 +1,4 @@
-"""The model: how long responses are, and how fast GPUs generate and train them. docs/simulation.md tells what it leaves out.
+"""The model of response lengths and of the speed at which GPUs generate and train them. docs/simulation.md lists what it leaves out.
 
 Symbols: N GPUs; g and h, GPU-seconds of generation and of training a step; w, seconds that a weight push stops everything.
 """
@@ -61,34 +61,34 @@ class WorkloadModel:
 
     @property
     def groups(self) -> int:
-        """Groups of a batch."""
+        """Returns the number of groups of a batch."""
         return self.batch // self.samples
 
     @property
     def generation(self) -> float:
-        """g: GPU-seconds of generation a step, at the throughput of busy GPUs."""
+        """Returns g: GPU-seconds of generation a step, at the throughput of busy GPUs."""
         return self.batch * self.capped_mean / (self.saturation * self.token_rate)
 
     @property
     def train(self) -> float:
-        """h: GPU-seconds of training a step."""
+        """Returns h: GPU-seconds of training a step."""
         return self.training * self.generation
 
     @property
     def split(self) -> int:
-        """GPUs that generate: unless given, the part g/(g + h) of all, rounded."""
+        """Returns the number of GPUs that generate: unless given, the part g/(g + h) of all, rounded."""
         if self.rollout_gpus is not None:
             return self.rollout_gpus
         return min(max(1, round(self.gpus / (1 + self.training))), self.gpus - 1)
 
     @property
     def train_seconds(self) -> float:
-        """Seconds that the trainer's GPUs take for a step."""
+        """Returns the seconds that the trainer's GPUs take for a step."""
         return self.train / (self.gpus - self.split)
 
     @property
     def capped_mean(self) -> float:
-        """Tokens of the mean response, the cap applied."""
+        """Returns the tokens of the mean response, the cap applied."""
         if self.sigma == 0:
             return min(self.mean_tokens, self.longest)
         above = (math.log(self.cap) + self.sigma**2 / 2) / self.sigma  # the cap, in standard deviations of the length's logarithm
@@ -96,11 +96,11 @@ class WorkloadModel:
 
     @property
     def longest(self) -> float:
-        """Tokens of the longest response."""
+        """Returns the tokens of the longest response."""
         return self.cap * self.mean_tokens
 
     def prompts(self, rng: Generator, count: int) -> Floats:
-        """Draws what the lengths of a prompt's responses have in common, standard normal: float64 [count]."""
+        """Draws each prompt's share in the lengths of its responses, standard normal: float64 [count]."""
         return rng.normal(size=count)
 
     def lengths(self, rng: Generator, prompts: Floats, samples: int) -> Floats:
@@ -116,7 +116,7 @@ class WorkloadModel:
 
     @cached_property
     def edges(self) -> Floats:
-        """Lengths in tokens that divide the responses into `DECILES` parts of equal number: float64 [9]."""
+        """Returns the lengths in tokens that divide the responses into `DECILES` parts of equal number: float64 [9]."""
         quantiles = [_NORMAL.inv_cdf(part / DECILES) for part in range(1, DECILES)]
         return self.mean_tokens * numpy.exp(self.sigma * numpy.array(quantiles) - self.sigma**2 / 2)
 

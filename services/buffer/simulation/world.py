@@ -1,4 +1,4 @@
-"""What surrounds the buffer in the simulation: an engine, a trainer and weight pushes, event by event.
+"""The surroundings of the buffer in the simulation: an engine, a trainer and weight pushes, event by event.
 
 Every decision is `services.buffer.policy`'s, every record is folded by `services.buffer.state` and replayed by
 `shared.schema.ledger_audit`, as in a run on a bus. The time that messages, verifiers, prefill and checkpoints take is left out.
@@ -24,7 +24,7 @@ from shared.schema.messages import Interrupted, Payload, SampleMeta, Score, Scor
 from shared.schema.versions import is_lost
 
 ENDLESS = 1 << 40
-"""Steps of a simulated run: it is left while it is under way, so that the idle time at a run's end is no part of it."""
+"""The number of steps of a simulated run. The simulation stops before they are done, so that it has no idle time of a run's end."""
 
 NO_BOUND = 1 << 20
 """A bound in versions that nothing exceeds."""
@@ -97,7 +97,7 @@ class World:
         return would take most of the time."""
 
     def run(self, steps: int) -> AuditReport:
-        """Trains ``steps`` steps from the beginning, and is left there with groups in flight. Raises SimulationBroken."""
+        """Trains ``steps`` steps from the beginning, and stops there with groups in flight. Raises SimulationBroken."""
         self._live(0)
         while self._state.trained_steps < steps:
             end = self._engine.next_end()

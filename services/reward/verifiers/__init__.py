@@ -9,4 +9,4 @@ Verifier = Callable[[str, str], float]
 """(response text, label) → reward."""
 
 VERIFIERS: dict[str, Verifier] = {"math": math, "exact": exact}
-"""By the ``rm_type`` that names them."""
+"""The verifiers, by ``rm_type``."""

@@ -1,6 +1,6 @@
 """Mathematical equality by the library math-verify; plain numbers are compared without it, which is a thousand times cheaper.
 
-What is read in labels and answers stands, case by case, in docs/math-rewards.md.
+docs/math-rewards.md lists, case by case, how labels and answers are read.
 """
 
 import re
@@ -40,7 +40,7 @@ _DIGITS = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?", re.ASCII)
 
 @dataclass(frozen=True)
 class _Truth:
-    """One of three: a number as plain decimal digits, a text in small letters, what math-verify reads in ``expression``."""
+    """A parsed label: a number as plain decimal digits, a text in small letters, or the parse of ``expression`` by math-verify."""
 
     number: str | None = None
     text: str | None = None
@@ -48,7 +48,7 @@ class _Truth:
     percent: bool = False
 
     def equals(self, number: str) -> float:
-        """Returns 1.0 where the number is this one, exactly; of a percentage also where it is its hundredth."""
+        """Returns 1.0 where the number is exactly this one or, for a percentage, its hundredth."""
         truth, found = Fraction(self.number or 0), Fraction(number)
         return 1.0 if found == truth or (self.percent and found * 100 == truth) else 0.0
 
@@ -79,7 +79,7 @@ def math(response: str, label: str) -> float:
 
 
 def read(label: str) -> str:
-    """Returns what `math` compares answers with: a number, a text in small letters or an expression. Raises ValueError as `math` does."""
+    """Returns the parsed label that `math` compares answers with: a number, a text or an expression. Raises ValueError as `math` does."""
     truth = _truth(label)
     return truth.number or truth.text or truth.expression
 
@@ -102,7 +102,7 @@ def _truth(label: str) -> _Truth:
 
 
 def _only_number(label: str, prose: str) -> str:
-    """Returns the one number of a sentence; of several nobody knows which is meant."""
+    """Returns the only number of a sentence; where there are several, the meant one is unknown."""
     numbers = _DIGITS.findall(prose)
     if len(numbers) != 1:
         found = f"{len(numbers)} numbers among words" if numbers else "words and no number"
@@ -111,7 +111,7 @@ def _only_number(label: str, prose: str) -> str:
 
 
 def _parsed(expression: str) -> list[Any]:
-    """Returns what math-verify reads; empty where that is nothing but the text itself."""
+    """Returns math-verify's parse; empty where that is only the text itself."""
     from math_verify import parse
 
     found: list[Any] = parse(f"${expression}$") or parse(expression)

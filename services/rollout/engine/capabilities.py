@@ -1,4 +1,4 @@
-"""What one engine can do, read from it once, when a client connects; and how many tokens it has drawn.
+"""The capabilities of one engine, read from it once when a client connects, and the number of tokens that it has drawn.
 
 Two generations of SGLang are in use. From 0.5.21 on, a weight push lies between ``/begin_weight_update`` and
 ``/end_weight_update``, and is refused outside; before, there are no such endpoints.
@@ -18,18 +18,18 @@ from shared.config.engine_limits import longest_sequence
 NOT_CHANGED = "nothing was changed"
 
 DRAWN, BEGUN = "sglang:realtime_tokens_total", "sglang:queue_time_seconds_count"
-"""Metrics of an engine: tokens by the kind of step that processed them, and requests whose prefill began."""
+"""Metrics of an engine: tokens by the kind of step that processed them, and requests whose prefill has begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Holds what an engine said about itself.
+    """The capabilities that an engine has reported.
 
     Args:
-        release: SGLang's version, ``0.5.20``. model_path: what it was launched with, or last loaded from disk.
+        release: SGLang's version, ``0.5.20``. model_path: the checkpoint that it was launched with, or last loaded from disk.
         limits: vocabulary and longest sequence.
         weight_sessions: a push must lie between begin and end.
-        overlaps: one step is being computed while the one before is being taken in. A pause in place leaves it half-way.
+        overlaps: a step is computed while the results of the one before are processed. A pause in place leaves that step unfinished.
         ranks: processes that each hold a part of the model (tensor parallelism).
     """
 
@@ -42,11 +42,11 @@ class Capabilities:
 
 
 def parse_drawn_tokens(page: str, overlaps: bool) -> int | None:
-    """Returns the tokens that an engine has drawn, by its Prometheus page; None where the page does not tell.
+    """Returns the number of tokens that an engine has drawn, from its Prometheus page; None where the page lacks it.
 
-    SGLang counts what its decode steps draw, step by step. The first token of a sample is drawn by its prefill, and is not among them; it
-    is taken from the number of samples whose prefill began. An engine that ``overlaps`` its steps computes, and counts, one token beyond
-    each sample's end in exchange.
+    SGLang counts the tokens of its decode steps. A sample's first token is drawn by its prefill and not counted there; it is taken from the
+    number of samples whose prefill has begun. An engine that ``overlaps`` its steps computes, and counts, one token beyond each sample's
+    end, which makes up for it.
     """
     if DRAWN not in page:
         return None
@@ -61,13 +61,13 @@ def _sum_of(page: str, name: str, label: str) -> float:
 
 
 async def read_capabilities(transport: EngineTransport, deadline: float) -> Capabilities:
-    """Asks the engine what it can do.
+    """Returns the engine's capabilities.
 
     Args:
         deadline: seconds, for each of the four requests.
 
     Raises:
-        EngineError: an answer without what is needed, or no ``config.json``. DeadlineExceeded, EngineUnreachable.
+        EngineError: an answer lacks a needed field, or there is no ``config.json``. DeadlineExceeded, EngineUnreachable.
     """
     info = await transport.get("/server_info", deadline, NOT_CHANGED)
     model = await transport.get("/model_info", deadline, NOT_CHANGED)

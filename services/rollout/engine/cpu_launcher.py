@@ -42,7 +42,7 @@ import torch
 
 
 class InertClass(Exception):
-    """What a capitalised name of an inert module is: constructed, subclassed, subscripted or named in ``except``."""
+    """The class behind every capitalised name of an inert module; it can be constructed, subclassed, subscripted or named in ``except``."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments)
@@ -83,7 +83,7 @@ class InertFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds one package and everything below it as ``InertModule``."""
 
     def __init__(self, package: str, attributes: dict[str, dict[str, Any]]) -> None:
-        """Takes in ``attributes``, by module name, the few values that must be real."""
+        """Takes, in ``attributes`` by module name, the few values that must be real."""
         self.package, self.attributes = package, attributes
 
     def find_spec(
@@ -103,9 +103,9 @@ class InertFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def load_torchvision_operators() -> torch.library.Library | None:
     """Loads torchvision's C++ operators as its own import will, or declares the two that its Python part registers fake kernels for.
 
-    Whether the extension loads is found out by loading it: it needs the libraries of the torch that it was built beside. It cannot be
-    left to torchvision's import, since an operator that is declared here and registered there ends the process. Returns what declares the
-    operators, which are gone with it; None where the extension has registered its own.
+    Only loading the extension shows whether it loads: it needs the libraries of the torch that it was built with. It cannot be left to
+    torchvision's import, since an operator that is declared here and registered there ends the process. Returns the library that declares
+    the operators, which must be kept alive; None where the extension has registered its own.
     """
     package = importlib.util.find_spec("torchvision")
     extension = package and importlib.machinery.PathFinder.find_spec("_C", package.submodule_search_locations)
@@ -122,7 +122,7 @@ def load_torchvision_operators() -> torch.library.Library | None:
 
 
 def stand_in_for_sgl_kernel() -> None:
-    """Puts up a ``sgl_kernel`` whose CPU kernels can be imported and refuse to run."""
+    """Installs a ``sgl_kernel`` module whose CPU kernels can be imported and refuse to run."""
     module = types.ModuleType("sgl_kernel")
 
     def kernel(name: str) -> Callable[..., None]:
@@ -139,7 +139,7 @@ def stand_in_for_sgl_kernel() -> None:
 
 
 def stand_in_for_triton() -> None:
-    """Puts up an inert ``triton``, before an installed one is found."""
+    """Installs an inert ``triton`` module, before an installed package is found."""
     attributes: dict[str, dict[str, Any]] = {
         "triton": {
             "__version__": "3.0.0",
@@ -152,10 +152,10 @@ def stand_in_for_triton() -> None:
 
 
 def absorb_latent_attention(model_path: str) -> None:
-    """Lets models with latent attention (DeepSeek-V3) prefill as they decode, in the low rank.
+    """Makes models with latent attention (DeepSeek-V3) prefill as they decode, in the low rank.
 
-    Torch's native attention takes keys and values from the cache, which holds low-rank vectors; SGLang would have a prompt's
-    projected first, for backends that take them as they come, and knows none but these and its GPU kernels.
+    Torch's native attention reads keys and values from the cache, which holds low-rank vectors. SGLang would project a prompt's
+    keys and values first, for backends that take them directly; it has no other path besides its GPU kernels.
     """
     config = Path(model_path, "config.json")
     if not config.is_file() or "kv_lora_rank" not in json.loads(config.read_text()):
@@ -167,7 +167,7 @@ def absorb_latent_attention(model_path: str) -> None:
 
 
 def fork_children() -> None:
-    """Lets ``multiprocessing.set_start_method`` choose fork, whatever is asked, and keeps the parent's objects shared."""
+    """Makes ``multiprocessing.set_start_method`` choose fork, whatever is requested, and keeps the parent's objects shared."""
     choose = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force=False: choose("fork", force)
     os.register_at_fork(before=gc.freeze)  # or the children's collector would touch, and so copy, every page

@@ -1,7 +1,7 @@
-"""``EngineClient``: everything the rollout service asks of one engine, and tells it.
+"""``EngineClient``: all requests and commands of the rollout service to one engine.
 
-The engine's control port loads weights and unpickles on some of its endpoints: it is for this client alone, on this machine. What is known
-to kill an engine is refused here, before it is sent, as ``InvalidRequest``.
+The engine's control port loads weights and unpickles on some of its endpoints: it is for this client alone, on this machine. Requests that
+are known to kill an engine are refused here, before they are sent, as ``InvalidRequest``.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from shared.schema.messages import Sampling, WeightChannelAddress
 from shared.transfer.digest import TensorDigest
 
 PauseMode = Literal["abort", "in_place", "retract"]
-"""What happens to running requests at a pause. ``abort``: they end, with what they have (takes 1 s or more). ``in_place``: they stop where
-they are and go on with their keys and values, computed by the old weights. ``retract``: they go back to the queue, and their keys and
-values are computed anew."""
+"""The treatment of running requests at a pause. ``abort``: they end with their partial output (takes 1 s or more). ``in_place``: they stop
+where they are and go on with their keys and values, computed by the old weights. ``retract``: they go back to the queue, and their keys
+and values are computed anew."""
 
 CONTROL_SECONDS = 30.0
 GENERATE_SECONDS = 600.0
@@ -35,13 +35,13 @@ WEIGHTS_SECONDS = 120.0
 """Deadlines where the caller gives none: for control calls, for one group, for one push or one load from disk."""
 
 ABANDON_SECONDS = 10.0
-"""How long telling the engine that nobody waits any longer may take; ``close`` waits for it."""
+"""The deadline for telling the engine that requests were abandoned; ``close`` waits for it."""
 
 LOADER_MARGIN = 10.0
-"""Seconds beyond a push's deadline for the schedulers to come back from it."""
+"""Seconds beyond a push's deadline for the schedulers to return from it."""
 
 NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
-"""What the endpoint that calls the loader wants for each rank. It is written here and read by the engine: nothing received is unpickled."""
+"""The value that the loader's endpoint requires for each rank. It is made here and read by the engine: nothing received is unpickled."""
 
 
 class EngineClient:
@@ -53,7 +53,7 @@ class EngineClient:
     Attributes:
         version: the weight version that the engine serves, as far as this client has set or read it.
         paused: the mode of the present pause, or None.
-        memory: the engine's memory, given back and taken again. generating: groups that it generates for this client now.
+        memory: releases the engine's memory and takes it again. generating: groups that the engine generates for this client now.
         half_loaded: the engine was resumed after weights whose push was never finished. It generates for nobody until a whole push has gone
             through: ``receive``, then ``set_weight_version``.
     """
@@ -63,7 +63,7 @@ class EngineClient:
         self.version = version
         self.paused: PauseMode | None = None
         self.half_loaded = self._session_open = False
-        self._loading = False  # weights came, or may have; the version that they make did not yet
+        self._loading = False  # weights were received, or may have been; their version has not been set yet
         self._resumed_half_loaded = 0  # times
         self._late_versions: set[int] = set()  # see generation
         self._receivers: ReceiverClient | None = None
@@ -76,13 +76,13 @@ class EngineClient:
         """Connects to a ready engine and reads what it can do.
 
         Args:
-            admin_key: the engine's, where it was launched with one.
+            admin_key: the key that the engine was launched with, if any.
         """
         transport = EngineTransport(url, admin_key)
         try:
             capabilities = await read_capabilities(transport, deadline)
             model = await transport.get("/model_info", deadline, NOT_CHANGED)
-            # "default" is what an engine says that was launched without a version: the weights it was given, so 0.
+            # An engine that was launched without a version reports "default": its weights are the initial ones, so 0.
             named = model.get("weight_version")
             version = 0 if named == "default" else parse_version(named, transport.url)
             client = cls(transport, capabilities, version)
@@ -100,11 +100,11 @@ class EngineClient:
 
     @property
     def late_versions(self) -> frozenset[int]:
-        """Returns the versions whose first token of a request may still be the one before's; see `services.rollout.engine.generation`."""
+        """Returns the versions whose first token of a request may still be the previous one's; see `services.rollout.engine.generation`."""
         return frozenset(self._late_versions)
 
     async def close(self) -> None:
-        """Waits for what runs in the background (each has its deadline) and closes the connections."""
+        """Waits for the background tasks (each has its deadline) and closes the connections."""
         if self._background:
             await asyncio.wait(self._background)
         await self._transport.close()
@@ -120,17 +120,17 @@ class EngineClient:
     async def generate_group(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, *, deadline: float = GENERATE_SECONDS
     ) -> list[Generation]:
-        """Generates a group's samples in one call, until the last has ended, and returns one ``Generation`` a request, in command.
+        """Generates a group's samples in one call, until the last has ended, and returns one ``Generation`` for each request, in order.
 
         Prefixes are shared among requests that were sent under the same weight version only, so no request reuses keys and values of
         another version's weights. If the call is cancelled or its deadline passes, the engine is told to abort these requests.
 
         Args:
-            requests: one a sample, usually of the same prompt.
+            requests: one for each sample, usually of the same prompt.
 
         Raises:
             InvalidRequest: nothing was sent.
-            EngineError: also if the engine was resumed half-loaded in the meantime; what it drew is of no version.
+            EngineError: also if the engine was resumed half-loaded in the meantime, since those tokens belong to no version.
         """
         if self.half_loaded:
             raise InvalidRequest(f"the engine at {self.url} holds half-loaded weights; push to it before generating")
@@ -152,28 +152,28 @@ class EngineClient:
         return generations
 
     async def abort(self, rids: Sequence[str], *, deadline: float = CONTROL_SECONDS) -> None:
-        """Ends these requests; each comes back to its caller with what it has. Unknown ids are ignored."""
+        """Ends these requests; each returns to its caller with its partial output. Unknown ids are ignored."""
         bodies = [{"rid": wire_rid(rid)} for rid in rids]
         await asyncio.gather(*(self._abort(body, deadline) for body in bodies))
 
     async def abort_all(self, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Ends all requests; each comes back to its caller with what it has."""
+        """Ends all requests; each returns to its caller with its partial output."""
         await self._abort({"abort_all": True}, deadline)
 
     async def _abort(self, body: dict[str, Any], deadline: float) -> None:
         await self._transport.post("/abort_request", body, deadline, "requests may go on to their ends")
 
     def _abandon(self, rids: Sequence[str]) -> None:
-        """Has requests ended that nobody waits for any longer. Where that fails the caller has its own error already."""
+        """Has the engine abort requests whose caller has left. A failure is not raised, since the caller has its own error already."""
         task = asyncio.create_task(self.abort(rids, deadline=ABANDON_SECONDS))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         log_failure(task, "ending abandoned requests")
 
     async def drawn_tokens(self, *, deadline: float = CONTROL_SECONDS) -> int | None:
-        """Returns how many tokens the engine has drawn for everybody since it started; None where it does not count them.
+        """Returns how many tokens the engine has drawn for all clients since it started; None where it does not count them.
 
-        A sample that was put back draws its next token in a prefill again, which the engine does not count.
+        A retracted sample draws its next token in a prefill again, which the engine does not count.
         """
         try:
             page = await self._transport.get("/metrics", deadline, NOT_CHANGED)
@@ -187,15 +187,15 @@ class EngineClient:
     # --- control
 
     async def pause(self, mode: PauseMode, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Stops generating. New requests wait in the engine until ``resume``; see ``PauseMode`` for the running ones."""
+        """Pauses generation. New requests wait in the engine until ``resume``; see ``PauseMode`` for the running ones."""
         next_action = "the engine may be paused or not; resume it or restart it"
         await self._transport.post("/pause_generation", {"mode": mode}, deadline, next_action)
         self.paused = mode
 
     async def resume(self, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Goes on generating; does nothing to an engine that is not paused, nor to one that is asleep: see `EngineMemory.wake`.
+        """Resumes generation; does nothing to an engine that is not paused, nor to one that is asleep: see `EngineMemory.wake`.
 
-        In the middle of a push, what it goes on with is refused to its callers; see ``half_loaded``.
+        In the middle of a push, the callers of running requests get an error; see ``half_loaded``.
         """
         if self.memory.asleep:
             return
@@ -229,7 +229,7 @@ class EngineClient:
         """Has the engine leave the channels that it is in and join these. It goes on generating; ``receive`` waits for them.
 
         Args:
-            rank: of the engine's first process, in all channels. timeout: seconds for joining.
+            rank: the rank of the engine's first process in all channels. timeout: seconds for joining.
         """
         fields = [channel.model_dump(mode="json") for channel in channels]
         await self.receivers.ask({"verb": "join", "channels": fields, "rank": rank, "timeout": timeout}, deadline)
@@ -239,15 +239,15 @@ class EngineClient:
         await self.receivers.ask({"verb": "leave"}, deadline)
 
     async def abort_receive(self, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Ends a ``receive`` that goes on, and channels that are still being joined. The engine answers as before."""
+        """Ends a running ``receive``, and leaves channels that are still being joined. The engine answers as before."""
         await self.receivers.abort(deadline)
 
     async def weights_state(self, *, deadline: float = CONTROL_SECONDS) -> WeightsState:
-        """Returns what the engine itself knows of its weights."""
+        """Returns the engine's own record of its weights."""
         return WeightsState.of(await self.receivers.ask({"verb": "state"}, deadline))
 
     async def adopt(self, version: int, tensors: Mapping[str, TensorDigest], *, deadline: float = CONTROL_SECONDS) -> str:
-        """Tells the engine what was loaded into it by other means, and has been checked: all its tensors. Without any, nothing is known.
+        """Tells the engine all tensors that were loaded into it by other means and have been checked; without any, its weights are unknown.
 
         Returns the version's digest.
         """
@@ -258,10 +258,10 @@ class EngineClient:
     async def receive(
         self, version: int, push: int, channels: Sequence[str], *, check: bool = False, deadline: float = WEIGHTS_SECONDS
     ) -> ReceiveReport:
-        """Takes all buckets of a push from channels that were joined, or are being joined. The engine must be paused, or idle.
+        """Receives all buckets of a push from channels that were joined, or are being joined. The engine must be paused, or idle.
 
         Args:
-            push: the index under which the channels' stores have its manifests. check: compare with what the engine holds, load nothing.
+            push: the index of its manifests in the channels' stores. check: compare with the engine's weights and load nothing.
 
         Raises:
             InvalidRequest: nothing was sent.
@@ -275,7 +275,7 @@ class EngineClient:
         return ReceiveReport.of(answers, self.url)
 
     async def load_by(self, command: dict[str, Any], *, deadline: float, loads: bool = True) -> list[dict[str, Any]]:
-        """Has every rank's scheduler do a command of its receiver, and returns the answers by rank. The engine must be paused or idle.
+        """Has every rank's scheduler run a command of its receiver, and returns the answers by rank. The engine must be paused or idle.
 
         Args:
             loads: the command changes weights: until a version is set, the engine is half-loaded.
@@ -289,13 +289,13 @@ class EngineClient:
         except ReceiverError as error:
             self._loading = before or (loads and error.touched)
             raise
-        except DeadlineExceeded:  # the command was not taken, so not begun
+        except DeadlineExceeded:  # the command was not accepted, so not begun
             self._loading = before
             raise
 
     @property
     def receivers(self) -> ReceiverClient:
-        """Returns the way to the engine's receivers. Raises InvalidRequest before ``open_receiver``."""
+        """Returns the client of the engine's receivers. Raises InvalidRequest before ``open_receiver``."""
         if self._receivers is None:
             raise InvalidRequest(f"the engine at {self.url} has no receiver of weights; open_receiver comes first")
         return self._receivers
@@ -309,7 +309,7 @@ class EngineClient:
         await self._transport.post("/update_weights_from_tensor", body, deadline, "its receivers go on to their own deadline")
 
     async def begin_weight_update(self, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Opens a push. A push that failed is closed first: its tensors stay, so the next has to send all of them.
+        """Opens a push. A failed push is closed first; its tensors stay loaded, so the next push has to send all of them.
 
         Engines before 0.5.21 have no such step: nothing happens then.
         """
@@ -328,9 +328,9 @@ class EngineClient:
     async def update_weights_from_disk(self, path: str, version: int, *, deadline: float = WEIGHTS_SECONDS) -> None:
         """Loads a Hugging Face checkpoint directory that the engine can read, of the same architecture.
 
-        An engine that is not paused finishes its requests first. What the receiver knew of the weights is forgotten: see ``adopt``. Cached
-        prefixes stay, since requests of the new version share none with the old one's; and a flush is the end of an engine that is paused
-        with requests in it.
+        An engine that is not paused finishes its requests first. The receiver forgets its record of the weights: see ``adopt``. Cached
+        prefixes stay, since requests of the new version share none with the old one's, and a flush would kill an engine that is paused with
+        requests in it.
         """
         if self._receivers is not None:
             await self.adopt(-1, {}, deadline=min(deadline, CONTROL_SECONDS))

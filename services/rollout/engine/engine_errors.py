@@ -4,7 +4,7 @@ from shared.runtime.errors import MyxoError
 
 
 class EngineError(MyxoError):
-    """The engine refused a call or answered something that cannot be used.
+    """The engine refused a call, or its answer is unusable.
 
     Args:
         where: the engine's address and the endpoint, for example ``http://127.0.0.1:30000/generate``.
@@ -23,4 +23,4 @@ class EngineUnreachable(EngineError):
 
 
 class InvalidRequest(MyxoError):
-    """A request that was not sent, because the engine would have refused it or died of it."""
+    """A request was not sent, because the engine would have refused it or crashed."""

@@ -1,7 +1,7 @@
-"""What an engine holds of its GPU, given back while somebody else computes there, and taken again.
+"""Releases an engine's GPU memory while a trainer computes on the same GPU, and takes it again.
 
-Asleep means: nothing runs in the engine, new requests wait at its door, and what was asked for is released. SGLang dies of a release while
-a request is in it, and of a token generated without its memory: both are excluded here.
+While asleep, nothing runs in the engine, new requests wait in its queue, and the requested parts are released. SGLang crashes if memory is
+released while it holds a request, or if a token is generated without its memory: both are prevented here.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ from shared.runtime.errors import DeadlineExceeded
 
 WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
 EVERYTHING = (CACHE, WEIGHTS, GRAPHS)
-"""What an engine that was launched with ``--enable-memory-saver`` can release, by SGLang's names."""
+"""The parts that an engine launched with ``--enable-memory-saver`` can release, by SGLang's names."""
 
 POLL_INTERVAL_S = 0.05
 
 
 class EngineMemory:
-    """Of one engine, as its client knows it.
+    """The memory of one engine, as its client knows it.
 
     Args:
         running: how many groups its client waits for.
@@ -32,19 +32,19 @@ class EngineMemory:
         self.released: frozenset[str] = frozenset()
 
     async def sleep(self, release: Iterable[str], *, deadline: float) -> None:
-        """Ends everything that runs, each request comes back to its caller with what it has, and releases memory.
+        """Ends all requests, each of which returns to its caller with its partial output, and releases memory.
 
         Does nothing to an engine that is asleep and has released that much. The caller keeps new groups away meanwhile.
 
         Raises:
-            DeadlineExceeded, EngineError, EngineUnreachable: it is in an unknown state; end it.
+            DeadlineExceeded, EngineError, EngineUnreachable: the engine is in an unknown state and must be killed.
         """
         end = time.monotonic() + deadline
         self.asleep = True
-        while self._running():  # a request may have been on its way
+        while self._running():  # a request may still have been in transit
             await self._transport.post("/abort_request", {"abort_all": True}, self._left(end, deadline), "requests may go on")
             await asyncio.sleep(POLL_INTERVAL_S)
-        # closes the door, and ends what others have sent: agents by way of a router
+        # stops new requests, and ends those that others have sent: agents through a router
         await self._transport.post("/pause_generation", {"mode": "abort"}, self._left(end, deadline), "the engine may be paused or not")
         while not await self._is_idle(self._left(end, deadline)):
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -55,7 +55,7 @@ class EngineMemory:
             self.released |= set(wanted)
 
     async def take_back(self, *tags: str, deadline: float) -> None:
-        """Takes memory again for what was released of ``tags``. The weights' memory then holds nothing of meaning, unless it was backed up.
+        """Takes memory again for the released parts among ``tags``. The weights' memory then has no defined content, unless backed up.
 
         Raises as `sleep`.
         """
@@ -66,13 +66,13 @@ class EngineMemory:
             self.released -= set(wanted)
 
     async def wake(self, *, deadline: float) -> None:
-        """Takes all memory back and generates again. Raises as `sleep`."""
+        """Takes all memory again and resumes generation. Raises as `sleep`."""
         await self.take_back(*EVERYTHING, deadline=deadline)
         self.asleep = False
         await self._transport.post("/continue_generation", {"torch_empty_cache": False}, deadline, "the engine may still be paused")
 
     async def _is_idle(self, deadline: float) -> bool:
-        """By the engine's own word: it refuses to flush its cache while a request is anywhere in it."""
+        """Returns whether the engine holds no request: it refuses to flush its cache while it holds any."""
         try:
             await self._transport.post("/flush_cache", None, deadline, "nothing was changed")
         except EngineError as error:

@@ -1,4 +1,4 @@
-"""One engine's processes: started, proved ready, stopped, and none left behind.
+"""Starts one engine's processes, proves them ready, and stops them with none left behind.
 
 The engine runs under the watchdog of `shared.runtime.child_process`, since it starts processes of its own. ``/health`` answers 200 before
 an engine can generate, so only a real generation proves that it is ready.
@@ -18,10 +18,10 @@ from shared.runtime.child_process import ChildProcess
 from shared.runtime.errors import MyxoError
 
 RECEIVER_VARIABLE = "MYXO_RECEIVER"
-"""Tells an engine's schedulers where to listen."""
+"""The variable that tells an engine's schedulers where to listen."""
 
 PROBE_SECONDS = 10.0
-"""How long one probe of a starting engine may take: the first request of a busy small machine takes seconds."""
+"""The deadline for one probe of a starting engine: the first request on a busy small machine takes seconds."""
 
 _ONE_TOKEN = json.dumps({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}})
 
@@ -34,10 +34,10 @@ class EngineProcess:
         log_file: the engine's output is appended to it; its directory is made.
 
     Attributes:
-        process: what `shared.runtime.child_process` knows of it.
-        receiver: where its ranks listen for commands about weights, a private directory that goes with the engine.
+        process: its process, of `shared.runtime.child_process`.
+        receiver: the private directory in which its ranks listen for commands about weights; it is removed with the engine.
 
-    Raises MyxoError where somebody listens on its port, who would answer in its place.
+    Raises MyxoError where another process listens on its port, since that would answer in its place.
     """
 
     def __init__(self, command: EngineCommand, log_file: Path) -> None:
@@ -56,7 +56,7 @@ class EngineProcess:
         )
 
     def alive(self) -> bool:
-        """Returns whether the engine's main process runs. A dead one's remaining processes are killed."""
+        """Returns whether the engine's main process runs. If it is dead, its remaining processes are killed."""
         return self.process.running()
 
     async def wait_ready(self, deadline: float) -> float:
@@ -64,9 +64,9 @@ class EngineProcess:
         return await asyncio.to_thread(self.process.wait_ready, self._answers, "a first generation", deadline)
 
     async def stop(self, deadline: float) -> None:
-        """Ends the engine: by SIGTERM, which lets SGLang release its device, and after ``deadline`` seconds by SIGKILL to its whole group.
+        """Stops the engine by SIGTERM, which lets SGLang release its device, and after ``deadline`` seconds by SIGKILL to its whole group.
 
-        SGLang looks for SIGTERM every 5 s and finishes running requests first: abort them before. Raises as `ChildProcess.stop`.
+        SGLang checks for SIGTERM every 5 s and finishes running requests first: abort them before. Raises as `ChildProcess.stop`.
         """
         await asyncio.to_thread(self.process.stop, deadline)
 

@@ -1,13 +1,13 @@
-"""Validates what is asked of a generation, and parses what comes back. It is pure and does no I/O.
+"""Validates the requests of a generation, and parses its answers. It is pure and does no I/O.
 
-Versions: a span says which weights drew its tokens. Where an engine reports them per token (``weight_versions``: in
-0.5.20, not in 0.5.16), they are taken over. Where it only names the version at the end, a request whose version at
-the end is the one before it was sent has one span; any other gets the older of the two for all its tokens, so that
-staleness is never understated.
+Versions: a span says which weights drew its tokens. Where an engine reports versions per token (``weight_versions``: in
+0.5.20, not in 0.5.16), these are used. Where it only reports the version at the end, the request gets one span: of that
+version if it was also served when the request was sent, else of the older of the two, so that staleness is never
+understated.
 
-One correction: an engine that overlaps its steps, paused in place, has one token per request on its way that the old
-weights drew, and counts it as the new version's. Versions that came in so are called *late* here: their spans begin one
-token later than the engine says.
+One correction: when an engine that overlaps its steps is paused in place, one token of each request has been drawn by
+the old weights and is then counted as the new version's. Versions that were loaded in such a pause are called *late*
+here: their spans begin one token later than the engine says.
 """
 
 import uuid
@@ -26,18 +26,18 @@ Finish = Literal["stop", "length", "abort"]
 
 RID_END = "$"
 """Ends every request id on the wire. SGLang aborts every request whose id *starts with* the given one; with an end mark
-no id is the beginning of another."""
+no id is a prefix of another."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sample of a group.
+    """A request for one sample of a group.
 
     Args:
-        tokens: int [P], the prompt, then what earlier attempts have generated: generation goes on behind them.
-        max_new_tokens: at most this many are generated now; it takes the place of the sampling's.
-        rid: its id, unique among the requests that the engine holds; ``EngineClient.abort`` takes it.
-        ignore_eos: go on past the model's end token, to ``max_new_tokens``.
+        tokens: int [P], the prompt, then the tokens of earlier attempts; generation continues after them.
+        max_new_tokens: at most this many are generated now; it replaces the one of the sampling settings.
+        rid: the request's id, unique in the engine; ``EngineClient.abort`` takes it.
+        ignore_eos: continue past the model's end token, to ``max_new_tokens``.
     """
 
     tokens: Tokens
@@ -56,13 +56,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one request generated; without the prompt and without what was generated before.
+    """The output of one request, without the prompt and without tokens of earlier attempts.
 
     Args:
         tokens: int32 [T]; T may be 0 after an abort. log_probs: float32 [T], of exactly those tokens.
-        finish: ``stop`` (end token or stop string), ``length``, ``abort`` (partial: may be gone on from).
+        finish: ``stop`` (end token or stop string), ``length``, ``abort`` (partial: can be continued).
         spans: cover [0, T) without gap or overlap, versions growing; none if T is 0.
-        cached_tokens: input tokens whose keys and values the engine had. retractions: times the engine put it back.
+        cached_tokens: input tokens whose keys and values were cached. retractions: times the engine put it back in the queue.
     """
 
     rid: str
@@ -76,7 +76,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class SequenceLimits:
-    """What an engine takes.
+    """The limits of an engine's input.
 
     Args:
         vocab_size: ids from 0 to this, exclusive. max_sequence: tokens of one request, input and output together.
@@ -136,7 +136,7 @@ def parse_group(answer: Any, requests: Sequence[GenerationRequest], version_befo
 
 
 def parse_version(text: Any, where: str) -> int:
-    """Returns a weight version as an integer. Raises EngineError for any other, which an engine has that Myxo did not launch."""
+    """Returns a weight version as an integer. Raises EngineError for other text, which an engine has that Myxo did not launch."""
     try:
         return int(text)
     except (TypeError, ValueError):
@@ -188,8 +188,8 @@ def _spans(meta: Mapping[str, Any], count: int, version_before: int, late: Set[i
 def _begun_late(spans: tuple[Span, ...], version_before: int, late: Set[int]) -> tuple[Span, ...]:
     """Returns the spans with every late version's beginning moved by one token, which goes to the version before it.
 
-    The first span's too, where its version came in after the request was sent: the first token may have been on its way
-    then, or the request may only have waited, which cannot be told apart; the older version is the safe answer.
+    The first span is moved, too, where its version was loaded after the request was sent: its first token may have been
+    drawn before, or the request may only have waited. These cannot be told apart, and the older version is the safe answer.
     """
     count = spans[-1].end
     starts = [(span.start + (span.version in late and (span.start > 0 or span.version > version_before)), span.version) for span in spans]
@@ -202,8 +202,8 @@ def _begun_late(spans: tuple[Span, ...], version_before: int, late: Set[int]) ->
 def _sampling_parameters(request: GenerationRequest, sampling: Sampling) -> dict[str, Any]:
     """Returns SGLang's ``sampling_params`` of one sample.
 
-    Log-probs come from the temperature-scaled distribution over the whole vocabulary; ``top_p`` and ``top_k`` cut what
-    is drawn but are not renormalised in.
+    Log-probs come from the temperature-scaled distribution over the whole vocabulary; ``top_p`` and ``top_k`` limit which
+    tokens are drawn, without renormalising the log-probs.
     """
     parameters: dict[str, Any] = {
         "max_new_tokens": request.max_new_tokens,
@@ -220,7 +220,7 @@ def _sampling_parameters(request: GenerationRequest, sampling: Sampling) -> dict
 
 
 def _checked_tokens(request: GenerationRequest, limits: SequenceLimits) -> NDArray[np.int32]:
-    """Returns the request's tokens as int32 [P]. Raises InvalidRequest that names the request and what is wrong with it."""
+    """Returns the request's tokens as int32 [P]. Raises InvalidRequest that names the request and its error."""
     ids, name = np.asarray(request.tokens), f"request {request.rid}"
     if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
         raise InvalidRequest(f"{name}: token ids are integers [P], P at least 1, not {ids.dtype} {list(ids.shape)}")

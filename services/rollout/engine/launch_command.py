@@ -21,20 +21,20 @@ from shared.config.sglang_flags import RESERVED, plain_name
 from shared.runtime.errors import ConfigError
 
 FlagValue = bool | int | float | str | list[str] | list[int] | None
-"""True: the bare flag. False or None: left out, also where it is a default. A list: the flag, then each item."""
+"""A flag's value. True: the bare flag. False or None: left out, also where it is a default. A list: the flag, then each item."""
 
 ENGINE_SITE_VARIABLE = "MYXO_ENGINE_SITE"
 CPU_LAUNCHER = Path(__file__).with_name("cpu_launcher.py")
 
 RECEIVER_LOADER = "services.rollout.engine.receiver.loader.load"
-"""What an engine calls, in each of its schedulers, to take weights."""
+"""The function that an engine calls, in each of its schedulers, to receive weights."""
 
 CPU_FLAGS: dict[str, FlagValue] = {
     "attention-backend": "torch_native",  # the default, intel_amx, fails on CPUs without AMX
     "disable-cuda-graph": True,
     "dtype": "float32",  # bfloat16 is slower on most CPUs, and log-probs then differ from the trainer's by 1e-2
     "disable-overlap-schedule": True,  # there is no device to overlap with
-    "disable-radix-cache": True,  # looking prefixes up costs more than computing them, for a model that a CPU can serve
+    "disable-radix-cache": True,  # prefix lookup costs more than computing the prefix, for a model that a CPU can serve
     "sleep-on-idle": True,  # an idle scheduler otherwise spins on three quarters of a core
     "skip-server-warmup": True,  # EngineProcess.wait_ready sends a real request anyway
     "max-running-requests": 256,
@@ -42,17 +42,17 @@ CPU_FLAGS: dict[str, FlagValue] = {
 
 COMMON_FLAGS: dict[str, FlagValue] = {
     "log-level-http": "warning",  # one access line per request otherwise
-    "enable-metrics": True,  # at /metrics, from which the service takes how many tokens were drawn
+    "enable-metrics": True,  # at /metrics, from which the service reads how many tokens were drawn
 }
 
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """How to launch one engine.
+    """The launch command of one engine.
 
     Args:
-        argv: the command. env: variables to set beside the inherited environment. url: where the engine will answer.
-        admin_key: for its control calls, where it has one.
+        argv: the command. env: variables to set beside the inherited environment. url: the engine's address.
+        admin_key: the key for its control calls, if it has one.
     """
 
     argv: list[str]
@@ -123,7 +123,7 @@ def engine_command(
 
 
 def engine_site() -> Path:
-    """Returns where the engine's own torchvision is: ``$MYXO_ENGINE_SITE``, else ``engine-site`` in this prefix. Raises ConfigError."""
+    """Returns the directory of the engine's torchvision: ``$MYXO_ENGINE_SITE``, else ``engine-site`` in this prefix. Raises ConfigError."""
     given = os.environ.get(ENGINE_SITE_VARIABLE)
     site = Path(given) if given else Path(sys.prefix) / "engine-site"
     if not (site / "torchvision" / "__init__.py").is_file():
@@ -137,8 +137,8 @@ def engine_site() -> Path:
 
 
 def _cuda_runtime() -> list[str]:
-    """Returns where pip has put CUDA's runtime. The memory saver is loaded before torch, which finds it by itself; where the loader
-    does not find it, it leaves the saver out with a line in the log, and nothing would ever be released."""
+    """Returns the directories in which pip has put CUDA's runtime. The memory saver needs it before torch is loaded; without it the loader
+    leaves the saver out with a line in the log, and no memory would ever be released."""
     found = importlib.util.find_spec("nvidia")
     roots = [] if found is None else list(found.submodule_search_locations or [])
     return sorted({str(library.parent) for root in roots for library in Path(root).glob("*/lib/libcudart.so.*")})
@@ -170,10 +170,10 @@ def _arguments(flags: Mapping[str, FlagValue]) -> list[str]:
 
 
 def _engine_path(device: str) -> str:
-    """Returns an engine's PYTHONPATH: on a CPU the engine site, then what was there, then where its schedulers find the receiver."""
+    """Returns an engine's PYTHONPATH: on a CPU the engine site, then the inherited entries, then the receiver's directory."""
     inherited = os.environ.get("PYTHONPATH")
     own = str(Path(shared.__file__).parents[1])
-    installed = own in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # then it is found anyway
+    installed = own in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # then the receiver is found anyway
     return os.pathsep.join(
         [*([str(engine_site())] if device == "cpu" else []), *([inherited] if inherited else []), *([] if installed else [own])]
     )

@@ -1,4 +1,4 @@
-"""Commands to an engine's receivers, one in each of its tensor-parallel ranks: asked all at once, answered by each.
+"""Sends commands to an engine's receivers, one in each of its tensor-parallel ranks: all at once, and each answers.
 
 The other end is `services.rollout.engine.receiver.command_session`, in the engine's processes.
 """
@@ -19,14 +19,14 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 LINE_BYTES = 64 * 2**20
 
 ANSWER_MARGIN = 5.0
-"""Seconds that a receiver has for its answer beyond a command's deadline: it knows best what was missing."""
+"""Seconds that a receiver has for its answer beyond a command's deadline: its own error says best what was missing."""
 
 ABORT_SECONDS = 10.0
-"""For the ranks to end what one of them has failed at."""
+"""The deadline for the other ranks to end a command at which one of them has failed."""
 
 
 class ReceiverError(EngineError):
-    """A command that a rank has refused or failed at. ``touched``: parameters of the engine may have changed."""
+    """A rank has refused a command or failed at it. ``touched``: parameters of the engine may have changed."""
 
     def __init__(self, where: str, reason: str, touched: bool = False) -> None:
         super().__init__(where, reason)
@@ -35,7 +35,7 @@ class ReceiverError(EngineError):
 
 @dataclass(frozen=True)
 class ReceiveReport:
-    """A push that an engine has taken. ``digest``: of the version. ``seconds``: of the slowest rank. ``differences``: of a check."""
+    """A push that an engine has received. ``digest``: of the version. ``seconds``: of the slowest rank. ``differences``: of a check."""
 
     digest: str
     bytes: int
@@ -44,7 +44,7 @@ class ReceiveReport:
 
     @classmethod
     def of(cls, answers: Sequence[dict[str, Any]], where: str) -> "ReceiveReport":
-        """Returns what the ranks answered. Raises ReceiverError if they did not receive the same."""
+        """Returns the report of the ranks' answers. Raises ReceiverError if they did not receive the same."""
         digests = {answer["digest"] for answer in answers}
         if len(digests) != 1:
             raise ReceiverError(where, f"its ranks have received different weights: digests {sorted(digests)}", touched=True)
@@ -56,7 +56,7 @@ class ReceiveReport:
 
 @dataclass(frozen=True)
 class WeightsState:
-    """What an engine knows of its weights: ``version`` -1 and ``digest`` empty where it does not know every tensor's."""
+    """An engine's record of its weights: ``version`` is -1 and ``digest`` empty where it does not know every tensor's digest."""
 
     version: int
     digest: str
@@ -64,7 +64,7 @@ class WeightsState:
 
     @classmethod
     def of(cls, answers: Sequence[dict[str, Any]]) -> "WeightsState":
-        """Returns what the ranks answered; of ranks that do not agree nothing is known."""
+        """Returns the state that the ranks answered; where they do not agree, the weights are unknown."""
         agree = len({(answer["version"], answer["digest"]) for answer in answers}) == 1
         version, digest = (answers[0]["version"], answers[0]["digest"]) if agree else (-1, "")
         return cls(version, digest, frozenset(answers[0]["channels"]))
@@ -74,7 +74,7 @@ class ReceiverClient:
     """The sockets of one engine.
 
     Args:
-        directory: in which each rank listens, as ``rank-<r>.sock``. ranks: of the engine's tensor parallelism.
+        directory: each rank listens there, as ``rank-<r>.sock``. ranks: the engine's tensor-parallel size.
     """
 
     def __init__(self, directory: Path, ranks: int) -> None:
@@ -93,10 +93,10 @@ class ReceiverClient:
         await self.ask({"verb": "state"}, deadline)
 
     async def ask(self, command: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
-        """Returns the answers to a command that is done at once, whatever the engine is at; by rank.
+        """Returns the answers, by rank, to a command that is run at once, even while the engine is busy.
 
         Raises:
-            ReceiverError: a rank refused, or is gone. DeadlineExceeded: one did not answer.
+            ReceiverError: a rank refused, or has died. DeadlineExceeded: one did not answer.
         """
 
         async def converse(rank: int) -> dict[str, Any]:
@@ -110,14 +110,14 @@ class ReceiverClient:
         return await self._all((converse(rank) for rank in range(self.ranks)), str(command["verb"]), deadline)
 
     async def have_done(self, command: dict[str, Any], deadline: float, wake: Callable[[], Awaitable[object]]) -> list[dict[str, Any]]:
-        """Returns the answers to a command that the schedulers do, by rank. When one rank fails, the others are told to end.
+        """Returns the answers, by rank, to a command that the schedulers run. When one rank fails, the others are told to abort.
 
         Args:
-            deadline: seconds for all of it, which the ranks are told. wake: has every rank's scheduler do its next command; called once the
-                command waits at all of them.
+            deadline: seconds for all of it, which the ranks are told. wake: has every rank's scheduler run its next command, once the
+                command is queued at all of them.
 
         Raises:
-            ReceiverError: a rank has failed, or waking them. DeadlineExceeded: one did not take the command, and none has begun it.
+            ReceiverError: a rank or ``wake`` has failed. DeadlineExceeded: a rank did not accept the command, and none has begun it.
         """
         command = command | {"deadline": deadline}
         connections: list[_Connection] = []
@@ -133,14 +133,14 @@ class ReceiverClient:
                 connection.close()
 
     async def abort(self, deadline: float = ABORT_SECONDS) -> None:
-        """Ends what every rank is at. Raises as `ask`."""
+        """Aborts the running command of every rank. Raises as `ask`."""
         await self.ask({"verb": "abort"}, deadline)
 
     async def _queued(self, rank: int, command: dict[str, Any], connections: "list[_Connection]") -> None:
         connection = await _Connection.open(self._path(rank), rank)
         connections.append(connection)
         await connection.say(command)
-        await connection.answer()  # that it is queued
+        await connection.answer()  # the rank has answered that it is queued
 
     async def _outcome(
         self, answers: list[Coroutine[Any, Any, dict[str, Any]]], wake: Callable[[], Awaitable[object]], deadline: float
@@ -163,7 +163,7 @@ class ReceiverClient:
             await asyncio.gather(*everything, return_exceptions=True)
 
     def _failure(self, first: BaseException | None, ranks: Sequence[asyncio.Task[Any]], deadline: float) -> BaseException:
-        """Returns what the caller is told of a command that has failed. ``first``: the first error; None: the deadline has passed."""
+        """Returns the error to raise for a command that has failed. ``first``: the first error; None: the deadline has passed."""
         silent = [rank for rank, task in enumerate(ranks) if not task.done()]
         if first is None:
             first = DeadlineExceeded("the answer", f"ranks {silent} of the engine", deadline, "it is fenced")
@@ -218,7 +218,7 @@ class _Connection:
             raise ReceiverError(self._where, f"rank {self._rank} has hung up: {error}", touched=True) from error
 
     async def answer(self) -> dict[str, Any]:
-        """Returns the next line. Raises ReceiverError: it says that the command was not done, or there is none."""
+        """Returns the next line. Raises ReceiverError where it reports a failure, or the connection has ended."""
         try:
             line = await self._reader.readline()
             fields: dict[str, Any] = orjson.loads(line)

@@ -15,7 +15,7 @@ from shared.config import sglang_flags
 from shared.runtime import devices
 
 KINDS: dict[Any, str] = {int: "int", float: "float", json.loads: "json"}
-"""What argparse makes of a value, where that can be said in a word; all else is text."""
+"""The types to which argparse converts values, by a one-word name; any other is text."""
 
 
 def text() -> str:
@@ -33,7 +33,7 @@ def text() -> str:
 
 
 def _row(action: argparse.Action) -> dict[str, Any]:
-    """Returns the fields of `shared.config.sglang_flags.EngineFlag`, those that differ from its defaults."""
+    """Returns the fields of `shared.config.sglang_flags.EngineFlag` that differ from its defaults."""
     kind = "switch" if action.nargs == 0 else _kind(action.type)
     row: dict[str, Any] = {"spellings": [word.removeprefix("--") for word in action.option_strings if word.startswith("--")], "kind": kind}
     if action.nargs in ("+", "*"):

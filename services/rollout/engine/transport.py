@@ -10,20 +10,20 @@ from services.rollout.engine.engine_errors import EngineError, EngineUnreachable
 from shared.runtime.errors import DeadlineExceeded
 
 IDLE_SECONDS = 3.0
-"""Idle connections are closed after this. SGLang's server closes its side after 5 s; a request sent then would look like a dead engine."""
+"""The time after which idle connections are closed. SGLang closes its side after 5 s; a request sent then would look like a dead engine."""
 
 
 class EngineTransport:
     """One HTTP session to one engine. Must be made, used and closed in one event loop.
 
     Args:
-        url: for example ``http://127.0.0.1:30000``. admin_key: what the engine was launched with to guard its control calls.
+        url: for example ``http://127.0.0.1:30000``. admin_key: the key that guards the engine's control calls.
     """
 
     def __init__(self, url: str, admin_key: str | None = None) -> None:
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else None
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)  # what is in flight, the service bounds
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)  # the service bounds the number of requests in flight
         self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None))
 
     async def close(self) -> None:
@@ -39,10 +39,10 @@ class EngineTransport:
         return await self.call("POST", path, body, deadline, next_action)
 
     async def call(self, method: str, path: str, body: Any, deadline: float, next_action: str) -> Any:
-        """Sends one request and returns the parsed JSON; None for an empty answer, the text of an answer that is no JSON.
+        """Sends one request and returns the parsed JSON, None for an empty answer, or the text of an answer that is not JSON.
 
         Args:
-            method: GET or POST. path: with its leading slash. body: what orjson takes, numpy arrays too; None for none.
+            method: GET or POST. path: with its leading slash. body: anything that orjson takes, also numpy arrays; None for none.
             deadline: seconds for everything, connecting and reading included.
             next_action: what happens should the deadline pass, for its error.
 
@@ -57,7 +57,7 @@ class EngineTransport:
         return answer
 
     async def status(self, method: str, path: str, deadline: float) -> int:
-        """Returns the HTTP status of a request without a body. Raises as `call` does, but for no status."""
+        """Returns the HTTP status of a request without a body, whatever it is. Otherwise raises as `call` does."""
         return (await self._exchange(method, path, None, deadline, "nothing was changed"))[0]
 
     async def _exchange(self, method: str, path: str, body: Any, deadline: float, next_action: str) -> tuple[int, Any]:

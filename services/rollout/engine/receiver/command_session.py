@@ -1,8 +1,8 @@
-"""Commands to one rank's receiver: JSON lines over a Unix socket in a private directory, one connection each.
+"""Receives commands to one rank's receiver: JSON lines over a Unix socket in a private directory, one connection each.
 
-A command that needs the model waits in a queue, says ``{"queued": true}``, and is done by whoever calls `CommandSession.work`: the engine's
-scheduler, when SGLang calls the loader. All others are done at once, on their connection's thread, whatever the scheduler is at. The answer
-is ``{"ok": true, …}`` or ``{"ok": false, "error": text, "touched": bool}``.
+A command that needs the model is answered with ``{"queued": true}`` and run by the caller of `CommandSession.work`: the engine's scheduler,
+when SGLang calls the loader. All others run at once, on their connection's thread, even while the scheduler is busy. The final answer is
+``{"ok": true, …}`` or ``{"ok": false, "error": text, "touched": bool}``.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from shared.transfer.weight_channel import TransferDeadline
 log = logging.getLogger(__name__)
 
 COMMAND_SECONDS = 30.0
-"""Deadline of a command that names none."""
+"""The deadline of a command that names none."""
 
 LINE_BYTES = 64 * 2**20
-"""The longest command: what names every tensor of a model with 100,000 of them."""
+"""The longest command, enough to name every tensor of a model with 100,000 of them."""
 
 ANSWER_MARGIN = 15.0
-"""Seconds beyond a command's deadline after which nobody will have done it."""
+"""Seconds beyond a command's deadline after which the connection stops waiting for its answer."""
 
 Fields = Mapping[str, Any]
 
@@ -42,7 +42,7 @@ Fields = Mapping[str, Any]
 
 
 def receive(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dict[str, Any]:
-    """Takes a push: ``version``, ``push``, ``channels``, ``check``."""
+    """Receives a push: ``version``, ``push``, ``channels``, ``check``."""
     check = bool(command.get("check", False))
     return asdict(receiver.receive(int(command["version"]), int(command["push"]), list(command["channels"]), deadline, check=check))
 
@@ -61,23 +61,23 @@ def leave(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> di
 
 
 def state(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dict[str, Any]:
-    """Says what the engine holds: ``version`` and ``digest``, -1 and empty where that is not known, and the ``channels`` that it is in."""
+    """Returns the engine's ``version`` and ``digest``, -1 and empty where they are unknown, and the ``channels`` that it is in."""
     return {"version": receiver.version, "digest": receiver.digest, "channels": receiver.channels}
 
 
 def adopt(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dict[str, Any]:
-    """Notes what was loaded by other means: ``version``, ``tensors``: name → dtype, shape, digest. No tensors: nothing is known."""
+    """Notes a load by other means: ``version``, ``tensors``: name → dtype, shape, digest. No tensors: the weights are unknown."""
     tensors = {name: TensorDigest(dtype, tuple(shape), int(found)) for name, (dtype, shape, found) in command["tensors"].items()}
     receiver.adopt(int(command["version"]), tensors)
     return {"digest": receiver.digest}
 
 
 Verb = Callable[[Receiver, Fields, TransferDeadline], dict[str, Any]]
-"""What a command has done: the receiver, the command, how long it may take → the answer's fields. Raises MyxoError."""
+"""A command's function: the receiver, the command, its deadline → the answer's fields. Raises MyxoError."""
 
 AT_ONCE: dict[str, Verb] = {"join": join, "leave": leave, "state": state, "adopt": adopt, "send_to_peer": send_to_peer}
 QUEUED: dict[str, Verb] = {"receive": receive, "receive_from_peer": receive_from_peer}
-"""Verbs by who does them: the connection's thread, or the thread that owns the model."""
+"""Verbs by the thread that runs them: the one that owns the model, or the connection's own."""
 
 
 # ----------------------------------------------------------------------------------------------------------- session
@@ -113,18 +113,18 @@ class CommandSession:
 
         class Connection(socketserver.StreamRequestHandler):
             def handle(self) -> None:
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits for the answer any more
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the caller no longer waits for the answer
                     session._handle(self)
 
         opening = self.path.with_suffix(".opening")
         self._server = socketserver.ThreadingUnixStreamServer(str(opening), Connection)
         self._server.daemon_threads = True
         self._server.block_on_close = False
-        opening.rename(self.path)  # who sees it can connect
+        opening.rename(self.path)  # a client that sees the socket can connect
         SupervisedThread(self._server.serve_forever, "receiver", (0.5,)).start()
 
     def close(self) -> None:
-        """Hears of no more commands, and leaves all channels."""
+        """Stops accepting commands, and leaves all channels."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -132,7 +132,7 @@ class CommandSession:
         self.receiver.leave()
 
     def work(self, wait: float = 0.0) -> bool:
-        """Does the next queued command, on this thread. Returns whether there was one within ``wait`` seconds; never raises."""
+        """Runs the next queued command on this thread. Returns whether there was one within ``wait`` seconds; never raises."""
         try:
             command = self._queue.get(timeout=wait) if wait > 0 else self._queue.get_nowait()
         except queue.Empty:
@@ -181,7 +181,7 @@ class CommandSession:
         finally:
             with self._lock:
                 self._held.remove(command)
-            command.deadline.abort()  # should it still be queued, it is not done any more
+            command.deadline.abort()  # if it is still queued, it is not run any more
 
     def _do(self, command: _Command) -> dict[str, Any]:
         try:
@@ -193,7 +193,7 @@ class CommandSession:
             return _failed(error)
 
     def _abort(self) -> None:
-        """Ends what is under way or waits, and the joining of channels."""
+        """Ends the running and the queued commands, and the joining of channels."""
         with self._lock:
             held = list(self._held)
         for command in held:

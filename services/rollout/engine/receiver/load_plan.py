@@ -1,8 +1,8 @@
-"""How a bucket's bytes get into the model's parameters: the model's own ``load_weights`` is watched once, its copies repeated from then on.
+"""Loads a bucket's bytes into the model's parameters: the model's ``load_weights`` is traced once, and its copies are replayed later.
 
 Invariant: a plan holds copies from the flat buffer into parameters (and constants that parameters are filled with), and exists only for a
-bucket of which ``load_weights`` did nothing else. Anything else that it did with the buffer or with a parameter (a conversion through a
-tensor of its own, a quantization, something computed from parameters, a parameter replaced) would be missing: such a bucket is loaded by
+bucket for which ``load_weights`` did nothing else. A replay would miss anything else that it did with the buffer or with a parameter (a
+conversion through another tensor, a quantization, a value computed from parameters, a replaced parameter): such a bucket is loaded by
 ``load_weights`` every time.
 """
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 VIEWED_BUFFERS = 8
-"""Of so many flat buffers a plan keeps its views: a channel has three, what a channel leaves behind is dropped when it is left."""
+"""The number of flat buffers of which a plan keeps views; a channel has three, and they are dropped when the channel is left."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TensorCopy:
 
 @dataclass
 class LoadPlan:
-    """What loading one bucket amounts to: copies and fills."""
+    """The copies and fills that load one bucket."""
 
     copies: list[TensorCopy] = field(default_factory=list)
     fills: list[tuple[Tensor, Any]] = field(default_factory=list)
@@ -117,9 +117,9 @@ class BucketLoader:
 
 
 def trace(model: Any, bucket: Bucket, flat: Tensor) -> tuple[LoadPlan | None, str]:
-    """Loads the bucket by ``load_weights``, and watches.
+    """Loads the bucket by ``load_weights``, and traces its operations.
 
-    Returns the plan, or None and what forbids one.
+    Returns the plan, or None and the reason why there is none.
     """
     before = _storages(model)
     watching = _Tracing(flat, before)
@@ -131,8 +131,8 @@ def trace(model: Any, bucket: Bucket, flat: Tensor) -> tuple[LoadPlan | None, st
 
 
 def compare(model: Any, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
-    """Returns what loading the bucket would change, without loading it: name → how many elements, of those that are copied here (int64,
-    on the device; names that nothing is copied of are absent).
+    """Returns, without loading the bucket, how many elements loading it would change: name → count of differing elements (int64, on the
+    device; names of which nothing is copied are absent).
 
     Raises NotImplementedError: ``load_weights`` does something to a parameter that cannot be compared.
     """
@@ -142,7 +142,7 @@ def compare(model: Any, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
 
 
 def parameters_of(model: Any) -> Iterator[Tensor]:
-    """Yields everything that a load may write into."""
+    """Yields all tensors that a load may write into."""
     yield from model.parameters()
     yield from model.buffers()
 
@@ -180,7 +180,7 @@ class _Watching(TorchDispatchMode):
         raise NotImplementedError
 
     def left(self, func: Any) -> None:
-        """An operation has copied what is watched to somewhere else."""
+        """Notes that an operation has copied watched data to another place."""
 
     def is_parameter(self, tensor: Any) -> bool:
         return isinstance(tensor, Tensor) and _storage(tensor) in self._parameters
@@ -221,7 +221,7 @@ class _Comparing(_Watching):
         self._name = ""
 
     def named(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors and notes their names: what is no copy from the buffer itself belongs to the one that the model took last."""
+        """Yields the tensors and notes their names: an operation that is no copy from the buffer belongs to the last yielded tensor."""
         for name, tensor in tensors:
             self._name = name
             yield name, tensor
@@ -245,7 +245,7 @@ class _Comparing(_Watching):
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Returns the tensor's elements as integers: a NaN is equal to itself, and 0 is not -0."""
+    """Returns the tensor's elements as integers, so that a NaN equals itself, and 0 differs from -0."""
     size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(size[tensor.element_size()])
 
@@ -263,20 +263,20 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _is_view(func: Any) -> bool:
-    """Whether an operation only gives its argument another shape: all that it returns aliases it, and nothing is written."""
+    """Returns whether an operation only reshapes its argument: all of its results alias the argument, and nothing is written."""
     returns = func._schema.returns
     return bool(returns) and not func._schema.is_mutable and all(value.alias_info is not None for value in returns)
 
 
 def _constant(func: Any, args: tuple[Any, ...]) -> Any:
-    """Returns what an operation fills its first argument with; None if it does something else."""
+    """Returns the value that an operation fills its first argument with; None if it does something else."""
     if func is aten.zero_.default:
         return 0
     return args[1] if func is aten.fill_.Scalar else None
 
 
 def _overlap(first: Tensor, other: Tensor) -> bool:
-    """Whether the stretches of memory from a tensor's first to its last element meet."""
+    """Returns whether the memory ranges of two tensors, each from its first to its last element, overlap."""
     (begin, end), (other_begin, other_end) = _extent(first), _extent(other)
     return begin < other_end and other_begin < end
 
@@ -290,7 +290,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _pools_run_here() -> Iterator[None]:
-    """What this thread gives to pools of threads it does itself: operations of other threads would not be seen."""
+    """Runs the work that this thread submits to thread pools on this thread, since operations of other threads would not be traced."""
     submit, here = ThreadPoolExecutor.submit, threading.get_ident()
 
     def at_once(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -1,4 +1,4 @@
-"""SGLang's way in: it calls `load` by its dotted name (``--custom-weight-loader``) with the model, on the scheduler's thread."""
+"""SGLang's entry point: it calls `load` by its dotted name (``--custom-weight-loader``) with the model, on the scheduler's thread."""
 
 import logging
 import os
@@ -14,27 +14,27 @@ from shared.runtime import failures
 log = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE = "MYXO_RECEIVER"
-"""Names the private directory in which each rank opens its socket."""
+"""The variable that names the private directory in which each rank opens its socket."""
 
 SWITCH_SECONDS = 1e-4
-"""How long the scheduler's thread keeps the interpreter from the receiver's. It spins while there is nothing to do; at Python's own 5 ms,
-which a command waits for several times, commands took 10 to 90 ms to get through on a GPU."""
+"""The interpreter's switch interval. The idle scheduler's thread spins and delays the receiver's by several intervals for each command; at
+Python's default of 5 ms, commands took 10 to 90 ms on a GPU."""
 
 MOVED = (ImportError, AttributeError, KeyError, RuntimeError, ValueError)
-"""What asking for a name raises in a release of SGLang that has it elsewhere."""
+"""The exceptions of looking up a name that a release of SGLang has elsewhere."""
 
 _session: CommandSession | None = None
 
 
 def load(model: Any, tensors: Iterable[object]) -> None:
-    """Has the next command that waits done with this model; the first call opens the socket instead. ``tensors``: ignored.
+    """Runs the next queued command with this model; the first call opens the socket instead. ``tensors``: ignored.
 
-    Never raises: SGLang's scheduler would end with it. What goes wrong is the answer to the command.
+    Never raises, since that would end SGLang's scheduler; errors are in the answer to the command.
     """
     global _session
     try:
         if _session is None:
-            failures.arm()  # an engine whose receiver is gone would serve old weights for ever
+            failures.arm()  # an engine without a receiver would serve old weights for ever
             device = next(model.parameters()).device
             _session = CommandSession(Path(os.environ[DIRECTORY_VARIABLE]), Receiver(model, _rank(), device, _model_path()))
             _session.open()
@@ -58,7 +58,7 @@ def _rank() -> int:
 
 
 def _model_path() -> str | None:
-    """Returns the checkpoint that the engine was launched with; None where it cannot be told."""
+    """Returns the checkpoint that the engine was launched with; None where it is unknown."""
     try:
         from sglang.srt.runtime_context import get_model
 

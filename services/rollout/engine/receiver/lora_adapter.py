@@ -1,7 +1,7 @@
-"""What an adapter's tensors mean to an engine: its own checkpoint's matrices with low-rank products laid over them.
+"""Merges an adapter into an engine's weights: adds its low-rank products to the matrices of the engine's own checkpoint.
 
-The base is read from the disk at every push, mapped and not copied, so that the engine holds it no second time and rounding does not
-add up over pushes. The matrices that no adapter touches are not handed out: the trainer leaves them as they are.
+The base is read from disk at every push, mapped and not copied, so that the engine holds no second copy and rounding errors do not
+accumulate over pushes. Matrices without an adapter are not yielded, since training does not change them.
 """
 
 import json
@@ -22,15 +22,15 @@ _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 def merged(
     manifest: Manifest, tensors: Mapping[str, Tensor], model_path: Path, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Tensor]]:
-    """The adapted matrices under their Hugging Face names, one at a time, for ``model.load_weights``: W + scale * B A.
+    """Yields the adapted matrices under their Hugging Face names, one at a time, for ``model.load_weights``: W + scale * B A.
 
     Args:
         manifest: of kind ``adapter``, with the scale. tensors: by PEFT's names, on the device where the products are to be computed.
-        model_path: the engine's checkpoint. dtype: of what is handed out; computed in float32 and rounded once, here or by the loading.
+        model_path: the engine's checkpoint. dtype: of the result, which is computed in float32 and rounded once, here or by the loading.
 
     Raises:
-        BadMessage: an adapter is not whole or does not fit the matrix that it is for. ConfigError: the checkpoint lacks that matrix, or
-            cannot be read. Both before the first matrix is handed out.
+        BadMessage: an adapter is incomplete or does not fit its matrix. ConfigError: the checkpoint lacks that matrix, or cannot be read.
+            Both are raised before the first matrix is yielded.
     """
     matrices = _matrices(manifest)
     with ExitStack() as files:
@@ -40,12 +40,12 @@ def merged(
             if shape != wanted or tensors[a].size(0) != tensors[b].size(1):
                 raise BadMessage(f"adapter {a} {tuple(tensors[a].shape)} and {b} {tuple(tensors[b].shape)} for {name} of shape {shape}")
         for name, (a, b) in matrices.items():
-            weight = base.read(name).to(tensors[a].device).float()  # in this order: what crosses to a GPU is half as much
+            weight = base.read(name).to(tensors[a].device).float()  # in this order, half as many bytes are copied to a GPU
             yield name, torch.addmm(weight, tensors[b].float(), tensors[a].float(), alpha=manifest.scale).to(dtype)
 
 
 def _matrices(manifest: Manifest) -> dict[str, tuple[str, str]]:
-    """Hugging Face name of each adapted matrix → PEFT's names of its A and B."""
+    """Returns the Hugging Face name of each adapted matrix → PEFT's names of its A and B."""
     held = [slot.name for slot in manifest.slots()]
     names: dict[str, tuple[str, str]] = {}
     for name in held:
@@ -63,7 +63,7 @@ class _Base:
     """The tensors of the engine's checkpoint directory.
 
     Args:
-        files: closes them.
+        files: closes the checkpoint's files.
     """
 
     def __init__(self, model_path: Path, files: ExitStack) -> None:

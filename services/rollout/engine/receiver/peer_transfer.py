@@ -1,10 +1,10 @@
-"""Sends weights from engine to engine: a source that serves them sends its parameters, as they lie in memory, to a destination.
+"""Sends weights from engine to engine: a source that serves them sends its parameters, as they are in memory, to a destination.
 
 Each rank sends to the same rank over a group of two, bucket by bucket like a push. The source uses a thread of its own and goes on
-generating, for reading disturbs nobody. Both ends hash what was sent, tensor by tensor. The source's list of its version's tensors comes
-along, so that the destination knows the version's digest without having seen a tensor under its Hugging Face name.
+generating, since it only reads. Both ends hash the sent tensors, one by one. The source also sends the list of its version's tensors, so
+that the destination knows the version's digest without having seen a tensor under its Hugging Face name.
 
-Whatever changes the source's parameters ends the transfer first (`Receiver.before_change`): what the destination has then is of no version.
+A change of the source's parameters ends the transfer first (`Receiver.before_change`); the destination then holds no valid version.
 """
 
 import contextlib
@@ -33,17 +33,17 @@ log = logging.getLogger(__name__)
 BUCKET_BYTES = 128 * 1024**2
 
 TRANSFERS = 2
-"""How many an engine sends at once: each takes two flat buffers of the device's memory, and a share of the link."""
+"""The number of transfers that an engine sends at once: each takes two flat buffers of device memory, and a share of the link."""
 
 LINGER_SECONDS = 20.0
 BROKEN_LINGER_SECONDS = 2.0
-"""How long the source's store outlives a transfer, for a destination that has not read all of it; and one that was broken off."""
+"""The time that the source's store outlives a transfer, for a destination that has not read all of it, and an aborted transfer."""
 
 _PUSH = 0
 """The number of the only push of such a channel."""
 
 _TENSORS, _SUMS, _DONE = "tensors", "sums", "done"
-"""The store's keys: what the version's tensors are; the digests of what was sent; that the destination needs nothing more."""
+"""The store's keys: the list of the version's tensors, the digests of the sent tensors, and the destination's sign that it is done."""
 
 
 def send_to_peer(receiver: Receiver, order: Mapping[str, Any], deadline: TransferDeadline) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def send_to_peer(receiver: Receiver, order: Mapping[str, Any], deadline: Transfe
 
 
 def receive_from_peer(receiver: Receiver, order: Mapping[str, Any], deadline: TransferDeadline) -> dict[str, Any]:
-    """Takes all parameters of ``version`` from ``channels``, one for each rank, on the scheduler's thread: nothing is generated meanwhile.
+    """Receives all parameters of ``version`` from ``channels``, one for each rank, on the scheduler's thread; generation stops meanwhile.
 
     Raises ReceiveError.
     """
@@ -75,10 +75,10 @@ def receive_from_peer(receiver: Receiver, order: Mapping[str, Any], deadline: Tr
 
 
 def tensors_of(model: Any) -> dict[str, Tensor]:
-    """Returns all that an engine's weights are, by name, each storage once.
+    """Returns all tensors of an engine's weights by name, each storage once.
 
-    These are parameters, buffers that are saved with them, and what a model has computed from them and keeps beside (plain attributes of
-    its modules).
+    These are parameters, buffers that are saved with them, and tensors that a model has computed from them (plain attributes of its
+    modules).
     """
     found: dict[str, Tensor] = dict(model.named_parameters())
     for path, module in model.named_modules():
@@ -97,7 +97,7 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
 
 
 class PeerTransfer:
-    """One transfer, at the source's."""
+    """One transfer, at the source."""
 
     def __init__(self, receiver: Receiver, name: str, address: str, seconds: float) -> None:
         self._receiver, self._deadline = receiver, TransferDeadline(seconds)
@@ -108,7 +108,7 @@ class PeerTransfer:
     def run(self) -> None:
         channel, linger = self.channel, BROKEN_LINGER_SECONDS
         if self._receiver.device.type == "cuda":
-            torch.cuda.set_device(self._receiver.device)  # of this thread
+            torch.cuda.set_device(self._receiver.device)  # the current device is per thread
         try:
             channel.join(self._deadline.left)
             self._send()
@@ -162,7 +162,7 @@ def _received(receiver: Receiver, channel: GroupReceiver, version: int, deadline
         if own.get(name) != theirs.get(name):
             raise BadMessage(f"{name} is {own.get(name, 'not there')} in this engine, {theirs.get(name, 'not there')} in the source's")
     hasher = ManifestHasher(manifest, receiver.device)
-    receiver.adopt(-1, {})  # from here on it holds a mixture
+    receiver.adopt(-1, {})  # from here on the model holds a mixture of versions
     with torch.inference_mode(), receiver.on_stream():
         for index, bucket in enumerate(manifest.buckets):
             flat = channel.take(index, bucket.nbytes, deadline)
@@ -181,13 +181,13 @@ def _received(receiver: Receiver, channel: GroupReceiver, version: int, deadline
     if receiver.digest != offered["digest"]:
         receiver.adopt(-1, {})
         raise BadMessage("the source's digest is not that of the tensors that it names")
-    with contextlib.suppress(RuntimeError):  # the source need not wait any longer, and will in any case not wait for long
+    with contextlib.suppress(RuntimeError):  # the source need not wait any longer; it would only wait for a limited time anyway
         channel.store.set(_DONE, "1")
     return {"digest": receiver.digest, "bytes": sum(b.nbytes for b in manifest.buckets), "seconds": time.monotonic() - started}
 
 
 def _noted(channel: GroupReceiver, key: str, what: str, deadline: TransferDeadline) -> Any:
-    """Returns what the source has written down. Raises ChannelBroken, BadMessage."""
+    """Returns the value that the source has stored. Raises ChannelBroken, BadMessage."""
     try:
         return json.loads(channel.read(key, what, deadline))
     except ValueError as error:
@@ -195,7 +195,7 @@ def _noted(channel: GroupReceiver, key: str, what: str, deadline: TransferDeadli
 
 
 def manifest_of(tensors: Mapping[str, Tensor]) -> Manifest:
-    """Raises BadMessage if a tensor is of a dtype that cannot be sent."""
+    """Returns the manifest of these tensors. Raises BadMessage if a tensor is of a dtype that cannot be sent."""
     described = []
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""What a process of the engine does with weights: it joins channels, receives pushes, compares, and knows what it holds.
+"""Handles weights in one process of the engine: it joins channels, receives pushes, compares, and records which tensors it holds.
 
-Invariant: `Receiver.digest` is that of exactly the tensors which the model holds, or empty. What a failed push may have changed is
-forgotten; a push of a part keeps what is known of the rest.
+Invariant: `Receiver.digest` is that of exactly the tensors that the model holds, or empty. Digests that a failed push may have made invalid
+are forgotten; a push of a part keeps the digests of the rest.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ from shared.transfer.weight_channel import ChannelReceiver, TransferAborted, Tra
 log = logging.getLogger(__name__)
 
 KEPT_LAYOUTS = 16
-"""Manifests whose plans are kept: a channel's of a whole push, and of a part."""
+"""The number of manifests whose plans are kept: for each channel that of a whole push, and that of a part."""
 
 
 class ReceiveError(MyxoError):
-    """A push that was not received. ``touched``: parameters may hold some of it."""
+    """A push was not received. ``touched``: parameters may hold some of it."""
 
     def __init__(self, reason: str, touched: bool) -> None:
         self.touched = touched
@@ -53,7 +53,7 @@ class ReceivedPush:
 
 
 class ManifestLayout:
-    """What is kept of a manifest between pushes: how its buckets are loaded and hashed."""
+    """The plans of a manifest, kept between pushes, by which its buckets are loaded and hashed."""
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         self.manifest = manifest
@@ -62,7 +62,7 @@ class ManifestLayout:
 
 
 class Receiver:
-    """One rank's receiver. Only `join`, `leave`, `abort` and the properties are for other threads than the model's.
+    """The receiver of one rank. Only `join`, `leave`, `abort` and the properties may be used by other threads than the model's.
 
     Args:
         model: any module with ``load_weights(names and tensors)``. rank: in the engine's tensor parallelism. model_path: the checkpoint
@@ -73,36 +73,36 @@ class Receiver:
         self.model, self.rank, self.device, self.model_path = model, rank, torch.device(device), model_path
         self.known: dict[str, TensorDigest] = {}
         self.version = -1
-        self.before_change: set[Callable[[str], None]] = set()  # of those who read parameters meanwhile: called with why they must stop
+        self.before_change: set[Callable[[str], None]] = set()  # callbacks of threads that read parameters; called with the reason to stop
         self._digest: str | None = ""
         self._channels: _JoinedChannels | None = None
-        self._called_off: frozenset[str] = frozenset()  # channels that an abort has left while they were being joined
+        self._called_off: frozenset[str] = frozenset()  # channels that were left by an abort while they were being joined
         self._rings: list[BucketRing] = []
         self._layouts: dict[str, ManifestLayout] = {}  # by manifest
         self._parameters: list[int] = []
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
-    # -------------------------------------------------------------------------------------------------- what it knows
+    # ------------------------------------------------------------------------------------------------ held weights
 
     @property
     def digest(self) -> str:
-        """Of all tensors that it knows; empty where it knows none."""
+        """Returns the digest of all known tensors; empty where none is known."""
         if self._digest is None:
             self._digest = version_digest(self.known) if self.known else ""
         return self._digest
 
     def adopt(self, version: int, known: Mapping[str, TensorDigest]) -> None:
-        """The model holds exactly these now. None: it is not known what it holds."""
+        """Notes that the model now holds exactly these tensors. None: its tensors are unknown."""
         self.disturb("the weights are being replaced")
         self.known, self.version, self._digest = dict(known), version, None
 
     def learn(self, version: int, known: Mapping[str, TensorDigest]) -> None:
-        """The model holds these now, beside what was known."""
+        """Notes that the model now holds these tensors, in addition to those already known."""
         self.known.update(known)
         self.version, self._digest = version, None
 
     def disturb(self, reason: str) -> None:
-        """Parameters are about to change: whoever reads them stops."""
+        """Stops all readers of parameters, because these are about to change."""
         for stop in list(self.before_change):
             stop(reason)
 
@@ -110,11 +110,11 @@ class Receiver:
 
     @property
     def channels(self) -> list[str]:
-        """Those that it has joined, or is joining."""
+        """Returns the channels that it has joined, or is joining."""
         return [] if self._channels is None else [channel.name for channel in self._channels.all]
 
     def join(self, addresses: Sequence[WeightChannelAddress], first_rank: int, seconds: float) -> None:
-        """Leaves the channels that it was in and joins these on a thread; `receive` waits for it.
+        """Leaves its present channels and joins these on a thread; `receive` waits for it.
 
         Args:
             first_rank: of the engine's first process, in all channels. seconds: for joining.
@@ -126,7 +126,7 @@ class Receiver:
         self._channels = _JoinedChannels(channels, TransferDeadline(seconds, "the channels are given up"))
 
     def leave(self) -> None:
-        """Leaves all channels, and lets go of their buffers."""
+        """Leaves all channels, and frees their buffers."""
         channels, self._channels = self._channels, None
         if channels is not None:
             channels.leave()
@@ -135,7 +135,7 @@ class Receiver:
                 loader.forget()
 
     def abort(self) -> None:
-        """Leaves channels that are still being joined. A push on its way in is ended by its own deadline."""
+        """Leaves channels that are still being joined. A push that is being received is ended by its own deadline."""
         if self._channels is not None and not self._channels.joined:
             self._called_off = frozenset(self.channels)
             self.leave()
@@ -148,12 +148,12 @@ class Receiver:
     # ------------------------------------------------------------------------------------------------------ receiving
 
     def receive(self, version: int, push: int, channels: Sequence[str], deadline: TransferDeadline, *, check: bool = False) -> ReceivedPush:
-        """Takes one push from these channels and loads it, or compares it with what the model holds.
+        """Receives one push from these channels and loads it, or compares it with the model's weights.
 
-        Channels that a push has failed on are left: what is on its way over them belongs to nobody.
+        Channels on which a push has failed are left, since data of the failed push may still be in transit over them.
 
         Raises:
-            ReceiveError: whatever went wrong.
+            ReceiveError: for every failure.
         """
         reception = _Reception(self, version, push, check, deadline)
         if not check:
@@ -172,7 +172,7 @@ class Receiver:
 
     def _joined(self, names: Sequence[str], deadline: TransferDeadline) -> list[ChannelReceiver]:
         channels = self._channels
-        if channels is None and self._called_off.issuperset(names):  # the command was on its way when its abort came
+        if channels is None and self._called_off.issuperset(names):  # the abort came before its command
             raise TransferAborted(f"the joining of channels {sorted(names)} was called off")
         if channels is None or set(names) - set(self.channels):
             raise BadMessage(f"channels {sorted(names)} are to be received from; this engine has joined {self.channels or 'none'}")
@@ -180,9 +180,9 @@ class Receiver:
         return [channel for channel in channels.all if channel.name in names]
 
     def layout(self, manifest: Manifest) -> ManifestLayout:
-        """Returns what is kept of a manifest."""
+        """Returns the kept layout of a manifest."""
         parameters = [tensor.data_ptr() for tensor in load_plan.parameters_of(self.model)]
-        if parameters != self._parameters:  # replaced since: what was traced leads elsewhere
+        if parameters != self._parameters:  # a parameter was replaced since, so the traced copies would go elsewhere
             self._layouts, self._parameters = {}, parameters
         found = self._layouts.pop(manifest.id, None) or ManifestLayout(manifest, self.device)
         while len(self._layouts) >= KEPT_LAYOUTS:
@@ -192,7 +192,7 @@ class Receiver:
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Makes loading's own stream the current one, on a GPU; it begins once all that the device was told before is done."""
+        """Makes the loading stream the current one on a GPU; it starts after all work that was submitted to the device before."""
         if self._stream is None:
             yield
         else:
@@ -201,14 +201,14 @@ class Receiver:
                 yield
 
     def _settle(self, seconds: float = 5.0) -> None:
-        """Waits until nothing that was told to loading's stream is under way."""
+        """Waits until the loading stream has done all of its work."""
         end = time.monotonic() + seconds
         while self._stream is not None and not self._stream.query() and time.monotonic() < end:
             time.sleep(0.001)
 
 
 class _JoinedChannels:
-    """Channels that are being joined, one after the other, in the same order on all engines: NCCL's communicators are made alike."""
+    """The channels that are being joined, one after the other and in the same order on all engines, as NCCL's communicators require."""
 
     def __init__(self, channels: list[ChannelReceiver], deadline: TransferDeadline) -> None:
         self.all, self._deadline = channels, deadline
@@ -218,11 +218,11 @@ class _JoinedChannels:
 
     @property
     def joined(self) -> bool:
-        """Whether joining has ended well."""
+        """Returns whether all channels have been joined."""
         return self._joining.done() and self._joining.exception() is None
 
     def wait(self, deadline: TransferDeadline) -> None:
-        """Returns once all are joined. Raises what joining raised, or TransferAborted, or DeadlineExceeded that names who is missing."""
+        """Returns once all are joined. Raises the error of joining, TransferAborted, or DeadlineExceeded that names the missing members."""
         try:
             deadline.until(self._joining.done, "the channels' joining", "the channels' members")
         except DeadlineExceeded:
@@ -260,7 +260,7 @@ class _Stream:
 
 
 class _Reception:
-    """One push on its way in."""
+    """A push that is being received."""
 
     def __init__(self, receiver: Receiver, version: int, push: int, check: bool, deadline: TransferDeadline) -> None:
         self._receiver, self._version, self._push, self._check, self._deadline = receiver, version, push, check, deadline
@@ -283,11 +283,11 @@ class _Reception:
         return ReceivedPush(self._learn(differences), nbytes, seconds, differences)
 
     def _learn(self, differences: dict[str, int]) -> str:
-        """Has the receiver know what it holds now. Returns the version's digest."""
+        """Records the tensors that the model holds now. Returns the version's digest."""
         receiver = self._receiver
         found = {name: known for stream in self._streams for name, known in stream.layout.hasher.digests().items()}
         if not self._check and any(stream.adapter for stream in self._streams):
-            receiver.adopt(self._version, found)  # over its own checkpoint, whatever it held before: they are all that there is to know
+            receiver.adopt(self._version, found)  # adapters are merged into the engine's own checkpoint: their digests are complete
         elif not self._check:
             receiver.learn(self._version, found)
         elif not differences:
@@ -295,7 +295,7 @@ class _Reception:
         return version_digest(receiver.known | found) if self._check else receiver.digest
 
     def _take_all(self) -> None:
-        """Takes every channel's buckets in turn: the same order on all engines. Nothing is loaded before every channel has brought one."""
+        """Receives the channels' buckets in turn, in the same order on all engines. Loading begins once every channel has brought one."""
         for stream in self._streams:
             stream.layout.hasher.begin()
             if stream.manifest.buckets:
@@ -323,7 +323,7 @@ class _Reception:
         self._poll()
 
     def _merge(self, stream: _Stream) -> None:
-        """Lays a channel's adapter over the base weights."""
+        """Merges a channel's adapter into the base weights."""
         receiver = self._receiver
         if not stream.adapter:
             return
@@ -341,7 +341,7 @@ class _Reception:
             receiver.model.load_weights(made)
 
     def _drain(self) -> None:
-        """Waits until the device has done all that it was told."""
+        """Waits until the device has done all submitted work."""
         if self._receiver.device.type == "cuda":
             last = torch.cuda.Event()
             last.record()
