@@ -5,12 +5,9 @@ A call's result is discarded if the replica's weights became untrusted meanwhile
 """
 
 import asyncio
-import concurrent.futures
 import copy
 import functools
 import inspect
-import threading
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +18,7 @@ from shared import hooks
 from shared.hooks import Arguments, HookFailed, Status
 from shared.hooks.sample_conversion import Bounds, Served, group_index, to_stored
 from shared.runtime.cancellation import cancelled
+from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.runtime.failures import SupervisedThread
 from shared.runtime.service_base import Service
@@ -128,7 +126,7 @@ class CustomGenerate:
         assert this is not None
         try:
             call = functools.partial(self._function, args, sample, parameters, **evaluation)
-            result = await _in_thread(call) if self._plain else call()
+            result = await asyncio.wrap_future(run_in_thread(call, "custom-generate-call")) if self._plain else call()
             return await result if inspect.isawaitable(result) else result
         except asyncio.CancelledError:
             if this.cancelling():
@@ -146,21 +144,6 @@ class CustomGenerate:
 
     def _refusal(self, reason: str) -> HookFailed:
         return HookFailed(FIELD, self._path, reason)
-
-
-async def _in_thread(call: Callable[[], object]) -> object:
-    """Returns a plain function's result from a daemon thread: an executor's thread that hangs would keep the process from ending."""
-    loop, done = asyncio.get_running_loop(), concurrent.futures.Future[object]()
-
-    def run() -> None:
-        done.set_running_or_notify_cancel()
-        try:
-            done.set_result(call())
-        except BaseException as error:  # the waiting caller raises it
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="custom-generate-call", daemon=True).start()
-    return await asyncio.wrap_future(done, loop=loop)
 
 
 def _parameters(sampling: Sampling) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
+from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.messages import WeightChannelAddress
 from shared.transfer.bucket_ring import BUFFERS, BucketRing
@@ -30,7 +31,6 @@ from shared.transfer.weight_channel import (
     ChannelSender,
     TransferDeadline,
     first_line,
-    run_in_thread,
 )
 
 GROUP_SECONDS = 24 * 3600.0

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.schema.messages import WeightChannelAddress
 from shared.transfer.manifest import Manifest
@@ -105,20 +106,6 @@ class TransferDeadline:
             check()
             waited = time.monotonic() - begin
             time.sleep(0 if eager and waited < EAGER_SECONDS else min(longest, 0.0002 + waited / 10))
-
-
-def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Runs ``work`` that cannot be cancelled on a daemon thread, where its waiter may leave it."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
 
 
 def first_line(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from services.rollout.engine.receiver import load_plan
 from services.rollout.engine.receiver.lora_adapter import merged
+from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.schema.messages import WeightChannelAddress
 from shared.transfer.bucket_hashing import ManifestHasher
@@ -26,7 +27,7 @@ from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.group_channel import GroupReceiver
 from shared.transfer.manifest import Manifest, lay_out
 from shared.transfer.memory_channel import MemoryReceiver
-from shared.transfer.weight_channel import ChannelReceiver, TransferAborted, TransferDeadline, run_in_thread
+from shared.transfer.weight_channel import ChannelReceiver, TransferAborted, TransferDeadline
 
 log = logging.getLogger(__name__)
 
