@@ -79,9 +79,9 @@ quickstart: $(READY)
 	@$(BIN)/python examples/arithmetic/prepare.py runs/quickstart/data
 	@$(BIN)/myxo up examples/arithmetic/quickstart.toml --fresh
 
-# two at a time, file by file: most tests wait for processes to start
+# three at a time, file by file: most tests wait for processes to start
 test: $(READY)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not docker and not extra"
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu and not docker and not extra"
 
 test-extra: $(READY)
 	@$(BIN)/python -m pytest -m extra
