@@ -48,7 +48,7 @@ class MessageLease(Generic[Work]):
     @property
     def exhausted(self) -> bool:
         """Returns whether it was delivered more often than the queue allows; it is then declared dead instead of tried again."""
-        return self.deliveries > self._consumer.max_deliver
+        return self.deliveries > self._consumer.settings.max_deliver
 
     async def ack(self) -> None:
         """Acknowledges that the work is done. After a lost ack the message is delivered again; workers are idempotent."""
@@ -71,7 +71,7 @@ class MessageLease(Generic[Work]):
 
         async def renew() -> None:
             while True:
-                await asyncio.sleep(self._consumer.ack_wait / 3)
+                await asyncio.sleep(self._consumer.settings.ack_wait / 3)
                 await self.extend()
 
         task = asyncio.create_task(renew())
