@@ -183,12 +183,8 @@ class GroupHistory:
                 return self._ended(names, sequence, record, DROPPED, reason)
             case GroupDead(group=name, reason=reason):
                 return self._ended([name], sequence, record, DEAD, reason)
-            case BatchFormed(step=step, groups=names):
-                self.batches[step] = names
-                changed = self._changed(names, sequence, record)
-                for group in changed:
-                    group.status, group.step, group.version, group.mask_below = BATCHED, step, record.version, record.mask_below
-                return changed
+            case BatchFormed():
+                return self._batched(sequence, record)
             case BatchTrained(step=step):
                 return self._ended(self.batches.pop(step, []), sequence, record, TRAINED, "")
             case CheckpointDurable(steps=steps):
@@ -196,6 +192,13 @@ class GroupHistory:
             case EvalScored():
                 return [evaluated(sequence, record)]
         return []
+
+    def _batched(self, sequence: int, record: BatchFormed) -> list[GroupRecord]:
+        self.batches[record.step] = record.groups
+        changed = self._changed(record.groups, sequence, record)
+        for group in changed:
+            group.status, group.step, group.version, group.mask_below = BATCHED, record.step, record.version, record.mask_below
+        return changed
 
     def durable(self, group: GroupRecord) -> bool:
         """Returns whether the group is trained and in a durable checkpoint: its payload is freed then."""

@@ -120,7 +120,7 @@ async def payloads(access: Access) -> AsyncIterator[Store]:
     if url is not None:
         await check_store(url)
     else:
-        url = _own_store(access) or _reachable(await runs.store_url(access.bus, access.run))
+        url = await _own_store(access)
     async with contextlib.AsyncExitStack() as stack:
         if url is None:
             files = access.directory
@@ -135,14 +135,11 @@ async def payloads(access: Access) -> AsyncIterator[Store]:
         yield store
 
 
-def _own_store(access: Access) -> str | None:
-    """Returns the live run's store; not that of a run of the same name on another bus, whose keys would be the same."""
+async def _own_store(access: Access) -> str | None:
+    """Returns the live run's store, or the one that the run's creator named; None where both are gone."""
     servers = access.directory.servers() if access.live else None
-    return servers.redis_url if servers is not None and servers.nats_url == access.bus.url else None
-
-
-def _reachable(stated: str | None) -> str | None:
-    """Returns the store that the run's creator named, unless it is the socket of a server that is gone."""
-    if not stated or (stated.startswith("unix:") and not Path(urlsplit(stated).path).is_socket()):
-        return None
-    return stated
+    if servers is not None and servers.nats_url == access.bus.url:  # else a run of the same name on another bus, with the same keys
+        return servers.redis_url
+    stated = await runs.store_url(access.bus, access.run)
+    gone = stated is not None and stated.startswith("unix:") and not Path(urlsplit(stated).path).is_socket()
+    return None if gone else stated
