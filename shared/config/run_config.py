@@ -28,9 +28,9 @@ from shared.config.sections import (
     RunSection,
     SftSection,
     StoreSection,
+    WeightsSection,
 )
 from shared.config.trainer_section import TrainerSection
-from shared.config.weights_section import WeightsSection
 from shared.data import data_files
 from shared.hub import hub_names
 from shared.runtime.errors import BadInput, ConfigError, nearest, problems_of, raise_problems
@@ -280,14 +280,15 @@ def _config_errors(error: ValidationError, values: dict[str, Any]) -> Iterator[C
     """Yields an error for each value that pydantic refused, under its field."""
     for found in error.errors():
         reason = found.get("ctx", {}).get("error")
-        for message in reason.problems if isinstance(reason, Misfits) else [found["msg"].removeprefix("Value error, ")]:
-            yield _config_error(found["type"], [str(part) for part in found["loc"]], message, values)
+        if isinstance(reason, Misfits):
+            for problem in reason.problems:
+                field, message = problem.split(": ", 1)
+                yield _config_error(found["type"], field.split("."), message, values)
+        else:
+            yield _config_error(found["type"], [str(part) for part in found["loc"]], found["msg"].removeprefix("Value error, "), values)
 
 
 def _config_error(kind: str, location: list[str], message: str, values: dict[str, Any]) -> ConfigError:
-    if kind == "value_error" and ": " in message:  # a validator over several fields names its own
-        field, message = message.split(": ", 1)
-        location = field.split(".")
     value: Any = values
     for part in location:
         value = value.get(part) if isinstance(value, dict) else None

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from shared.data.read_progress import ReadProgress
-from shared.hub.hub_client import Hub, HubError, RepositoryListing, Unreachable, in_daemon_thread
+from shared.hub.hub_client import Hub, HubError, RepositoryListing, Unreachable
 from shared.hub.hub_names import HubName
+from shared.runtime.daemon_thread import run_in_thread
 
 STALL_SECONDS = 120.0
 """The seconds that a download may go without a byte."""
@@ -43,7 +44,7 @@ def download(hub: Hub, name: HubName, listing: RepositoryListing, files: Sequenc
 
 def _run(transfer: "_Transfer", what: str, total: int) -> None:
     """Runs a transfer in a thread, which a download that hangs leaves behind. Raises HubError."""
-    running = in_daemon_thread(transfer.run)
+    running = run_in_thread(transfer.run, "download")
     with ReadProgress(f"downloading {what}", total, _size) as progress:
         while not wait([running], _POLL_INTERVAL).done:
             progress.at(transfer.bytes)
