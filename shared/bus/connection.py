@@ -97,7 +97,7 @@ class Bus:
                 inbox_prefix=self._inbox,
                 connect_timeout=2,
                 max_reconnect_attempts=-1,
-                reconnect_time_wait=RETRY_PAUSE,
+                reconnect_time_wait=RETRY_PAUSE,  # type: ignore[arg-type]
                 ping_interval=10,
                 max_outstanding_pings=3,
                 error_cb=self._on_error,

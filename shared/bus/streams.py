@@ -94,9 +94,9 @@ async def _create(bus: Bus, config: RunConfig) -> None:
         await _add_consumer(bus, consumer)
     for bucket in (names.config_bucket, names.weights_bucket, names.leases_bucket, names.services_bucket):
         ttl = config.bus.registry_ttl if bucket == names.services_bucket else None
-        made = KeyValueConfig(bucket=bucket, history=1, ttl=ttl, storage=StorageType.FILE, replicas=config.bus.replicas)
+        keys = KeyValueConfig(bucket=bucket, history=1, ttl=ttl, storage=StorageType.FILE, replicas=config.bus.replicas)
         with _name_in_use_is_fine():
-            await bus.js.create_key_value(made)
+            await bus.js.create_key_value(keys)
 
 
 @contextlib.contextmanager
