@@ -10,8 +10,7 @@ from services.reward.worker_pool import WorkerFailed, WorkerPool
 from shared.config.run_config import RunConfig
 from shared.hooks import paths
 from shared.schema import sample
-from shared.schema.messages import Score
-from shared.schema.sample import Sample
+from shared.schema.sample import Sample, Score
 
 _SCORE = TypeAdapter(Score)
 

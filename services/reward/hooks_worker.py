@@ -18,7 +18,7 @@ from shared.config.run_config import RunConfig
 from shared.hooks import HookFailed
 from shared.runtime.errors import ConfigError
 from shared.schema import sample
-from shared.schema.messages import Score
+from shared.schema.sample import Score
 
 FIRST_STEPS_SECONDS = 0.001
 """The time that a call has the event loop for itself before the next one is taken up. An async function that computes without ever waiting
