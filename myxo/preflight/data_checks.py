@@ -37,11 +37,8 @@ Result = tuple[str | None, int]
 def check_files(inspection: Inspection) -> Findings:
     """Yields the data files that are not there."""
     config = inspection.config
-    fields = {
-        "data.prompt_data": config.data.prompt_data,
-        "eval.eval_prompt_data": config.eval.eval_prompt_data,
-        "sft.sft_data": config.sft.sft_data,
-    }
+    prompts, heldout, demonstrations = config.data.prompt_data, config.eval.eval_prompt_data, config.sft.sft_data
+    fields = {"data.prompt_data": prompts, "eval.eval_prompt_data": heldout, "sft.sft_data": demonstrations}
     expected = "give a JSONL or Parquet file, or hf:ORG/NAME:SPLIT"
     for field, value in fields.items():
         for path in data_files.paths(value):
@@ -150,9 +147,8 @@ def _once(inspection: Inspection, named: list[DataFile], settings: Sequence[obje
 
 def _unread(field: str, read: int, size: int, what: str, reader: str) -> str | None:
     """Returns how many were read where that is not all."""
-    if read >= size:
-        return None
-    return f"{field}: {read:,} of {size:,} {what} were read before the start; {reader} tells what is wrong with the others"
+    told = f"{field}: {read:,} of {size:,} {what} were read before the start; {reader} tells what is wrong with the others"
+    return told if read < size else None
 
 
 def _left_out(field: str, prompts: TrainingPrompts | PromptFile) -> str | None:
