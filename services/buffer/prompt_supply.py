@@ -4,8 +4,8 @@ import asyncio
 from dataclasses import dataclass
 
 from shared.config.run_config import RunConfig
-from shared.data.data_source import DrawnPrompts
-from shared.data.prompts import PromptFile, PromptStream, TrainingPrompts, eval_prompts
+from shared.data.data_source import DrawnPrompts, PromptStream
+from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.service_base import Service
 from shared.runtime.telemetry import Metrics

@@ -11,7 +11,8 @@ from services.buffer.state import BufferState, EvaluationState, GroupState
 from shared.bus.connection import Bus
 from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.config.run_config import RunConfig
-from shared.data.prompts import Prompt, PromptFile, PromptStream
+from shared.data.data_source import PromptStream
+from shared.data.prompts import Prompt, PromptFile
 from shared.schema.messages import Payload, Sampling, Task
 
 BATCH = 64

@@ -6,7 +6,7 @@ import time
 
 from services.reward.group_filter import GroupFilter
 from services.reward.scorer import Scorer
-from services.reward.worker_pool import WorkerFailed
+from services.reward.worker_process import WorkerFailed
 from shared.bus.streams import generated_consumer
 from shared.bus.work_queue import FETCH_SECONDS, MessageLease, WorkQueue
 from shared.environment.protocol import EnvironmentFailed

@@ -5,8 +5,8 @@ import asyncio
 from services.reward.environment_health import EnvironmentHealthCheck
 from services.reward.group_consumer import GroupConsumer
 from services.reward.group_filter import GroupFilter
-from services.reward.hooks_pool import HooksPool
 from services.reward.scorer import CustomScorer, ExternalScorer, Scorer, VerifierScorer
+from services.reward.worker_pool import HooksPool
 from shared import hooks
 from shared.config.sections import CUSTOM, VERIFIERS
 from shared.environment.environment_client import open_environment

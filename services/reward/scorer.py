@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from services.reward import rewards
 from services.reward.environment_health import EnvironmentHealthCheck
-from services.reward.hooks_pool import HooksPool
-from services.reward.worker_pool import VerifierPool, WorkerFailed
+from services.reward.worker_pool import HooksPool, VerifierPool
+from services.reward.worker_process import WorkerFailed
 from shared.config.sections import CUSTOM, RewardSection
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
@@ -68,8 +68,7 @@ class VerifierScorer(Scorer):
         label = samples[0].label
         if label is None:
             raise WorkerFailed(f"verifier {self.name} needs a label and the prompt has none")
-        values = await self._pool.score([sample.text for sample in samples], label, self._timeout)
-        return [Score(reward=value) for value in values]
+        return await self._pool.score([sample.text for sample in samples], label, self._timeout)
 
     async def close(self) -> None:
         await self._pool.close()

@@ -74,7 +74,7 @@ class Bus:
         """
         end = time.monotonic() + deadline
         opening = _Opening(url, name, inbox)
-        bus = cls(await opening.connected(end, deadline), url, opening.refusals)
+        bus = cls(await opening.connected(deadline), url, opening.refusals)
         try:
             await bus.retry(bus.js.account_info, "JetStream's answer", "$JS.API.INFO", deadline=max(0.0, end - time.monotonic()))
         except (MyxoError, nats.js.errors.Error) as error:
@@ -149,14 +149,14 @@ class Bus:
                 await before()
                 if not self.connection.is_connected:  # the client would send it later, after reconnecting
                     raise nats.errors.ConnectionReconnectingError
-            try:
-                return await (await self._acks.send(subject, *outgoing))
-            except nats.js.errors.APIError as error:
-                if error.err_code not in WRONG_LAST_SEQUENCE:
-                    raise
-                if after is not None and msg_id is not None and await self._is_published(after[0], after[1] + 1, msg_id):
-                    return after[1] + 1  # an earlier attempt went through and only its acknowledgement was lost
-                raise WrongSequence(f"{subject}: {error.description}; another writer is active") from error
+            [ack] = await self._acks.publish(subject, [outgoing])
+            if isinstance(ack, int):
+                return ack
+            if not isinstance(ack, nats.js.errors.APIError) or ack.err_code not in WRONG_LAST_SEQUENCE:
+                raise ack
+            if after is not None and msg_id is not None and await self._is_published(after[0], after[1] + 1, msg_id):
+                return after[1] + 1  # an earlier attempt went through and only its acknowledgement was lost
+            raise WrongSequence(f"{subject}: {ack.description}; another writer is active") from ack
 
         return await self.retry(attempt, f"confirmation of {subject}", subject, deadline=deadline)
 
@@ -169,11 +169,14 @@ class Bus:
 
         async def attempt() -> None:
             nonlocal left
-            left, error = await self._acks.send_all(subject, left)
-            if error is not None:
+            acks = await self._acks.publish(subject, left)
+            left = [message for message, ack in zip(left, acks, strict=True) if isinstance(ack, Exception)]
+            errors = [ack for ack in acks if isinstance(ack, Exception)]
+            for error in sorted(errors, key=lambda error: isinstance(error, TRANSIENT)):  # what another attempt cannot help comes first
                 raise error
 
-        await self.retry(attempt, f"confirmation of {subject}", subject, deadline=deadline)
+        if left:
+            await self.retry(attempt, f"confirmation of {subject}", subject, deadline=deadline)
 
     def _outgoing(self, subject: str, message: Message, msg_id: str | None, after: tuple[str, int] | None) -> Outgoing:
         headers: dict[str, str] = {} if msg_id is None else {"Nats-Msg-Id": msg_id}
@@ -338,32 +341,18 @@ class _Opening:
         self.refusals = PermissionErrors(inbox)
         self._url, self._name, self._inbox = url, name, inbox
         self._connection: Client | None = None
-        self._reasons: list[str] = []
+        self._reason = "no answer"
         self._hopeless: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._log = structlog.get_logger()
 
-    async def connected(self, end: float, deadline: float) -> Client:
-        """Returns the open connection. Raises BusUnreachable after ``end`` (monotonic), or at once if another attempt cannot help."""
+    async def connected(self, deadline: float) -> Client:
+        """Returns the open connection. Raises BusUnreachable after ``deadline`` seconds, or at once if another attempt cannot help."""
         encrypted = any(part.startswith("tls:") for part in self._url.split(","))
-        tls = server_urls.trusted(server_urls.authorities()) if encrypted else None
-        while True:
-            try:
-                self._connection = await self._attempt(tls, max(0.5, min(ATTEMPT_SECONDS, end - time.monotonic())))
-                return self._connection
-            except (TimeoutError, OSError, nats.errors.Error, ValueError) as error:
-                if not (isinstance(error, asyncio.TimeoutError) and self._reasons):  # the library's own reason says more than "timeout"
-                    self._note(error)
-                if time.monotonic() > end or isinstance(error, ValueError):
-                    reason = self._reasons[-1]
-                    raise BusUnreachable(f"no NATS server at {redacted(self._url)} within {deadline:g} s ({reason})") from error
-            await asyncio.sleep(RETRY_PAUSE)
-
-    async def _attempt(self, tls: Any, seconds: float) -> Client:
         opened = asyncio.create_task(
             nats.connect(
                 self._url.split(","),
                 name=self._name,
-                tls=tls,
+                tls=server_urls.trusted(server_urls.authorities()) if encrypted else None,
                 inbox_prefix=self._inbox,
                 connect_timeout=2,
                 max_reconnect_attempts=-1,
@@ -378,23 +367,25 @@ class _Opening:
         )
         either: set[asyncio.Future[Any]] = {opened, self._hopeless}
         try:
-            await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=max(0.5, deadline), return_when=asyncio.FIRST_COMPLETED)
             if self._hopeless.done():
                 raise BusUnreachable(f"the NATS server at {redacted(self._url)}: {self._hopeless.result()}")
-            return await asyncio.wait_for(opened, timeout=0)
+            if opened.done():
+                self._connection = opened.result()
+                return self._connection
+        except (OSError, nats.errors.Error, ValueError) as error:  # what the library does not try again, such as a URL that is none
+            self._reason = str(error)
         finally:
             await cancelled([opened])
-
-    def _note(self, error: Exception) -> None:
-        self._reasons.append(str(error) or type(error).__name__)
+        raise BusUnreachable(f"no NATS server at {redacted(self._url)} within {deadline:g} s ({self._reason})")
 
     async def _on_error(self, error: Exception) -> None:
-        self._note(error)
-        self.refusals.note(self._reasons[-1])
+        self._reason = str(error) or type(error).__name__
+        self.refusals.note(self._reason)
         if not self._hopeless.done() and (reason := hopeless_reason(error)):
             self._hopeless.set_result(reason)
         if not isinstance(error, OSError):  # these come from the attempts of the reconnect loop; the disconnect itself is logged once
-            self._log.warning("bus_error", error=self._reasons[-1])
+            self._log.warning("bus_error", error=self._reason)
 
     async def _on_disconnected(self) -> None:
         if self._connection is None or not self._connection.is_closed:  # not if this side closed the connection
