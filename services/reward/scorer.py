@@ -14,8 +14,8 @@ from shared.config.sections import CUSTOM, RewardSection
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
 from shared.runtime.errors import BadMessage, DeadlineExceeded
-from shared.schema.messages import Generated, Score
-from shared.schema.sample import Sample
+from shared.schema.messages import Generated
+from shared.schema.sample import Sample, Score
 
 IN_HAND = 4
 """The number of groups in progress for each verifier process: the next one's payload is read while this one is scored."""

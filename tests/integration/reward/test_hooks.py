@@ -22,11 +22,12 @@ def scored(outcome: Outcome) -> Scored:
 
 
 def rewards(outcome: Outcome) -> list[float]:
-    return [score.reward for score in scored(outcome).scores]
+    return scored(outcome).rewards
 
 
 def removed(outcome: Outcome) -> list[bool]:
-    return [score.removed for score in scored(outcome).scores]
+    group = scored(outcome)
+    return [index in group.removed for index in range(len(group.samples))]
 
 
 async def launched(bench: NewBench, reward: dict[str, Any], process: bool = False, **rollout: Any) -> Bench:
@@ -96,7 +97,7 @@ async def test_named_rewards_of_which_one_counts(bench: NewBench) -> None:
     )
     await desk.generated("g0", "42", "41!")
     outcome = scored((await desk.outcomes(1))["g0"])
-    assert [(score.reward, score.parts) for score in outcome.scores] == [
+    assert list(zip(outcome.rewards, outcome.parts, strict=True)) == [
         (1.0, {"match": 1.0, "length": 2.0}),
         (0.0, {"match": 0.0, "length": 3.0}),
     ]
