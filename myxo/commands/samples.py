@@ -24,7 +24,7 @@ from myxo.run.run_directory import RunDirectory, find
 from shared.bus import stream_replay
 from shared.bus.subjects import Subjects
 from shared.data.read_progress import ReadProgress
-from shared.data.rollout_files import DIRECTORY, EVALUATED, FAILED, RolloutHead, RolloutReader, RolloutRecord, files
+from shared.data.rollout_files import DIRECTORY, EVALUATED, FAILED, RolloutReader, RolloutRecord, files
 from shared.hub import hub_resolve
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, PayloadMissing
@@ -250,7 +250,7 @@ class _OpenRun:
         else:
             self.absent[group.group] = f"the store holds samples {there}, which are not those that the ledger names"
 
-    def _kept(self, wanted: Callable[[RolloutHead], bool]) -> Iterator[RolloutRecord]:
+    def _kept(self, wanted: Callable[[RolloutRecord], bool]) -> Iterator[RolloutRecord]:
         """Yields kept groups; says once on the standard error how many lines could not be read."""
         reader = RolloutReader(self.directory.root / DIRECTORY)
         yield from reader.records(wanted)

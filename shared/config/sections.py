@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator
 
 from shared.bus.subjects import RUN_ID
 from shared.config.learning_rate import DecayStyle
-from shared.config.section import HOOK, LARGEST_SEED, MUTABLE, Rule, Section
+from shared.config.section import HOOK, LARGEST_SEED, MUTABLE, Rule, Section, hook
 from shared.data import data_files
 from shared.data.data_files import DataFile
 from shared.environment import environment_url
@@ -69,7 +69,7 @@ class DataSection(Section):
         "from it more or less often; hf:ORG/NAME:SPLIT in the place of PATH is a split of a data set on the Hugging Face hub; needed "
         "unless data_source is given",
     )
-    data_source: str | None = Field(default=None, pattern=HOOK, description="package.module:function that makes a source of prompts")
+    data_source: str | None = hook("that makes a source of prompts")
     input_key: str = Field(default="prompt", description="key of the prompt: text, or a list of chat messages")
     label_key: str | None = Field(default="label", description="key of the reference answer")
     metadata_key: str = Field(default="metadata", description="key of an object handed on to the environment")
@@ -131,15 +131,9 @@ class RolloutSection(Section):
         pattern=rf"^nonzero_std$|{HOOK}",
         description="keeps or drops a scored group: nonzero_std (rewards that are not all equal) or package.module:function",
     )
-    rollout_sample_filter_path: str | None = Field(
-        default=None, pattern=HOOK, description="package.module:function that takes samples of a scored group out of the loss"
-    )
-    rollout_all_samples_process_path: str | None = Field(
-        default=None, pattern=HOOK, description="package.module:function that sees every scored group, kept or not"
-    )
-    buffer_filter_path: str | None = Field(
-        default=None, pattern=HOOK, description="package.module:function that chooses a batch's groups among those that are ready"
-    )
+    rollout_sample_filter_path: str | None = hook("that takes samples of a scored group out of the loss")
+    rollout_all_samples_process_path: str | None = hook("that sees every scored group, kept or not")
+    buffer_filter_path: str | None = hook("that chooses a batch's groups among those that are ready")
     custom_generate_function_path: str | None = Field(
         default=None, pattern=HOOK, description="package.module:async function that generates one sample, or several out of one rollout"
     )
@@ -178,11 +172,7 @@ class RewardSection(Section):
         description="what scores: math (math-verify), exact (match), remote_rm (the environment at rm_url) or a name of environments; "
         "a prompt's metadata.rm_type overrides it",
     )
-    custom_rm_path: str | None = Field(
-        default=None,
-        pattern=HOOK,
-        description="package.module:function that scores a sample, in place of rm_type and of every other environment",
-    )
+    custom_rm_path: str | None = hook("that scores a sample, in place of rm_type and of every other environment")
     group_rm: bool = Field(default=False, description="custom_rm_path takes a whole group at once")
     reward_key: str | None = Field(default=None, description="which of several named rewards counts; default: the environment's reward")
     rm_url: str | None = Field(default=None, description="the environment of remote_rm: http://host:port or nats:NAME", **MUTABLE)
