@@ -130,7 +130,7 @@ class Inspection:
         except ConfigError as error:
             if error.field == "model.hf_checkpoint":
                 error = ConfigError(field, error.value, error.expected)
-            met = {known.value for known in self.problems}  # what two things are read from may be broken for both
+            met = [known.value for known in self.problems]  # a file that two things are read from is broken for both
             if error.value not in met or not Path(str(error.value)).is_file():
                 self.problems.append(error)
             return None
