@@ -21,7 +21,7 @@ from shared.config.algorithm import AlgorithmSection
 from shared.hooks import HookSample
 from shared.hooks.sample_conversion import from_stored
 from shared.schema import sample
-from shared.schema.messages import Score
+from shared.schema.sample import Score
 from shared.store.payload_store import BlockingStore
 
 SHOWN = {

@@ -22,7 +22,7 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.model.architecture import Architecture, Rope
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.schema.messages import Batch, BatchGroup, Payload, RewardPart, ServiceStatus, TrainerStep, WarmStartEnded
+from shared.schema.messages import Batch, BatchGroup, Payload, RewardPart, ServiceStatus, Trained, WarmStartEnded
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 
@@ -122,7 +122,7 @@ async def test_a_step_is_written_everywhere(
     assert 'myxo_train_loss{instance="' in scraped and "myxo_rollout_zero_std_count_0{" in scraped
     assert "myxo_passrate_pass_1{" in scraped and "myxo_rewards_is_short__mean{" in scraped
     names = Subjects(run_name)
-    steps = stream_replay.read(bus, names.events_stream, TrainerStep, subject=names.event("trainer", "step"))
+    steps = stream_replay.read(bus, names.events_stream, Trained, subject=names.event("trainer", "step"))
     told = [event async for _, event in steps]
     ended = stream_replay.read(bus, names.events_stream, WarmStartEnded, subject=names.event("trainer", "warm_start"))
     assert [event async for _, event in ended] == [WarmStartEnded(steps=2, every=1, losses=[4.0, 2.0])]

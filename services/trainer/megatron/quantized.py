@@ -50,7 +50,7 @@ class BlockwiseReader(SafetensorsReader):
 
     def read(self, name: str) -> Tensor:
         tensor = super().read(name)
-        if not self.holds(name + _FACTORS):
+        if name + _FACTORS not in self.files:
             return tensor
         factors = super().read(name + _FACTORS).float()
         rows, columns = self._block

@@ -18,7 +18,7 @@ from services.trainer.objective.advantage import reward_advantages
 from services.trainer.weights.push_schedule import PushResult
 from shared.config.run_config import RunConfig
 from shared.model.architecture import Architecture
-from shared.schema.messages import RewardPart, TrainerStep, WarmStartEnded
+from shared.schema.messages import RewardPart, Trained, WarmStartEnded
 
 SUMS = ("agreement_abs_diff", "agreement_tokens")
 """Metrics of the loss that stay sums over a batch's optimizer steps; the others are means."""
@@ -105,7 +105,7 @@ class MetricsLogger:
             rates = batch_metrics.passrate([group.rewards for group in groups], self._config.monitoring.passrate_threshold)
             self._write(batch.step, "passrate", rates)
         reported = {**metrics, **batch.metrics, **performance}
-        self._control.report_step(TrainerStep(step=batch.step, version=batch.version, started=started, ended=ended, metrics=reported))
+        self._control.report_step(Trained(step=batch.step, version=batch.version, started=started, ended=ended, metrics=reported))
         shown = ("reward", "staleness_mean", "staleness_max", "masked_tokens", "removed_samples")
         gauges = {"step": batch.step + 1, "loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
         gauges |= {name: batch.metrics[name] for name in shown} | {"wait_time_ratio": performance["wait_time_ratio"]}

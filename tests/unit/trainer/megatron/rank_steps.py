@@ -229,21 +229,6 @@ def fail_to_save(hf_dir: Path, root: Path) -> list[tuple[str, str, str]]:
     return errors
 
 
-def frozen_of_checkpoint(hf_dir: Path, before: dict[str, Any], after: dict[str, Any], root: Path) -> list[Tensor]:
-    """Log-probs of: weights after two steps; fresh ones; fresh ones with the checkpoint's in their place; fresh ones again."""
-    trained = actor(hf_dir, **before)
-    steps(trained, 2)
-    trained.save_checkpoint(root, 2)
-    batch = [pack(sequences(6, seed=9))]
-    report = trained.log_probs(batch)
-    model = actor(hf_dir, **after)
-    report += model.log_probs(batch)
-    frozen = FrozenWeights.from_checkpoint(model.model, root)
-    with frozen.in_place_of(model.model):
-        report += model.log_probs(batch)
-    return report + model.log_probs(batch)
-
-
 def load_and_train(hf_dir: Path, config: dict[str, Any], root: Path, count: int) -> list[StepResult]:
     model = actor(hf_dir, **config)
     model.load_checkpoint(root)
