@@ -22,11 +22,10 @@ from shared.schema.ledger import (
     GroupsDropped,
     GroupsScored,
     LedgerRecord,
-    ScoredGroup,
     eval_group_parts,
     group_id,
 )
-from shared.schema.messages import Payload
+from shared.schema.messages import Payload, ScoredGroup
 
 OUTSTANDING, REQUEUED, READY, BATCHED = "outstanding", "requeued", "ready", "batched"
 ENDS = (TRAINED, DROPPED, DEAD, EVALUATED, FAILED)

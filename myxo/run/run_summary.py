@@ -14,13 +14,13 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.schema.ledger import BatchTrained, EvalEnded, EvalScored, GroupsScored, LedgerRecord
 from shared.schema.ledger_audit import Audit
-from shared.schema.messages import TrainerStep, WarmStartEnded
+from shared.schema.messages import Trained, WarmStartEnded
 
 EDGE = 0.1
 """The part of the steps that "first" and "last" reward are means of."""
 
 DIFF_SUM, DIFF_COUNT = "agreement_abs_diff", "agreement_tokens"
-"""Metrics of a `TrainerStep`: sum of |engine's − trainer's log-prob| over tokens that both computed under one version, and their number."""
+"""Metrics of a `Trained`: sum of |engine's − trainer's log-prob| over tokens that both computed under one version, and their number."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class SummaryTally:
                     record.dataset, record.version, step, record.mean_reward, record.samples, record.failed
                 )
 
-    def apply_step(self, event: TrainerStep) -> None:
+    def apply_step(self, event: Trained) -> None:
         """Takes a trainer's report. A restarted trainer makes steps again and reports them again: the first report counts."""
         if DIFF_SUM in event.metrics and DIFF_COUNT in event.metrics:
             self._diffs.setdefault(event.step, (event.metrics[DIFF_SUM], event.metrics[DIFF_COUNT]))
@@ -205,7 +205,7 @@ async def collect(bus: Bus, run: str) -> SummaryTally:
     tally, names = SummaryTally(config), Subjects(run)
     async for _, record in stream_replay.read(bus, names.ledger_stream, LedgerRecord):
         tally.apply(record)
-    async for _, step in stream_replay.read(bus, names.events_stream, TrainerStep, subject=names.event("trainer", "step")):
+    async for _, step in stream_replay.read(bus, names.events_stream, Trained, subject=names.event("trainer", "step")):
         tally.apply_step(step)
     async for _, ended in stream_replay.read(bus, names.events_stream, WarmStartEnded, subject=names.event("trainer", "warm_start")):
         tally.warm_start = ended

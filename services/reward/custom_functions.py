@@ -20,9 +20,8 @@ from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, DynamicFilterOutput, HookFailed, HookSample, load, paths
 from shared.hooks.filters import BUILT_IN
 from shared.hooks.sample_conversion import from_stored
-from shared.schema.messages import Score
 from shared.schema.sample import Sample as StoredSample
-from shared.schema.sample import decode
+from shared.schema.sample import Score, decode
 
 SCORE = "reward.custom_rm_path"
 KEEP = "rollout.dynamic_sampling_filter_path"

@@ -6,8 +6,7 @@ from shared import hooks
 from shared.config.run_config import RunConfig
 from shared.hooks.filters import BUILT_IN
 from shared.schema.ledger import is_evaluation
-from shared.schema.messages import Score
-from shared.schema.sample import Sample
+from shared.schema.sample import Sample, Score
 
 
 class GroupFilter:

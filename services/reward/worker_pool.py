@@ -18,8 +18,7 @@ from shared.hooks import paths
 from shared.runtime.child_process import ChildProcess
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.schema import sample
-from shared.schema.messages import Score
-from shared.schema.sample import Sample
+from shared.schema.sample import Sample, Score
 
 _ANSWER = TypeAdapter(FilterResult)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shared.runtime.errors import MyxoError
-from shared.schema.messages import Score
+from shared.schema.sample import Score
 
 PROTOCOL = 1
 DESCRIBE, SCORE = "describe", "score"

@@ -25,7 +25,7 @@ from services.trainer.weights.stage_sender import ChannelKind, StageSender
 from shared.config.sections import WeightsSection
 from shared.runtime.errors import MyxoError
 from shared.runtime.failures import end_soon, log_error
-from shared.schema.messages import WeightChannelAddress, WeightsReceived
+from shared.schema.weight_messages import WeightChannelAddress, WeightsReceived
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.weight_channel import ChannelBroken, abort_channel
 

@@ -14,7 +14,7 @@ from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.weights.stage_export import StageExport
 from shared.runtime.own_address import own_address
-from shared.schema.messages import WeightChannelAddress
+from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_hashing import ManifestHasher
 from shared.transfer.digest import TensorDigest
 from shared.transfer.group_channel import GroupSender

@@ -26,11 +26,10 @@ from shared.schema.ledger import (
     GroupsAdmitted,
     GroupsScored,
     LedgerRecord,
-    ScoredGroup,
     VersionLive,
     group_id,
 )
-from shared.schema.messages import Payload
+from shared.schema.messages import Payload, ScoredGroup
 from shared.schema.sample import Sample
 from shared.store.payload_store import Store
 from tests.integration.myxo.command import Myxo

@@ -29,12 +29,11 @@ from shared.schema.ledger import (
     GroupsScored,
     LedgerRecord,
     RunFinished,
-    ScoredGroup,
     VersionLive,
     eval_group_id,
     group_id,
 )
-from shared.schema.messages import Payload, SampleMeta
+from shared.schema.messages import Payload, SampleMeta, ScoredGroup
 from shared.schema.sample import Sample
 
 

@@ -24,11 +24,10 @@ from shared.schema.ledger import (
     GroupsScored,
     LedgerRecord,
     RunFinished,
-    ScoredGroup,
     VersionLive,
     group_id,
 )
-from shared.schema.messages import Payload, SampleMeta, ServiceEvent, TrainerStep, WarmStartEnded
+from shared.schema.messages import Payload, SampleMeta, ScoredGroup, ServiceEvent, Trained, WarmStartEnded
 from tests.support.run_config import run_config
 
 
@@ -229,8 +228,8 @@ def test_edges_are_a_tenth_of_the_steps(tmp_path: Path) -> None:
     assert summary.finished
 
 
-def step_event(step: int, **metrics: float) -> TrainerStep:
-    return TrainerStep(step=step, version=step, started=0.0, ended=1.0, metrics=metrics)
+def step_event(step: int, **metrics: float) -> Trained:
+    return Trained(step=step, version=step, started=0.0, ended=1.0, metrics=metrics)
 
 
 def test_agreement_of_engine_and_trainer_is_weighed_by_tokens(config: RunConfig) -> None:
