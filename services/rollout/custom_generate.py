@@ -94,7 +94,7 @@ class CustomGenerate:
             await asyncio.sleep(RETRY_PAUSE)  # the push that ended the engine's requests is still in progress
 
     def _checked(self, given: object) -> list[hooks.HookSample]:
-        samples = given if isinstance(given, list) else [given]
+        samples: list[Any] = given if isinstance(given, list) else [given]
         for sample in samples:
             if not isinstance(sample, hooks.HookSample):
                 raise self._refusal(f"gave a {type(sample).__name__}; expected a shared.hooks.Sample or a list of them")

@@ -38,7 +38,7 @@ class _Process:
     def __init__(self) -> None:
         self.armed, self.ending = False, False
         self.before_exit: Callable[[], None] | None = None
-        self.listeners: list[Callable[[BaseException], None]] = []
+        self.listeners: list[Callable[[BaseException], object]] = []
         self.lock = threading.Lock()
 
 
@@ -126,7 +126,7 @@ def end_soon(error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def failures_reported(on_failure: Callable[[BaseException], None]) -> Iterator[None]:
+def failures_reported(on_failure: Callable[[BaseException], object]) -> Iterator[None]:
     """Has ``on_failure`` called, on the thread that fails or notices, with each failure while the body runs."""
     _process.listeners.append(on_failure)
     try:

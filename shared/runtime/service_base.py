@@ -1,8 +1,8 @@
 """The frame of every service process around its own work: it connects, reads the run's config, answers health checks, renews its status
 in the registry, and stops in order.
 
-Environment: ``NATS_URL`` and ``MYXO_RUN`` (required), ``REDIS_URL`` (else the run's), all but the run as `shared.runtime.server_urls` says;
-``MYXO_INSTANCE`` (else host and pid), ``MYXO_HTTP`` (``host:port`` of the health side, default a free port on loopback), ``MYXO_LOG_LEVEL``.
+Environment: ``NATS_URL`` and ``MYXO_RUN`` (required), ``REDIS_URL`` (else the run's), both also in files (`shared.runtime.server_urls`);
+``MYXO_INSTANCE`` (else host and pid), ``MYXO_HTTP`` (``host:port`` of the health side, else a free port on loopback), ``MYXO_LOG_LEVEL``.
 Exit codes: 0 done or asked to stop, 2 bad input (one line on standard error), 1 anything else.
 """
 
