@@ -153,8 +153,8 @@ class Replica:
         command = self._command()
         self._process = engine = EngineProcess(command, self._log_file())
         seconds = await engine.wait_ready(self._rollout.engine_start_timeout)
-        self.client = client = await EngineClient.connect(command.url, admin_key=command.admin_key, deadline=60)
-        await client.open_receiver(engine.receiver, deadline=60)
+        self.client = client = await EngineClient.connect(command.url, engine.receiver, admin_key=command.admin_key, deadline=60)
+        await client.open_receivers(deadline=60)
         service.engine = f"http://{own_address()}:{command.port}" if self._exposed else ""
         service.log.info("engine_ready", seconds=round(seconds, 1), url=command.url, release=client.capabilities.release)
         service.metrics.set("engine_start_seconds", seconds)

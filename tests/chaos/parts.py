@@ -81,8 +81,8 @@ def replica(instance: str, directory: str, model: str, environment: dict[str, st
         service = await connect("rollout")
         serving = Replica(service)
         capabilities = Capabilities("none", vocab_size=1, max_sequence=1, weight_sessions=False, overlaps=False)
-        client = EngineClient(Yes(), capabilities, -1)  # type: ignore[arg-type]
-        await client.open_receiver(place, deadline=60)
+        client = EngineClient(Yes(), capabilities, -1, place)  # type: ignore[arg-type]
+        await client.open_receivers(deadline=60)
         await serving.attach(client)
         await WeightsReceiver(service, serving).listen()
         async with attended(service):

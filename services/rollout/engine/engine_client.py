@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from services.rollout.engine.capabilities import Capabilities, parse_drawn_tokens, read_capabilities
-from services.rollout.engine.engine_errors import EngineError, InvalidRequest
+from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.engine_memory import EngineMemory
 from services.rollout.engine.generation import Generation, GenerationRequest, group_body, parse_group, parse_version, wire_rid
 from services.rollout.engine.launch_command import RECEIVER_LOADER
@@ -54,32 +54,33 @@ class EngineClient:
         url: the engine's address. version: the weight version that it serves, as far as this client has set or read it.
         late_versions: those whose first token of a request may still be the previous one's; see `services.rollout.engine.generation`.
         paused: the mode of the present pause, or None.
-        memory: releases the engine's memory and takes it again. generating: groups that the engine generates for this client now.
+        generating: groups that the engine generates for this client now.
+        memory: releases the engine's memory and takes it again. receivers: the parts of the engine's ranks that receive weights.
     """
 
-    def __init__(self, transport: EngineTransport, capabilities: Capabilities, version: int) -> None:
+    def __init__(self, transport: EngineTransport, capabilities: Capabilities, version: int, receiver: Path) -> None:
         self._transport, self.capabilities = transport, capabilities
         self.url, self.version = transport.url, version
         self.paused: PauseMode | None = None
-        self._session_open = False
         self.late_versions: set[int] = set()
-        self._receivers: ReceiverClient | None = None
-        self._background: set[asyncio.Task[None]] = set()
         self.generating = self._retractions = 0
         self.memory = EngineMemory(transport, lambda: self.generating)
+        self.receivers = ReceiverClient(receiver, capabilities.ranks)
+        self._session_open = False
+        self._background: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def connect(cls, url: str, *, admin_key: str | None = None, deadline: float = CONTROL_SECONDS) -> Self:
+    async def connect(cls, url: str, receiver: Path, *, admin_key: str | None = None, deadline: float = CONTROL_SECONDS) -> Self:
         """Connects to a ready engine and reads what it can do.
 
         Args:
-            admin_key: the key that the engine was launched with, if any.
+            receiver: `EngineProcess.receiver`. admin_key: the key that the engine was launched with, if any.
         """
         transport = EngineTransport(url, admin_key)
         try:
             capabilities = await read_capabilities(transport, deadline)
             model = await transport.get("/model_info", deadline)
-            return cls(transport, capabilities, parse_version(model.get("weight_version"), transport.url))
+            return cls(transport, capabilities, parse_version(model.get("weight_version"), transport.url), receiver)
         except BaseException:
             await transport.close()
             raise
@@ -106,9 +107,6 @@ class EngineClient:
         Prefixes are shared among requests that were sent under the same weight version only, so no request reuses keys and values of
         another version's weights. If the call is cancelled or its deadline passes, the engine is told to abort these requests.
 
-        Args:
-            requests: one for each sample, usually of the same prompt.
-
         Raises InvalidRequest: nothing was sent.
         """
         version = self.version
@@ -117,7 +115,7 @@ class EngineClient:
         try:
             answer = await self._transport.post("/generate", body, deadline, "its requests are being aborted")
         except (DeadlineExceeded, asyncio.CancelledError):
-            self._abandon([request.rid for request in requests])
+            self._abandon(requests)
             raise
         finally:
             self.generating -= 1
@@ -127,8 +125,7 @@ class EngineClient:
 
     async def abort(self, rids: Sequence[str], *, deadline: float = CONTROL_SECONDS) -> None:
         """Ends these requests; each returns to its caller with its partial output. Unknown ids are ignored."""
-        bodies = [{"rid": wire_rid(rid)} for rid in rids]
-        await asyncio.gather(*(self._abort(body, deadline) for body in bodies))
+        await asyncio.gather(*(self._abort({"rid": wire_rid(rid)}, deadline) for rid in rids))
 
     async def abort_all(self, *, deadline: float = CONTROL_SECONDS) -> None:
         """Ends all requests; each returns to its caller with its partial output."""
@@ -137,9 +134,9 @@ class EngineClient:
     async def _abort(self, body: dict[str, Any], deadline: float) -> None:
         await self._transport.post("/abort_request", body, deadline, "requests may go on to their ends")
 
-    def _abandon(self, rids: Sequence[str]) -> None:
+    def _abandon(self, requests: Sequence[GenerationRequest]) -> None:
         """Has the engine abort requests whose caller has left. A failure is not raised, since the caller has its own error already."""
-        task = asyncio.create_task(self.abort(rids, deadline=ABANDON_SECONDS))
+        task = asyncio.create_task(self.abort([request.rid for request in requests], deadline=ABANDON_SECONDS))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         log_failure(task, "ending abandoned requests")
@@ -176,20 +173,12 @@ class EngineClient:
 
     # --- weights
 
-    async def open_receiver(self, directory: Path, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Has every rank listen for commands in ``directory``; once, while nothing runs in the engine.
-
-        Args:
-            directory: ``EngineProcess.receiver``.
-        """
-        if self.capabilities.weight_sessions:
-            await self.begin_weight_update(deadline=deadline)
+    async def open_receivers(self, *, deadline: float = CONTROL_SECONDS) -> None:
+        """Has every rank listen for commands; once, while nothing runs in the engine."""
+        await self.begin_weight_update(deadline=deadline)
         await self._call_loader(deadline)
-        if self.capabilities.weight_sessions:
-            await self.end_weight_update(deadline=deadline)
-        receivers = ReceiverClient(directory, self.capabilities.ranks)
-        await receivers.wait_open(deadline)
-        self._receivers = receivers
+        await self.end_weight_update(deadline=deadline)
+        await self.receivers.wait_open(deadline)
 
     async def join_channels(
         self, channels: Sequence[WeightChannelAddress], rank: int, *, timeout: float = WEIGHTS_SECONDS, deadline: float = CONTROL_SECONDS
@@ -240,13 +229,6 @@ class EngineClient:
         Raises ReceiverError, DeadlineExceeded.
         """
         return await self.receivers.have_done(command, deadline, lambda: self._call_loader(deadline + LOADER_MARGIN))
-
-    @property
-    def receivers(self) -> ReceiverClient:
-        """Returns the client of the engine's receivers. Raises InvalidRequest before ``open_receiver``."""
-        if self._receivers is None:
-            raise InvalidRequest(f"the engine at {self.url} has no receiver of weights; open_receiver comes first")
-        return self._receivers
 
     async def _call_loader(self, deadline: float) -> None:
         tensors = [NO_TENSORS] * self.capabilities.ranks

@@ -2,6 +2,7 @@
 
 import asyncio
 from importlib.metadata import version
+from pathlib import Path
 
 import aiohttp
 import numpy as np
@@ -193,7 +194,7 @@ async def test_a_pause_holds_new_requests_back(client: EngineClient) -> None:
 
 async def test_nobody_answers() -> None:
     with pytest.raises(EngineUnreachable, match=r"http://127.0.0.1:\d+/server_info: ClientConnectorError"):
-        await EngineClient.connect(f"http://127.0.0.1:{free_port()}")
+        await EngineClient.connect(f"http://127.0.0.1:{free_port()}", Path())
 
 
 async def test_a_control_call_has_a_deadline(client: EngineClient) -> None:

@@ -49,7 +49,7 @@ async def test_nothing_of_an_engine_outlives_a_killed_service(checkpoint: Checkp
             assert receiver.stat().st_mode & 0o777 == 0o700  # whoever gets in there can change weights
             assert any("scheduler" in " ".join(psutil.Process(pid).cmdline()) for pid in group_members(group))
             assert len(group_members(group)) == 4  # watchdog, server, scheduler, detokenizer
-            async with await EngineClient.connect(command.url) as client, generating(client, 2) as running:
+            async with await EngineClient.connect(command.url, receiver) as client, generating(client, 2) as running:
                 process.kill()
                 process.wait(60)
                 await until(lambda: not group_members(group), "the end of the engine's processes")
