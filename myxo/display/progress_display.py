@@ -3,8 +3,6 @@
 import itertools
 import re
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -54,60 +52,44 @@ class Pace:
         return max(0.0, (of - last) * (ended - began) / (last - first))
 
 
-class Display(Protocol):
-    """Shows one view after another."""
+class Display:
+    """Shows one view after another: on a terminal in a panel that is drawn over again, elsewhere by a plain line where something changed.
+
+    Args:
+        started: monotonic seconds.
+    """
+
+    def __init__(self, console: Console, started: float) -> None:
+        self._console, self._started, self._pace = console, started, Pace()
+        self._last, self._shown_at = "", float("-inf")
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+            self._live.start()
 
     def show(self, view: RunView, now: float) -> None:
         """Shows the run as it is at ``now`` (monotonic seconds)."""
+        self._pace.note(now, view.steps)
+        elapsed, left = now - self._started, self._pace.left(view.of)
+        if self._live is not None:
+            self._live.update(panel(view, elapsed, left), refresh=True)
+            return
+        said = what_happened(view)
+        news = _SECONDS.sub("", said)  # seconds pass without anything happening
+        if news != self._last and (now - self._shown_at >= PLAIN_SECONDS or view.steps >= view.of):
+            self._last, self._shown_at = news, now
+            print("  ".join([said, *_speeds(view), _times(elapsed, left)]), file=self._console.file, flush=True)
 
     def close(self) -> None:
         """Leaves the last view standing."""
+        if self._live is not None:
+            self._live.stop()
 
 
-def display(console: Console, started: float) -> Display:
-    """Returns the display that fits the console: live on a terminal, plain lines elsewhere. ``started``: monotonic seconds."""
-    return LiveDisplay(console, started) if console.is_terminal else PlainDisplay(console.file.write, console.file.flush, started)
-
-
-class LiveDisplay:
-    """A panel that is drawn over again."""
-
-    def __init__(self, console: Console, started: float) -> None:
-        self._started, self._pace = started, Pace()
-        self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        self._live.start()
-
-    def show(self, view: RunView, now: float) -> None:
-        self._pace.note(now, view.steps)
-        self._live.update(panel(view, now - self._started, self._pace.left(view.of)), refresh=True)
-
-    def close(self) -> None:
-        self._live.stop()
-
-
-class PlainDisplay:
-    """One line when something changed, at most every `PLAIN_SECONDS`."""
-
-    def __init__(self, write: Callable[[str], object], flush: Callable[[], object], started: float) -> None:
-        self._write, self._flush, self._started, self._pace = write, flush, started, Pace()
-        self._last, self._shown_at = "", float("-inf")
-
-    def show(self, view: RunView, now: float) -> None:
-        self._pace.note(now, view.steps)
-        said = what_happened(view)
-        news = _SECONDS.sub("", said)  # seconds pass without anything happening
-        if news == self._last or (now - self._shown_at < PLAIN_SECONDS and view.steps < view.of):
-            return
-        self._last, self._shown_at = news, now
-        rates = [text for text in (_rate("gen", view.generated_per_s), _rate("train", view.trained_per_s)) if text]
-        queues = " ".join(f"{name} {waiting}+{held}" for name, (waiting, held) in view.queues.items())
-        times = _times(now - self._started, self._pace.left(view.of))
-        line = "  ".join([said, *rates, *([f"queues {queues}"] if queues else []), times])
-        self._write(line + "\n")
-        self._flush()
-
-    def close(self) -> None:
-        self._flush()
+def _speeds(view: RunView) -> list[str]:
+    rates = [text for text in (_rate("gen", view.generated_per_s), _rate("train", view.trained_per_s)) if text]
+    queues = " ".join(f"{name} {waiting}+{held}" for name, (waiting, held) in view.queues.items())
+    return [*rates, f"queues {queues}"] if queues else rates
 
 
 def what_happened(view: RunView) -> str:

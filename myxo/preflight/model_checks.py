@@ -1,11 +1,10 @@
 """Checks of the models that a config names: their files, their weights, and whether ranks, engines and flags fit them."""
 
 import os
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from myxo.preflight.inspection import Findings, Inspection, Note, architecture_of, attempted
+from myxo.preflight.inspection import Findings, Headers, Inspection, Note
 from shared.config import megatron_flags, sglang_flags
 from shared.config.engine_limits import context_length
 from shared.config.learning_rate import LearningRateSchedule
@@ -38,28 +37,21 @@ def check_files(inspection: Inspection) -> Findings:
 
 
 def check_tokenizer(inspection: Inspection) -> Findings:
-    """Yields what is wrong with the model's tokenizer."""
+    """Yields a chat template that is asked for and missing."""
     model = inspection.config.model.hf_checkpoint
-    if (model / "tokenizer.json").is_file() and inspection.tokenizer_problem is not None:
-        yield inspection.tokenizer_problem
-    elif inspection.tokenizer is not None and inspection.config.data.apply_chat_template and not inspection.tokenizer.has_chat_template:
+    if inspection.tokenizer is not None and inspection.config.data.apply_chat_template and not inspection.tokenizer.has_chat_template:
         expected = f"the model has no chat template; put a chat_template.jinja into {model}, or leave it out and give prompts as text"
         yield ConfigError("data.apply_chat_template", True, expected)
 
 
 def check_actor(inspection: Inspection) -> Findings:
-    """Yields what is wrong with the policy's config.json, its weights, and its tokenizer's size."""
-    architecture, config = inspection.architecture, inspection.config
-    if isinstance(architecture, ConfigError):
-        tokenizers = inspection.tokenizer_problem  # it may have met the same file
-        if tokenizers is None or tokenizers.value != architecture.value:
-            yield architecture
-        return
+    """Yields what is wrong with the policy's weights, and its tokenizer's size."""
+    architecture, tokenizer, config = inspection.architecture, inspection.tokenizer, inspection.config
     if architecture is None:
         return
-    headers, problems = inspection.weight_headers
-    yield from problems or _tensors(config.model.hf_checkpoint, headers, architecture, "model.hf_checkpoint")
-    rows, tokenizer = architecture.vocab_size, inspection.tokenizer
+    if inspection.weight_headers:
+        yield from _tensors(config.model.hf_checkpoint, inspection.weight_headers, architecture, "model.hf_checkpoint")
+    rows = architecture.vocab_size
     if tokenizer is not None and tokenizer.vocabulary_size > rows:
         wanted = f"a tokenizer of at most {rows} tokens, vocab_size in config.json; its tokenizer.json has {tokenizer.vocabulary_size}"
         yield ConfigError("model.hf_checkpoint", str(config.model.hf_checkpoint), wanted)
@@ -70,13 +62,9 @@ def check_actor(inspection: Inspection) -> Findings:
 def check_other_models(inspection: Inspection) -> Findings:
     """Yields what is wrong with the checkpoints of the critic and of the teacher, where these differ from the policy's."""
     config, actor = inspection.config, inspection.architecture
-    if config.algorithm.has_critic and (critic := config.trainer.critic_load) is not None:
-        found = architecture_of(critic)
-        if isinstance(found, ConfigError):
-            yield found if found.field != "model.hf_checkpoint" else ConfigError("trainer.critic_load", found.value, found.expected)
-        else:
-            yield from _weights(critic, found, "trainer.critic_load")
-    if (teacher := config.algorithm.opd_teacher_load) is not None and isinstance(actor, Architecture):
+    if inspection.critic is not None and config.trainer.critic_load is not None:
+        yield from _weights(config.trainer.critic_load, inspection.critic, "trainer.critic_load")
+    if (teacher := config.algorithm.opd_teacher_load) is not None and actor is not None:
         if not teacher.is_dir():
             yield ConfigError("algorithm.opd_teacher_load", str(teacher), "no such directory; give a checkpoint of the policy's shape")
         else:  # it runs in the actor's own modules
@@ -88,9 +76,7 @@ def _weights(directory: Path, architecture: Architecture, field: str) -> Iterato
     yield from problems or _tensors(directory, headers, architecture, field)
 
 
-def _tensors(
-    directory: Path, headers: Mapping[str, tuple[str, hf_checkpoint.Shape]], architecture: Architecture, field: str
-) -> Iterator[ConfigError]:
+def _tensors(directory: Path, headers: Headers, architecture: Architecture, field: str) -> Iterator[ConfigError]:
     shapes = {name: shape for name, (_, shape) in headers.items()}
     unread = hf_checkpoint.draft_prefixes(architecture)
     yield from hf_checkpoint.tensor_problems(directory, shapes, hf_tensors(architecture), unread, field)
@@ -98,61 +84,52 @@ def _tensors(
 
 def check_ranks(inspection: Inspection) -> Findings:
     """Yields where the layout divides neither the ranks nor the models."""
-    config, trainer, actor = inspection.config, inspection.config.trainer, inspection.architecture
+    config, trainer, actor, critic = inspection.config, inspection.config.trainer, inspection.architecture, inspection.critic
     layout = ParallelLayout.of(trainer)
     yield from layout.world_problems(trainer.ranks("actor"))
     if config.algorithm.has_critic and trainer.ranks("critic") != trainer.ranks("actor"):
-        for problem in layout.world_problems(trainer.ranks("critic")):
-            yield ConfigError(problem.field, problem.value, f"{problem.expected} (critic_num_gpus_per_node)")
-    if isinstance(actor, Architecture):
+        yield from _of_critic(layout.world_problems(trainer.ranks("critic")), "critic_num_gpus_per_node")
+    if actor is not None:
         yield from division_problems(actor, layout, trainer.megatron)
-    if config.algorithm.has_critic and trainer.critic_load is not None:
-        critic = architecture_of(trainer.critic_load)
-        if isinstance(critic, Architecture) and critic != actor:
-            for problem in division_problems(critic, layout, trainer.megatron):
-                yield ConfigError(problem.field, problem.value, f"{problem.expected} (critic_load)")
+    if critic is not None and critic != actor:
+        yield from _of_critic(division_problems(critic, layout, trainer.megatron), "critic_load")
+
+
+def _of_critic(problems: Iterable[ConfigError], field: str) -> Iterator[ConfigError]:
+    return (ConfigError(problem.field, problem.value, f"{problem.expected} ({field})") for problem in problems)
 
 
 def check_training(inspection: Inspection) -> Findings:
-    """Yields which settings of adapters, recomputation and learning rate do not go together."""
-    config, trainer, actor = inspection.config, inspection.config.trainer, inspection.architecture
-    steps = config.rollout.num_rollout * trainer.num_steps_per_rollout
-    rates = [trainer.lr] + ([trainer.critic_lr] if trainer.critic_lr is not None and config.algorithm.has_critic else [])
-
-    def schedule(rate: float) -> LearningRateSchedule:
-        return LearningRateSchedule(rate, trainer.min_lr, trainer.lr_warmup_iters, steps, trainer.lr_decay_style)
-
-    schedules = [attempted(partial(schedule, rate)) for rate in rates]
-    problems = [
-        *_warm_start(inspection),
-        *[problem for problem in schedules if isinstance(problem, ConfigError)][:1],
-    ]
-    yield from (problem for problem in problems if isinstance(problem, ConfigError))
-    if not isinstance(actor, Architecture):
-        return
-    patterns = Freezing.of(trainer)
-    if not patterns.nothing:
-        names = megatron_parameters(actor, trainer.megatron.get("transformer_impl") == "transformer_engine")
-        if isinstance(problem := attempted(lambda: patterns.check(names)), ConfigError):
-            yield problem
-    if (lora := Lora.of(trainer)) is not None:
-        lora.check(actor, ParallelLayout.of(trainer), trainer.megatron)
-
-
-def _warm_start(inspection: Inspection) -> Iterator[ConfigError]:
-    sft = inspection.config.sft
-    if sft.sft_data is None:
-        return
+    """Yields which settings of learning rates, adapters and recomputation do not go together."""
+    config, trainer, sft, actor = inspection.config, inspection.config.trainer, inspection.config.sft, inspection.architecture
     try:
-        LearningRateSchedule(sft.sft_lr, 0.0, sft.sft_warmup_iters, sft.sft_steps, sft.sft_lr_decay_style)
+        if sft.sft_data is not None:
+            LearningRateSchedule(sft.sft_lr, 0.0, sft.sft_warmup_iters, sft.sft_steps, sft.sft_lr_decay_style)
     except ConfigError as error:
         yield ConfigError(error.field.replace("trainer.lr_", "sft.sft_"), error.value, error.expected)
+    steps = config.rollout.num_rollout * trainer.num_steps_per_rollout
+    try:
+        for rate in (trainer.lr, trainer.critic_lr if config.algorithm.has_critic else None):
+            if rate is not None:
+                LearningRateSchedule(rate, trainer.min_lr, trainer.lr_warmup_iters, steps, trainer.lr_decay_style)
+    except ConfigError as error:
+        yield error
+    if actor is None:
+        return
+    if not (patterns := Freezing.of(trainer)).nothing:
+        names = megatron_parameters(actor, trainer.megatron.get("transformer_impl") == "transformer_engine")
+        try:
+            patterns.check(names)
+        except ConfigError as error:
+            yield error
+    if (lora := Lora.of(trainer)) is not None:
+        lora.check(actor, ParallelLayout.of(trainer), trainer.megatron)
 
 
 def check_megatron_flags(inspection: Inspection) -> Findings:
     """Yields which of Megatron's architecture flags differ from the checkpoint, and what needs Transformer Engine where that is missing."""
     given, catalogue = inspection.config.trainer.megatron, megatron_flags.catalogue()
-    if isinstance(architecture := inspection.architecture, Architecture):
+    if (architecture := inspection.architecture) is not None:
         described = {name: value for name, value in given.items() if name in catalogue and "architecture" in catalogue[name].groups}
         yield from architecture_flags.differences(described, architecture)
     if inspection.starts:
@@ -162,7 +139,7 @@ def check_megatron_flags(inspection: Inspection) -> Findings:
 def check_engines(inspection: Inspection) -> Findings:
     """Yields where an engine's GPUs cannot share the model's heads: SGLang divides query heads, and divides or copies the others."""
     gpus, model = inspection.config.rollout.rollout_num_gpus_per_engine, inspection.architecture
-    if not isinstance(model, Architecture):
+    if model is None:
         return
     heads = {"attention heads": model.num_attention_heads}
     if model.latent is None and model.num_key_value_heads > gpus:

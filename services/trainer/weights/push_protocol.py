@@ -13,10 +13,8 @@ from typing import Generic, TypeVar
 from services.trainer.control_client import ControlClient, now
 from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, Target, reason_gone
 from shared.runtime.errors import MyxoError
-from shared.schema.messages import (
-    Accepted,
-    Message,
-    ServiceStatus,
+from shared.schema.messages import Accepted, Message, ServiceStatus
+from shared.schema.weight_messages import (
     WeightChannelAddress,
     WeightsAbort,
     WeightsCommit,

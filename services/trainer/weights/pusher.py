@@ -22,10 +22,10 @@ from services.trainer.megatron.weight_read_lock import WeightRead
 from services.trainer.weights.push_protocol import PeerFailure, PushProtocol, PushRequest
 from services.trainer.weights.push_schedule import ABORT_SECONDS, PushResult, PushSchedule, Target, culprits_of
 from services.trainer.weights.stage_sender import ChannelKind, StageSender
-from shared.config.weights_section import WeightsSection
+from shared.config.sections import WeightsSection
 from shared.runtime.errors import MyxoError
 from shared.runtime.failures import end_soon, log_error
-from shared.schema.messages import WeightChannelAddress, WeightsReceived
+from shared.schema.weight_messages import WeightChannelAddress, WeightsReceived
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.weight_channel import ChannelBroken, abort_channel
 

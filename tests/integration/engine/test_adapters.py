@@ -52,7 +52,7 @@ async def test_adapters_alone_make_the_engine_compute_what_the_trainer_does(
         await client.set_weight_version(version)
         await client.resume()
         assert sent.error is None and received.digest == version_digest(sent.known) and received.bytes == sent.bytes
-        assert set(sent.known) == {name for name, _, _ in sender.plan.adapters.tensors()}
+        assert set(sent.known) == {unit.name for unit in sender.plan.of_stage()}
         return received
 
     try:

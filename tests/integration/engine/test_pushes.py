@@ -8,7 +8,8 @@ import pytest
 from services.rollout import weight_receiver as protocol
 from services.rollout.served_version import NO_WEIGHTS
 from shared.bus.bus_errors import RequestRefused
-from shared.schema.messages import Sampling, WeightsOffer, WeightsReady, WeightsReceive
+from shared.schema.messages import Sampling
+from shared.schema.weight_messages import WeightsOffer, WeightsReady, WeightsReceive
 from tests.integration.engine.bench import Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.load import LONG
