@@ -45,7 +45,6 @@ RESERVED = {
 OF_FIELDS = {"tp-size": "set rollout.rollout_num_gpus_per_engine", "config": "give each of its flags here"}
 """Flags that follow from other fields of the config, or that would pass others unchecked; and what to do instead."""
 
-
 SHARES = ("mem-fraction-static",)
 """Flags whose value is a share, which the parser does not check."""
 
@@ -92,9 +91,7 @@ class EngineFlag:
         values = value if isinstance(value, list) else [value]
         if len(values) > 1 and not self.several:
             return f"one value: {self._wanted}"
-        if (not values and not self.bare) or not all(map(self._fits, values)):
-            return self._wanted
-        return None
+        return None if (values or self.bare) and all(map(self._fits, values)) else self._wanted
 
     @property
     def _wanted(self) -> str:

@@ -33,6 +33,7 @@ class Tokenizer:
         self._special = {name: _content(settings[name]) for name in ("bos_token", "eos_token", "pad_token") if settings.get(name)}
         template_file = model / "chat_template.jinja"
         self._template: str | None = template_file.read_text() if template_file.is_file() else settings.get("chat_template")
+        self.has_chat_template = self._template is not None
         self.vocabulary_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.stop_ids = self._stop_ids(model)
 
@@ -70,11 +71,6 @@ class Tokenizer:
             return self._compiled.render(**{**given, **self._special, **variables})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # a template can raise any of them
             raise ConfigError("data.apply_chat_template", messages, f"the chat template refuses it: {error}") from None
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Returns whether the model comes with a chat template."""
-        return self._template is not None
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
