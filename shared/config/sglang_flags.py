@@ -1,8 +1,7 @@
 """SGLang's own flags as a config's ``[rollout.sglang]`` holds them, and the check that the installed SGLang's parser takes them.
 
 Importing that parser takes seconds, so its flags are read from a catalogue: ``sglang_flags.json`` for the version that Myxo is made with.
-For another version a separate process makes one at the first use, with the rollout service's code, and it is kept in the user's
-cache.
+For another version a process of the rollout service's code makes one at the first use, for the user's cache.
 """
 
 import contextlib

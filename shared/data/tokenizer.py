@@ -17,11 +17,8 @@ from shared.runtime.errors import ConfigError
 
 
 class Tokenizer:
-    """Text ↔ token ids, chat messages → text.
-
-    Args:
-        model: an HF checkpoint directory with tokenizer.json (and tokenizer_config.json, chat_template.jinja, generation_config.json).
-    """
+    """Text ↔ token ids, chat messages → text. ``model``: an HF checkpoint directory with tokenizer.json (and tokenizer_config.json,
+    chat_template.jinja, generation_config.json)."""
 
     def __init__(self, model: Path) -> None:
         path = model / "tokenizer.json"
@@ -59,9 +56,7 @@ class Tokenizer:
         """Renders chat messages by the model's chat template, with the generation prompt.
 
         ``variables``: more of the template's variables; ``tools`` and ``documents`` are none unless they are among them, as templates
-        expect of transformers.
-
-        Raises ConfigError where the model has no template or it does not take these messages.
+        expect of transformers. Raises ConfigError where the model has no template or it does not take these messages.
         """
         if self._template is None:
             expected = "the model has no chat template; give it a chat_template.jinja, or prompts as text"
