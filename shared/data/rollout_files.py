@@ -182,7 +182,7 @@ def sample_of(
         value = getattr(sample, name)
         return None if sample is group or _same(value, getattr(group, name)) else value
 
-    arrays: dict[str, list[Any]] = {}
+    arrays: dict[str, Any] = {}
     if tokens:
         log_probs = sample.log_probs.astype(np.float64).round(6)  # float32 has no more, and would be written with 17 digits
         arrays = {"prompt_ids": sample.prompt.tolist(), "response_ids": sample.response.tolist()}
