@@ -143,7 +143,7 @@ class World:
                 for name in names:
                     self._stop(self._tasks.pop(name).responses)
             case BatchFormed():
-                self._tally.formed(record.step, self._now)
+                self._tally.formed(self._now)
                 self._count(record)
                 self._trained_at = self._now + self._model.train_seconds
 

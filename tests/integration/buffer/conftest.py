@@ -45,12 +45,12 @@ def new_run(bus: Bus, store: Store, nats: EmbeddedNats, valkey: EmbeddedValkey, 
 
 @pytest.fixture
 async def launched(new_run: NewRun) -> AsyncIterator[Launched]:
-    """Makes the test's run and its buffer, and waits until that is ready; kills the buffer at the end."""
+    """Makes the test's run and its buffer, as an operator starts it, and waits until that is ready; kills the buffer at the end."""
     processes: list[ServiceProcess] = []
 
     async def launch(**sections: dict[str, Any]) -> tuple[Player, ServiceProcess]:
         player = await new_run(**sections)
-        processes.append(player.launch())
+        processes.append(player.launch(kind=ServiceProcess))
         await player.ready(processes[-1])
         return player, processes[-1]
 
