@@ -78,7 +78,7 @@ class Buffer:
     def __init__(self, service: Service, prompts: PromptSupply) -> None:
         config, heldout = service.config, prompts.heldout
         self._service, self._config, self._bus, self._log = service, config, service.bus, service.log
-        self._limits = BufferConfig.from_run(config, len(heldout) if heldout else 0)
+        self._limits = BufferConfig(config.rollout, config.weights, config.eval, len(heldout) if heldout else 0)
         self._tasks = TaskPublisher(service.bus, config, prompts)
         self._prompts = prompts
         path = config.rollout.buffer_filter_path
