@@ -200,7 +200,7 @@ class Bench:
             self._step(actor)
 
     def _step(self, actor: Any) -> None:
-        from services.trainer.objective import PolicyLoss
+        from services.trainer.objective.loss import PolicyLoss
         from shared.config.algorithm import AlgorithmSection
 
         if self.on_gpu:  # the batch is of the large model's vocabulary

@@ -40,9 +40,8 @@ class GroupConsumer:
                 task.result()
 
     async def close(self) -> None:
-        """Drops the groups in progress, which return to the queue by themselves, and closes the scorer."""
+        """Drops the groups in progress, which return to the queue by themselves."""
         await cancelled(self.in_hand)
-        await self._scorer.close()
 
     async def _may_fetch(self) -> bool:
         """Returns whether the environment takes work; waits a while for one that does not."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from services.trainer.actor import Actor, StepResult
 from services.trainer.batches import demonstration_micro_batches
-from services.trainer.objective import SftLoss
+from services.trainer.objective.loss import SftLoss
 from services.trainer.packing import check_vocabulary
 from shared.config.algorithm import AlgorithmSection
 from shared.config.learning_rate import LearningRateSchedule

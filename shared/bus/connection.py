@@ -6,11 +6,11 @@ messages carry a `Nats-Msg-Id`. Queues are in `shared.bus.work_queue`, the defin
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-import nats
 import nats.errors
 import nats.js.errors
 import structlog
@@ -53,13 +53,16 @@ KV_SECONDS = 15.0
 class Bus:
     """A connection to the run's control plane, opened by `Bus.connect` and closed by `close`."""
 
-    def __init__(self, connection: Client, url: str, refusals: PermissionErrors) -> None:
-        self.connection = connection
-        self.url = url
-        self.js: JetStreamContext = connection.jetstream(timeout=ATTEMPT_SECONDS)
-        self._refusals = refusals
+    def __init__(self, url: str, inbox: str) -> None:
+        self.url, self._inbox = url, inbox
+        self.connection = Client()
+        self.js: JetStreamContext = self.connection.jetstream(timeout=ATTEMPT_SECONDS)
+        self._acks = PublishAcks(self.connection)
         self._buckets: dict[str, KeyValue] = {}
-        self._acks = PublishAcks(connection)
+        self._refusals = PermissionErrors(inbox)
+        self._last_error = "no answer"
+        self._hopeless: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._log = structlog.get_logger()
 
     @classmethod
     async def connect(cls, url: str, name: str, deadline: float = 15.0, *, inbox: str = "_INBOX") -> "Bus":
@@ -73,8 +76,8 @@ class Bus:
         Raises BusUnreachable with the last reason; at once if the server refuses the credentials or its certificate is not trusted.
         """
         end = time.monotonic() + deadline
-        opening = _Opening(url, name, inbox)
-        bus = cls(await opening.connected(deadline), url, opening.refusals)
+        bus = cls(url, inbox)
+        await bus._open(name, max(0.5, deadline))
         try:
             await bus.retry(bus.js.account_info, "JetStream's answer", "$JS.API.INFO", deadline=max(0.0, end - time.monotonic()))
         except (MyxoError, nats.js.errors.Error) as error:
@@ -83,6 +86,54 @@ class Bus:
             raise BusUnreachable(str(error) if refused else f"the NATS server at {redacted(url)} has no JetStream ({error})") from error
         await bus._acks.open()
         return bus
+
+    async def _open(self, name: str, deadline: float) -> None:
+        """Raises BusUnreachable after ``deadline`` seconds, or at once if another attempt cannot help."""
+        encrypted = any(part.startswith("tls:") for part in self.url.split(","))
+        opened = asyncio.create_task(
+            self.connection.connect(
+                self.url.split(","),
+                name=name,
+                tls=server_urls.trusted(server_urls.authorities()) if encrypted else None,
+                inbox_prefix=self._inbox,
+                connect_timeout=2,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=RETRY_PAUSE,  # type: ignore[arg-type]
+                ping_interval=10,
+                max_outstanding_pings=3,
+                error_cb=self._on_error,
+                disconnected_cb=self._on_disconnected,
+                reconnected_cb=self._on_reconnected,
+                allow_reconnect=True,
+            )
+        )
+        either: set[asyncio.Future[Any]] = {opened, self._hopeless}
+        try:
+            await asyncio.wait(either, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
+            if self._hopeless.done():
+                raise BusUnreachable(f"the NATS server at {redacted(self.url)}: {self._hopeless.result()}")
+            if opened.done():
+                return opened.result()
+        except (OSError, nats.errors.Error, ValueError) as error:  # what the library does not try again, such as a URL that is none
+            self._last_error = str(error)
+        finally:
+            await cancelled([opened])
+        raise BusUnreachable(f"no NATS server at {redacted(self.url)} within {deadline:g} s ({self._last_error})")
+
+    async def _on_error(self, error: Exception) -> None:
+        self._last_error = str(error) or type(error).__name__
+        self._refusals.note(self._last_error)
+        if not self._hopeless.done() and (reason := hopeless_reason(error)):
+            self._hopeless.set_result(reason)
+        if not isinstance(error, OSError):  # these come from the attempts of the reconnect loop; the disconnect itself is logged once
+            self._log.warning("bus_error", error=self._last_error)
+
+    async def _on_disconnected(self) -> None:
+        if not self.connection.is_closed:  # not if this side closed the connection
+            self._log.warning("bus_disconnected")
+
+    async def _on_reconnected(self) -> None:
+        self._log.info("bus_reconnected")
 
     async def close(self) -> None:
         """Closes without waiting for anything in flight. A connection that breaks meanwhile counts as closed."""
@@ -274,20 +325,19 @@ class Bus:
         self.raise_if_refused(start, subject)
 
     async def _answer(self, message: Msg, request: type[Request], handler: Callable[[Request], Awaitable[Message]]) -> None:
-        log = structlog.get_logger()
         try:
             reply = (await handler(request.decode(message.data))).encode()
             self._check_size(f"an answer on {message.subject}", reply, {})
         except MyxoError as error:
-            log.warning("request_refused", subject=message.subject, reason=str(error))
+            self._log.warning("request_refused", subject=message.subject, reason=str(error))
             reply = Refused(reason=str(error)).encode()
         except Exception as error:
-            log.exception("request_failed", subject=message.subject)
+            self._log.exception("request_failed", subject=message.subject)
             reply = Refused(reason=f"internal error: {type(error).__name__}: {error}").encode()
         try:
             await message.respond(reply)
         except TRANSIENT as error:
-            log.warning("reply_lost", subject=message.subject, error=str(error))
+            self._log.warning("reply_lost", subject=message.subject, error=str(error))
 
     # --- key-value
 
@@ -299,14 +349,11 @@ class Bus:
     async def get(self, bucket: str, key: str, *, deadline: float = KV_SECONDS) -> bytes | None:
         """Reads a key; returns None if it is absent."""
         store = await self._bucket(bucket)
-
-        async def attempt() -> bytes | None:
-            try:
-                return (await store.get(key)).value
-            except (nats.js.errors.KeyNotFoundError, nats.js.errors.KeyDeletedError):
-                return None
-
-        return await self.retry(attempt, f"KV {bucket}/{key}", f"$JS.API.STREAM.MSG.GET.KV_{bucket}", deadline=deadline)
+        read = f"$JS.API.STREAM.MSG.GET.KV_{bucket}"
+        try:
+            return (await self.retry(lambda: store.get(key), f"KV {bucket}/{key}", read, deadline=deadline)).value
+        except (nats.js.errors.KeyNotFoundError, nats.js.errors.KeyDeletedError):
+            return None
 
     async def delete(self, bucket: str, key: str, *, deadline: float = 5.0) -> None:
         """Removes a key; an absent key is no error."""
@@ -315,13 +362,10 @@ class Bus:
 
     async def keys(self, bucket: str) -> list[str]:
         """Returns the live keys of a bucket."""
-        prefix = f"$KV.{bucket}."
-
-        async def attempt() -> list[str]:
-            info = await self.js.stream_info(f"KV_{bucket}", subjects_filter=f"{prefix}>")
-            return sorted(subject.removeprefix(prefix) for subject in (info.state.subjects or {}))
-
-        return await self.retry(attempt, f"keys of KV {bucket}", f"$JS.API.STREAM.INFO.KV_{bucket}", deadline=KV_SECONDS)
+        prefix, state = f"$KV.{bucket}.", f"$JS.API.STREAM.INFO.KV_{bucket}"
+        attempt = functools.partial(self.js.stream_info, f"KV_{bucket}", subjects_filter=f"{prefix}>")
+        info = await self.retry(attempt, f"keys of KV {bucket}", state, deadline=KV_SECONDS)
+        return sorted(subject.removeprefix(prefix) for subject in (info.state.subjects or {}))
 
     async def _bucket(self, bucket: str) -> KeyValue:
         if bucket not in self._buckets:
@@ -332,64 +376,3 @@ class Bus:
                 raise MyxoError(f"the bus has no KV bucket {bucket}: does the run exist there? (`myxo up` makes it)") from error
             self._buckets[bucket] = opened
         return self._buckets[bucket]
-
-
-class _Opening:
-    """The attempts at one connection, and the client library's reports about it afterwards."""
-
-    def __init__(self, url: str, name: str, inbox: str) -> None:
-        self.refusals = PermissionErrors(inbox)
-        self._url, self._name, self._inbox = url, name, inbox
-        self._connection: Client | None = None
-        self._reason = "no answer"
-        self._hopeless: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._log = structlog.get_logger()
-
-    async def connected(self, deadline: float) -> Client:
-        """Returns the open connection. Raises BusUnreachable after ``deadline`` seconds, or at once if another attempt cannot help."""
-        encrypted = any(part.startswith("tls:") for part in self._url.split(","))
-        opened = asyncio.create_task(
-            nats.connect(
-                self._url.split(","),
-                name=self._name,
-                tls=server_urls.trusted(server_urls.authorities()) if encrypted else None,
-                inbox_prefix=self._inbox,
-                connect_timeout=2,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=RETRY_PAUSE,
-                ping_interval=10,
-                max_outstanding_pings=3,
-                error_cb=self._on_error,
-                disconnected_cb=self._on_disconnected,
-                reconnected_cb=self._on_reconnected,
-                allow_reconnect=True,
-            )
-        )
-        either: set[asyncio.Future[Any]] = {opened, self._hopeless}
-        try:
-            await asyncio.wait(either, timeout=max(0.5, deadline), return_when=asyncio.FIRST_COMPLETED)
-            if self._hopeless.done():
-                raise BusUnreachable(f"the NATS server at {redacted(self._url)}: {self._hopeless.result()}")
-            if opened.done():
-                self._connection = opened.result()
-                return self._connection
-        except (OSError, nats.errors.Error, ValueError) as error:  # what the library does not try again, such as a URL that is none
-            self._reason = str(error)
-        finally:
-            await cancelled([opened])
-        raise BusUnreachable(f"no NATS server at {redacted(self._url)} within {deadline:g} s ({self._reason})")
-
-    async def _on_error(self, error: Exception) -> None:
-        self._reason = str(error) or type(error).__name__
-        self.refusals.note(self._reason)
-        if not self._hopeless.done() and (reason := hopeless_reason(error)):
-            self._hopeless.set_result(reason)
-        if not isinstance(error, OSError):  # these come from the attempts of the reconnect loop; the disconnect itself is logged once
-            self._log.warning("bus_error", error=self._reason)
-
-    async def _on_disconnected(self) -> None:
-        if self._connection is None or not self._connection.is_closed:  # not if this side closed the connection
-            self._log.warning("bus_disconnected")
-
-    async def _on_reconnected(self) -> None:
-        self._log.info("bus_reconnected")

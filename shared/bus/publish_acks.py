@@ -32,11 +32,12 @@ class PublishAcks:
 
     def __init__(self, connection: Client) -> None:
         self._connection = connection
-        self._prefix = f"{connection.new_inbox()}."
+        self._prefix = ""
         self._awaited: dict[str, asyncio.Future[Ack]] = {}
         self._sent = 0
 
     async def open(self) -> None:
+        self._prefix = f"{self._connection.new_inbox()}."
         await self._connection.subscribe(f"{self._prefix}*", cb=self._take)
 
     async def publish(self, subject: str, messages: Sequence[Outgoing]) -> list[Ack]:

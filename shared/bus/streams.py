@@ -5,7 +5,6 @@ on which no decision depends, discards its oldest.
 """
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,7 +20,6 @@ from nats.js.api import (
 )
 from nats.js.errors import BadRequestError, NotFoundError
 
-from shared.bus.bus_errors import TRANSIENT
 from shared.bus.connection import Bus
 from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.config.run_config import RunConfig
@@ -35,77 +33,64 @@ EVENTS_BYTES = 1 << 26
 """The bytes of events that a run keeps, the latest ones. The server reserves them when the run is created: at a gigabyte each, a small disk
 would be full after a few runs."""
 
+CREATE_SECONDS = 30.0
 _NAME_IN_USE = 10058
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """A durable consumer: its subject in a stream, its ack deadline and its limit of deliveries."""
+    """A durable consumer: its subject in a stream; the ``settings`` have its ack deadline and its limits."""
 
     stream: str
     name: str
     subject: str
-    ack_wait: float
-    max_deliver: int
-    max_ack_pending: int
+    settings: BusSection
 
 
 def task_consumer(run: str, bus: BusSection, task_class: str) -> Consumer:
     """Returns the consumer that all rollout replicas share: the groups of one task class."""
     names = Subjects(run)
-    return _consumer(names.task_stream, task_class, names.task(task_class), bus)
+    return Consumer(names.task_stream, task_class, names.task(task_class), bus)
 
 
 def generated_consumer(run: str, bus: BusSection, environment: str) -> Consumer:
     """Returns the consumer that all replicas of one environment share."""
     names = Subjects(run)
-    return _consumer(names.generated_stream, environment, names.generated(environment), bus)
+    return Consumer(names.generated_stream, environment, names.generated(environment), bus)
 
 
 def scored_consumer(run: str, bus: BusSection) -> Consumer:
     """Returns the buffer's consumer."""
     names = Subjects(run)
-    return _consumer(names.scored_stream, "buffer", names.scored, bus)
-
-
-def _consumer(stream: str, name: str, subject: str, bus: BusSection) -> Consumer:
-    return Consumer(stream, name, subject, bus.ack_wait, bus.max_deliver, bus.max_ack_pending)
+    return Consumer(names.scored_stream, "buffer", names.scored, bus)
 
 
 async def create(bus: Bus, config: RunConfig) -> None:
-    """Makes the run's streams, consumers and buckets; existing ones stay unchanged. Raises NotPermitted."""
-    start = time.monotonic()
-    try:
-        await _create(bus, config)
-    except TRANSIENT:
-        bus.raise_if_refused(start, "$JS.API.")
-        raise
+    """Makes the run's streams, consumers and buckets; existing ones stay unchanged. Raises NotPermitted, DeadlineExceeded."""
+    await bus.retry(lambda: _create(bus, config), f"the streams of run {config.run.name}", "$JS.API.", deadline=CREATE_SECONDS)
 
 
 async def _create(bus: Bus, config: RunConfig) -> None:
     run, names = config.run.name, Subjects(config.run.name)
-    for stream, subjects in (
-        (names.task_stream, f"{run}.task.>"),
-        (names.generated_stream, f"{run}.generated.>"),
-        (names.scored_stream, names.scored),
-    ):
-        await _add_stream(bus, _stream(stream, [subjects], RetentionPolicy.WORK_QUEUE, config.bus, max_msgs=config.bus.max_queued))
-    await _add_stream(bus, _stream(names.ledger_stream, [f"{run}.ledger.>"], RetentionPolicy.LIMITS, config.bus))
-    planes = [f"{run}.{plane}.>" for plane in ("weights", "trainer", "service")]
-    events = _stream(names.events_stream, planes, RetentionPolicy.LIMITS, config.bus)
-    await _add_stream(bus, events.evolve(discard=DiscardPolicy.OLD, max_msgs=MAX_EVENTS, max_bytes=EVENTS_BYTES))
-
+    queues = {names.task_stream: names.task(">"), names.generated_stream: names.generated(">"), names.scored_stream: names.scored}
+    made = [_stream(name, [subject], config.bus, RetentionPolicy.WORK_QUEUE, config.bus.max_queued) for name, subject in queues.items()]
+    made.append(_stream(names.ledger_stream, [names.ledger(">")], config.bus))
+    events = _stream(names.events_stream, [names.event(plane, ">") for plane in ("weights", "trainer", "service")], config.bus)
+    made.append(events.evolve(discard=DiscardPolicy.OLD, max_msgs=MAX_EVENTS, max_bytes=EVENTS_BYTES))
+    for stream in made:
+        with _name_in_use_is_fine():
+            await bus.js.add_stream(stream)
     for consumer in (
         *(task_consumer(run, config.bus, task_class) for task_class in (TRAIN, EVAL)),
         *(generated_consumer(run, config.bus, environment) for environment in config.reward.environment_names()),
         scored_consumer(run, config.bus),
     ):
-        await _add_consumer(bus, consumer, config.bus.replicas)
+        await _add_consumer(bus, consumer)
     for bucket in (names.config_bucket, names.weights_bucket, names.leases_bucket, names.services_bucket):
         ttl = config.bus.registry_ttl if bucket == names.services_bucket else None
-        made = KeyValueConfig(bucket=bucket, history=1, ttl=ttl, storage=StorageType.FILE, replicas=config.bus.replicas)
+        keys = KeyValueConfig(bucket=bucket, history=1, ttl=ttl, storage=StorageType.FILE, replicas=config.bus.replicas)
         with _name_in_use_is_fine():
-            await bus.js.create_key_value(made)
+            await bus.js.create_key_value(keys)
 
 
 @contextlib.contextmanager
@@ -117,7 +102,9 @@ def _name_in_use_is_fine() -> Iterator[None]:
             raise
 
 
-def _stream(name: str, subjects: list[str], retention: RetentionPolicy, bus: BusSection, max_msgs: int = -1) -> StreamConfig:
+def _stream(
+    name: str, subjects: list[str], bus: BusSection, retention: RetentionPolicy = RetentionPolicy.LIMITS, max_msgs: int = -1
+) -> StreamConfig:
     return StreamConfig(
         name=name,
         subjects=subjects,
@@ -133,12 +120,8 @@ def _stream(name: str, subjects: list[str], retention: RetentionPolicy, bus: Bus
     )
 
 
-async def _add_stream(bus: Bus, config: StreamConfig) -> None:
-    with _name_in_use_is_fine():
-        await bus.js.add_stream(config)
-
-
-async def _add_consumer(bus: Bus, consumer: Consumer, replicas: int) -> None:
+async def _add_consumer(bus: Bus, consumer: Consumer) -> None:
+    settings = consumer.settings
     try:
         await bus.js.consumer_info(consumer.stream, consumer.name)
         return  # the server would apply the new policy to an existing stream
@@ -151,10 +134,10 @@ async def _add_consumer(bus: Bus, consumer: Consumer, replicas: int) -> None:
             filter_subject=consumer.subject,
             deliver_policy=DeliverPolicy.ALL,
             ack_policy=AckPolicy.EXPLICIT,
-            ack_wait=consumer.ack_wait,
-            max_deliver=consumer.max_deliver + 2,  # one further delivery lets a worker declare it dead, another is spare
-            max_ack_pending=consumer.max_ack_pending,
-            num_replicas=replicas,
+            ack_wait=settings.ack_wait,
+            max_deliver=settings.max_deliver + 2,  # one further delivery lets a worker declare it dead, another is spare
+            max_ack_pending=settings.max_ack_pending,
+            num_replicas=settings.replicas,
         ),
     )
 
@@ -162,12 +145,10 @@ async def _add_consumer(bus: Bus, consumer: Consumer, replicas: int) -> None:
 async def exists(bus: Bus, run: str, deadline: float = 15.0) -> bool:
     """Returns whether the bus holds a run of this name. Raises DeadlineExceeded."""
     stream = Subjects(run).ledger_stream
-
-    async def attempt() -> bool:
-        try:
-            await bus.js.stream_info(stream)
-        except NotFoundError:
-            return False
-        return True
-
-    return await bus.retry(attempt, f"the state of stream {stream}", f"$JS.API.STREAM.INFO.{stream}", deadline=deadline)
+    try:
+        await bus.retry(
+            lambda: bus.js.stream_info(stream), f"the state of stream {stream}", f"$JS.API.STREAM.INFO.{stream}", deadline=deadline
+        )
+    except NotFoundError:
+        return False
+    return True

@@ -1,7 +1,7 @@
-"""Megatron's flags as a config holds them: names, kinds of values, and those that are refused here.
+"""Megatron's flags as a config holds them: names, kinds of values, and those that are refused here, slime's among them.
 
-The catalogue, ``megatron_flags.json``, is made from Megatron's dataclasses by ``python -m docs.flags``, so that the flags of a user
-are checked without torch. A flag has one name (`Flag.name`) and may have other spellings: ``--no-rope-fusion`` is
+The catalogue, ``megatron_flags.json``, is made from Megatron's dataclasses and `docs.flag_tables` by ``python -m docs.flags``, so that the
+flags of a user are checked without torch. A flag has one name (`Flag.name`) and may have other spellings: ``--no-rope-fusion`` is
 ``apply_rope_fusion = false``.
 """
 
@@ -18,9 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from shared.config import slime_flags
-from shared.runtime import errors
-from shared.runtime.errors import ConfigError
+from shared.runtime.errors import ConfigError, near
 
 UNSET = object()
 """The mark for no fixed value."""
@@ -84,24 +82,14 @@ class Flag:
 
 
 @cache
-def _stored() -> dict[str, Any]:
-    stored: dict[str, Any] = json.loads(resources.files("shared.config").joinpath("megatron_flags.json").read_text())
-    return stored
-
-
-def megatron_core() -> str:
-    """Returns the version of megatron-core that the catalogue was made from."""
-    return str(_stored()["megatron_core"])
-
-
-@cache
 def catalogue() -> dict[str, Flag]:
     """Returns every flag by its name."""
-    return {flag.name: flag for flag in TypeAdapter(list[Flag]).validate_python(_stored()["flags"])}
+    stored = json.loads(resources.files("shared.config").joinpath("megatron_flags.json").read_text())
+    return {flag.name: flag for flag in TypeAdapter(list[Flag]).validate_python(stored["flags"])}
 
 
 @cache
-def _spelled() -> dict[str, tuple[Flag, Any]]:
+def spellings() -> dict[str, tuple[Flag, Any]]:
     """Returns for every spelling, ``no_…`` of switches too, the flag and the value that a bare switch sets (None: it is no switch)."""
     found: dict[str, tuple[Flag, Any]] = {}
     for flag in catalogue().values():
@@ -111,32 +99,25 @@ def _spelled() -> dict[str, tuple[Flag, Any]]:
     return opposites | found
 
 
-def find(name: str) -> tuple[Flag, Any] | None:
-    """Returns the flag that a name (with underscores) spells, and what it sets as a bare switch (None: it takes a value)."""
-    return _spelled().get(name)
-
-
 def names() -> list[str]:
     """Returns every spelling of a flag that is not refused, with underscores."""
-    return [name for name, (flag, _) in _spelled().items() if not flag.refused]
+    return [name for name, (flag, _) in spellings().items() if not flag.refused]
 
 
 def canonical(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
     """Returns a config's ``[trainer.megatron]``, keys with dashes or underscores in any spelling, as name → plain value.
 
-    Args:
-        own: fields of Myxo's own config, which are refused here.
-
-    Raises ConfigError: an unknown or refused flag, a wrong value, two spellings that contradict one another.
+    Raises ConfigError: one of Myxo's ``own`` fields, an unknown or refused flag, a wrong value, two spellings that contradict one another.
     """
     result: dict[str, Any] = {}
     for key, value in given.items():
         name, path = key.replace("-", "_"), f"trainer.megatron.{key}"
         if name in own:
             raise ConfigError(path, value, f"a field of its own: {name}, outside of [trainer.megatron]")
-        known = find(name)
-        if known is None:
-            raise ConfigError(path, value, f"unknown flag of Megatron's; {near(name)}")
+        if (known := spellings().get(name)) is None:
+            meant = near(name, names())
+            hint = f"did you mean {meant}?" if meant else "`myxo flags` lists all"  # too many to tell
+            raise ConfigError(path, value, f"unknown flag of Megatron's; {hint}")
         flag, bare = known
         name, typed = flag.name, _typed(path, flag, bare, value)
         if name in result and result[name] != typed:
@@ -157,10 +138,10 @@ def missing_engine(given: Mapping[str, Any]) -> Iterator[ConfigError]:
             yield ConfigError(f"trainer.megatron.{name}", value, "Transformer Engine has it, which is not installed; leave it out")
 
 
-def near(name: str) -> str:
-    """Returns a hint of the known names nearest to an unknown one; the flags are too many to list."""
-    advice, found = slime_flags.advice(name), errors.near(name, names())
-    return advice or (f"did you mean {found}?" if found else "`myxo flags` lists all")
+def refusal(name: str) -> str | None:
+    """Returns why every value of a flag of Megatron's or slime's is refused; None for any other name."""
+    flag = catalogue().get(name)
+    return flag.reason if flag is not None and flag.refused else None
 
 
 def _typed(path: str, flag: Flag, bare: Any, value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shared.config import megatron_flags, sections, slime_flags
+from shared.config import megatron_flags, sections
 from shared.config.algorithm import GROUP_RELATIVE, AlgorithmSection
 from shared.config.config_layers import Layers, in_file
 from shared.config.section import Misfits, Section
@@ -247,7 +247,7 @@ def _known_fields(values: dict[str, Any]) -> tuple[dict[str, Any], list[BadInput
             valid = list(section_model(section).model_fields)
             known[section] = {field: value for field, value in fields.items() if field in valid}
             for field in (field for field in fields if field not in valid):
-                advice = slime_flags.advice(field) or f"unknown key; {nearest(field, valid)}"
+                advice = megatron_flags.refusal(field) or f"unknown key; {nearest(field, valid)}"
                 expected = f"unknown key here; it belongs into the section [{owners[field]}]" if field in owners else advice
                 problems.append(ConfigError(f"{section}.{field}", fields[field], expected))
     return known, problems

@@ -18,8 +18,7 @@ from services.trainer.megatron.checkpoint_writer import StagedShards
 from services.trainer.megatron.frozen_weights import FrozenWeights
 from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
 from services.trainer.megatron.likelihood import VocabularySlice, log_probs_and_entropy
-from services.trainer.objective import PolicyLoss
-from services.trainer.objective.loss import ValueLoss
+from services.trainer.objective.loss import PolicyLoss, ValueLoss
 from services.trainer.packing import PackedBatch
 from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights.stage_export import StageExport
