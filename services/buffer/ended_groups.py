@@ -86,7 +86,7 @@ def _ended(group: GroupState, *, again: bool = False, **facts: Any) -> EndedGrou
 
 def _evaluated(scored: EvalScored) -> EndedGroup:
     payload = scored.payload if scored.rewards else None
-    facts = {"dataset": scored.dataset, "version": scored.version, "reason": scored.reason, "at": scored.at}
+    facts: dict[str, Any] = {"dataset": scored.dataset, "version": scored.version, "reason": scored.reason, "at": scored.at}
     status = FAILED if payload is None else EVALUATED
     record = RolloutRecord.model_construct(group=scored.group, attempt=0, status=status, **facts)
     if payload is None:

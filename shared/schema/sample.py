@@ -18,7 +18,7 @@ from shared.schema.messages import SampleMeta
 SCHEMA = 1
 """Version of the payload's schema."""
 
-_ARRAYS = {
+_ARRAYS: dict[str, tuple[str, np.dtype[Any]]] = {
     "prompt": ("iu", np.dtype("<i4")),
     "response": ("iu", np.dtype("<i4")),
     "log_probs": ("f", np.dtype("<f4")),
