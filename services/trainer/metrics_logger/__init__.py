@@ -105,7 +105,7 @@ class MetricsLogger:
             rates = batch_metrics.passrate([group.rewards for group in groups], self._config.monitoring.passrate_threshold)
             self._write(batch.step, "passrate", rates)
         reported = {**metrics, **batch.metrics, **performance}
-        self._control.report_step(Trained(step=batch.step, version=batch.version, started=started, ended=ended, metrics=reported))
+        self._control.report("step", Trained(step=batch.step, version=batch.version, started=started, ended=ended, metrics=reported))
         shown = ("reward", "staleness_mean", "staleness_max", "masked_tokens", "removed_samples")
         gauges = {"step": batch.step + 1, "loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
         gauges |= {name: batch.metrics[name] for name in shown} | {"wait_time_ratio": performance["wait_time_ratio"]}
@@ -133,7 +133,7 @@ class MetricsLogger:
         self._sft_losses.append(result.loss)
         self._control.gauges(gauges)
         if step == steps:
-            self._control.report_warm_start(WarmStartEnded.of(self._sft_losses))
+            self._control.report("warm_start", WarmStartEnded.of(self._sft_losses))
 
     def push(self, result: PushResult) -> None:
         """Writes one push of weights; its step is the version."""
