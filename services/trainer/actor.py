@@ -60,9 +60,7 @@ class Actor:
 
     @classmethod
     def create(cls, settings: TrainerSettings, hf_dir: str | Path, *, random: bool = False) -> "Actor":
-        """Joins the other ranks, builds this rank's part of the model and loads it.
-
-        The ranks' addresses come from torchrun's environment variables (see :mod:`.megatron.runtime`).
+        """Joins the other ranks (see :mod:`.megatron.runtime`), builds this rank's part of the model and loads it.
 
         Args:
             hf_dir: a Hugging Face checkpoint: ``config.json``, ``*.safetensors``, tokenizer.
@@ -70,8 +68,7 @@ class Actor:
 
         Raises:
             ConfigError: the checkpoint is missing, of an unknown family, or not what its config says; the layout divides neither
-                the world nor the model; or what is to be frozen or adapted is not in the model. It names the field, the value,
-                and what would be right.
+                the world nor the model; or what is to be frozen or adapted is not in the model.
             DeadlineExceeded, PeerLost, PeerFailed: the other ranks did not keep up.
         """
         hf_dir = Path(hf_dir)

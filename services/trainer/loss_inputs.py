@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.batch_metrics import Sum
-from services.trainer.batches import TEACHER, TrainBatch
+from services.trainer.batches import TEACHER, TrainBatch, rollouts_of
 from services.trainer.megatron import runtime
 from services.trainer.megatron.passes import LossFunction
 from services.trainer.objective.advantage import Advantages, distilled, needs, reward_advantages, token_advantages, whitened
@@ -79,7 +79,7 @@ class LossInputs:
         """Returns the advantages of this rank's samples before distillation and whitening."""
         partition, own, wanted = batch.partition, batch.indices, needs(self._objective)
         groups = [item.group for item in partition.items]
-        of_sample = reward_advantages(self._objective, self._rewards(partition), groups, batch.rollouts)[own]
+        of_sample = reward_advantages(self._objective, self._rewards(partition), groups, rollouts_of(partition, batch.sample_stats))[own]
         if ADVANTAGE in self._custom:
             shown = {name: _in_order(batch, field) for name, field in SHOWN.items() if field in batch.packed[0].fields}
             raw = [partition.rewards[index] for index in own]
