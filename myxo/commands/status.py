@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from myxo.commands.command_arguments import add_json, add_run
-from myxo.display.progress_display import display, panel
+from myxo.display.progress_display import Display, panel
 from myxo.launch import exit_report
 from myxo.run.run_access import BUS_ERRORS, Access, reach
 from myxo.run.run_summary import collect
@@ -24,9 +24,6 @@ from shared.runtime import exit_codes
 from shared.runtime.errors import MyxoError
 
 POLL_INTERVAL_S = 0.5
-
-REPORT_SECONDS = 120.0
-"""The time for which the summary is retried when the connection to the bus breaks."""
 
 
 class NotAtWork(MyxoError):
@@ -112,7 +109,7 @@ async def watch(run: str, directory: Path, console: Console) -> int:
             if not access.live:
                 raise NotAtWork(f"run {access.run} is not running; `myxo up` with its config goes on")
             await _until_end(access, console)
-        code = await exit_report.report_in_time(access.bus, access.run, access.directory, console, REPORT_SECONDS)
+        code = await exit_report.report_in_time(access.bus, access.run, access.directory, console)
         phase, reason = await runs.phase_and_reason(access.bus, access.run)
         if phase == runs.FAILED:
             print(f"myxo: run {access.run} failed: {reason}", file=sys.stderr)
@@ -124,7 +121,7 @@ async def _until_end(access: Access, console: Console) -> None:
     config, run, bus = access.config, access.run, access.bus
     began = await runs.trained_steps(bus, run)
     view = RunView.at_start(config, began)
-    registry, shown, phase = Registry(bus, run), display(console, time.monotonic()), runs.RUNNING
+    registry, shown, phase = Registry(bus, run), Display(console, time.monotonic()), runs.RUNNING
     try:
         while True:
             try:

@@ -132,7 +132,7 @@ def features(architecture: Architecture, layer: int) -> frozenset[str]:
     found = {"latent" if a.latent else "grouped", "moe" if a.is_moe_layer(layer) else "dense"}
     found.add("gate_up_fused" if a.fused_gate_up else "gate_up_apart")
     if a.latent:
-        found.add("full_queries" if a.latent.query_rank is None else "low_queries")
+        found.add("full_queries" if a.latent.q_lora_rank is None else "low_queries")
     if a.experts and a.experts.score == "sigmoid":
         found.add("expert_bias")
     if a.experts and a.experts.shared_ffn_hidden_size:
@@ -148,15 +148,15 @@ def sizes(architecture: Architecture) -> dict[str, int]:
         "head": a.head_dim,
         "queries": heads * a.head_dim,
         "keys": a.num_key_value_heads * a.head_dim,
-        "values": heads * (a.latent.value_head_dim if a.latent else a.head_dim),
+        "values": heads * (a.latent.v_head_dim if a.latent else a.head_dim),
         "ffn": a.ffn_hidden_size,
         "2*ffn": 2 * a.ffn_hidden_size,
     }
     if a.latent:
-        known["query_rank"] = a.latent.query_rank or 0
-        known["kv_rank"] = a.latent.key_value_rank
-        known["kv_rank+rope"] = a.latent.key_value_rank + a.latent.rope_head_dim
-        known["keys+values"] = heads * (a.latent.nope_head_dim + a.latent.value_head_dim)
+        known["query_rank"] = a.latent.q_lora_rank or 0
+        known["kv_rank"] = a.latent.kv_lora_rank
+        known["kv_rank+rope"] = a.latent.kv_lora_rank + a.latent.qk_pos_emb_head_dim
+        known["keys+values"] = heads * (a.latent.qk_head_dim + a.latent.v_head_dim)
     if a.experts:
         known["experts"] = a.experts.count
         known["expert_ffn"] = a.experts.ffn_hidden_size

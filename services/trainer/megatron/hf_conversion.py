@@ -3,6 +3,9 @@
 Both directions build the model in one process without initialising it: its parameters are reserved, never touched, so they
 take addresses and no memory, and give the name and offset in the format of each of them. Every bucket is written when it is read.
 A model may be larger than the machine's memory.
+
+DeepSeek-V3 and Kimi-K2 are published with 8-bit weights: a matrix is float8 (e4m3), with a float32 factor for each of its blocks. Only
+the conversion reads them. A run needs a copy in bfloat16, since its engines would take the pushed weights for 8-bit ones.
 """
 
 import json
@@ -33,7 +36,6 @@ from services.trainer.megatron.gather_plan import GatherUnit
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config
 from services.trainer.megatron.hf_weights import SafetensorsReader, parameters
 from services.trainer.megatron.lora import attach
-from services.trainer.megatron.quantized import BlockwiseReader, block_size
 from shared.model.architecture import Architecture
 from shared.model.families import read_architecture
 from shared.model.lora_targets import Lora
@@ -46,6 +48,9 @@ Progress = Callable[[int, int], None]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+_FACTORS = "_scale_inv"
+"""The suffix of the factors' name, after the name of the matrix."""
+
 _HF_FILES = "hf"
 """The directory of a converted checkpoint for the files beside the weights: config.json, the tokenizer."""
 
@@ -54,7 +59,7 @@ def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progr
     """Converts a Hugging Face checkpoint into a checkpoint directory of the trainer, with weights only.
 
     Args:
-        source: its weights may be 8-bit ones (see :mod:`.quantized`), which become bfloat16, or float32 where asked for.
+        source: its weights may be 8-bit ones, which become bfloat16, or float32 where asked for.
         target: must not exist; it appears complete or not at all, and holds one checkpoint, of step 0.
         dtype: ``float32`` or ``bfloat16``; None for that of the source.
 
@@ -208,3 +213,46 @@ def _dtype(source: Path, given: str | None) -> torch.dtype:
 def _check_target(target: Path) -> None:
     if target.exists():
         raise ConfigError("TARGET", str(target), "a path where nothing is yet")
+
+
+def block_size(hf_dir: Path) -> tuple[int, int] | None:
+    """Returns the rows and columns of a block; None for a checkpoint that is not quantized.
+
+    Raises:
+        ConfigError: it is quantized in another format.
+    """
+    path = hf_dir / "config.json"
+    found: Any = json.loads(path.read_text()).get("quantization_config")
+    if found is None:
+        return None
+    size = found.get("weight_block_size")
+    if found.get("quant_method") != "fp8" or found.get("fmt", "e4m3") != "e4m3" or not isinstance(size, list) or len(size) != 2:
+        raise ConfigError(f"{path}:quantization_config", found, "8-bit floats (e4m3) in blocks, or no such entry")
+    return int(size[0]), int(size[1])
+
+
+class BlockwiseReader(SafetensorsReader):
+    """Multiplies each block with its factor.
+
+    Args:
+        block: rows and columns of a block; the last ones of a matrix may be smaller.
+    """
+
+    def __init__(self, hf_dir: Path, block: tuple[int, int]) -> None:
+        super().__init__(hf_dir)
+        self._block = block
+
+    def names(self) -> set[str]:
+        return {name for name in super().names() if not name.endswith(_FACTORS)}
+
+    def read(self, name: str) -> Tensor:
+        tensor = super().read(name)
+        if name + _FACTORS not in self.files:
+            return tensor
+        factors = super().read(name + _FACTORS).float()
+        rows, columns = self._block
+        wanted = (-(-tensor.size(0) // rows), -(-tensor.size(1) // columns))
+        if tuple(factors.shape) != wanted:
+            raise ConfigError(f"{self.hf_dir}:{name}{_FACTORS}", tuple(factors.shape), f"shape {wanted}, a factor for each block")
+        spread = factors.repeat_interleave(rows, 0)[: tensor.size(0)].repeat_interleave(columns, 1)[:, : tensor.size(1)]
+        return (tensor.float() * spread).to(torch.bfloat16)

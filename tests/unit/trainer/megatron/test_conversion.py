@@ -118,7 +118,7 @@ def test_a_trainers_checkpoint_becomes_a_hugging_face_one(hf, make_actor, tmp_pa
         hf_conversion.to_hf(tmp_path / "run", tmp_path / "out", hf("moonlight"), 7, quiet)
     with pytest.raises(ConfigError) as error:
         hf_conversion.to_hf(tmp_path / "run", tmp_path / "out", hf("deepseek_v3"), None, quiet)
-    assert "latent.query_rank" in str(error.value) or "experts.groups" in str(error.value)
+    assert "latent.q_lora_rank" in str(error.value) or "experts.groups" in str(error.value)
     hf_conversion.to_hf(tmp_path / "run", tmp_path / "out", hf("moonlight"), None, quiet)
     assert same(load_file(tmp_path / "out" / "model.safetensors"), exported)
 
