@@ -15,7 +15,6 @@ repetitions. The library would replace our code where it is within 10 % of both.
 import argparse
 import asyncio
 import importlib.metadata
-import importlib.util
 import json
 import os
 import statistics
@@ -75,8 +74,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1.5, metavar="S", help="of a measurement, at least (default 1.5)")
     parser.add_argument("--repetitions", type=int, default=9, metavar="N", help="of each pair (default 9)")
     given = parser.parse_args()
-    if importlib.util.find_spec("hiredis") is None:
-        parser.error("redis-py is measured with hiredis, which is not installed: pip install hiredis")
     figures = asyncio.run(measure(given.seconds, given.repetitions))
     Console().print(table(figures))
     if given.json:

@@ -1,8 +1,8 @@
 """Blobs to and from the store at the pace of its socket: commands are gathered into one write, answers read into one buffer.
 
 The client library copies a value several times, which costs twice to four times the CPU for blobs of a few hundred kB
-(docs/dependencies.md). It still makes the connection (address, certificates, credentials); the code here only writes SET and GET on it and
-reads the answers. Errors are the library's own (`redis.exceptions`), so that callers know one kind.
+(docs/dependencies.md). It still makes the connection (address, certificates, credentials), and hiredis parses the answers; the code here
+only writes SET and GET on the socket and reads from it. Errors are the library's own (`redis.exceptions`), so that callers know one kind.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import hiredis
 import redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -41,6 +42,9 @@ _ERRORS: dict[str, type[Exception]] = {
 
 Answer = bytes | None | Exception
 """The answer to one command: a value or a status, None for an absent key, or the server's error."""
+
+_INCOMPLETE: Any = object()
+"""What the parser returns where no whole answer has come yet."""
 
 
 def options(url: str) -> dict[str, Any]:
@@ -74,61 +78,25 @@ def get_command(key: str) -> bytes:
 
 
 class Answers:
-    """Parses the server's answers (RESP2: statuses, errors, values) in a buffer that is used again and again.
+    """Parses the server's answers with hiredis, from a buffer that is used again and again.
 
-    Fill `space`, say how much with `filled`, then iterate over the answers that are complete.
+    Fill ``buffer`` from its beginning, say how much with `filled`, then iterate over the answers that are complete.
     """
 
     def __init__(self) -> None:
-        self._buffer = bytearray(BUFFER_BYTES)
-        self._start = self._end = 0
-        self._needed = 1
-
-    def space(self) -> memoryview:
-        """Returns the space for the next bytes, at least as many as the incomplete answer still needs."""
-        held = self._end - self._start
-        if not held:
-            self._start = self._end = 0
-        elif len(self._buffer) - self._end < max(self._needed, len(self._buffer) // 4):
-            if held + self._needed > len(self._buffer):
-                larger = bytearray(2 * (held + self._needed))
-                larger[:held] = self._buffer[self._start : self._end]
-                self._buffer = larger
-            else:
-                self._buffer[:held] = self._buffer[self._start : self._end]
-            self._start, self._end = 0, held
-        return memoryview(self._buffer)[self._end :]
+        self.buffer = bytearray(BUFFER_BYTES)
+        self._parser = hiredis.Reader(protocolError=RedisConnectionError, replyError=_refusal, notEnoughData=_INCOMPLETE)
 
     def filled(self, count: int) -> None:
-        self._end += count
+        self._parser.feed(self.buffer, 0, count)
 
     def __iter__(self) -> Iterator[Answer]:
-        while True:
-            line_end = self._buffer.find(b"\r\n", self._start, self._end)
-            if line_end < 0:
-                self._needed = 1
-                return
-            kind, line, after = self._buffer[self._start], self._buffer[self._start + 1 : line_end], line_end + 2
-            if kind == ord("$"):
-                size = int(line)
-                if size < 0:
-                    self._start = after
-                    yield None
-                    continue
-                self._needed = after + size + 2 - self._end
-                if self._needed > 0:
-                    return
-                self._start = after + size + 2
-                yield bytes(memoryview(self._buffer)[after : after + size])
-            elif kind in b"+:":
-                self._start = after
-                yield bytes(line)
-            elif kind == ord("-"):
-                self._start = after
-                text = line.decode(errors="replace")
-                yield _ERRORS.get(text.split(" ", 1)[0], ResponseError)(text)
-            else:
-                raise RedisConnectionError(f"an answer that begins with {chr(kind)!r}")
+        while (answer := self._parser.gets()) is not _INCOMPLETE:
+            yield answer
+
+
+def _refusal(text: str) -> Exception:
+    return _ERRORS.get(text.split(" ", 1)[0], ResponseError)(text)
 
 
 class Reader:
@@ -155,7 +123,7 @@ class Reader:
         while True:
             for answer in self._answers:
                 return answer
-            count = self._socket.recv_into(self._answers.space())
+            count = self._socket.recv_into(self._answers.buffer)
             if not count:
                 raise RedisConnectionError("the store closed the connection")
             self._answers.filled(count)
@@ -253,7 +221,7 @@ class BlobConnection:
 
     def _read(self) -> None:
         try:
-            count = self._socket.recv_into(self._answers.space())
+            count = self._socket.recv_into(self._answers.buffer)
             if not count:
                 raise RedisConnectionError("the store closed the connection")
             self._last_progress = time.monotonic()
