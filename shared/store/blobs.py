@@ -88,7 +88,7 @@ class Answers:
         self._parser = hiredis.Reader(protocolError=RedisConnectionError, replyError=_refusal, notEnoughData=_INCOMPLETE)
 
     def filled(self, count: int) -> None:
-        self._parser.feed(self.buffer, 0, count)
+        self._parser.feed(self.buffer, 0, count)  # type: ignore[arg-type]  # it takes any buffer
 
     def __iter__(self) -> Iterator[Answer]:
         while (answer := self._parser.gets()) is not _INCOMPLETE:
