@@ -16,8 +16,8 @@ from torch import Tensor
 from services.trainer.megatron import checkpoint, export, lora, passes, runtime
 from services.trainer.megatron.checkpoint import latest_step
 from services.trainer.megatron.checkpoint_writer import Save, SaveFailed
-from services.trainer.megatron.export import Bucket, Exporter
 from services.trainer.megatron.freezing import freeze
+from services.trainer.megatron.gather_plan import Bucket, GatherPlan
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config, wrap_chunks
 from services.trainer.megatron.hf_weights import load_hf
 from services.trainer.megatron.optimizer import Optimizer
@@ -26,8 +26,9 @@ from services.trainer.megatron.runtime import deadline, together
 from services.trainer.packing import PackedBatch
 from services.trainer.trainer_settings import DTYPES, TrainerSettings
 from shared.config.learning_rate import LearningRateSchedule
-from shared.model.families import Architecture, read_architecture
-from shared.model.parallel_layout import check_divisible
+from shared.model.architecture import Architecture
+from shared.model.families import read_architecture
+from shared.model.parallel_layout import division_problems
 from shared.runtime.errors import ConfigError
 
 __all__ = ["Actor", "SaveFailed", "StepResult", "latest_step"]
@@ -56,7 +57,7 @@ class Actor:
     def __init__(self, settings: TrainerSettings, hf_dir: Path, model: MegatronModel, optimizer: Optimizer) -> None:
         self.settings, self.hf_dir = settings, hf_dir
         self.model, self.optimizer = model, optimizer
-        self._exporter: Exporter | None = None
+        self._gather_plan: GatherPlan | None = None
         self._saving: Save | None = None
 
     @classmethod
@@ -82,7 +83,8 @@ class Actor:
         if trainer.deterministic:
             overrides["deterministic_mode"] = True
             runtime.make_deterministic()
-        check_divisible(architecture, settings.layout, overrides)
+        for problem in division_problems(architecture, settings.layout, overrides):
+            raise problem
         if settings.lora is not None:
             settings.lora.check(architecture, settings.layout, overrides)
         runtime.start(settings.layout, trainer.seed, trainer.collective_timeout)
@@ -240,10 +242,10 @@ class Actor:
         """Leaves the process group. The actor cannot be used afterwards."""
         runtime.stop()
 
-    def _export(self) -> Exporter:
-        if self._exporter is None:
-            self._exporter = Exporter(self._policy("export"))
-        return self._exporter
+    def _export(self) -> GatherPlan:
+        if self._gather_plan is None:
+            self._gather_plan = GatherPlan(self._policy("export"))
+        return self._gather_plan
 
     def _policy(self, what: str) -> MegatronModel:
         if self.settings.value_head:

@@ -115,8 +115,11 @@ def transformer_config(
 
 def _architecture_fields(a: Architecture, kind: type[TransformerConfig]) -> dict[str, Any]:
     """Returns the fields that follow from the architecture alone: its flags, and what has no flag or another name there."""
-    flags, known = flags_of(a), {field.name for field in dataclasses.fields(kind)}
-    fields: dict[str, Any] = {
+    known = {field.name for field in dataclasses.fields(kind)}
+    flags = {"rotary_scaling_factor": 1.0, **flags_of(a)}
+    if a.experts is not None and a.experts.groups == 1:
+        flags |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    fields = {
         **{name: value for name, value in flags.items() if name in known},
         "num_query_groups": a.num_key_value_heads,
         "kv_channels": a.head_dim,
@@ -125,24 +128,18 @@ def _architecture_fields(a: Architecture, kind: type[TransformerConfig]) -> dict
         "gated_linear_unit": True,
         "activation_func": F.silu,
     }
-    if a.latent is not None and a.rope.scaling is None:
-        fields["rotary_scaling_factor"] = 1.0
     if a.experts is not None:
-        fields |= {"num_moe_experts": a.experts.count, **_EXPERTS}
-        if a.experts.groups == 1:
-            fields |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
+        fields |= {
+            "num_moe_experts": a.experts.count,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_dtype": "fp32",
+            "moe_grouped_gemm": False,
+            "moe_permute_fusion": False,
+            # the biases stay as loaded: pre-training balanced the experts with them, and the engine chooses by them
+            "moe_router_bias_update_rate": 0.0,
+        }
     return fields
-
-
-_EXPERTS = {
-    "moe_router_load_balancing_type": "none",
-    "moe_aux_loss_coeff": 0.0,
-    "moe_router_dtype": "fp32",
-    "moe_grouped_gemm": False,
-    "moe_permute_fusion": False,
-    # the biases stay as loaded: pre-training balanced the experts with them, and the engine chooses by them
-    "moe_router_bias_update_rate": 0.0,
-}
 
 
 def laid_over(kind: type[T], fields: Mapping[str, Any], overrides: Mapping[str, Any], part: str) -> T:

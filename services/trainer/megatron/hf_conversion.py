@@ -31,8 +31,8 @@ from services.trainer.megatron.checkpoint import (
 )
 from services.trainer.megatron.checkpoint_reader import read_tensors
 from services.trainer.megatron.checkpoint_writer import StagedShards
-from services.trainer.megatron.export import Bucket, Exporter, copy_beside_weights, save_hf, write_json
-from services.trainer.megatron.gather_plan import GatherUnit
+from services.trainer.megatron.export import copy_beside_weights, save_hf, write_json
+from services.trainer.megatron.gather_plan import Bucket, GatherPlan, GatherUnit
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config
 from services.trainer.megatron.hf_weights import SafetensorsReader, parameters
 from services.trainer.megatron.lora import attach
@@ -45,6 +45,9 @@ from shared.runtime.errors import ConfigError
 
 Progress = Callable[[int, int], None]
 """A callback that is called with bytes done and bytes in all."""
+
+FILE_BYTES = 2 * 1024**3
+"""The bytes that are read from a distributed checkpoint at a time, and written to one safetensors file."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -117,7 +120,7 @@ def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progres
     lora = Lora(adapted["rank"], adapted["alpha"], tuple(adapted["targets"])) if adapted else None
     with _skeleton(architecture, DTYPES[marker["dtype"]], lora) as model:
         _read_adapters(path, model)
-        save_hf(StoredModel(model, path, progress), hf, target)
+        save_hf(StoredModel(model, path, progress), hf, target, FILE_BYTES)
     return target
 
 
@@ -137,10 +140,8 @@ def _read_adapters(path: Path, model: MegatronModel) -> None:
         held[name].copy_(tensor)
 
 
-class StoredModel(Exporter):
+class StoredModel(GatherPlan):
     """Exports the weights of a checkpoint: each bucket is read into the model's parameters, which hold nothing before and after."""
-
-    file_bytes = 2 * 1024**3
 
     def __init__(self, model: MegatronModel, path: Path, progress: Progress) -> None:
         super().__init__(model)
@@ -151,13 +152,13 @@ class StoredModel(Exporter):
         base = [unit for unit in units if unit.name in self._sharded]  # the adapters have been read
         read = read_tensors(self._path, {unit.name: self._sharded[unit.name] for unit in base}) if base else {}
         for name, tensor in read.items():
-            self.plan.local[name].parameter.data = tensor
+            self.local[name].parameter.data = tensor
         bucket = super().bucket(units, dtype)
         for name, tensor in read.items():
-            self.plan.local[name].parameter.data = tensor.new_empty(0)
+            self.local[name].parameter.data = tensor.new_empty(0)
         model_dtype = self.model.config.params_dtype
         self._done += sum(unit.nbytes(model_dtype) for unit in base)
-        self._progress(self._done, sum(unit.nbytes(model_dtype) for unit in self.plan.units))
+        self._progress(self._done, sum(unit.nbytes(model_dtype) for unit in self.units))
         return bucket
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from services.trainer.actor import Actor
 from services.trainer.control_client import REQUEST_SECONDS, ControlClient, now
-from services.trainer.megatron.export import Bucket, copy_beside_weights, write_config
+from services.trainer.megatron.export import copy_beside_weights, write_config
+from services.trainer.megatron.gather_plan import Bucket
 from shared.bus.registry import BROKEN_SNAPSHOT
 from shared.config.run_config import RunConfig
 from shared.schema.messages import ServiceStatus
