@@ -137,11 +137,6 @@ class Save:
         self._thread = threading.Thread(target=self._work, name=f"checkpoint {target.name}")
         self._thread.start()
 
-    @property
-    def done(self) -> bool:
-        """Returns whether this rank has nothing left to do; on rank 0: whether the checkpoint is published, or failed."""
-        return not self._thread.is_alive()
-
     def finish(self) -> Path:
         """Waits until the checkpoint is published, and returns where. This is a collective of all ranks.
 

@@ -1,6 +1,6 @@
 """The plan of gathering: which rank sends which parameter, and how it is made whole. Every export of the model uses it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
@@ -14,7 +14,6 @@ from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.hf_weights import LocalParameter, parameters
 from services.trainer.megatron.lora import adapters_of
 from services.trainer.megatron.runtime import deadline, device, gather_json, timeout_seconds
-from shared.model.architecture import Architecture
 from shared.model.tensor_table import TensorSource, parameter_sources
 
 Bucket = list[tuple[str, Tensor | None]]
@@ -114,17 +113,14 @@ class GatherPlan:
         adapters = [part for pair in self._adapters.values() for part in pair]
         self.local = {local.name: local for local in [*held, *adapters]}
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
-        shapes = [[local.name, *local.recipe.tensors[0][1]] for local in adapters]
+        shapes = dict(tensor for local in adapters for tensor in local.recipe.tensors)
         with deadline("the exchange of parameter names"):
             reported = gather_json([self.stage, [local.name for local in held], _frozen(held), shapes])
         self._stage_of = [stage for stage, _, _, _ in reported]
         self.source = self._stage_of.index(self.stage)
-        self.units = gather_units(model.architecture, [names for _, names, _, _ in reported])
-        adapter_units: dict[str, GatherUnit] = {}
-        for rank, (_, _, _, each) in enumerate(reported):
-            for name, *shape in each:
-                adapter_units.setdefault(name, GatherUnit(name, rank, ((name, tuple(shape)),)))
-        self.adapter_units = list(adapter_units.values())
+        self.units = gather_units(parameter_sources(model.architecture), [names for _, names, _, _ in reported])
+        adapter_sources = {name: TensorSource(((name, tuple(shape)),)) for *_, each in reported for name, shape in each.items()}
+        self.adapter_units = gather_units(adapter_sources, [list(each) for *_, each in reported])
         self.frozen = frozenset(name for _, _, names, _ in reported for name in names)
 
     @property
@@ -240,13 +236,12 @@ def _frozen(held: Sequence[LocalParameter]) -> list[str]:
     return [local.name for local in held if isinstance(local.parameter, torch.nn.Parameter) and not local.parameter.requires_grad]
 
 
-def gather_units(architecture: Architecture, held: Sequence[Sequence[str]]) -> list[GatherUnit]:
-    """Returns the units to be sent with their owners, in the model's order.
+def gather_units(sources: Mapping[str, TensorSource], held: Sequence[Sequence[str]]) -> list[GatherUnit]:
+    """Returns the units to be sent with their owners, in the order of ``sources``.
 
     Args:
         held: by rank, the global names of the parameters that it holds.
     """
-    sources = parameter_sources(architecture)
     position = {name: index for index, name in enumerate(sources)}
     owners: dict[str, int] = {}
     chosen: dict[TensorSource, str] = {}

@@ -62,12 +62,6 @@ class MegatronModel:
             chunk.zero_grad_buffer()
 
 
-def padded_vocab_size(architecture: Architecture, layout: ParallelLayout) -> int:
-    """Returns the number of rows of the embedding and the output layer: the vocabulary, rounded up to a multiple of the tensor-parallel
-    size."""
-    return round_up(architecture.vocab_size, layout.tensor)
-
-
 def transformer_config(
     architecture: Architecture, layout: ParallelLayout, dtype: torch.dtype, overrides: Mapping[str, Any]
 ) -> TransformerConfig:
@@ -167,7 +161,7 @@ def _build_chunk(a: Architecture, config: TransformerConfig, layout: ParallelLay
     model = GPTModel(
         config=config,
         transformer_layer_spec=decoder_spec(a, config, stage),
-        vocab_size=padded_vocab_size(a, layout),
+        vocab_size=round_up(a.vocab_size, layout.tensor),  # for the embedding and the output layer
         max_sequence_length=a.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
         post_process=last,

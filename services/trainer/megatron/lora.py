@@ -36,7 +36,7 @@ from services.trainer.megatron.hf_weights import LocalParameter, Recipe, numbere
 from services.trainer.megatron.layer_modules import ReplicatedLinear
 from services.trainer.megatron.runtime import device
 from shared.model.architecture import Architecture
-from shared.model.lora_targets import Lora
+from shared.model.lora_targets import Lora, projection
 from shared.runtime.errors import ConfigError
 
 ADAPTER_DIRECTORY = "adapter"
@@ -190,11 +190,6 @@ def attach(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: 
         if any(lora.takes(projection(matrix)) for matrix in made.names):
             linear.adapter = Adapter(linear, split, made, architecture, lora, config, seed)
             linear.__class__ = adapted
-
-
-def projection(matrix: str) -> str:
-    """Returns PEFT's name of a matrix with this Hugging Face name, as ``q_proj``."""
-    return matrix.split(".")[-2]
 
 
 def layers(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[tuple[str, Any]]:
