@@ -48,7 +48,9 @@ class Adam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient. Megatron gives no ``closure``."""
+        """Updates every parameter that has a gradient. ``closure`` is not supported."""
+        if closure is not None:
+            raise ValueError("closures are not supported")
         for group in self.param_groups:
             if not group["params"]:
                 continue  # as FusedAdam: an empty group does not count
