@@ -89,7 +89,7 @@ def catalogue() -> dict[str, Flag]:
 
 
 @cache
-def _spelled() -> dict[str, tuple[Flag, Any]]:
+def spellings() -> dict[str, tuple[Flag, Any]]:
     """Returns for every spelling, ``no_…`` of switches too, the flag and the value that a bare switch sets (None: it is no switch)."""
     found: dict[str, tuple[Flag, Any]] = {}
     for flag in catalogue().values():
@@ -99,31 +99,22 @@ def _spelled() -> dict[str, tuple[Flag, Any]]:
     return opposites | found
 
 
-def find(name: str) -> tuple[Flag, Any] | None:
-    """Returns the flag that a name (with underscores) spells, and what it sets as a bare switch (None: it takes a value)."""
-    return _spelled().get(name)
-
-
 def names() -> list[str]:
     """Returns every spelling of a flag that is not refused, with underscores."""
-    return [name for name, (flag, _) in _spelled().items() if not flag.refused]
+    return [name for name, (flag, _) in spellings().items() if not flag.refused]
 
 
 def canonical(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
     """Returns a config's ``[trainer.megatron]``, keys with dashes or underscores in any spelling, as name → plain value.
 
-    Args:
-        own: fields of Myxo's own config, which are refused here.
-
-    Raises ConfigError: an unknown or refused flag, a wrong value, two spellings that contradict one another.
+    Raises ConfigError: one of Myxo's ``own`` fields, an unknown or refused flag, a wrong value, two spellings that contradict one another.
     """
     result: dict[str, Any] = {}
     for key, value in given.items():
         name, path = key.replace("-", "_"), f"trainer.megatron.{key}"
         if name in own:
             raise ConfigError(path, value, f"a field of its own: {name}, outside of [trainer.megatron]")
-        known = find(name)
-        if known is None:
+        if (known := spellings().get(name)) is None:
             meant = near(name, names())
             hint = f"did you mean {meant}?" if meant else "`myxo flags` lists all"  # too many to tell
             raise ConfigError(path, value, f"unknown flag of Megatron's; {hint}")

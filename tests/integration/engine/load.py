@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import Generation, GenerationRequest
+from services.rollout.engine.receiver_client import WeightsState
 from shared.schema.messages import Sampling
 from tests.support.waiting import until
 
@@ -67,6 +68,11 @@ async def load(client: EngineClient) -> Load:
 async def served_version(client: EngineClient) -> str:
     """The weight version that the engine itself names."""
     return str((await asked(client, "GET", "/model_info"))["weight_version"])
+
+
+async def weights_state(client: EngineClient) -> WeightsState:
+    """What the engine itself knows of its weights."""
+    return WeightsState.of(await client.receivers.ask({"verb": "state"}, 30))
 
 
 @dataclass
