@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from services.rollout.colocated_engine import ColocatedEngine
-from services.rollout.engine.engine_client import EngineClient, ReceiveReport
+from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.receiver_client import ReceiverError
 from services.rollout.replica import Replica
 from services.rollout.served_version import NO_WEIGHTS
@@ -138,13 +138,7 @@ class WeightsReceiver:
                 served.compared(report.digest, bool(report.differences))
             else:
                 served.loaded(report.digest)
-            return WeightsReceived(
-                replica=self._service.instance,
-                digest=report.digest,
-                bytes=report.bytes,
-                seconds=report.seconds,
-                differences=report.differences,
-            )
+            return report
 
     async def _commit(self, request: WeightsCommit) -> Message:
         async with self._replica.update_lock:
@@ -205,7 +199,7 @@ class WeightsReceiver:
         await client.pause(self._mode, deadline=request.deadline)
         await client.begin_weight_update(deadline=request.deadline)
 
-    async def _taken(self, client: EngineClient, request: WeightsReceive) -> ReceiveReport:
+    async def _taken(self, client: EngineClient, request: WeightsReceive) -> WeightsReceived:
         self._receiving = True
         try:
             return await client.receive(request.version, request.push, request.channels, check=request.check, deadline=request.deadline)

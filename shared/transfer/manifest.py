@@ -70,6 +70,10 @@ class Manifest:
         for bucket in self.buckets:
             yield from bucket.slots
 
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self.buckets)
+
     @cached_property
     def encoded(self) -> bytes:
         """Returns JSON without the offsets, which follow from the rest."""

@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.receiver_client import ReceiveReport
+from shared.schema.messages import WeightsReceived
 from shared.transfer import digest
 from shared.transfer.bucket_ring import bucket_views
 from shared.transfer.digest import TensorDigest
@@ -92,7 +92,7 @@ class Pusher:
         only: slice = slice(None),
         then: Callable[[WeightsGroup], None] = lambda channel: None,
         deadline: float = 60.0,
-    ) -> list[ReceiveReport]:
+    ) -> list[WeightsReceived]:
         """Has the engines take the tensors, spread over the channels; the version is not set.
 
         Args:
@@ -119,12 +119,17 @@ class Pusher:
             await client.end_weight_update()
         return list(taken)
 
-    async def push(self, tensors: Tensors | torch.nn.Module, version: int) -> list[ReceiveReport]:
+    async def push(self, tensors: Tensors | torch.nn.Module, version: int) -> list[WeightsReceived]:
         """Has the engines take and name a version."""
         taken = await self.send(parameters(tensors), version)
         for client in self.clients:
             await client.set_weight_version(version)
         return taken
+
+
+async def held_weights(client: EngineClient) -> dict[str, Any]:
+    """What the receiver of the engine's first rank says that it holds: version, digest, channels."""
+    return (await client.receivers.ask({"verb": "state"}, JOIN_SECONDS))[0]
 
 
 def parameters(tensors: Tensors | torch.nn.Module) -> Tensors:

@@ -17,11 +17,11 @@ from services.rollout.engine.engine_errors import EngineError, InvalidRequest
 from services.rollout.engine.engine_memory import EngineMemory
 from services.rollout.engine.generation import Generation, GenerationRequest, group_body, parse_group, parse_version, wire_rid
 from services.rollout.engine.launch_command import RECEIVER_LOADER
-from services.rollout.engine.receiver_client import ReceiverClient, ReceiveReport, ReceiverError, WeightsState
+from services.rollout.engine.receiver_client import ReceiverClient, ReceiverError, report_of
 from services.rollout.engine.transport import EngineTransport
 from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.failures import log_failure
-from shared.schema.messages import Sampling, WeightChannelAddress
+from shared.schema.messages import Sampling, WeightChannelAddress, WeightsReceived
 from shared.transfer.digest import TensorDigest
 
 PauseMode = Literal["abort", "in_place", "retract"]
@@ -242,22 +242,17 @@ class EngineClient:
         """Ends a running ``receive``, and leaves channels that are still being joined. The engine answers as before."""
         await self.receivers.abort(deadline)
 
-    async def weights_state(self, *, deadline: float = CONTROL_SECONDS) -> WeightsState:
-        """Returns the engine's own record of its weights."""
-        return WeightsState.of(await self.receivers.ask({"verb": "state"}, deadline))
-
     async def adopt(self, version: int, tensors: Mapping[str, TensorDigest], *, deadline: float = CONTROL_SECONDS) -> str:
         """Tells the engine all tensors that were loaded into it by other means and have been checked; without any, its weights are unknown.
 
         Returns the version's digest.
         """
-        fields = {name: [known.dtype, list(known.shape), known.digest] for name, known in tensors.items()}
-        answers = await self.receivers.ask({"verb": "adopt", "version": version, "tensors": fields}, deadline)
+        answers = await self.receivers.ask({"verb": "adopt", "version": version, "tensors": tensors}, deadline)
         return str(answers[0]["digest"])
 
     async def receive(
         self, version: int, push: int, channels: Sequence[str], *, check: bool = False, deadline: float = WEIGHTS_SECONDS
-    ) -> ReceiveReport:
+    ) -> WeightsReceived:
         """Receives all buckets of a push from channels that were joined, or are being joined. The engine must be paused, or idle.
 
         Args:
@@ -272,7 +267,7 @@ class EngineClient:
             raise InvalidRequest("a push without begin_weight_update, which this engine wants first")
         command = {"verb": "receive", "version": version, "push": push, "channels": list(channels), "check": check}
         answers = await self.load_by(command, deadline=deadline, loads=not check)
-        return ReceiveReport.of(answers, self.url)
+        return report_of(answers, self.url)
 
     async def load_by(self, command: dict[str, Any], *, deadline: float, loads: bool = True) -> list[dict[str, Any]]:
         """Has every rank's scheduler run a command of its receiver, and returns the answers by rank. The engine must be paused or idle.

@@ -32,6 +32,7 @@ from tests.integration.engine.load import LONG, SAMPLING, generating, prompts
 from tests.integration.engine.reference import log_probs
 from tests.support.run_config import run_config
 from tests.support.waiting import until
+from tests.support.weights_group import held_weights
 
 EXACT = 1e-5
 SECONDS = 120
@@ -121,7 +122,7 @@ async def test_versions_from_disk(
         await announce(service, first)
         await serving(rollout, 1)
         await draws(client, checkpoint(1), 1)
-        assert (await client.weights_state()).digest == first.digest
+        assert (await held_weights(client))["digest"] == first.digest
 
         async with generating(client, 2) as running:
             second = write(snapshots, 2, checkpoint(2), current)
@@ -131,7 +132,7 @@ async def test_versions_from_disk(
             for _, generation in await running.result():
                 assert len(generation.tokens) == LONG and {span.version for span in generation.spans} == {1, 2}
         await draws(client, checkpoint(2), 2)
-        assert (await client.weights_state()).digest == second.digest
+        assert (await held_weights(client))["digest"] == second.digest
 
         third = write(snapshots, 3, checkpoint(1), current)
         file = third.tensor_files()[0]
@@ -179,6 +180,6 @@ async def test_weights_from_another_engine(
             for _, generation in await running.result():
                 assert generation.spans == (Span(0, LONG, 5),)
         await draws(overlapping_client, checkpoint(1), 5)
-        assert (await overlapping_client.weights_state()).digest == digest
+        assert (await held_weights(overlapping_client))["digest"] == digest
         cards = {card.instance: card.state for card in await joiner.service.registry.alive("rollout")}
         assert cards == {"rollout-1": "ready", "rollout-2": "ready"}

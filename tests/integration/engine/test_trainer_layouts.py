@@ -21,7 +21,7 @@ from services.trainer.megatron.export import copy_beside_weights
 from services.trainer.weights.snapshot_writer import on_host
 from services.trainer.weights.stage_sender import ChannelKind, StageSender
 from shared.schema.messages import Sampling, WeightChannelAddress
-from shared.transfer.digest import TensorDigest, version_digest
+from shared.transfer.digest import TensorDigest, decoded_digests, version_digest
 from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.weight_checkpoint import WeightCheckpoint, WeightCheckpoints
 from shared.transfer.weight_checkpoint_writer import WeightCheckpointWriter
@@ -188,10 +188,10 @@ def pushed_digest(actor: Actor, carried_by: ChannelKind, place: Path) -> str:
     sender.join(SECONDS)
     known: dict[str, TensorDigest] = {}
     for push in range(PUSHES):
-        sent = sender.finish(sender.stream(push, partial=False, seconds=SECONDS))
+        sent = sender.send(push, partial=False, seconds=SECONDS)
         assert sent.error is None, sent.error
-        for tensors in sender.agree({name: [one.dtype, one.shape, one.digest] for name, one in sent.known.items()}):
-            known |= {name: TensorDigest(dtype, tuple(shape), digest) for name, (dtype, shape, digest) in tensors.items()}
+        for tensors in sender.agree(sent.known):
+            known |= decoded_digests(tensors)
     sender.agree(wait_for(place / "pushed.json"))  # the engine has everything
     sender.close()
     return version_digest(known)

@@ -17,7 +17,7 @@ from shared.transfer import digest
 from tests.integration.engine.conftest import Checkpoints, fresh_client, running_engine
 from tests.integration.engine.load import LONG, SAMPLING, asked, generating, prompts, requests, served_version
 from tests.integration.engine.reference import log_probs, log_probs_with_kept_cache
-from tests.support.weights_group import JOIN_SECONDS, Pusher, WeightsGroup, parameters
+from tests.support.weights_group import JOIN_SECONDS, Pusher, WeightsGroup, held_weights, parameters
 
 EXACT = 1e-5
 
@@ -105,7 +105,7 @@ async def test_half_loaded_weights_draw_for_nobody(client: EngineClient, checkpo
         with pytest.raises(ReceiverError, match=r"rank 0: .*channel-\d+ at 127.0.0.1:\d+") as broken:
             await pusher.send(everything, 1, only=slice(2), then=WeightsGroup.die)
         assert broken.value.touched
-        assert (await client.weights_state()).digest == ""
+        assert (await held_weights(client))["digest"] == ""
         await client.resume()
         with pytest.raises(InvalidRequest, match="half-loaded"):
             await client.generate_group(requests(1), SAMPLING)
@@ -124,7 +124,7 @@ async def test_a_source_that_falls_silent(client: EngineClient, checkpoint: Chec
             await pusher.send(parameters(checkpoint(1).model), 1, only=slice(sent), deadline=2)
         assert silent.value.touched == bool(sent)
         await asked(client, "GET", "/server_info")
-        assert (await client.weights_state()).channels == frozenset()  # what is still on its way there belongs to nobody
+        assert (await held_weights(client))["channels"] == []  # what is still on its way there belongs to nobody
     if not sent:
         await serves(client, checkpoint, 0, 0)
 
@@ -161,7 +161,7 @@ async def test_channels_that_others_never_join(client: EngineClient, checkpoint:
 async def test_channels_side_by_side(client: EngineClient, checkpoint: Checkpoints) -> None:
     """As from the stages of a pipeline. A push of a part keeps what is known of the rest, and a check sees every element."""
     new = parameters(checkpoint(1).model)
-    assert (await client.weights_state()).digest == ""  # loaded from disk, so nobody has told
+    assert (await held_weights(client))["digest"] == ""  # loaded from disk, so nobody has told
     async with Pusher.over(client, names=[name(), name()]) as pusher:
         (taken,) = await pusher.push(new, 1)
         assert taken.digest == pusher.digest and taken.bytes >= sum(tensor.nbytes for tensor in new.values())
@@ -169,7 +169,7 @@ async def test_channels_side_by_side(client: EngineClient, checkpoint: Checkpoin
         newest = parameters(checkpoint(2).model)
         (taken,) = await pusher.push({one: newest[one] for one in list(newest)[::3]}, 2)
         mixed = {one: (newest if place % 3 == 0 else new)[one].detach().clone() for place, one in enumerate(new)}
-        assert taken.digest == pusher.digest == (await client.weights_state()).digest
+        assert taken.digest == pusher.digest == (await held_weights(client))["digest"]
         (checked,) = await pusher.send(mixed, 2, check=True)
         assert checked.differences == {} and checked.digest == taken.digest
         for _ in range(2):  # the second time by the plan that the first has made
@@ -179,7 +179,7 @@ async def test_channels_side_by_side(client: EngineClient, checkpoint: Checkpoin
         tampered["model.norm.weight"][:] = -tampered["model.norm.weight"]
         (checked,) = await pusher.send(tampered, 3, check=True)
         assert checked.differences == {"model.layers.1.self_attn.k_proj.weight": 1, "model.norm.weight": 64}
-        assert (await client.weights_state()).digest == taken.digest
+        assert (await held_weights(client))["digest"] == taken.digest
         await serves(client, checkpoint, 2, 3)
 
 
@@ -241,12 +241,12 @@ async def test_what_was_loaded_by_other_means(client: EngineClient, pusher: Push
     await pusher.push(checkpoint(1).model, 1)
     known = dict(pusher.known)
     await client.update_weights_from_disk(str(checkpoint(1).path), 2)
-    assert (await client.weights_state()).digest == ""
+    assert (await held_weights(client))["digest"] == ""
     assert await client.adopt(2, known) == pusher.digest
-    state = await client.weights_state()
-    assert (state.version, state.digest) == (2, digest.version_digest(known))
+    state = await held_weights(client)
+    assert (state["version"], state["digest"]) == (2, digest.version_digest(known))
     await pusher.push({"model.norm.weight": checkpoint(2).model.model.norm.weight}, 3)
-    assert (await client.weights_state()).digest == pusher.digest
+    assert (await held_weights(client))["digest"] == pusher.digest
 
 
 async def test_load_from_disk(client: EngineClient, checkpoint: Checkpoints) -> None:

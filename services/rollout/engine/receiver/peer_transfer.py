@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.rollout.engine.receiver.receiver import ReceiveError, Receiver
+from services.rollout.engine.receiver.receiver import ReceiveError, Receiver, said_by
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.schema.messages import WeightChannelAddress
 from shared.transfer.bucket_hashing import ManifestHasher
 from shared.transfer.bucket_ring import bucket_views
-from shared.transfer.digest import TensorDigest
+from shared.transfer.digest import decoded_digests
 from shared.transfer.group_channel import GroupReceiver, GroupSender, on_stream
 from shared.transfer.manifest import ITEM_BYTES, Manifest, lay_out
 from shared.transfer.weight_channel import POLL_INTERVAL_S, ChannelBroken, TransferDeadline
@@ -42,8 +42,8 @@ BROKEN_LINGER_SECONDS = 2.0
 _PUSH = 0
 """The number of the only push of such a channel."""
 
-_TENSORS, _SUMS, _DONE = "tensors", "sums", "done"
-"""The store's keys: the list of the version's tensors, the digests of the sent tensors, and the destination's sign that it is done."""
+_PROOF, _DONE = "proof", "done"
+"""The store's keys: the digests of the version's tensors and of the sent ones, and the destination's sign that it is done."""
 
 
 def send_to_peer(receiver: Receiver, order: Mapping[str, Any], deadline: TransferDeadline) -> dict[str, Any]:
@@ -68,8 +68,7 @@ def receive_from_peer(receiver: Receiver, order: Mapping[str, Any], deadline: Tr
         channel.join(deadline)
         return _received(receiver, channel, int(order["version"]), deadline)
     except (MyxoError, RuntimeError) as error:
-        reason = str(error) if isinstance(error, MyxoError) else f"{type(error).__name__}: {error}"
-        raise ReceiveError(reason, touched=not receiver.known) from error
+        raise ReceiveError(said_by(error), touched=not receiver.known) from error
     finally:
         channel.close()
 
@@ -101,7 +100,7 @@ class PeerTransfer:
 
     def __init__(self, receiver: Receiver, name: str, address: str, seconds: float) -> None:
         self._receiver, self._deadline = receiver, TransferDeadline(seconds)
-        self._version = {"version": receiver.version, "digest": receiver.digest, "tensors": _as_json(receiver.known)}
+        self._known = dict(receiver.known)
         self.channel = GroupSender(name, address, 2, receiver.device, paced=True)
         receiver.before_change.add(self.channel.abort)
 
@@ -114,8 +113,8 @@ class PeerTransfer:
             self._send()
             linger = LINGER_SECONDS
         except Exception as error:
-            channel.abort(str(error) if isinstance(error, MyxoError) else f"{type(error).__name__}: {error}")
-            log.info("transfer %s of version %d ended: %s", channel.name, self._version["version"], channel.broken)
+            channel.abort(said_by(error))
+            log.info("transfer %s ended: %s", channel.name, channel.broken)
         finally:
             self._receiver.before_change.discard(channel.abort)
             self._linger(linger)
@@ -127,7 +126,6 @@ class PeerTransfer:
         tensors = tensors_of(self._receiver.model)
         manifest = manifest_of(tensors)
         hasher = ManifestHasher(manifest, device)
-        channel.note(_TENSORS, json.dumps(self._version))
         with on_stream(torch.cuda.Stream(device) if device.type == "cuda" else None):  # beside the engine's own
             channel.announce(_PUSH, manifest, self._deadline.left)
             for index, bucket in enumerate(manifest.buckets):
@@ -139,7 +137,7 @@ class PeerTransfer:
             channel.finish()
             sums = hasher.digests()
         channel.raise_if_broken()  # a tensor may have been read after it had begun to change
-        channel.note(_SUMS, json.dumps({name: f"{tensor.digest:016x}" for name, tensor in sums.items()}))
+        channel.note(_PROOF, json.dumps([self._known, sums]))
 
     def _linger(self, seconds: float) -> None:
         """Keeps the store for as long as the destination may read it."""
@@ -151,10 +149,6 @@ class PeerTransfer:
 
 def _received(receiver: Receiver, channel: GroupReceiver, version: int, deadline: TransferDeadline) -> dict[str, Any]:
     started = time.monotonic()
-    offered = _noted(channel, _TENSORS, "the list of a version's tensors", deadline)
-    known = {name: TensorDigest(dtype, tuple(shape), int(found, 16)) for name, (dtype, shape, found) in offered["tensors"].items()}
-    if offered["version"] != version:
-        raise BadMessage(f"version {offered['version']} is sent where {version} was asked for")
     manifest = channel.manifest(_PUSH, deadline)
     tensors = tensors_of(receiver.model)
     own, theirs = ({slot.name: (slot.dtype, slot.shape) for slot in described.slots()} for described in (manifest_of(tensors), manifest))
@@ -173,25 +167,16 @@ def _received(receiver: Receiver, channel: GroupReceiver, version: int, deadline
         got = hasher.digests()
         if receiver.device.type == "cuda":
             torch.cuda.current_stream(receiver.device).synchronize()
-    sums = _noted(channel, _SUMS, "the sums of what was sent", deadline)
-    differing = [name for name, found in got.items() if sums.get(name) != f"{found.digest:016x}"]
-    if differing:
+    try:
+        known, sums = map(decoded_digests, json.loads(channel.read(_PROOF, "the digests of what was sent", deadline)))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BadMessage(f"{channel.source}: digests that cannot be read: {error}") from error
+    if differing := [name for name, found in got.items() if sums.get(name) != found]:
         raise ChannelBroken(f"{len(differing)} tensors did not arrive as they were sent, {differing[0]} among them")
     receiver.adopt(version, known)
-    if receiver.digest != offered["digest"]:
-        receiver.adopt(-1, {})
-        raise BadMessage("the source's digest is not that of the tensors that it names")
     with contextlib.suppress(RuntimeError):  # the source need not wait any longer; it would only wait for a limited time anyway
         channel.store.set(_DONE, "1")
-    return {"digest": receiver.digest, "bytes": sum(b.nbytes for b in manifest.buckets), "seconds": time.monotonic() - started}
-
-
-def _noted(channel: GroupReceiver, key: str, what: str, deadline: TransferDeadline) -> Any:
-    """Returns the value that the source has stored. Raises ChannelBroken, BadMessage."""
-    try:
-        return json.loads(channel.read(key, what, deadline))
-    except ValueError as error:
-        raise BadMessage(f"{channel.source}: {what} that cannot be read: {error}") from error
+    return {"digest": receiver.digest, "bytes": manifest.nbytes, "seconds": time.monotonic() - started}
 
 
 def manifest_of(tensors: Mapping[str, Tensor]) -> Manifest:
@@ -203,7 +188,3 @@ def manifest_of(tensors: Mapping[str, Tensor]) -> Manifest:
             raise BadMessage(f"{name} is of dtype {dtype}, which does not travel between engines")
         described.append((name, dtype, tuple(tensor.shape)))
     return lay_out(described, BUCKET_BYTES)
-
-
-def _as_json(known: Mapping[str, TensorDigest]) -> dict[str, Any]:
-    return {name: [tensor.dtype, list(tensor.shape), f"{tensor.digest:016x}"] for name, tensor in known.items()}

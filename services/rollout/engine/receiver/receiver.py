@@ -43,14 +43,9 @@ class ReceiveError(MyxoError):
         super().__init__(reason)
 
 
-@dataclass(frozen=True)
-class ReceivedPush:
-    """A push that was received. ``bytes``: of all buckets. ``differences``: of a check, name → elements that differ."""
-
-    digest: str
-    bytes: int
-    seconds: float
-    differences: dict[str, int]
+def said_by(error: BaseException) -> str:
+    """Returns what an error says, with its kind unless it is one of ours."""
+    return str(error) if isinstance(error, MyxoError) else f"{type(error).__name__}: {error}"
 
 
 class ManifestLayout:
@@ -148,10 +143,13 @@ class Receiver:
 
     # ------------------------------------------------------------------------------------------------------ receiving
 
-    def receive(self, version: int, push: int, channels: Sequence[str], deadline: TransferDeadline, *, check: bool = False) -> ReceivedPush:
+    def receive(
+        self, version: int, push: int, channels: Sequence[str], deadline: TransferDeadline, *, check: bool = False
+    ) -> dict[str, Any]:
         """Receives one push from these channels and loads it, or compares it with the model's weights.
 
-        Channels on which a push has failed are left, since data of the failed push may still be in transit over them.
+        Channels on which a push has failed are left, since data of the failed push may still be in transit over them. Returns the fields of
+        `shared.schema.messages.WeightsReceived`.
 
         Raises:
             ReceiveError: for every failure.
@@ -168,8 +166,7 @@ class Receiver:
                 self.adopt(-1, {})
             self.leave()
             self._settle()
-            reason = str(error) if isinstance(error, MyxoError) else f"{type(error).__name__}: {error}"
-            raise ReceiveError(reason, reception.touched) from error
+            raise ReceiveError(said_by(error), reception.touched) from error
 
     def _joined(self, names: Sequence[str], deadline: TransferDeadline) -> list[ChannelReceiver]:
         channels = self._channels
@@ -252,12 +249,7 @@ class _Stream:
 
     channel: ChannelReceiver
     layout: ManifestLayout
-    first: Tensor | None = None
     adapter: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.layout.manifest
 
 
 class _Reception:
@@ -269,7 +261,7 @@ class _Reception:
         self._streams: list[_Stream] = []
         self._differences: dict[str, int | Tensor] = {}
 
-    def run(self, channels: Sequence[ChannelReceiver]) -> ReceivedPush:
+    def run(self, channels: Sequence[ChannelReceiver]) -> dict[str, Any]:
         started, receiver = time.monotonic(), self._receiver
         with receiver.on_stream():  # before any broadcast is issued: beginning waits for the device, and a broadcast may never end
             manifests = [channel.manifest(self._push, self._deadline) for channel in channels]
@@ -280,8 +272,8 @@ class _Reception:
             self._drain()
         seconds = time.monotonic() - started
         differences = {name: int(count) for name, count in self._differences.items() if int(count)}
-        nbytes = sum(bucket.nbytes for manifest in manifests for bucket in manifest.buckets)
-        return ReceivedPush(self._learn(differences), nbytes, seconds, differences)
+        nbytes = sum(manifest.nbytes for manifest in manifests)
+        return {"digest": self._learn(differences), "bytes": nbytes, "seconds": seconds, "differences": differences}
 
     def _learn(self, differences: dict[str, int]) -> str:
         """Records the tensors that the model holds now. Returns the version's digest."""
@@ -297,21 +289,23 @@ class _Reception:
 
     def _take_all(self) -> None:
         """Receives the channels' buckets in turn, in the same order on all engines. Loading begins once every channel has brought one."""
+        held = [stream for stream in self._streams if stream.layout.manifest.buckets]
         for stream in self._streams:
             stream.layout.hasher.begin()
-            if stream.manifest.buckets:
-                stream.first = stream.channel.take(0, stream.manifest.buckets[0].nbytes, self._deadline)
-        for index in range(max((len(stream.manifest.buckets) for stream in self._streams), default=0)):
-            for stream in self._streams:
-                if index < len(stream.manifest.buckets):
-                    self._take(stream, index)
+        first = [self._taken(stream, 0) for stream in held]
+        for stream, flat in zip(held, first, strict=True):
+            self._load(stream, 0, flat)
+        for index in range(1, max((len(stream.layout.manifest.buckets) for stream in held), default=0)):
+            for stream in held:
+                if index < len(stream.layout.manifest.buckets):
+                    self._load(stream, index, self._taken(stream, index))
 
-    def _take(self, stream: _Stream, index: int) -> None:
-        bucket, flat = stream.manifest.buckets[index], stream.first
-        if flat is None:
-            flat = stream.channel.take(index, bucket.nbytes, self._deadline)
-        stream.first = None
-        if stream.manifest.kind == "adapter":
+    def _taken(self, stream: _Stream, index: int) -> Tensor:
+        return stream.channel.take(index, stream.layout.manifest.buckets[index].nbytes, self._deadline)
+
+    def _load(self, stream: _Stream, index: int, flat: Tensor) -> None:
+        bucket = stream.layout.manifest.buckets[index]
+        if stream.layout.manifest.kind == "adapter":
             stream.adapter |= {name: tensor.clone() for name, tensor in bucket_views(bucket, flat)}
         elif self._check:
             for name, count in load_plan.compare(self._receiver.model, bucket, flat).items():
@@ -330,7 +324,7 @@ class _Reception:
             return
         if receiver.model_path is None:
             raise BadMessage("an adapter came, but the engine's checkpoint, over which it is to be laid, is not known")
-        made = merged(stream.manifest, stream.adapter, Path(receiver.model_path))
+        made = merged(stream.layout.manifest, stream.adapter, Path(receiver.model_path))
         if self._check:
             for name, tensor in made:
                 bucket = lay_out([(name, "float32", tuple(tensor.shape))], tensor.nbytes).buckets[0]
