@@ -20,6 +20,7 @@ from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.runtime import deadline, together
 from shared.runtime.atomic_files import fsync_tree, publish, scratch
+from shared.transfer.tensor_file import draft_shard, name_shards
 
 Bucket = list[tuple[str, Tensor | None]]
 
@@ -123,24 +124,13 @@ class HfWriter:
 
     def add(self, tensors: dict[str, Tensor]) -> None:
         held = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(held, self._numbered(len(self.files)), metadata={"format": "pt"})
+        save_file(held, draft_shard(self.scratch, len(self.files)), metadata={"format": "pt"})
         self.files.append(list(held))
         self.bytes += sum(tensor.nbytes for tensor in held.values())
 
     def finish(self, dtype: torch.dtype) -> None:
-        total = len(self.files)
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self.files):
-            file = "model.safetensors" if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
-            self._numbered(number).rename(self.scratch / file)
-            weight_map.update(dict.fromkeys(names, file))
-        if total > 1:
-            index = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
-            (self.scratch / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        name_shards(self.scratch, self.files, "model", self.bytes)
         copy_beside_weights(self.source, self.scratch)
         write_config(self.scratch, str(dtype).removeprefix("torch."))
         fsync_tree(self.scratch)
         publish(self.scratch, self.target)
-
-    def _numbered(self, number: int) -> Path:
-        return self.scratch / f"shard-{number}.safetensors"
