@@ -21,7 +21,7 @@ from shared.transfer.memory_channel import MemorySender
 from shared.transfer.weight_channel import ChannelBroken, ChannelSender
 
 ChannelKind = Literal["group", "memory"]
-SENDERS: dict[ChannelKind, type[ChannelSender]] = {"group": GroupSender, "memory": MemorySender}
+SENDERS: dict[ChannelKind, Callable[[str, str, int, torch.device], ChannelSender]] = {"group": GroupSender, "memory": MemorySender}
 
 
 class SentPush(NamedTuple):
