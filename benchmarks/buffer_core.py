@@ -31,7 +31,7 @@ from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState
 from shared.config.sections import RolloutSection
 from shared.schema.ledger import GroupsAdmitted, LedgerRecord, group_id
-from shared.schema.messages import Failed, Message, Payload, SampleMeta, Score, Scored
+from shared.schema.messages import Failed, Message, Payload, SampleMeta, Scored
 
 EVENTS_GOAL = 50_000
 """Events per second."""
@@ -203,7 +203,7 @@ def scored(number: int, samples: int, oldest: int, dice: random.Random) -> Score
         attempt=0,
         payload=Payload(keys=[f"benchmark:group:{name}:0:0"], bytes=100_000),
         samples=[SampleMeta(tokens=dice.randint(100, 9000), oldest=oldest, newest=oldest + 1, finish="stop") for _ in range(samples)],
-        scores=[Score(reward=dice.random()) for _ in range(samples)],
+        rewards=[dice.random() for _ in range(samples)],
         replica="rollout-0",
         environment="math",
         started=1_700_000_000.0 + number,

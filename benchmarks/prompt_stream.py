@@ -24,7 +24,7 @@ from tokenizers import models, pre_tokenizers
 
 from shared.config.run_config import RunConfig, parse
 from shared.data.prompts import TrainingPrompts
-from shared.data.row_order import EpochOrder
+from shared.data.row_order import MixedOrder
 from shared.data.tokenizer import Tokenizer
 
 LINES, READS = 10_000_000, 1_000_000
@@ -67,7 +67,7 @@ def measure(lines: int, reads: int) -> dict[str, Any]:
         resumed_at = _done(directory)
         resumed = _reader(directory, lines, reads)
         rows = np.fromfile(directory / "rows.bin", dtype=np.int64)
-    order = EpochOrder(lines, True, SEED)
+    order = MixedOrder([lines], [1.0], True, SEED)
     numbers = sorted({*range(0, reads, max(1, reads // 1000)), *range(max(0, resumed_at - 5), min(reads, resumed_at + 5))})
     expected = [order.row(number) for number in numbers]
     once = all(len(np.unique(rows[first : first + lines])) == len(rows[first : first + lines]) for first in range(0, len(rows), lines))

@@ -33,18 +33,9 @@ from shared.bus.stream_replay import last_sequence
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.schema.ledger import (
-    BatchFormed,
-    BatchTrained,
-    CheckpointDurable,
-    GroupsAdmitted,
-    GroupsScored,
-    LedgerRecord,
-    ScoredGroup,
-    VersionLive,
-)
+from shared.schema.ledger import BatchFormed, BatchTrained, CheckpointDurable, GroupsAdmitted, GroupsScored, LedgerRecord, VersionLive
 from shared.schema.ledger import group_id as group_id_of
-from shared.schema.messages import Payload, SampleMeta
+from shared.schema.messages import Payload, SampleMeta, ScoredGroup
 from tests.integration.buffer.player import Player
 from tests.support.run_config import run_config, write_jsonl
 from tests.support.service_process import ServiceProcess

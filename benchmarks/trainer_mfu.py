@@ -82,7 +82,7 @@ def measure(case: str, steps: int, profile: bool) -> dict[str, Any]:
 
     from services.trainer import flops
     from services.trainer.actor import Actor
-    from services.trainer.objective import PolicyLoss
+    from services.trainer.objective.loss import PolicyLoss
     from services.trainer.trainer_settings import TrainerSettings
     from shared.config.algorithm import AlgorithmSection
     from shared.config.trainer_section import TrainerSection

@@ -52,7 +52,7 @@ async def ours(name: str, workers: int) -> Any:
     await pool.start()
 
     async def score(call: tuple[list[str], str], deadline_s: float) -> list[float]:
-        return await pool.score(*call, deadline_s)
+        return [score.reward for score in await pool.score(*call, deadline_s)]
 
     yield score
     await pool.close()

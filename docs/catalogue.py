@@ -9,7 +9,7 @@ import sys
 import types
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from shared.bus.streams import DUPLICATE_WINDOW
 from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.config.sections import BusSection
-from shared.schema import ledger, messages
+from shared.schema import ledger, messages, weight_messages
 from shared.schema.ledger import LedgerRecord
 from shared.schema.messages import SCHEMA, Message, Part, Tokens
 
@@ -48,12 +48,12 @@ def settle(path: Path, page: str, check: bool) -> int:
 def render() -> str:
     """The whole page."""
     concrete = [model for model in Message.kinds.values() if not model.__subclasses__()]
-    flow = [model for model in concrete if model.__module__ == messages.__name__]
+    flow = [model for module in (messages, weight_messages) for model in concrete if model.__module__ == module.__name__]
     records = [model for model in concrete if issubclass(model, LedgerRecord)]
     lines = [
         "# Messages",
         "",
-        "Written by `python -m docs.catalogue` from `shared/schema/messages.py` and `shared/schema/ledger.py`; do not edit it by hand.",
+        "Written by `python -m docs.catalogue` from `messages.py`, `weight_messages.py` and `ledger.py` in `shared/schema`. Do not edit.",
         "",
         f'Every message is a MessagePack map `{{"schema": {SCHEMA}, "kind": <name>, …fields}}`. A receiver refuses an unknown schema',
         "version, an unknown kind, an unknown or missing field and a value that does not fit, naming it. An array is a map",
@@ -72,7 +72,7 @@ def render() -> str:
     for model in records:
         lines += _section(model, f"Event `{model.event()}`." if issubclass(model, LedgerRecord) else "")
     lines += ["## Parts", "", "Maps inside messages.", ""]
-    for part in (part for module in (messages, ledger) for part in vars(module).values() if _is_part(part, module.__name__)):
+    for part in (part for module in (messages, weight_messages) for part in vars(module).values() if _is_part(part, module.__name__)):
         lines += _section(part)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -90,7 +90,7 @@ def _names() -> list[str]:
         (run.replica_weights("<replica>", "<verb>"), "request and reply", "the `Weights…` messages of a push"),
         (run.environment("<environment>", "<verb>"), "request and reply", "plain maps, the [environment protocol](environments.md)"),
         (run.event("weights", "live"), f"stream `{run.events_stream}`, oldest discarded when full", "`WeightsLive`"),
-        (run.event("trainer", "step"), f"stream `{run.events_stream}`", "`TrainerStep`"),
+        (run.event("trainer", "step"), f"stream `{run.events_stream}`", "`Trained`"),
         (run.event("trainer", "warm_start"), f"stream `{run.events_stream}`", "`WarmStartEnded`"),
         (run.event("service", "<what>"), f"stream `{run.events_stream}`", "`ServiceEvent`"),
     ]
@@ -110,7 +110,7 @@ def _is_part(value: object, module: str) -> bool:
     """Whether it is a part of messages that the module defines."""
     if not isinstance(value, type) or value.__module__ != module or value is Part:
         return False
-    return issubclass(value, Part) or is_dataclass(value)
+    return (issubclass(value, Part) and not issubclass(value, Message)) or is_dataclass(value)
 
 
 def _section(model: Any, note: str = "") -> list[str]:
@@ -136,6 +136,8 @@ def _type(annotation: Any) -> str:
         return "nil"
     if annotation is Any:
         return "any"
+    if origin is Annotated:
+        return _type(arguments[0])
     if origin in (Union, types.UnionType):
         return " or ".join(_type(argument) for argument in arguments)
     if origin is Literal:

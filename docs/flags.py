@@ -5,16 +5,19 @@ and `docs.flag_tables` give, or the page is not what the catalogue says.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 from docs import megatron_catalogue
 from docs.catalogue import settle
+from docs.flag_tables import SLIME
 from shared.config import megatron_flags
 from shared.config.megatron_flags import UNSET, Flag
 from shared.config.run_config import field_sections
 
 CATALOGUE = Path(megatron_flags.__file__).with_name("megatron_flags.json")
+OF_SLIME = "a flag of slime's; "
 PAGE = Path(__file__).with_name("megatron-flags.md")
 
 TOP = """# Megatron's flags
@@ -85,7 +88,7 @@ def page() -> str:
     passed = [flag for flag in flags if flag.fixed is UNSET and flag.groups and flag.groups != ("architecture",)]
     compared = [flag for flag in flags if flag.groups == ("architecture",)]
     fixed = [flag for flag in flags if flag.fixed is not UNSET]
-    lines = [TOP.replace("{version}", megatron_flags.megatron_core()), "## Passed on", ""]
+    lines = [TOP.replace("{version}", json.loads(CATALOGUE.read_text())["megatron_core"]), "## Passed on", ""]
     lines += ["| flag | value | default | goes to |", "|---|---|---|---|"]
     lines += [f"| {_names(flag)} | {_kind(flag)} | {_value(flag.default)} | {', '.join(flag.groups)} |" for flag in passed]
     lines += ["", "## Compared with the checkpoint", "", "| flag | value |", "|---|---|"]
@@ -95,9 +98,11 @@ def page() -> str:
     lines += ["", "## Not taken", "", "| flags | why, or what to use instead |", "|---|---|"]
     reasons: dict[str, list[str]] = {}
     for flag in flags:
-        if flag.refused:
+        if flag.refused and flag.name not in SLIME:
             reasons.setdefault(flag.reason, []).append(_names(flag))
     lines += [f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items()]
+    lines += ["", "## Flags of slime's that are no fields of the config", "", "| flag | what to do |", "|---|---|"]
+    lines += [f"| {_names(flag)} | {flag.reason.removeprefix(OF_SLIME)} |" for flag in flags if flag.name in SLIME]
     return "\n".join(lines) + "\n"
 
 

@@ -20,7 +20,8 @@ from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config.run_config import RunConfig
 from shared.runtime.service_base import settle
 from shared.schema import sample
-from shared.schema.messages import Message, Payload, Score, Scored, Task, WeightsLive
+from shared.schema.messages import Message, Payload, Scored, Task
+from shared.schema.weight_messages import WeightsLive
 from shared.store.payload_store import Store
 
 LOT_BYTES = 4 << 20
@@ -92,7 +93,7 @@ class Producer:
             attempt=task.attempt,
             payload=Payload(keys=keys, bytes=sum(map(len, encoded))),
             samples=[one.meta() for one in samples],
-            scores=[Score(reward=float(index % 2)) for index in range(task.n)],
+            rewards=[float(index % 2) for index in range(task.n)],
             replica="producer",
             environment=task.environment,
             started=started,

@@ -4,13 +4,13 @@ import argparse
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run
+from myxo.display.text import figure_table
 from myxo.run.run_access import reach
 from shared.bus import stream_replay
 from shared.bus.subjects import Subjects
@@ -18,6 +18,9 @@ from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes
 from shared.schema.ledger import LedgerRecord
 from shared.schema.ledger_audit import Audit, AuditReport
+
+JSON_NAMES = {"max_staleness": "max_staleness_seen", "masked": "masked_samples", "removed": "removed_samples"}
+"""Names of a report's figures in JSON, where they are others."""
 
 
 def declare(command: argparse.ArgumentParser) -> None:
@@ -36,20 +39,13 @@ async def audit(run: str, directory: Path, console: Console, as_json: bool) -> i
             checker.see(record)
         report = checker.report()
         if as_json:
-            console.file.write(json.dumps({"run": access.run, "ok": report.ok, **_plain(report)}, indent=2) + "\n")
+            plain = {JSON_NAMES.get(name, name): value for name, value in vars(report).items() if name != "staleness"}
+            console.file.write(json.dumps({"run": access.run, "ok": report.ok, **plain}, indent=2) + "\n")
         else:
             console.print(table(access.run, access.config, report))
             for violation in report.violations:
                 console.print(Text(f"violation: {violation}", style="bold red"), soft_wrap=True)
     return exit_codes.DONE if report.ok else exit_codes.FAILED
-
-
-def _plain(report: AuditReport) -> dict[str, Any]:
-    """Returns the report as plain data for JSON."""
-    plain = dict(vars(report))
-    del plain["staleness"]
-    names = {"max_staleness": "max_staleness_seen", "masked": "masked_samples", "removed": "removed_samples"}
-    return {names.get(name, name): value for name, value in plain.items()}
 
 
 def table(run: str, config: RunConfig, report: AuditReport) -> Table:
@@ -60,16 +56,16 @@ def table(run: str, config: RunConfig, report: AuditReport) -> Table:
         *_reasons("dead", report.dead),
         f"{report.in_flight} in flight",
     ]
-    rows = Table(title=f"Audit of run {run}", title_justify="left", show_header=False, box=None, padding=(0, 2))
-    rows.add_row(Text("conservation", style="dim"), f"{report.admitted} admitted = {' + '.join(ends)}")
     samples, bound = report.staleness.total(), config.rollout.max_staleness
     untrained = {"masked in part or whole": report.masked, "removed": report.removed}
     outside = "".join(f", {count} {what}" for what, count in untrained.items() if count)
-    rows.add_row(Text("staleness", style="dim"), f"{report.max_staleness} at most in {samples} trained samples, bound {bound}{outside}")
-    rows.add_row(
-        Text("steps", style="dim"), f"{report.steps} trained, {report.durable_steps} durable" + (", finished" if report.finished else "")
-    )
-    rows.add_row(Text("live version", style="dim"), "none yet" if report.live_version < 0 else str(report.live_version))
+    figures = {
+        "conservation": f"{report.admitted} admitted = {' + '.join(ends)}",
+        "staleness": f"{report.max_staleness} at most in {samples} trained samples, bound {bound}{outside}",
+        "steps": f"{report.steps} trained, {report.durable_steps} durable" + (", finished" if report.finished else ""),
+        "live version": "none yet" if report.live_version < 0 else str(report.live_version),
+    }
+    rows = figure_table(figures.items(), f"Audit of run {run}")
     verdict = Text("ok", style="green") if report.ok else Text(f"{len(report.violations)} violations", style="bold red")
     rows.add_row(Text("verdict", style="dim"), verdict)
     return rows

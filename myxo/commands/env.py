@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
 from dataclasses import asdict
 
 from rich.console import Console
@@ -23,7 +22,6 @@ from shared.runtime.command_line import Parser
 from shared.runtime.errors import ConfigError
 
 _STYLES = {"ok": "green", "warning": "yellow", "FAILED": "bold red"}
-
 
 _DESCRIPTION = """Ask a live environment all that the protocol promises: its description, scores of one sample and of groups, of empty, odd
 and long responses, of eight requests at once. One line a check; exits 1 where one failed. Warnings are advice."""
@@ -47,7 +45,8 @@ def declare(command: argparse.ArgumentParser) -> None:
 async def check(parsed: argparse.Namespace, console: Console) -> int:
     """Prints the result of each check; returns the exit code. Raises ConfigError for bad input."""
     results: list[Check] = []
-    async with _opened(parsed.url, parsed.run) as environment:
+    async with contextlib.AsyncExitStack() as stack:
+        environment = await _opened(parsed.url, parsed.run, stack)
         async for result in Conformance(environment, parsed.run or "", _example(parsed), parsed.timeout).checks():
             results.append(result)
             if not parsed.json:
@@ -73,22 +72,19 @@ def _example(parsed: argparse.Namespace) -> Example:
     return Example(parsed.prompt, parsed.label, responses)
 
 
-@contextlib.asynccontextmanager
-async def _opened(url: str, run: str | None) -> AsyncIterator[Environment]:
+async def _opened(url: str, run: str | None, stack: contextlib.AsyncExitStack) -> Environment:
+    """Returns the environment, which is closed with the stack, and so is the bus that it may answer on."""
     try:
         found = environment_url.parse(url)
     except ValueError as error:
         raise ConfigError("URL", url.rpartition("@")[2], str(error)) from None
-    bus = await _bus(run) if found.responder else None
-    try:
-        environment = open_environment("under check", url, bus, run or "")
-        try:
-            yield environment
-        finally:
-            await environment.close()
-    finally:
-        if bus is not None:
-            await bus.close()
+    bus = None
+    if found.responder:
+        bus = await _bus(run)
+        stack.push_async_callback(bus.close)
+    environment = open_environment("under check", url, bus, run or "")
+    stack.push_async_callback(environment.close)
+    return environment
 
 
 async def _bus(run: str | None) -> Bus:

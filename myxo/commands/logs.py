@@ -4,12 +4,12 @@ Lines without a time (a library's output, a traceback) belong to the line before
 """
 
 import argparse
+import contextlib
 import json
 import mmap
 import re
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Line:
     instance: str
     text: str
     at: str
-    fields: dict[str, Any] | None = field(default=None)
+    fields: dict[str, Any] | None = None
 
     @property
     def level(self) -> str:
@@ -109,28 +109,24 @@ class Tail:
 
     def last(self, count: int, level: str) -> list[Line]:
         """Returns the last ``count`` lines of at least ``level``; `more` goes on behind the file's present last line."""
-        newest_first: list[str] = []
-        found = 0
-        for text in self._backwards():
-            newest_first.append(text)
-            line = parse(self._path.stem, text, "")
-            found += reaches(line, level)
-            if found >= count and line.at:  # a line with a time of its own, for those after it
-                break
-        parsed = self._parsed(reversed(newest_first))
-        return [line for line in parsed if reaches(line, level)][-count:] if count else []
+        self._at = self._begin_of(count, level)
+        lines = [line for line in self.more() if reaches(line, level)]
+        return lines[-count:] if count else []
 
-    def _backwards(self) -> Iterator[str]:
-        """Yields the complete lines from the newest to the oldest, reading no more of the file than is asked for."""
+    def _begin_of(self, count: int, level: str) -> int:
+        """Returns where the last lines begin, the first with a time of its own, for those after it. No more of the file is read."""
         if not self._path.stat().st_size:
-            return
+            return 0
         with self._path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            end = self._at = content.rfind(b"\n") + 1
-            while end:
-                start = content.rfind(b"\n", 0, end - 1) + 1
-                if (line := content[start : end - 1]).strip():
-                    yield line.decode(errors="replace")
-                end = start
+            begin, found = content.rfind(b"\n") + 1, 0
+            while begin:
+                end, begin = begin, content.rfind(b"\n", 0, begin - 1) + 1
+                text = content[begin:end].decode(errors="replace").strip()
+                line = parse(self._path.stem, text, "")
+                found += bool(text) and reaches(line, level)
+                if found >= count and line.at:
+                    break
+            return begin
 
     def more(self) -> list[Line]:
         """Returns the lines that were completed since the last call."""
@@ -145,38 +141,26 @@ class Tail:
             content = file.read()
         end = content.rfind(b"\n") + 1
         self._at += end
-        return self._parsed(content[:end].decode(errors="replace").splitlines())
-
-    def _parsed(self, texts: Iterable[str]) -> list[Line]:
         lines = []
-        for text in texts:
-            if not text.strip():
-                continue
-            line = parse(self._path.stem, text, self._stamp)
-            self._stamp = line.at
-            lines.append(line)
+        for text in content[:end].decode(errors="replace").split("\n"):
+            if text.strip():
+                line = parse(self._path.stem, text, self._stamp)
+                self._stamp = line.at
+                lines.append(line)
         return lines
 
 
 def parse(instance: str, text: str, at: str) -> Line:
     """Reads one line of an instance's log. ``at``: the time of the line before."""
     if text.startswith("{"):
-        try:
+        with contextlib.suppress(ValueError):
             fields = json.loads(text)
-        except ValueError:
-            fields = None
-        if isinstance(fields, dict) and isinstance(fields.get("timestamp"), str):
-            return Line(instance, text, fields["timestamp"], fields)
-    stamp = _LOCAL_TIME.match(text)
-    return Line(instance, text, _utc(stamp[1], stamp[2], at) if stamp else at)
-
-
-def _utc(day: str, clock: str, otherwise: str) -> str:
-    """Returns a local time, as an engine's lines carry it, the way the services write theirs."""
-    try:
-        return datetime.fromisoformat(f"{day}T{clock}").astimezone(UTC).isoformat()
-    except ValueError:
-        return otherwise
+            if isinstance(fields.get("timestamp"), str):
+                return Line(instance, text, fields["timestamp"], fields)
+    if (stamp := _LOCAL_TIME.match(text)) is not None:  # as an engine's lines carry it
+        with contextlib.suppress(ValueError):
+            at = datetime.fromisoformat(f"{stamp[1]}T{stamp[2]}").astimezone(UTC).isoformat()
+    return Line(instance, text, at)
 
 
 def show(console: Console, line: Line) -> None:

@@ -5,28 +5,26 @@ Where nothing but the rollout files is left of a run, they are the list, too.
 
 import argparse
 import asyncio
-import json
+import contextlib
 import re
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run, count, number
 from myxo.display.sample_list import ORDERS, SampleList, WantedGroups, table
-from myxo.display.sample_page import Pieces, as_plain, page, responses, texts
+from myxo.display.sample_page import Pieces, ShownGroup, as_plain, json_line, page, responses, row_as_plain
 from myxo.preflight.server_checks import given_servers
-from myxo.run.group_history import STATUSES, GroupHistory, GroupProvenance, GroupRecord, kept_group
+from myxo.run.group_history import STATUSES, GroupHistory, GroupProvenance, GroupRecord, ProvenanceStep, kept_group
 from myxo.run.run_access import Access, payloads, reach
 from myxo.run.run_directory import RunDirectory, find
 from shared.bus import stream_replay
 from shared.bus.subjects import Subjects
-from shared.config.run_config import RunConfig
-from shared.data.rollout_files import DIRECTORY, EVALUATED, FAILED, RolloutReader, files
+from shared.data.read_progress import ReadProgress
+from shared.data.rollout_files import DIRECTORY, EVALUATED, FAILED, RolloutReader, RolloutRecord, files
 from shared.hub import hub_resolve
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, PayloadMissing
@@ -34,9 +32,6 @@ from shared.schema import sample
 from shared.schema.ledger import LedgerRecord, eval_group_parts, group_id
 from shared.schema.sample import Sample
 from shared.store.payload_store import Store
-
-PATIENCE_SECONDS = 1.0
-"""The time after which reading the ledger shows its progress."""
 
 STORE_SECONDS = 15.0
 """The deadline for reading one blob from the store."""
@@ -77,6 +72,8 @@ def take_group(parsed: argparse.Namespace, rest: list[str]) -> list[str]:
 
 def samples(parsed: argparse.Namespace, console: Console) -> int:
     """Prints a group or the list. Raises ConfigError where there is no such run, group or sample."""
+    if not console.is_terminal:
+        console.width = WIDE
     if parsed.group is not None:
         _refuse_list_options(parsed)
         return asyncio.run(_show(parsed, console, *target(parsed.group)))
@@ -116,138 +113,57 @@ def group_named(text: str) -> str:
 
 async def _browse(parsed: argparse.Namespace, console: Console, listing: SampleList, with_texts: bool) -> int:
     """Prints the groups that a listing asks for, newest (best, longest) last; ``with_texts``: their prompts and responses, too."""
-    only_files = _only_rollouts(parsed.run, parsed.dir)
-    if only_files is not None:
-        name, found = only_files.root.name, _GroupSamples(only_files)
-        for position, kept in enumerate(found.reader.records()):
-            listing.add(kept_group(position, kept))
-        found.tell_torn()
+    async with _opened(parsed.run, parsed.dir) as run:
+        await run.read_into(listing)
         rows, of = listing.rows()
-        if with_texts:
-            found.read_files(rows)
-    else:
-        async with reach(parsed.run, parsed.dir) as access:
-            async for sequence, record in _ledger(access):
-                listing.apply(sequence, record)
-            rows, of = listing.rows()
-            name, found = access.run, _GroupSamples(access.directory)
-            if with_texts:
-                found.read_files(rows)
-                await found.ask_store(access, rows, listing.history)
-    if not parsed.json:
-        _widen(console)
-        console.print(table(name, rows, of))
-        if with_texts:
-            console.print(responses(name, rows, found.samples, found.absent))
+        if with_texts:  # the list is useful without those that no store within reach has
+            run.read_files(rows)
+            await run.ask_store(rows, listing.history)
+    shown = [run.shown(group, listing.history) for group in rows]
+    if parsed.json:
+        for group in shown:
+            console.file.write(json_line(row_as_plain(group, with_texts)) + "\n")
         return exit_codes.DONE
-    for group in rows:
-        more = {**texts(group, found.of(group)), "absent": found.absent.get(group.group)} if with_texts else {}
-        _print_json(console, {**group.as_plain(), "durable": listing.history.durable(group), **more})
+    console.print(table(run.name, rows, of))
+    if with_texts:
+        console.print(responses(run.name, shown))
     return exit_codes.DONE
 
 
 async def _show(parsed: argparse.Namespace, console: Console, group: str, index: int | None) -> int:
-    """Prints a group or one sample of it."""
-    only_files, life = _only_rollouts(parsed.run, parsed.dir), GroupProvenance(group)
-    pieces: Pieces | None = None
-    if only_files is not None:
-        name, found = only_files.root.name, _GroupSamples(only_files)
-        record = found.reader.groups([group]).get(group)
-        found.tell_torn()
-        if record is None:
-            where = only_files.root / DIRECTORY
-            raise ConfigError("GROUP", group, f"no such group in {where}/, which is all that is left of run {name}")
-        life.record = kept_group(0, record)
-        _check_index(life, index)
-        shown, absent = record.decoded(), None if record.samples else "none were kept"
-    else:
-        async with reach(parsed.run, parsed.dir) as access:
-            async for sequence, entry in _ledger(access):
-                life.apply(sequence, entry)
-            if life.record is None:
-                raise _no_such_group(access.run, group, life.history.admitted)
-            _check_index(life, index)
-            name, found, pieces = access.run, _GroupSamples(access.directory), _pieces(access.config)
-            shown, absent = await found.of_one(access, life.record, life.history)
+    """Prints a group or one sample of it: whole ones of the store before those of the files."""
+    life = GroupProvenance(group)
+    async with _opened(parsed.run, parsed.dir) as run:
+        await run.read_into(life, group)
+        if life.record is None:
+            raise run.no_such_group(group, life.history.admitted)
+        _check_index(life, life.record, index)
+        unreachable = await run.ask_store([life.record], life.history)
+        run.read_files([life.record])
+        if unreachable is not None and group not in run.samples:
+            raise unreachable
+    shown, pieces = run.shown(life.record, life.history, life.steps), run.pieces()
     if parsed.json:
-        _print_json(console, as_plain(name, life, shown, index, absent, pieces))
+        console.file.write(json_line(as_plain(shown, index, pieces)) + "\n")
     else:
-        _widen(console)
-        console.print(page(name, life, shown, index, absent, console.width, pieces))
+        console.print(page(shown, index, console.width, pieces))
     return exit_codes.DONE
 
 
-class _GroupSamples:
-    """The samples of several groups, by id, and why there are none.
-
-    Args:
-        directory: the run's, whose rollout files hold kept responses.
-    """
-
-    def __init__(self, directory: RunDirectory) -> None:
-        self.reader = RolloutReader(directory.root / DIRECTORY)
-        self.samples: dict[str, list[Sample]] = {}
-        self.absent: dict[str, str] = {}
-
-    def of(self, group: GroupRecord) -> list[Sample]:
-        return self.samples.get(group.group, [])
-
-    def read_files(self, rows: Sequence[GroupRecord]) -> None:
-        """Takes the samples that the rollout files have."""
-        records = self.reader.groups([group.group for group in rows])
-        self.tell_torn()
-        self.samples |= {name: record.decoded() for name, record in records.items() if record.samples}
-
-    async def ask_store(self, access: Access, rows: Sequence[GroupRecord], history: GroupHistory) -> ConfigError | None:
-        """Takes the groups that are missing from the store, where it should have them. Returns why no store is within reach."""
-        missing = [group for group in rows if group.group not in self.samples]
-        self.absent |= {group.group: why for group in missing if (why := history.gone(group)) is not None}
-        stored = [group for group in missing if group.group not in self.absent]
-        if not stored:
-            return None
-        try:
-            async with payloads(access) as store:
-                for group in stored:
-                    found, absent = await _stored(store, group)
-                    if absent is None:
-                        self.samples[group.group] = found
-                    else:
-                        self.absent[group.group] = absent
-        except ConfigError as error:  # the list is useful without them
-            self.absent |= {group.group: str(error) for group in stored if group.group not in self.samples}
-            return error
-        return None
-
-    async def of_one(self, access: Access, group: GroupRecord, history: GroupHistory) -> tuple[list[Sample], str | None]:
-        """Returns the samples of a group, whole ones of the store before those of the files, or none and why.
-
-        Raises ConfigError where no store is within reach and the files do not have it.
-        """
-        unreachable = await self.ask_store(access, [group], history)
-        if not self.of(group):
-            self.read_files([group])
-        if unreachable is not None and not self.of(group):
-            raise unreachable
-        return self.of(group), None if self.of(group) else self.absent.get(group.group)
-
-    def tell_torn(self) -> None:
-        """Says on the standard error how many lines could not be read."""
-        if self.reader.torn:
-            lines = "1 line" if self.reader.torn == 1 else f"{self.reader.torn} lines"
-            Console(stderr=True).print(Text(f"{lines} of {DIRECTORY}/ cut off or damaged, and left out", style="yellow"))
+def _check_index(life: GroupProvenance, group: GroupRecord, index: int | None) -> None:
+    size = len(group.rewards)
+    if index is not None and index >= size and (size or life.history.gone(group) is None):
+        raise ConfigError("GROUP", f"{life.group}/{index}", f"the group has {size} samples; give 0 to {size - 1}")
 
 
-async def _stored(store: Store, group: GroupRecord) -> tuple[list[Sample], str | None]:
-    """Returns the samples that the store has of a group, or none and why."""
-    if group.payload is None or not group.payload.keys:
-        return [], "the ledger names no payload"
-    try:
-        found = sample.decode(await store.read(group.payload.keys, deadline=STORE_SECONDS))
-    except PayloadMissing as error:  # freed since the ledger was read, or lost
-        return [], str(error)
-    if [entry.index for entry in found] != list(range(len(group.rewards))):
-        return [], f"the store holds samples {[entry.index for entry in found]}, which are not those that the ledger names"
-    return found, None
+@contextlib.asynccontextmanager
+async def _opened(run: str, directory: Path) -> AsyncIterator["_OpenRun"]:
+    only_files = _only_rollouts(run, directory)
+    if only_files is not None:
+        yield _OpenRun(only_files)
+        return
+    async with reach(run, directory) as access:
+        yield _OpenRun(access.directory, access)
 
 
 def _only_rollouts(run: str, directory: Path) -> RunDirectory | None:
@@ -260,48 +176,110 @@ def _only_rollouts(run: str, directory: Path) -> RunDirectory | None:
     return there
 
 
-def _pieces(config: RunConfig) -> Pieces | None:
-    """Returns what gives the text of single tokens by the run's tokenizer; None where this machine does not have it."""
-    try:
-        from shared.data.tokenizer import Tokenizer
-    except ModuleNotFoundError:  # it comes with the extra `buffer`
+@dataclass
+class _OpenRun:
+    """A run's groups and their samples. access: None where only its rollout files are left; samples, absent: what was found of each group,
+    and why there is nothing, by its id."""
+
+    directory: RunDirectory
+    access: Access | None = None
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    torn: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.directory.root.name if self.access is None else self.access.run
+
+    def shown(self, group: GroupRecord, history: GroupHistory, steps: Sequence[ProvenanceStep] = ()) -> ShownGroup:
+        """Returns a group with what was found of its samples."""
+        found = self.samples.get(group.group, [])
+        absent = None if found else self.absent.get(group.group, "none were kept")
+        return ShownGroup(self.name, group, found, absent, history.durable(group), steps)
+
+    async def read_into(self, fold: SampleList | GroupProvenance, only: str | None = None) -> None:
+        """Folds the ledger, or the rollout files where there is none; of these ``only`` one group, where it is given."""
+        if self.access is None:
+            for position, kept in enumerate(self._kept(lambda head: only in (None, head.group))):
+                fold.add(kept_group(position, kept))
+            return
+        bus, stream = self.access.bus, Subjects(self.access.run).ledger_stream
+        with ReadProgress("reading the ledger", await stream_replay.last_sequence(bus, stream)) as reading:
+            async for sequence, record in stream_replay.read(bus, stream, LedgerRecord):
+                fold.apply(sequence, record)
+                if sequence % stream_replay.FETCH == 0:
+                    reading.at(sequence)
+
+    def read_files(self, groups: Sequence[GroupRecord]) -> None:
+        """Takes the samples that the rollout files have of the groups of which there are none yet."""
+        missing = {group.group for group in groups} - self.samples.keys()
+        if missing:
+            self.samples |= {kept.group: kept.decoded() for kept in self._kept(lambda head: head.group in missing) if kept.samples}
+
+    async def ask_store(self, groups: Sequence[GroupRecord], history: GroupHistory) -> ConfigError | None:
+        """Takes the groups that are missing from the store, where it should have them. Returns why no store is within reach."""
+        if self.access is None:
+            return None
+        missing = [group for group in groups if group.group not in self.samples]
+        self.absent |= {group.group: why for group in missing if (why := history.gone(group)) is not None}
+        stored = [group for group in missing if group.group not in self.absent]
+        if not stored:
+            return None
+        try:
+            async with payloads(self.access) as store:
+                for group in stored:
+                    await self._take(store, group)
+        except ConfigError as error:
+            self.absent |= {group.group: str(error) for group in stored if group.group not in self.samples}
+            return error
         return None
-    try:
-        return Tokenizer(hub_resolve.local(config, ("model.hf_checkpoint",), weights=False).model.hf_checkpoint).pieces
-    except ConfigError:  # the directory is elsewhere, or holds none: ids are shown all the same
-        return None
 
+    async def _take(self, store: Store, group: GroupRecord) -> None:
+        """Takes the samples that the store has of a group, or notes why there are none."""
+        if group.payload is None or not group.payload.keys:
+            self.absent[group.group] = "the ledger names no payload"
+            return
+        try:
+            found = sample.decode(await store.read(group.payload.keys, deadline=STORE_SECONDS))
+        except PayloadMissing as error:  # freed since the ledger was read, or lost
+            self.absent[group.group] = str(error)
+            return
+        there = [entry.index for entry in found]
+        if there == list(range(len(group.rewards))):
+            self.samples[group.group] = found
+        else:
+            self.absent[group.group] = f"the store holds samples {there}, which are not those that the ledger names"
 
-def _check_index(life: GroupProvenance, index: int | None) -> None:
-    size = len(life.record.rewards) if life.record else 0
-    if index is not None and index >= size and (size or life.gone() is None):
-        raise ConfigError("GROUP", f"{life.group}/{index}", f"the group has {size} samples; give 0 to {size - 1}")
+    def _kept(self, wanted: Callable[[RolloutRecord], bool]) -> Iterator[RolloutRecord]:
+        """Yields kept groups; says once on the standard error how many lines could not be read."""
+        reader = RolloutReader(self.directory.root / DIRECTORY)
+        yield from reader.records(wanted)
+        if reader.torn and not self.torn:
+            self.torn = reader.torn
+            lines = "1 line" if self.torn == 1 else f"{self.torn} lines"
+            Console(stderr=True).print(Text(f"{lines} of {DIRECTORY}/ cut off or damaged, and left out", style="yellow"))
 
+    def pieces(self) -> Pieces | None:
+        """Returns what gives the text of single tokens by the run's tokenizer; None where this machine does not have it."""
+        if self.access is None:
+            return None
+        try:
+            from shared.data.tokenizer import Tokenizer
+        except ModuleNotFoundError:  # it comes with the extra `buffer`
+            return None
+        try:
+            config = hub_resolve.local(self.access.config, ("model.hf_checkpoint",), weights=False)
+            return Tokenizer(config.model.hf_checkpoint).pieces
+        except ConfigError:  # the directory is elsewhere, or holds none: ids are shown all the same
+            return None
 
-async def _ledger(access: Access) -> AsyncIterator[tuple[int, LedgerRecord]]:
-    """Yields the ledger as it stands, with a bar on the terminal where that takes long."""
-    stream = Subjects(access.run).ledger_stream
-    terminal = Console(stderr=True)
-    end, start = await stream_replay.last_sequence(access.bus, stream), time.monotonic()
-    with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
-        task = bar.add_task("reading the ledger", total=end, visible=False)
-        async for sequence, record in stream_replay.read(access.bus, stream, LedgerRecord):
-            yield sequence, record
-            if sequence % stream_replay.FETCH == 0 and time.monotonic() - start > PATIENCE_SECONDS:
-                bar.update(task, completed=sequence, visible=True)
-
-
-def _no_such_group(run: str, group: str, admitted: int) -> ConfigError:
-    if eval_group_parts(group) is not None:
-        return ConfigError("GROUP", group, f"no such held-out prompt has come back in run {run}; `myxo samples {run} --eval` lists them")
-    there = f"it has {group_id(0)} to {group_id(admitted - 1)}" if admitted else "it has admitted none yet"
-    return ConfigError("GROUP", group, f"no such group in run {run}; {there}")
-
-
-def _widen(console: Console) -> None:
-    if not console.is_terminal:
-        console.width = WIDE
-
-
-def _print_json(console: Console, value: dict[str, Any]) -> None:
-    console.file.write(json.dumps(value, allow_nan=False) + "\n")
+    def no_such_group(self, group: str, admitted: int) -> ConfigError:
+        """Returns the refusal of a group that is not there. ``admitted``: how many there are."""
+        if self.access is None:
+            where = self.directory.root / DIRECTORY
+            return ConfigError("GROUP", group, f"no such group in {where}/, which is all that is left of run {self.name}")
+        if eval_group_parts(group) is not None:
+            listed = f"`myxo samples {self.name} --eval` lists them"
+            return ConfigError("GROUP", group, f"no such held-out prompt has come back in run {self.name}; {listed}")
+        there = f"it has {group_id(0)} to {group_id(admitted - 1)}" if admitted else "it has admitted none yet"
+        return ConfigError("GROUP", group, f"no such group in run {self.name}; {there}")

@@ -9,18 +9,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import nats.errors
 from rich.console import Console
 
 from myxo.commands.command_arguments import add_json, add_run
 from myxo.display.progress_display import display, panel
 from myxo.launch import exit_report
-from myxo.run.run_access import Access, reach
+from myxo.run.run_access import BUS_ERRORS, Access, reach
 from myxo.run.run_summary import collect
 from myxo.run.run_view import RunView, look
 from myxo.run.service_failures import with_all_failures, with_newest_failure
 from shared.bus import runs
-from shared.bus.connection import TRANSIENT
 from shared.bus.registry import ENVIRONMENT, Registry
 from shared.runtime import exit_codes
 from shared.runtime.errors import MyxoError
@@ -114,7 +112,7 @@ async def watch(run: str, directory: Path, console: Console) -> int:
             if not access.live:
                 raise NotAtWork(f"run {access.run} is not running; `myxo up` with its config goes on")
             await _until_end(access, console)
-        code = await _report(access, console)
+        code = await exit_report.report_in_time(access.bus, access.run, access.directory, console, REPORT_SECONDS)
         phase, reason = await runs.phase_and_reason(access.bus, access.run)
         if phase == runs.FAILED:
             print(f"myxo: run {access.run} failed: {reason}", file=sys.stderr)
@@ -132,7 +130,7 @@ async def _until_end(access: Access, console: Console) -> None:
             try:
                 view = await with_newest_failure(bus, look(config, await registry.alive(), before=view, began=began))
                 phase = await runs.phase(bus, run) or runs.RUNNING
-            except (MyxoError, nats.errors.Error, *TRANSIENT) as error:
+            except BUS_ERRORS as error:
                 view = replace(view, services=(), waiting_for=f"the bus ({error or type(error).__name__})")
             if phase == runs.FINISHED:
                 view = view.finished()
@@ -142,17 +140,6 @@ async def _until_end(access: Access, console: Console) -> None:
             await asyncio.sleep(POLL_INTERVAL_S)
     finally:
         shown.close()
-
-
-async def _report(access: Access, console: Console) -> int:
-    end = time.monotonic() + REPORT_SECONDS
-    while True:
-        try:
-            return await exit_report.report(access.bus, access.run, access.directory, console)
-        except (MyxoError, nats.errors.Error, *TRANSIENT):
-            if time.monotonic() > end:
-                raise
-            await asyncio.sleep(POLL_INTERVAL_S)
 
 
 async def summary(run: str, directory: Path, console: Console) -> int:

@@ -31,27 +31,21 @@ from the last checkpoint."""
 _SUBMIT = """Put a config's run on the NATS server of NATS_URL, its payloads to lie in the Redis of REDIS_URL, and exit. The services are
 started elsewhere: each needs only NATS_URL and MYXO_RUN, and REDIS_URL where accounts have passwords."""
 
-_OWN_FLAGS = ("--fresh", "--dry-run")
-
 
 def declare_up(command: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``myxo up``."""
     _declare(command, _UP)
     command.add_argument("--fresh", action="store_true", help="remove what the run has done so far and start it anew")
     command.add_argument("--dry-run", action="store_true", help="check everything, print the resolved config, start nothing")
-
-    def run(parsed: argparse.Namespace, console: Console) -> int:
-        fresh, dry_run = parsed.fresh or "--fresh" in parsed.flags, parsed.dry_run or "--dry-run" in parsed.flags
-        arguments = [word for word in _without_help(command, parsed) if word not in _OWN_FLAGS]
-        return up(parsed.config, arguments, console, fresh=fresh, dry_run=dry_run)
-
-    command.set_defaults(run_command=run)
+    command.set_defaults(
+        run_command=lambda parsed, console: up(parsed.config, parsed.flags, console, fresh=parsed.fresh, dry_run=parsed.dry_run)
+    )
 
 
 def declare_submit(command: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``myxo submit``."""
     _declare(command, _SUBMIT)
-    command.set_defaults(run_command=lambda parsed, console: submit(parsed.config, _without_help(command, parsed), console))
+    command.set_defaults(run_command=lambda parsed, console: submit(parsed.config, parsed.flags, console))
 
 
 def _declare(command: argparse.ArgumentParser, description: str) -> None:
@@ -59,15 +53,13 @@ def _declare(command: argparse.ArgumentParser, description: str) -> None:
     command.epilog = "flags, over the config's values:\n" + "\n".join(flags.help_lines())
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.add_argument("config", metavar="CONFIG", type=Path, help="the run's TOML file")
-    command.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
+    command.set_defaults(flags=[], take_rest=_take_flags)
 
 
-def _without_help(command: argparse.ArgumentParser, parsed: argparse.Namespace) -> list[str]:
-    """Returns the config's flags; prints the help instead where they ask for it."""
-    if "--help" in parsed.flags or "-h" in parsed.flags:
-        command.print_help()
-        command.exit()
-    return list(parsed.flags)
+def _take_flags(parsed: argparse.Namespace, rest: list[str]) -> list[str]:
+    """Takes the config's flags, which argparse does not know; nothing is left over."""
+    parsed.flags = rest
+    return []
 
 
 def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = False, dry_run: bool = False) -> int:

@@ -2,9 +2,9 @@
 
 import itertools
 import re
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from typing import IO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -54,46 +54,54 @@ class Pace:
         return max(0.0, (of - last) * (ended - began) / (last - first))
 
 
-class Display(Protocol):
-    """Shows one view after another."""
+class Display(ABC):
+    """Shows one view after another. ``started``: monotonic seconds."""
+
+    def __init__(self, started: float) -> None:
+        self._started, self._pace = started, Pace()
 
     def show(self, view: RunView, now: float) -> None:
         """Shows the run as it is at ``now`` (monotonic seconds)."""
+        self._pace.note(now, view.steps)
+        self._draw(view, now, now - self._started, self._pace.left(view.of))
 
+    @abstractmethod
+    def _draw(self, view: RunView, now: float, elapsed: float, left: float | None) -> None:
+        """Shows the view, and the seconds since the start and until the end."""
+
+    @abstractmethod
     def close(self) -> None:
         """Leaves the last view standing."""
 
 
 def display(console: Console, started: float) -> Display:
     """Returns the display that fits the console: live on a terminal, plain lines elsewhere. ``started``: monotonic seconds."""
-    return LiveDisplay(console, started) if console.is_terminal else PlainDisplay(console.file.write, console.file.flush, started)
+    return LiveDisplay(console, started) if console.is_terminal else PlainDisplay(console.file, started)
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """A panel that is drawn over again."""
 
     def __init__(self, console: Console, started: float) -> None:
-        self._started, self._pace = started, Pace()
+        super().__init__(started)
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._live.start()
 
-    def show(self, view: RunView, now: float) -> None:
-        self._pace.note(now, view.steps)
-        self._live.update(panel(view, now - self._started, self._pace.left(view.of)), refresh=True)
+    def _draw(self, view: RunView, now: float, elapsed: float, left: float | None) -> None:
+        self._live.update(panel(view, elapsed, left), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
 
 
-class PlainDisplay:
+class PlainDisplay(Display):
     """One line when something changed, at most every `PLAIN_SECONDS`."""
 
-    def __init__(self, write: Callable[[str], object], flush: Callable[[], object], started: float) -> None:
-        self._write, self._flush, self._started, self._pace = write, flush, started, Pace()
-        self._last, self._shown_at = "", float("-inf")
+    def __init__(self, file: IO[str], started: float) -> None:
+        super().__init__(started)
+        self._file, self._last, self._shown_at = file, "", float("-inf")
 
-    def show(self, view: RunView, now: float) -> None:
-        self._pace.note(now, view.steps)
+    def _draw(self, view: RunView, now: float, elapsed: float, left: float | None) -> None:
         said = what_happened(view)
         news = _SECONDS.sub("", said)  # seconds pass without anything happening
         if news == self._last or (now - self._shown_at < PLAIN_SECONDS and view.steps < view.of):
@@ -101,13 +109,11 @@ class PlainDisplay:
         self._last, self._shown_at = news, now
         rates = [text for text in (_rate("gen", view.generated_per_s), _rate("train", view.trained_per_s)) if text]
         queues = " ".join(f"{name} {waiting}+{held}" for name, (waiting, held) in view.queues.items())
-        times = _times(now - self._started, self._pace.left(view.of))
-        line = "  ".join([said, *rates, *([f"queues {queues}"] if queues else []), times])
-        self._write(line + "\n")
-        self._flush()
+        line = "  ".join([said, *rates, *([f"queues {queues}"] if queues else []), _times(elapsed, left)])
+        print(line, file=self._file, flush=True)
 
     def close(self) -> None:
-        self._flush()
+        self._file.flush()
 
 
 def what_happened(view: RunView) -> str:

@@ -16,7 +16,7 @@ from shared.schema.messages import WarmStartEnded
 SMOOTH = 0.05
 """The part of the steps that the smoothed reward is a moving mean over."""
 
-MARGIN = 0.08
+MARGIN = 0.1
 """Space above and below the data, of their range."""
 
 LONGEST_NAME = 32
@@ -54,6 +54,7 @@ def draw(summary: Summary, rewards: Sequence[float], warm_start: WarmStartEnded 
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
             axes.set_axisbelow(True)
+            axes.margins(y=MARGIN)
         figure.savefig(path, dpi=150)
     finally:
         pyplot.close(figure)
@@ -66,7 +67,6 @@ def _warm_start(axes: Any, warm_start: WarmStartEnded) -> None:
     axes.set_ylabel("sft/loss (nats a token)")
     axes.set_title("warm start", loc="left")
     axes.set_xlim(0, max(1, warm_start.steps))
-    _fit(axes, warm_start.losses)
 
 
 def _reward(axes: Any, summary: Summary, rewards: Sequence[float]) -> None:
@@ -86,7 +86,6 @@ def _reward(axes: Any, summary: Summary, rewards: Sequence[float]) -> None:
     axes.set_title(f"{shortened(summary.run)}: reward over {len(rewards)} step{'s' if len(rewards) > 1 else ''}", loc="left")
     last = max([len(rewards), *(evaluation.step for evaluation in summary.evaluations)])
     axes.set_xlim(0, last * 1.02)
-    _fit(axes, [*rewards, *(evaluation.mean_reward for evaluation in summary.evaluations)])
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize="small")
 
@@ -122,23 +121,6 @@ def _staleness(axes: Any, summary: Summary) -> None:
     axes.set_xlabel("staleness (weight versions)")
     axes.set_ylabel("trained samples (%)")
     axes.set_title(f"staleness, bound {summary.max_staleness}", loc="left")
-    axes.margins(y=0.12)
-
-
-def _fit(axes: Any, values: Sequence[float]) -> None:
-    limits = fitting(values)
-    if limits is not None:
-        axes.set_ylim(*limits)
-
-
-def fitting(values: Sequence[float]) -> tuple[float, float] | None:
-    """Returns the ends of an axis that shows just these values with a margin; room around a single one; None where there is none."""
-    known = [value for value in values if math.isfinite(value)]
-    if not known:
-        return None
-    low, high = min(known), max(known)
-    room = (high - low) * MARGIN if high > low else max(abs(high) * 0.1, 0.05)
-    return low - room, high + room
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:

@@ -114,10 +114,11 @@ def table(run: str, rows: Sequence[GroupRecord], of: int) -> Table:
     lines.add_column("replica")
     lines.add_column("seconds", justify="right", no_wrap=True)
     for group in rows:
+        where = printable(group.where())
         lines.add_row(
             group.group,
             str(group.attempt),
-            Text(_short(printable(group.where())), style=_STYLES.get(group.status, "dim")),
+            Text(where if len(where) <= _REASON_SHOWN else where[:_REASON_SHOWN] + " …", style=_STYLES.get(group.status, "dim")),
             _rewards(group.rewards),
             span(group.tokens, group.tokens),
             span(group.oldest, group.newest),
@@ -132,10 +133,6 @@ def span(low: Sequence[int], high: Sequence[int]) -> str:
     if not low or not high:
         return "–"
     return str(min(low)) if min(low) == max(high) else f"{min(low)}–{max(high)}"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _REASON_SHOWN else text[:_REASON_SHOWN] + " …"
 
 
 def _rewards(rewards: Sequence[float]) -> str:

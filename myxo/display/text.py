@@ -1,6 +1,10 @@
-"""Formats text for people: durations, and foreign text made safe for a terminal."""
+"""Formats text for people: durations, figures beside their names, and foreign text made safe for a terminal."""
 
 import re
+from collections.abc import Iterable
+
+from rich.table import Table
+from rich.text import Text
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """C0 and C1 control characters but tab and newline, and those that turn the direction of writing."""
@@ -28,3 +32,11 @@ def shortened_line(text: str) -> str:
     """Returns the text as one short line without control characters."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= LINE_LIMIT else line[: LINE_LIMIT - 2] + " …"
+
+
+def figure_table(figures: Iterable[tuple[str, str]], title: str | None = None) -> Table:
+    """Returns one line a figure: its name and its value, indented under a title."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2) if title else (0, 2, 0, 0))
+    for name, value in figures:
+        table.add_row(Text(name, style="dim"), Text(value))
+    return table

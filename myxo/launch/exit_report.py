@@ -1,21 +1,30 @@
 """The report at the end of a run: summary.json, the picture, a table, and the audit's verdict."""
 
+import asyncio
 import json
+import time
+from dataclasses import asdict
 
+import nats.errors
+import structlog
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from myxo.display import reward_chart
-from myxo.display.text import duration, shortened_line
+from myxo.display.text import duration, figure_table, shortened_line
 from myxo.run.run_directory import RunDirectory
 from myxo.run.run_summary import Summary, collect
-from shared.bus.connection import Bus
+from shared.bus.connection import TRANSIENT, Bus
 from shared.runtime import exit_codes, failure_summary
 from shared.runtime.atomic_files import replace_file
+from shared.runtime.errors import DeadlineExceeded
 
 MOST = 5
 """Kinds of reasons, and services, that are listed."""
+
+AGAIN_SECONDS = 0.5
+"""The pause before the summary is tried again."""
 
 
 async def report(bus: Bus, run: str, directory: RunDirectory, console: Console) -> int:
@@ -23,7 +32,7 @@ async def report(bus: Bus, run: str, directory: RunDirectory, console: Console) 
     tally = await collect(bus, run)
     summary = tally.summary()
     directory.root.mkdir(parents=True, exist_ok=True)
-    write(summary, directory)
+    replace_file(directory.summary, f"{json.dumps(asdict(summary), indent=2)}\n".encode())
     console.print(table(summary))
     if not tally.rewards:
         console.print("No picture: no step is trained yet.")
@@ -36,14 +45,24 @@ async def report(bus: Bus, run: str, directory: RunDirectory, console: Console) 
     return exit_codes.DONE if summary.audit == "ok" else exit_codes.FAILED
 
 
+async def report_in_time(bus: Bus, run: str, directory: RunDirectory, console: Console, seconds: float) -> int:
+    """Returns the result of `report`, which is tried again for ``seconds`` where the connection to the bus breaks."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return await report(bus, run, directory, console)
+        except (DeadlineExceeded, nats.errors.Error, *TRANSIENT) as error:
+            if time.monotonic() > end:
+                raise
+            structlog.get_logger().warning("report_again", error=str(error) or type(error).__name__)
+            await asyncio.sleep(AGAIN_SECONDS)
+
+
 async def report_troubles(bus: Bus, run: str, console: Console) -> None:
     """Prints the failures, if there were any, of a run that ends unfinished."""
     rows = troubles_of((await collect(bus, run)).summary())
     if rows:
-        table = Table(title=f"Run {run}, what went wrong", title_justify="left", show_header=False, box=None, padding=(0, 2))
-        for name, value in rows:
-            table.add_row(Text(name, style="dim"), Text(value))
-        console.print(table)
+        console.print(figure_table(rows, f"Run {run}, what went wrong"))
 
 
 def troubles_of(summary: Summary) -> list[tuple[str, str]]:
@@ -59,41 +78,29 @@ def troubles_of(summary: Summary) -> list[tuple[str, str]]:
     return rows + [("failed", f"{instance}: {shortened_line(reason)}") for instance, reason in elsewhere[-MOST:]]
 
 
-def write(summary: Summary, directory: RunDirectory) -> None:
-    """Writes summary.json, whole or not at all."""
-    replace_file(directory.summary, f"{json.dumps(summary.as_json(), indent=2)}\n".encode())
-
-
 def table(summary: Summary) -> Table:
     """Returns the summary in about a dozen lines."""
-    groups = summary.groups
+    groups, warm = summary.groups, summary.warm_start
     lines = [
         ("steps", f"{summary.steps} in {duration(summary.wall_seconds)}" + ("" if summary.finished else ", not finished")),
-        *_warm_start(summary),
+        *([("warm start", f"{warm.steps} SFT steps, loss {warm.loss_first:.3f} → {warm.loss_last:.3f}")] if warm else ()),
         *_evaluations(summary),
         ("training reward", f"{_number(summary.reward_first)} → {_number(summary.reward_last)} (first and last 10 % of steps)"),
-        ("staleness", f"{_number(summary.mean_staleness, 2)} mean, {summary.max_staleness_seen} max, bound {summary.max_staleness}"),
+        ("staleness", f"{_number(summary.mean_staleness, '.2f')} mean, {summary.max_staleness_seen} max, bound {summary.max_staleness}"),
         ("generation", f"{summary.generation_seconds:.1f} s"),
         ("training", f"{summary.training_seconds:.1f} s, {summary.overlap_seconds:.1f} s of it while generating"),
-        ("engine − trainer", f"{_small(summary.mean_abs_logprob_diff)} mean |Δ log-prob| at equal versions"),
+        ("engine − trainer", f"{_number(summary.mean_abs_logprob_diff, '.2e')} mean |Δ log-prob| at equal versions"),
         ("trained tokens", f"{summary.trained_tokens:,}".replace(",", " ")),
         ("groups", f"{groups.admitted} admitted, {groups.trained} trained, {groups.in_flight} in flight"),
     ]
     lines += [("dropped", f"{count}: {reason}") for reason, count in groups.dropped.items()]
     lines += troubles_of(summary)
-    rows = Table(title=f"Run {summary.run}", title_justify="left", show_header=False, box=None, padding=(0, 2))
-    for name, value in lines:
-        rows.add_row(Text(name, style="dim"), Text(value))
+    rows = figure_table(lines, f"Run {summary.run}")
     if summary.audit == "ok":
         rows.add_row(Text("audit", style="dim"), Text("ok", style="green"))
     for violation in [] if summary.audit == "ok" else summary.audit:
         rows.add_row(Text("violation", style="bold red"), Text(violation))
     return rows
-
-
-def _warm_start(summary: Summary) -> list[tuple[str, str]]:
-    warm = summary.warm_start
-    return [("warm start", f"{warm.steps} SFT steps, loss {warm.loss_first:.3f} → {warm.loss_last:.3f}")] if warm is not None else []
 
 
 def _evaluations(summary: Summary) -> list[tuple[str, str]]:
@@ -107,9 +114,5 @@ def _evaluations(summary: Summary) -> list[tuple[str, str]]:
     return lines
 
 
-def _number(value: float | None, digits: int = 3) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
-def _small(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2e}"
+def _number(value: float | None, form: str = ".3f") -> str:
+    return "–" if value is None else f"{value:{form}}"

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 
-import nats.errors
 import structlog
 from redis.exceptions import RedisError
 from rich.console import Console
@@ -18,19 +17,18 @@ from myxo.launch.run_servers import RunServers
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
 from myxo.launch.supervisor import StopReason, Supervisor
 from myxo.preflight.server_checks import GivenServers
-from myxo.run.run_access import told_when_lost
+from myxo.run.run_access import BUS_ERRORS, told_when_lost
 from myxo.run.run_directory import RunDirectory, ServerUrls
 from myxo.run.run_view import RunView, look
-from myxo.run.service_failures import full_disk
+from myxo.run.service_failures import RESTARTED, full_disk
 from shared.bus import runs, streams
-from shared.bus.connection import TRANSIENT, Bus
+from shared.bus.connection import Bus
 from shared.bus.registry import ENVIRONMENT, Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes
 from shared.runtime.cancellation import cancelled
-from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.runtime.failures import log_failure
+from shared.runtime.errors import MyxoError
 from shared.schema.ledger import RunFinished
 from shared.schema.messages import ServiceEvent, ServiceStatus
 from shared.store.payload_store import Store
@@ -38,6 +36,9 @@ from shared.store.payload_store import Store
 TICK_SECONDS = 0.1
 POLL_SECONDS = 0.5
 """The interval at which the registry and the run's phase are read."""
+
+POLL_DEADLINE = 2.0
+"""The time that bus and store have to take what is published, and to answer."""
 
 SHOW_SECONDS = 0.5
 
@@ -75,10 +76,9 @@ class Launch:
         self._signals: list[signal.Signals] = []
         self._began = 0  # steps trained when this launch began
         self._statuses: list[ServiceStatus] = []
-        self._phase: str | None = None
+        self._finished = self._ended = False  # by the run's phase
         self._failure = ""  # the reason of a phase that says that the run has failed
         self._away = float("-inf")  # when bus or store last did not answer, monotonic
-        self._publishing: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
 
     async def run(self) -> int:
@@ -95,7 +95,6 @@ class Launch:
                 with told_when_lost():
                     return await self._with_bus(bus)
             finally:
-                await cancelled(list(self._publishing))
                 await bus.close()
         finally:
             self._directory.remove_servers()
@@ -130,9 +129,8 @@ class Launch:
             specs,
             self._directory.log,
             excused=lambda since: max(self._away, self._servers.troubled) >= since,
-            on_restart=lambda spec, why: self._publish_restart(bus, spec, why),
         )
-        polling = asyncio.create_task(self._poll(bus))
+        polling = asyncio.create_task(self._poll(bus, supervisor))
         shown = display(self._console, self._started)
         stopped: StopReason | None = None
         try:
@@ -176,44 +174,31 @@ class Launch:
             await asyncio.sleep(TICK_SECONDS)
         return None
 
-    @property
-    def _finished(self) -> bool:
-        return self._phase == runs.FINISHED
-
-    @property
-    def _ended(self) -> bool:
-        return self._phase in runs.ENDS
-
-    async def _poll(self, bus: Bus) -> None:
-        """Reads the registry and the run's phase, and notes when bus or store do not answer. Runs until cancelled."""
+    async def _poll(self, bus: Bus, supervisor: Supervisor) -> None:
+        """Reads the registry and the run's phase, tells of restarts, and notes when bus or store do not answer. Runs until cancelled."""
         registry, store = Registry(bus, self._run), Store(self._servers.redis_url)
         try:
             while True:
                 try:
                     self._statuses = await registry.alive()
-                    self._phase, self._failure = await runs.phase_and_reason(bus, self._run)
-                    await store.ping(deadline=2)
-                except (MyxoError, nats.errors.Error, RedisError, *TRANSIENT) as error:
+                    phase, self._failure = await runs.phase_and_reason(bus, self._run)
+                    self._finished, self._ended = phase == runs.FINISHED, phase in runs.ENDS
+                    await self._publish_restarts(bus, supervisor.restarted)
+                    await store.ping(deadline=POLL_DEADLINE)
+                except (RedisError, *BUS_ERRORS) as error:
                     self._away = time.monotonic()
                     self._log.warning("servers_away", error=str(error) or type(error).__name__)
                 await asyncio.sleep(POLL_SECONDS)
         finally:
             await store.close()
 
-    def _publish_restart(self, bus: Bus, spec: ServiceSpec, why: str) -> None:
-        """Publishes that a service was restarted, beside everything else: the summary counts these events."""
-        event = ServiceEvent(service=spec.service, instance=spec.instance, what="restarted", detail=f"after {why}", at=time.time())
-
-        async def publish() -> None:
-            try:
-                await bus.publish(Subjects(self._run).event("service", "restarted"), event, deadline=60)
-            except (MyxoError, nats.errors.Error, *TRANSIENT) as error:
-                self._log.warning("event_lost", what="restarted", error=str(error))
-
-        task = asyncio.create_task(publish())
-        self._publishing.add(task)
-        task.add_done_callback(self._publishing.discard)
-        log_failure(task, "telling of a restart")
+    async def _publish_restarts(self, bus: Bus, restarted: list[ServiceEvent]) -> None:
+        """Publishes which services were started again, since the summary counts these events."""
+        while restarted:
+            event = restarted[0]
+            subject, message_id = Subjects(self._run).event("service", RESTARTED), f"{event.instance}.{event.at}"
+            await bus.publish(subject, event, msg_id=message_id, deadline=POLL_DEADLINE)
+            restarted.remove(event)
 
     # --- before and after
 
@@ -259,27 +244,19 @@ class Launch:
 
     async def _report(self, bus: Bus) -> int:
         """Prints audit and summary while the servers are still supervised: one that dies meanwhile is restarted for the next try."""
-        end = time.monotonic() + REPORT_SECONDS
-        while True:
-            work = asyncio.create_task(exit_report.report(bus, self._run, self._directory, self._console))
-            try:
-                while not (await asyncio.wait({work}, timeout=TICK_SECONDS))[0]:
-                    self._servers.tick(time.monotonic())
-            except BaseException:
-                await cancelled([work])
-                raise
-            try:
-                return work.result()
-            except (DeadlineExceeded, nats.errors.Error, *TRANSIENT) as error:
-                if time.monotonic() > end:
-                    raise
-                self._log.warning("report_again", error=str(error) or type(error).__name__)
+        work = asyncio.create_task(exit_report.report_in_time(bus, self._run, self._directory, self._console, REPORT_SECONDS))
+        try:
+            while not (await asyncio.wait({work}, timeout=TICK_SECONDS))[0]:
+                self._servers.tick(time.monotonic())
+            return work.result()
+        finally:
+            await cancelled([work])
 
     async def _fail(self, bus: Bus, reason: str) -> None:
         """Records that the run has failed, for `myxo status` and for services that were started elsewhere."""
         try:
             await runs.set_phase(bus, self._run, runs.FAILED, reason)
-        except (MyxoError, nats.errors.Error, *TRANSIENT) as error:
+        except BUS_ERRORS as error:
             self._log.warning("failure_not_written_down", error=str(error) or type(error).__name__)
 
     async def _show_troubles(self, bus: Bus) -> None:
@@ -289,7 +266,7 @@ class Launch:
         try:
             async with asyncio.timeout(TROUBLES_SECONDS):
                 await exit_report.report_troubles(bus, self._run, self._console)
-        except (MyxoError, nats.errors.Error, *TRANSIENT) as error:
+        except BUS_ERRORS as error:
             self._say(f"What went wrong cannot be summed up: {error or type(error).__name__}; `myxo summary {self._run}` tries again.")
 
     def _failed(self) -> int:
@@ -303,10 +280,7 @@ class Launch:
             return exit_codes.BAD_INPUT
         for line in stopped.lines:
             print(f"  {line}", file=sys.stderr)
-        print(
-            f"myxo: {stopped.reason}; its last lines are above, all of them in {stopped.log_path}",
-            file=sys.stderr,
-        )
+        print(f"myxo: {stopped.reason}; its last lines are above, all of them in {stopped.log_path}", file=sys.stderr)
         return exit_codes.FAILED
 
     def _interrupted(self) -> int:

@@ -5,6 +5,7 @@ A service that never becomes ready is given up by `BackOff`; one that becomes re
 
 import re
 import signal
+from dataclasses import dataclass
 
 from shared.runtime import failure_summary
 
@@ -18,25 +19,21 @@ MOST_DEATHS = 10
 """The number of deaths in a row, without having been ready, after which the process is given up."""
 
 
+@dataclass
 class BackOff:
     """The waits of one process before its restarts: ``first`` seconds, doubling up to ``longest``.
 
-    Args:
-        at_once: there is no wait after the first death of a row (for servers, which all services need).
+    at_once: there is no wait after the first death of a row (for servers, which all services need). deaths_unready: in a row, without
+    having been ready; ``most`` of them are the last.
     """
 
-    def __init__(
-        self,
-        first: float = FIRST_SECONDS,
-        longest: float = LONGEST_SECONDS,
-        healthy: float = HEALTHY_SECONDS,
-        most: int = MOST_DEATHS,
-        at_once: bool = False,
-    ) -> None:
-        self._first, self._longest, self._healthy, self._most, self._at_once = first, longest, healthy, most, at_once
-        self._short_lives = 0
-        self.deaths_unready = 0
-        """Deaths in a row without having been ready."""
+    first: float = FIRST_SECONDS
+    longest: float = LONGEST_SECONDS
+    healthy: float = HEALTHY_SECONDS
+    most: int = MOST_DEATHS
+    at_once: bool = False
+    short_lives: int = 0
+    deaths_unready: int = 0
 
     def died(self, lived: float, ready: bool) -> float | None:
         """Notes a death after ``lived`` seconds; ``ready``: whether it had become ready before.
@@ -44,15 +41,11 @@ class BackOff:
         Returns the seconds to wait before the next start; None when it should not be started any more.
         """
         self.deaths_unready = 0 if ready else self.deaths_unready + 1
-        if self.deaths_unready >= self._most:
+        if self.deaths_unready >= self.most:
             return None
-        self._short_lives = 1 if lived >= self._healthy else self._short_lives + 1
-        doublings = self._short_lives - 1
-        if self._at_once:
-            if doublings == 0:
-                return 0.0
-            doublings -= 1
-        return min(self._longest, self._first * 2.0 ** min(doublings, 64))
+        self.short_lives = 1 if lived >= self.healthy else self.short_lives + 1
+        doublings = self.short_lives - 1 - self.at_once
+        return 0.0 if doublings < 0 else min(self.longest, self.first * 2.0 ** min(doublings, 64))
 
 
 MOST_SAME = 3
@@ -70,11 +63,13 @@ def from_outside(code: int) -> bool:
     return code < 0 and -code not in _OWN_SIGNALS
 
 
+@dataclass
 class SameDeaths:
     """Counts the deaths of one service by the same error. ``count``: of the newest error, in a row."""
 
-    def __init__(self) -> None:
-        self._kind, self._steps, self.count = "", 0, 0
+    count: int = 0
+    kind: str = ""
+    steps: int = 0
 
     def died(self, code: int, reason: str, steps: int) -> bool:
         """Notes a death; returns whether the service should be given up.
@@ -85,6 +80,6 @@ class SameDeaths:
         if from_outside(code) or _KILLED.search(reason):
             return False
         kind = f"{code}: {failure_summary.kind(reason)}"
-        again = kind == self._kind and steps <= self._steps
-        self._kind, self._steps, self.count = kind, steps, self.count + 1 if again else 1
+        again = kind == self.kind and steps <= self.steps
+        self.kind, self.steps, self.count = kind, steps, self.count + 1 if again else 1
         return self.count >= MOST_SAME

@@ -14,10 +14,11 @@ import structlog
 from myxo.launch.restart_policy import BackOff, SameDeaths, from_outside
 from myxo.launch.service_plan import ServiceSpec
 from myxo.run.run_view import InstanceStatus
+from myxo.run.service_failures import RESTARTED
 from shared.runtime import exit_codes, failure_summary
 from shared.runtime.child_process import ChildProcess, cause
 from shared.runtime.errors import MyxoError
-from shared.schema.messages import ServiceStatus
+from shared.schema.messages import ServiceEvent, ServiceStatus
 
 LAST_LINES = 15
 """Lines of a log that are shown when a service is given up."""
@@ -65,18 +66,10 @@ class SupervisedService:
 
     def status(self, now: float) -> InstanceStatus:
         """Returns the launcher's view of it at ``now``, monotonic seconds."""
-        return InstanceStatus(
-            service=self.spec.service,
-            instance=self.spec.instance,
-            pid=self.child.pid,
-            restarts=self.restarts,
-            ready=self.ready and self.due is None,
-            lived=now - self.child.started_s,
-            started_at=self.child.started_at,
-            due_in=None if self.due is None else max(0.0, self.due - now),
-            last_code=self.last_code,
-            last_error=self.last_error,
-        )
+        ready, lived = self.ready and self.due is None, now - self.child.started_s
+        due_in = None if self.due is None else max(0.0, self.due - now)
+        life = (self.child.pid, self.restarts, ready, lived, self.child.started_at)
+        return InstanceStatus(self.spec.service, self.spec.instance, *life, due_in, self.last_code, self.last_error)
 
 
 class Supervisor:
@@ -86,7 +79,6 @@ class Supervisor:
         logs: instance → its log file.
         excused: (since, `time.monotonic` seconds) → whether bus or store were away since then. An exit with code 2 is then a
             death like any other, for an unreachable server is bad input only where it never answered.
-        on_restart: called with the spec of a service that was started again, and the error that ended its life before.
         backoff: makes each service's back-off.
     """
 
@@ -96,10 +88,11 @@ class Supervisor:
         logs: Callable[[str], Path],
         *,
         excused: Callable[[float], bool] = lambda since: False,
-        on_restart: Callable[[ServiceSpec, str], None] = lambda spec, why: None,
         backoff: Callable[[], BackOff] = BackOff,
     ) -> None:
-        self._excused, self._on_restart, self._logs = excused, on_restart, logs
+        self.restarted: list[ServiceEvent] = []
+        """Of each service that was started again, with the error that ended its life before; whoever publishes an event takes it out."""
+        self._excused, self._logs = excused, logs
         self._services = [SupervisedService(spec, _started(spec, logs(spec.instance)), backoff()) for spec in specs]
         self._log = structlog.get_logger()
         for service in self._services:
@@ -131,10 +124,6 @@ class Supervisor:
     def statuses(self, now: float) -> list[InstanceStatus]:
         """Returns the statuses of all services, in the order of the specs."""
         return [service.status(now) for service in self._services]
-
-    def restarts(self) -> dict[str, int]:
-        """Returns how often each instance was started again."""
-        return {service.spec.instance: service.restarts for service in self._services}
 
     def running(self, kind: str | None = None) -> bool:
         """Returns whether any process (of that kind of service) still runs."""
@@ -177,7 +166,8 @@ class Supervisor:
         service.due = None
         service.restarts += 1
         self._log.info("service_restarted", started=service.spec.instance, pid=service.child.pid, restarts=service.restarts)
-        self._on_restart(service.spec, service.last_error)
+        kind, instance, detail = service.spec.service, service.spec.instance, f"after {service.last_error}"
+        self.restarted.append(ServiceEvent(service=kind, instance=instance, what=RESTARTED, detail=detail, at=service.child.started_at))
 
 
 def _started(spec: ServiceSpec, log_path: Path) -> ChildProcess:

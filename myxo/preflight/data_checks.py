@@ -13,7 +13,7 @@ from pathlib import Path
 
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.data import data_files
-from shared.data.data_files import DataFile, files
+from shared.data.data_files import DataFile
 from shared.data.demonstrations import DemonstrationFile
 from shared.data.filter_cache import fingerprint
 from shared.data.prompts import PromptFile, TrainingPrompts, spread
@@ -37,11 +37,8 @@ Result = tuple[str | None, int]
 def check_files(inspection: Inspection) -> Findings:
     """Yields the data files that are not there."""
     config = inspection.config
-    fields = {
-        "data.prompt_data": config.data.prompt_data,
-        "eval.eval_prompt_data": config.eval.eval_prompt_data,
-        "sft.sft_data": config.sft.sft_data,
-    }
+    prompts, heldout, demonstrations = config.data.prompt_data, config.eval.eval_prompt_data, config.sft.sft_data
+    fields = {"data.prompt_data": prompts, "eval.eval_prompt_data": heldout, "sft.sft_data": demonstrations}
     expected = "give a JSONL or Parquet file, or hf:ORG/NAME:SPLIT"
     for field, value in fields.items():
         for path in data_files.paths(value):
@@ -63,12 +60,12 @@ def _suggestion(directory: Path, name: str) -> str:
 
 def check_training_prompts(inspection: Inspection) -> Findings:
     """Yields what is wrong with the first training prompt that cannot be used; the prompts of a source are seen when they are drawn."""
-    yield from _check(inspection, inspection.training, "data.prompt_data", files(inspection.config.data.prompt_data))
+    yield from _check(inspection, inspection.training, "data.prompt_data", inspection.config.data.prompt_data or [])
 
 
 def check_heldout_prompts(inspection: Inspection) -> Findings:
     """Yields what is wrong with the first held-out prompt that cannot be used."""
-    yield from _check(inspection, inspection.heldout, "eval.eval_prompt_data", files(inspection.config.eval.eval_prompt_data))
+    yield from _check(inspection, inspection.heldout, "eval.eval_prompt_data", inspection.config.eval.eval_prompt_data or [])
 
 
 def check_demonstrations(inspection: Inspection) -> Findings:
@@ -90,7 +87,7 @@ def check_demonstrations(inspection: Inspection) -> Findings:
 
     budget = config.trainer.max_tokens_per_gpu * config.trainer.context_parallel_size
     settings = [config.sft.model_dump(mode="json"), config.data.tool_key, config.data.apply_chat_template_kwargs, budget]
-    note, _ = _once(inspection, files(config.sft.sft_data), settings, read)
+    note, _ = _once(inspection, config.sft.sft_data, settings, read)
     yield from [Note(note)] if note is not None else []
 
 
@@ -150,9 +147,8 @@ def _once(inspection: Inspection, named: list[DataFile], settings: Sequence[obje
 
 def _unread(field: str, read: int, size: int, what: str, reader: str) -> str | None:
     """Returns how many were read where that is not all."""
-    if read >= size:
-        return None
-    return f"{field}: {read:,} of {size:,} {what} were read before the start; {reader} tells what is wrong with the others"
+    told = f"{field}: {read:,} of {size:,} {what} were read before the start; {reader} tells what is wrong with the others"
+    return told if read < size else None
 
 
 def _left_out(field: str, prompts: TrainingPrompts | PromptFile) -> str | None:

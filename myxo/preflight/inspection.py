@@ -20,6 +20,9 @@ from shared.transfer.manifest import ITEM_BYTES
 
 Result = TypeVar("Result")
 
+Headers = Mapping[str, tuple[str, hf_checkpoint.Shape]]
+"""Each tensor of a checkpoint → its dtype and shape."""
+
 
 @dataclass(frozen=True)
 class Note:
@@ -100,8 +103,8 @@ class Inspection:
         return architecture_of(directory) if (directory / "config.json").is_file() else None
 
     @cached_property
-    def weight_headers(self) -> tuple[Mapping[str, tuple[str, hf_checkpoint.Shape]], list[ConfigError]]:
-        """Returns each tensor of the actor's files → its dtype and shape, and the errors of the files."""
+    def weight_headers(self) -> tuple[Headers, list[ConfigError]]:
+        """Returns the headers of the actor's files, and the errors of the files."""
         try:
             return hf_checkpoint.read_headers(self.config.model.hf_checkpoint)
         except ConfigError as error:
@@ -111,8 +114,10 @@ class Inspection:
     def model_size(self) -> ModelSize | None:
         """Returns the model's size; None where its files cannot be read, which the check of the weight files reports."""
         headers, problems = self.weight_headers
+        if problems or not headers:
+            return None
         sizes = [(math.prod(shape), ITEM_BYTES[dtype]) for dtype, shape in headers.values()]
-        return ModelSize(sum(count for count, _ in sizes), sum(count * width for count, width in sizes)) if sizes and not problems else None
+        return ModelSize(sum(count for count, _ in sizes), sum(count * width for count, width in sizes))
 
     @staticmethod
     def there(files: object) -> bool:

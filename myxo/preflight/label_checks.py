@@ -42,14 +42,6 @@ class Label:
     text: str
 
 
-@dataclass(frozen=True)
-class Problem:
-    """The problem of a label, in words. ``sure``: no answer can match it."""
-
-    words: str
-    sure: bool
-
-
 def check(inspection: Inspection) -> Findings:
     """Yields a problem for each set of prompts of which most labels can never be matched."""
     sets = {"data.prompt_data": inspection.training, "eval.eval_prompt_data": inspection.heldout}
@@ -101,41 +93,39 @@ def ask(labels: list[tuple[str, str]]) -> tuple[dict[tuple[str, str], dict[str, 
     return dict(zip(labels, answers, strict=False)), failure
 
 
-def problem(label: Label, result: dict[str, Any], inspection: Inspection) -> Problem | None:
-    """Returns what is wrong with a label, given what its verifier says of it."""
+def problem(label: Label, result: dict[str, Any], inspection: Inspection) -> tuple[bool, str] | None:
+    """Returns what is wrong with a label, given what its verifier says of it: whether surely no answer can match it, and why."""
     text, right = label.text.strip(), "give the final answer alone, such as 42 or \\frac{1}{2}"
     if not text:
-        return Problem(f"is empty; {right if label.verifier == 'math' else 'give the text that an answer must have'}", sure=True)
+        return True, f"is empty; {right if label.verifier == 'math' else 'give the text that an answer must have'}"
     prose = len(text.split()) > PROSE_WORDS
     if label.verifier == "math":
         if result["why"]:
-            return Problem(f"{result['why']}; {right}", sure=True)
+            return True, f"{result['why']}; {right}"
         if not result["matches"]:
-            words = f"math reads {result['reads']!r} in it and gives no reward even to an answer that says just it; {right}"
-            return Problem(words, sure=True)
+            return True, f"math reads {result['reads']!r} in it and gives no reward even to an answer that says just it; {right}"
         if prose and _HASH not in text and "\\boxed" not in text:
-            return Problem(f"is a whole text, of which math reads {result['reads']!r} alone; {right}", sure=False)
+            return False, f"is a whole text, of which math reads {result['reads']!r} alone; {right}"
         return None
     longest, tokenizer = inspection.config.rollout.rollout_max_response_len, inspection.tokenizer
     if tokenizer is not None and len(text) > longest and (tokens := len(tokenizer.encode(text))) > longest:
-        words = f"has {tokens} tokens, and {label.verifier} compares all of a response; rollout_max_response_len = {longest}"
-        return Problem(words, sure=True)
+        return True, f"has {tokens} tokens, and {label.verifier} compares all of a response; rollout_max_response_len = {longest}"
     if prose:
-        words = f"is a whole text, and {label.verifier} rewards only a response that is the same; give the answer alone, or another rm_type"
-        return Problem(words, sure=False)
+        verifier = f"{label.verifier} rewards only a response that is the same"
+        return False, f"is a whole text, and {verifier}; give the answer alone, or another rm_type"
     return None
 
 
-def _report(field: str, problems: list[tuple[Label, Problem]], tried: int) -> Findings:
+def _report(field: str, problems: list[tuple[Label, tuple[bool, str]]], tried: int) -> Findings:
     """Yields the refusal, or one note of the labels that can surely not be matched and one of the others."""
     for sure, what in ((True, "can never be matched"), (False, "can hardly be matched")):
-        some = [(label, found) for label, found in problems if found.sure == sure]
+        some = [(label, why) for label, (certain, why) in problems if certain == sure]
         if not some:
             continue
-        first, found = some[0]
+        first, why = some[0]
         shown = repr(first.text if len(first.text) <= 80 else first.text[:80] + "…")
         count = f"{len(some)} of {tried} labels that were tried {what}"
         if sure and len(some) > tried / 2:
-            yield ConfigError(field, first.where, f"{count}; this one, {shown}: {found.words}")
+            yield ConfigError(field, first.where, f"{count}; this one, {shown}: {why}")
         else:
-            yield Note(f"{field}: {count}; the first, {first.where}: {shown}: {found.words}")
+            yield Note(f"{field}: {count}; the first, {first.where}: {shown}: {why}")

@@ -1,11 +1,10 @@
 """Checks of the models that a config names: their files, their weights, and whether ranks, engines and flags fit them."""
 
 import os
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from myxo.preflight.inspection import Findings, Inspection, Note, architecture_of, attempted
+from myxo.preflight.inspection import Findings, Headers, Inspection, Note, architecture_of, attempted
 from shared.config import megatron_flags, sglang_flags
 from shared.config.engine_limits import context_length
 from shared.config.learning_rate import LearningRateSchedule
@@ -57,8 +56,7 @@ def check_actor(inspection: Inspection) -> Findings:
         return
     if architecture is None:
         return
-    headers, problems = inspection.weight_headers
-    yield from problems or _tensors(config.model.hf_checkpoint, headers, architecture, "model.hf_checkpoint")
+    yield from _weights(config.model.hf_checkpoint, inspection.weight_headers, architecture, "model.hf_checkpoint")
     rows, tokenizer = architecture.vocab_size, inspection.tokenizer
     if tokenizer is not None and tokenizer.vocabulary_size > rows:
         wanted = f"a tokenizer of at most {rows} tokens, vocab_size in config.json; its tokenizer.json has {tokenizer.vocabulary_size}"
@@ -75,25 +73,21 @@ def check_other_models(inspection: Inspection) -> Findings:
         if isinstance(found, ConfigError):
             yield found if found.field != "model.hf_checkpoint" else ConfigError("trainer.critic_load", found.value, found.expected)
         else:
-            yield from _weights(critic, found, "trainer.critic_load")
+            yield from _weights(critic, hf_checkpoint.read_headers(critic, "trainer.critic_load"), found, "trainer.critic_load")
     if (teacher := config.algorithm.opd_teacher_load) is not None and isinstance(actor, Architecture):
         if not teacher.is_dir():
             yield ConfigError("algorithm.opd_teacher_load", str(teacher), "no such directory; give a checkpoint of the policy's shape")
         else:  # it runs in the actor's own modules
-            yield from _weights(teacher, actor, "algorithm.opd_teacher_load")
+            field = "algorithm.opd_teacher_load"
+            yield from _weights(teacher, hf_checkpoint.read_headers(teacher, field), actor, field)
 
 
-def _weights(directory: Path, architecture: Architecture, field: str) -> Iterator[ConfigError]:
-    headers, problems = hf_checkpoint.read_headers(directory, field)  # raises ConfigError
-    yield from problems or _tensors(directory, headers, architecture, field)
-
-
-def _tensors(
-    directory: Path, headers: Mapping[str, tuple[str, hf_checkpoint.Shape]], architecture: Architecture, field: str
-) -> Iterator[ConfigError]:
+def _weights(directory: Path, read: tuple[Headers, list[ConfigError]], architecture: Architecture, field: str) -> Iterator[ConfigError]:
+    """Yields the problems of reading a checkpoint's files; where there are none, which tensors differ from the architecture's."""
+    headers, problems = read
     shapes = {name: shape for name, (_, shape) in headers.items()}
     unread = hf_checkpoint.draft_prefixes(architecture)
-    yield from hf_checkpoint.tensor_problems(directory, shapes, hf_tensors(architecture), unread, field)
+    yield from problems or hf_checkpoint.tensor_problems(directory, shapes, hf_tensors(architecture), unread, field)
 
 
 def check_ranks(inspection: Inspection) -> Findings:
@@ -102,51 +96,42 @@ def check_ranks(inspection: Inspection) -> Findings:
     layout = ParallelLayout.of(trainer)
     yield from layout.world_problems(trainer.ranks("actor"))
     if config.algorithm.has_critic and trainer.ranks("critic") != trainer.ranks("actor"):
-        for problem in layout.world_problems(trainer.ranks("critic")):
-            yield ConfigError(problem.field, problem.value, f"{problem.expected} (critic_num_gpus_per_node)")
+        yield from _of_critic(layout.world_problems(trainer.ranks("critic")), "critic_num_gpus_per_node")
     if isinstance(actor, Architecture):
         yield from division_problems(actor, layout, trainer.megatron)
     if config.algorithm.has_critic and trainer.critic_load is not None:
         critic = architecture_of(trainer.critic_load)
         if isinstance(critic, Architecture) and critic != actor:
-            for problem in division_problems(critic, layout, trainer.megatron):
-                yield ConfigError(problem.field, problem.value, f"{problem.expected} (critic_load)")
+            yield from _of_critic(division_problems(critic, layout, trainer.megatron), "critic_load")
+
+
+def _of_critic(problems: Iterable[ConfigError], field: str) -> Iterator[ConfigError]:
+    return (ConfigError(problem.field, problem.value, f"{problem.expected} ({field})") for problem in problems)
 
 
 def check_training(inspection: Inspection) -> Findings:
-    """Yields which settings of adapters, recomputation and learning rate do not go together."""
-    config, trainer, actor = inspection.config, inspection.config.trainer, inspection.architecture
+    """Yields which settings of learning rates, adapters and recomputation do not go together."""
+    config, trainer, sft, actor = inspection.config, inspection.config.trainer, inspection.config.sft, inspection.architecture
+    try:
+        if sft.sft_data is not None:
+            LearningRateSchedule(sft.sft_lr, 0.0, sft.sft_warmup_iters, sft.sft_steps, sft.sft_lr_decay_style)
+    except ConfigError as error:
+        yield ConfigError(error.field.replace("trainer.lr_", "sft.sft_"), error.value, error.expected)
     steps = config.rollout.num_rollout * trainer.num_steps_per_rollout
-    rates = [trainer.lr] + ([trainer.critic_lr] if trainer.critic_lr is not None and config.algorithm.has_critic else [])
-
-    def schedule(rate: float) -> LearningRateSchedule:
-        return LearningRateSchedule(rate, trainer.min_lr, trainer.lr_warmup_iters, steps, trainer.lr_decay_style)
-
-    schedules = [attempted(partial(schedule, rate)) for rate in rates]
-    problems = [
-        *_warm_start(inspection),
-        *[problem for problem in schedules if isinstance(problem, ConfigError)][:1],
-    ]
-    yield from (problem for problem in problems if isinstance(problem, ConfigError))
+    try:
+        for rate in (trainer.lr, trainer.critic_lr if config.algorithm.has_critic else None):
+            if rate is not None:
+                LearningRateSchedule(rate, trainer.min_lr, trainer.lr_warmup_iters, steps, trainer.lr_decay_style)
+    except ConfigError as error:
+        yield error
     if not isinstance(actor, Architecture):
         return
-    patterns = Freezing.of(trainer)
-    if not patterns.nothing:
+    if not (patterns := Freezing.of(trainer)).nothing:
         names = megatron_parameters(actor, trainer.megatron.get("transformer_impl") == "transformer_engine")
         if isinstance(problem := attempted(lambda: patterns.check(names)), ConfigError):
             yield problem
     if (lora := Lora.of(trainer)) is not None:
         lora.check(actor, ParallelLayout.of(trainer), trainer.megatron)
-
-
-def _warm_start(inspection: Inspection) -> Iterator[ConfigError]:
-    sft = inspection.config.sft
-    if sft.sft_data is None:
-        return
-    try:
-        LearningRateSchedule(sft.sft_lr, 0.0, sft.sft_warmup_iters, sft.sft_steps, sft.sft_lr_decay_style)
-    except ConfigError as error:
-        yield ConfigError(error.field.replace("trainer.lr_", "sft.sft_"), error.value, error.expected)
 
 
 def check_megatron_flags(inspection: Inspection) -> Findings:

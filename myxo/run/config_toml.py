@@ -24,14 +24,13 @@ def dump(config: RunConfig) -> str:
 
 def _value(value: Any) -> str:
     match value:
-        case bool():
-            return "true" if value else "false"
-        case int():
-            return str(value)
         case float():
             return repr(value)
-        case str() | Path() | DataFile():
-            return _text(str(value))
+        case bool() | int() | str():
+            # JSON's escapes are TOML's too, but for DEL, which JSON leaves as it is and TOML refuses
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case Path() | DataFile():
+            return _value(str(value))
         case list():
             return "[" + ", ".join(_value(item) for item in value) + "]"
         case dict():
@@ -42,9 +41,4 @@ def _value(value: Any) -> str:
 
 
 def _key(key: str) -> str:
-    return key if _BARE_KEY.match(key) else _text(key)
-
-
-def _text(text: str) -> str:
-    # JSON's escapes are TOML's too, but for DEL, which JSON leaves as it is and TOML refuses
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return key if _BARE_KEY.match(key) else _value(key)

@@ -22,11 +22,10 @@ from shared.schema.ledger import (
     GroupsDropped,
     GroupsScored,
     LedgerRecord,
-    ScoredGroup,
     eval_group_parts,
     group_id,
 )
-from shared.schema.messages import Payload
+from shared.schema.messages import Payload, ScoredGroup
 
 OUTSTANDING, REQUEUED, READY, BATCHED = "outstanding", "requeued", "ready", "batched"
 ENDS = (TRAINED, DROPPED, DEAD, EVALUATED, FAILED)
@@ -75,6 +74,14 @@ class GroupRecord:
         """Returns the seconds that its samples took to generate."""
         return self.ended - self.started if self.rewards and self.ended else None
 
+    def reward_of(self, index: int) -> float | None:
+        """Returns the reward of one of the samples, where it has one."""
+        return self.rewards[index] if index < len(self.rewards) else None
+
+    def parts_of(self, index: int) -> dict[str, float]:
+        """Returns the named rewards of one of the samples."""
+        return self.parts[index] if index < len(self.parts) else {}
+
     def came_back(self, scored: ScoredGroup) -> None:
         """Takes the results of an attempt."""
         self.attempt, self.status, self.reason = scored.attempt, READY, ""
@@ -112,11 +119,10 @@ class GroupRecord:
 
 def evaluated(sequence: int, record: EvalScored) -> GroupRecord:
     """Returns the record of a held-out prompt that came back, or was given up."""
-    group = GroupRecord(
-        record.group, sequence, record.at, status=FAILED, reason=record.reason, version=record.version, dataset=record.dataset
-    )
+    status = EVALUATED if record.rewards else FAILED
+    group = GroupRecord(record.group, sequence, record.at, 0, status, record.reason, version=record.version, dataset=record.dataset)
     if record.rewards:
-        group.status, group.rewards, group.parts = EVALUATED, tuple(record.rewards), record.parts
+        group.rewards, group.parts = tuple(record.rewards), record.parts
         group.oldest, group.newest = (record.oldest,), (record.newest,)
     return group
 
@@ -184,8 +190,6 @@ class GroupHistory:
                 self.durable_steps = max(self.durable_steps, steps)
             case EvalScored():
                 return [evaluated(sequence, record)]
-            case _:
-                pass
         return []
 
     def _batched(self, sequence: int, record: BatchFormed) -> list[GroupRecord]:
@@ -199,9 +203,9 @@ class GroupHistory:
         """Returns whether the group is trained and in a durable checkpoint: its payload is freed then."""
         return group.status == TRAINED and group.step is not None and group.step < self.durable_steps
 
-    def gone(self, group: GroupRecord | None) -> str | None:
+    def gone(self, group: GroupRecord) -> str | None:
         """Returns why the store has no samples of a group; None where it should."""
-        if group is None or group.status in (OUTSTANDING, REQUEUED):
+        if group.status in (OUTSTANDING, REQUEUED):
             return "its samples are still with the rollout and reward services"
         if group.status in (DROPPED, EVALUATED):
             return f"its samples were freed when it was {group.status}"
@@ -236,12 +240,11 @@ class ProvenanceStep:
 
 
 class GroupProvenance:
-    """All that the ledger knows of the group with the id ``group``."""
+    """All that the ledger knows of the group with the id ``group``. record: None if no such group was admitted."""
 
     def __init__(self, group: str) -> None:
         self.group = group
         self.record: GroupRecord | None = None
-        """The group's record; None if no such group was admitted."""
         self.steps: list[ProvenanceStep] = []
         self.history = GroupHistory()
         self._durable = False
@@ -254,9 +257,9 @@ class GroupProvenance:
         if what is not None:
             self.steps.append(ProvenanceStep(sequence, record.at, record.event(), what))
 
-    def gone(self) -> str | None:
-        """Returns why the store has no samples of it; None where it should."""
-        return self.history.gone(self.record)
+    def add(self, group: GroupRecord) -> None:
+        """Takes the group as the kept responses tell it, for a run without a ledger."""
+        self.record = group
 
     def _other_words(self, record: LedgerRecord) -> str | None:
         """Describes a record that concerns the group and does not change it."""
@@ -291,5 +294,4 @@ def _words(record: LedgerRecord, group: GroupRecord) -> str | None:
             return f"trained in step {step}, {ended - started:.1f} s"
         case EvalScored(reason=reason):
             return f"scored, rewards {rewards}" if rewards else f"failed: {reason}"
-        case _:
-            return None
+    return None

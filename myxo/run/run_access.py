@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 import nats.errors
@@ -20,7 +19,8 @@ from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, Embedd
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.store.payload_store import Store
 
-Server = TypeVar("Server", bound=EmbeddedServer)
+BUS_ERRORS = (MyxoError, nats.errors.Error, *TRANSIENT)
+"""What a bus that is away, or that refuses, raises."""
 
 SETTLE_SECONDS = 5.0
 """The time that a run that is just starting or stopping has to publish its servers' addresses, or to release its directory."""
@@ -77,24 +77,23 @@ async def _reached(run: str, directory: Path, stack: contextlib.AsyncExitStack) 
     if files is None:
         raise no_such_run(run, directory)
     servers = await _settled(files)
-    if servers is None:
+    if servers is not None:
+        url = servers.nats_url
+    else:
         if not (files.nats / "jetstream").is_dir():
             raise ConfigError("RUN", run, f"{files.root} holds no streams; if the run is on a NATS server of its own, set NATS_URL")
         stack.enter_context(files.held())
-        server = stack.enter_context(_served(EmbeddedNats(files.nats)))
-    bus = await Bus.connect(server.url if servers is None else servers.nats_url, name="myxo")
+        url = _served(EmbeddedNats(files.nats), stack)
+    bus = await Bus.connect(url, name="myxo")
     stack.push_async_callback(bus.close)
     return Access(name, await runs.load(bus, name), bus, files, live=servers is not None)
 
 
-@contextlib.contextmanager
-def _served(server: Server) -> Iterator[Server]:
-    """Runs an embedded server for as long as the body runs."""
-    try:
-        server.start()
-        yield server
-    finally:
-        server.stop()
+def _served(server: EmbeddedServer, stack: contextlib.AsyncExitStack) -> str:
+    """Runs an embedded server until the stack is left; returns its URL."""
+    stack.callback(server.stop)
+    server.start()
+    return server.url
 
 
 async def _settled(files: RunDirectory) -> ServerUrls | None:
@@ -121,7 +120,7 @@ async def payloads(access: Access) -> AsyncIterator[Store]:
     if url is not None:
         await check_store(url)
     else:
-        url = _own_store(access) or _reachable(await runs.store_url(access.bus, access.run))
+        url = await _own_store(access)
     async with contextlib.AsyncExitStack() as stack:
         if url is None:
             files = access.directory
@@ -130,20 +129,17 @@ async def payloads(access: Access) -> AsyncIterator[Store]:
                 raise ConfigError("REDIS_URL", None, expected)
             if access.live:  # a run at rest is held since it was reached
                 stack.enter_context(files.held())
-            url = stack.enter_context(_served(EmbeddedValkey(files.valkey, access.config.store.appendfsync))).url
+            url = _served(EmbeddedValkey(files.valkey, access.config.store.appendfsync), stack)
         store = Store(url)
         stack.push_async_callback(store.close)
         yield store
 
 
-def _own_store(access: Access) -> str | None:
-    """Returns the live run's store; not that of a run of the same name on another bus, whose keys would be the same."""
+async def _own_store(access: Access) -> str | None:
+    """Returns the live run's store, or the one that the run's creator named; None where both are gone."""
     servers = access.directory.servers() if access.live else None
-    return servers.redis_url if servers is not None and servers.nats_url == access.bus.url else None
-
-
-def _reachable(stated: str | None) -> str | None:
-    """Returns the store that the run's creator named, unless it is the socket of a server that is gone."""
-    if not stated or (stated.startswith("unix:") and not Path(urlsplit(stated).path).is_socket()):
-        return None
-    return stated
+    if servers is not None and servers.nats_url == access.bus.url:  # else a run of the same name on another bus, with the same keys
+        return servers.redis_url
+    stated = await runs.store_url(access.bus, access.run)
+    gone = stated is not None and stated.startswith("unix:") and not Path(urlsplit(stated).path).is_socket()
+    return None if gone else stated

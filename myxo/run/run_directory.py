@@ -22,7 +22,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
@@ -81,7 +81,6 @@ class RunDirectory:
         self.nats, self.valkey, self.logs = root / "nats", root / "valkey", root / "logs"
         self.summary, self.chart = root / "summary.json", root / "reward.png"
         self._servers, self._lock, self._config = root / "servers.json", root / "lock", root / runs.FROZEN
-        self._held: IO[str] | None = None
 
     def log(self, instance: str) -> Path:
         """Returns the file that the standard output and error of an instance go to."""
@@ -89,41 +88,32 @@ class RunDirectory:
 
     # --- the lock
 
-    def hold(self) -> None:
-        """Takes the directory for this process, until `release` or its end however it comes. Raises RunHeld, ConfigError."""
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds the directory for this process as long as the body runs, or until the process ends. Raises RunHeld, ConfigError.
+
+        The lock file stays: removing it would let two holders in.
+        """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             file = self._lock.open("a+")
         except OSError as error:
             raise ConfigError("run.dir", str(self.root), f"cannot be written: {error.strerror}; give another run.dir") from None
-        end = time.monotonic() + HOLD_SECONDS
-        while not _locked(file, fcntl.LOCK_EX):
-            if time.monotonic() > end:
-                file.seek(0)
-                holder = file.read().strip() or "another process"
-                file.close()
-                raise RunHeld(f"run directory {self.root} is in use by {holder}; stop that first, or give another run.name")
-            time.sleep(0.05)
-        file.truncate(0)
-        file.write(f"process {os.getpid()}")
-        file.flush()
-        self._held = file
-
-    def release(self) -> None:
-        """Lets the directory go; the lock file stays (removing it would let two holders in)."""
-        if self._held is not None:
-            self._held.truncate(0)
-            self._held.close()
-            self._held = None
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Holds the directory for as long as the body runs. Raises as `hold`."""
-        self.hold()
-        try:
-            yield
-        finally:
-            self.release()
+        with file:
+            end = time.monotonic() + HOLD_SECONDS
+            while not _locked(file, fcntl.LOCK_EX):
+                if time.monotonic() > end:
+                    file.seek(0)
+                    holder = file.read().strip() or "another process"
+                    raise RunHeld(f"run directory {self.root} is in use by {holder}; stop that first, or give another run.name")
+                time.sleep(0.05)
+            file.truncate(0)
+            file.write(f"process {os.getpid()}")
+            file.flush()
+            try:
+                yield
+            finally:
+                file.truncate(0)
 
     def is_held(self) -> bool:
         """Returns whether another process holds the directory now."""
@@ -159,8 +149,7 @@ class RunDirectory:
 
     def write_servers(self, servers: ServerUrls) -> None:
         """Writes the addresses of the live run's servers, readable by this user only."""
-        content = {"nats_url": servers.nats_url, "redis_url": servers.redis_url, "pid": servers.pid}
-        replace_file(self._servers, json.dumps(content).encode(), mode=0o600)
+        replace_file(self._servers, json.dumps(asdict(servers)).encode(), mode=0o600)
 
     def remove_servers(self) -> None:
         self._servers.unlink(missing_ok=True)
@@ -170,9 +159,8 @@ class RunDirectory:
         if not self.is_held():
             return None
         try:
-            entry = json.loads(self._servers.read_text())
-            return ServerUrls(nats_url=entry["nats_url"], redis_url=entry["redis_url"], pid=entry["pid"])
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return ServerUrls(**json.loads(self._servers.read_text()))
+        except (FileNotFoundError, ValueError, TypeError):
             return None
 
 

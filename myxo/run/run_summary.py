@@ -3,8 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from myxo.run.group_history import GroupHistory, GroupRecord
 from myxo.run.intervals import Interval, measure, overlap
@@ -15,13 +14,13 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.schema.ledger import BatchTrained, EvalEnded, EvalScored, GroupsScored, LedgerRecord
 from shared.schema.ledger_audit import Audit
-from shared.schema.messages import TrainerStep, WarmStartEnded
+from shared.schema.messages import Trained, WarmStartEnded
 
 EDGE = 0.1
 """The part of the steps that "first" and "last" reward are means of."""
 
 DIFF_SUM, DIFF_COUNT = "agreement_abs_diff", "agreement_tokens"
-"""Metrics of a `TrainerStep`: sum of |engine's − trainer's log-prob| over tokens that both computed under one version, and their number."""
+"""Metrics of a `Trained`: sum of |engine's − trainer's log-prob| over tokens that both computed under one version, and their number."""
 
 
 @dataclass(frozen=True)
@@ -95,35 +94,24 @@ class Summary:
     eval_failed: dict[str, int] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns plain data for `json.dump`."""
-        return asdict(self)
 
-
-@dataclass
 class SummaryTally:
-    """Takes ledger records and events, and returns the `Summary`.
+    """Takes the ledger records and events of a run, and returns the `Summary`."""
 
-    Args:
-        config: the run's.
-    """
-
-    config: RunConfig
-    rewards: list[float] = field(default_factory=list)
-    """Mean reward of each trained step's samples (`rollout/raw_reward`), in order of the steps; NaN where none is known."""
-
-    warm_start: WarmStartEnded | None = None
-    """The newest report of a warm start: one that was interrupted began anew."""
-
-    def __post_init__(self) -> None:
-        self._audit = Audit(self.config.rollout.max_staleness, self.config.rollout.rollout_batch_size)
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.rewards: list[float] = []
+        """Mean reward of each trained step's samples (`rollout/raw_reward`), in order of the steps; NaN where none is known."""
+        self.warm_start: WarmStartEnded | None = None
+        """The newest report of a warm start: one that was interrupted began anew."""
+        self.failures = ServiceFailures()
+        self._audit = Audit(config.rollout.max_staleness, config.rollout.rollout_batch_size)
         self._history = GroupHistory()
         self._generation: list[Interval] = []
         self._training: list[Interval] = []
         self._evaluations: dict[tuple[str, int], EvaluationSummary] = {}
         self._tokens = 0
         self._diffs: dict[int, tuple[float, float]] = {}
-        self.failures = ServiceFailures()
         self._eval_failed: Counter[str] = Counter()
         self._times: tuple[float, float] | None = None  # of the first and the last record
 
@@ -141,18 +129,12 @@ class SummaryTally:
             case EvalScored(rewards=[], reason=reason):
                 self._eval_failed[reason] += 1
             case EvalEnded() if record.samples:
+                step = min(record.version * self.config.weights.update_weights_interval, self.config.rollout.num_rollout)
                 self._evaluations[record.dataset, record.version] = EvaluationSummary(
-                    dataset=record.dataset,
-                    version=record.version,
-                    step=min(record.version * self.config.weights.update_weights_interval, self.config.rollout.num_rollout),
-                    mean_reward=record.mean_reward,
-                    samples=record.samples,
-                    failed=record.failed,
+                    record.dataset, record.version, step, record.mean_reward, record.samples, record.failed
                 )
-            case _:
-                pass
 
-    def apply_step(self, event: TrainerStep) -> None:
+    def apply_step(self, event: Trained) -> None:
         """Takes a trainer's report. A restarted trainer makes steps again and reports them again: the first report counts."""
         if DIFF_SUM in event.metrics and DIFF_COUNT in event.metrics:
             self._diffs.setdefault(event.step, (event.metrics[DIFF_SUM], event.metrics[DIFF_COUNT]))
@@ -208,12 +190,9 @@ class SummaryTally:
 def _edges(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Returns the means of the first and of the last `EDGE` of the values, of those that are numbers."""
     edge = math.ceil(len(values) * EDGE)
-    return _mean(values[:edge]), _mean(values[len(values) - edge :])
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    known = [value for value in values if not math.isnan(value)]
-    return _ratio(sum(known), len(known))
+    parts = ([value for value in part if not math.isnan(value)] for part in (values[:edge], values[len(values) - edge :]))
+    first, last = (_ratio(sum(known), len(known)) for known in parts)
+    return first, last
 
 
 def _ratio(total: float, count: float) -> float | None:
@@ -226,7 +205,7 @@ async def collect(bus: Bus, run: str) -> SummaryTally:
     tally, names = SummaryTally(config), Subjects(run)
     async for _, record in stream_replay.read(bus, names.ledger_stream, LedgerRecord):
         tally.apply(record)
-    async for _, step in stream_replay.read(bus, names.events_stream, TrainerStep, subject=names.event("trainer", "step")):
+    async for _, step in stream_replay.read(bus, names.events_stream, Trained, subject=names.event("trainer", "step")):
         tally.apply_step(step)
     async for _, ended in stream_replay.read(bus, names.events_stream, WarmStartEnded, subject=names.event("trainer", "warm_start")):
         tally.warm_start = ended

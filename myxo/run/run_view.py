@@ -4,7 +4,7 @@ It is made from the statuses that services publish and from the launcher's recor
 gaps; every figure may be absent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -177,8 +177,8 @@ def look(
         trained_per_s=trainer.get("train_tokens_per_s"),
         computed_per_s=trainer.get("train_compute_tokens_per_s"),
         live_version=max(int(buffer.get("live_version", -1)), *served, before.live_version),
-        in_flight=_whole(buffer.get("in_flight")),
-        ready_groups=_whole(buffer.get("ready")),
+        in_flight=int(buffer["in_flight"]) if "in_flight" in buffer else None,
+        ready_groups=int(buffer["ready"]) if "ready" in buffer else None,
         queues={
             name: (int(buffer[f"queue_{name}"]), int(buffer.get(f"queue_{name}_held", 0))) for name in QUEUES if f"queue_{name}" in buffer
         },
@@ -187,10 +187,6 @@ def look(
         waiting_for=waiting_for(config, services, instances) if steps <= began else None,
         troubles=troubles(services, instances, servers, before.troubles, disk),
     )
-
-
-def _depth(buffer: dict[str, float], queue: str) -> tuple[int, int]:
-    return int(buffer[f"queue_{queue}"]), int(buffer.get(f"queue_{queue}_held", 0))
 
 
 def _evaluations(buffer: dict[str, float]) -> dict[str, EvaluationLine]:
@@ -202,91 +198,74 @@ def _evaluations(buffer: dict[str, float]) -> dict[str, EvaluationLine]:
 # --- what the next training step waits for
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """The data in which a cause of waiting is sought. ``present``: statuses of services that are alive, environments left out."""
-
-    config: RunConfig
-    services: Sequence[ServiceStatus]
-    instances: Sequence[InstanceStatus]
-    present: Sequence[ServiceStatus]
-    buffer: dict[str, float]
-
-
 def waiting_for(config: RunConfig, services: Sequence[ServiceStatus], instances: Sequence[InstanceStatus]) -> str:
     """Returns what the next training step waits for, in words: the first cause that applies."""
     alive = [status for status in present(services, instances) if status.service != ENVIRONMENT]
-    waiting = _Waiting(config, services, instances, alive, _newest(alive, "buffer"))
-    return next(words for cause_of in CAUSES if (words := cause_of(waiting)) is not None)
+    buffer = _newest(alive, "buffer")
+    causes = (
+        _restart(instances),
+        _start(instances, alive),
+        _kind_of_service(config, alive),
+        _getting_ready(alive),
+        _weights(alive, buffer),
+        _environments(services),
+        _evaluation(buffer),
+        _batch(buffer, config.rollout.rollout_batch_size),
+    )
+    return next(filter(None, causes), "a training step")
 
 
-def _a_restart(waiting: _Waiting) -> str | None:
-    for instance in waiting.instances:
+def _restart(instances: Sequence[InstanceStatus]) -> str | None:
+    for instance in instances:
         if instance.due_in is not None:
             return f"{instance.instance}, which ended with {cause(instance.last_code)} and starts again in {instance.due_in:.0f} s"
     return None
 
 
-def _processes_to_start(waiting: _Waiting) -> str | None:
-    names = {status.instance for status in waiting.present}
-    absent = [instance for instance in waiting.instances if instance.instance not in names]
+def _start(instances: Sequence[InstanceStatus], alive: Sequence[ServiceStatus]) -> str | None:
+    names = {status.instance for status in alive}
+    absent = [instance for instance in instances if instance.instance not in names]
     if not absent:
         return None
     return f"{', '.join(instance.instance for instance in absent)} to start ({max(instance.lived for instance in absent):.0f} s so far)"
 
 
-def _a_kind_of_service(waiting: _Waiting) -> str | None:
-    kinds = {status.service for status in waiting.present if status.state != STANDBY}
-    needed = ("buffer", "reward", "rollout", "trainer", *(("critic",) if waiting.config.algorithm.has_critic else ()))
+def _kind_of_service(config: RunConfig, alive: Sequence[ServiceStatus]) -> str | None:
+    kinds = {status.service for status in alive if status.state != STANDBY}
+    needed = ("buffer", "reward", "rollout", "trainer", *(("critic",) if config.algorithm.has_critic else ()))
     return next((f"a {service} service" for service in needed if service not in kinds), None)
 
 
-def _services_getting_ready(waiting: _Waiting) -> str | None:
-    engines = [status.instance for status in waiting.present if status.service == "rollout" and status.state == "starting"]
-    warm_up = _warm_start(waiting.present)
-    trainers = [status for status in waiting.present if status.service in ("trainer", "critic") and status.state != "ready"]
+def _getting_ready(alive: Sequence[ServiceStatus]) -> str:
+    engines = [status.instance for status in alive if status.service == "rollout" and status.state == "starting"]
+    trainers = [status for status in alive if status.service in ("trainer", "critic") and status.state != "ready"]
     parts = [f"engine of {', '.join(engines)} starting"] if engines else []
-    parts += [warm_up] if warm_up else [f"{status.instance} {status.state}" for status in trainers]
-    return "; ".join(parts) or None
+    if warm_up := _warm_start(alive):
+        return "; ".join([*parts, warm_up])
+    return "; ".join([*parts, *(f"{status.instance} {status.state}" for status in trainers)])
 
 
-def _weights(waiting: _Waiting) -> str | None:
-    served = any(status.service == "rollout" and status.version >= 0 for status in waiting.present)
-    if served and waiting.buffer.get("live_version", -1) >= 0:
+def _weights(alive: Sequence[ServiceStatus], buffer: dict[str, float]) -> str | None:
+    served = any(status.service == "rollout" and status.version >= 0 for status in alive)
+    if served and buffer.get("live_version", -1) >= 0:
         return None
-    states = [f"{status.instance} {status.state}" for status in waiting.present if status.service in ("trainer", "rollout")]
+    states = [f"{status.instance} {status.state}" for status in alive if status.service in ("trainer", "rollout")]
     return f"weights to be served ({', '.join(states)})"
 
 
-def _an_environment(waiting: _Waiting) -> str | None:
-    away = [status for status in waiting.services if status.service == ENVIRONMENT and status.state in ("away", "refused")]
-    return "; ".join(f"environment {status.instance} ({status.state}: {status.detail})" for status in away) or None
+def _environments(services: Sequence[ServiceStatus]) -> str:
+    away = [status for status in services if status.service == ENVIRONMENT and status.state in ("away", "refused")]
+    return "; ".join(f"environment {status.instance} ({status.state}: {status.detail})" for status in away)
 
 
-def _an_evaluation(waiting: _Waiting) -> str | None:
-    if not (pending := waiting.buffer.get("eval_pending")):
-        return None
-    return f"the evaluation of version {waiting.buffer['live_version']:.0f} ({pending:.0f} prompts outstanding)"
+def _evaluation(buffer: dict[str, float]) -> str | None:
+    pending, version = buffer.get("eval_pending", 0), buffer.get("live_version", -1)
+    return f"the evaluation of version {version:.0f} ({pending:.0f} prompts outstanding)" if pending else None
 
 
-def _a_batch(waiting: _Waiting) -> str | None:
-    size = waiting.config.rollout.rollout_batch_size
-    ready = waiting.buffer.get("ready", size)
+def _batch(buffer: dict[str, float], size: int) -> str | None:
+    ready = buffer.get("ready", size)
     return f"a batch ({ready:.0f} of {size} groups ready)" if ready < size else None
-
-
-CAUSES: tuple[Callable[[_Waiting], str | None], ...] = (
-    _a_restart,
-    _processes_to_start,
-    _a_kind_of_service,
-    _services_getting_ready,
-    _weights,
-    _an_environment,
-    _an_evaluation,
-    _a_batch,
-    lambda waiting: "a training step",
-)
-"""The possible causes; each returns in words what is waited for, or None where it does not apply."""
 
 
 # --- services
@@ -311,12 +290,12 @@ def _lines(services: Sequence[ServiceStatus], instances: Sequence[InstanceStatus
 
 def _own_line(instance: InstanceStatus, status: ServiceStatus | None) -> InstanceLine:
     """Returns the line of a process of this launcher."""
+    if status is not None and instance.due_in is None:
+        return _line(status, instance.restarts)
+    state, detail = "starting", ""
     if instance.due_in is not None:
-        detail = f"{cause(instance.last_code)}, again in {instance.due_in:.0f} s"
-        return InstanceLine(instance.service, instance.instance, "down", -1, instance.restarts, detail)
-    if status is None:
-        return InstanceLine(instance.service, instance.instance, "starting", -1, instance.restarts, "")
-    return _line(status, instance.restarts)
+        state, detail = "down", f"{cause(instance.last_code)}, again in {instance.due_in:.0f} s"
+    return InstanceLine(instance.service, instance.instance, state, -1, instance.restarts, detail)
 
 
 def _line(status: ServiceStatus, restarts: int | None) -> InstanceLine:
@@ -362,10 +341,6 @@ def _newest(services: Sequence[ServiceStatus], service: str) -> dict[str, Any]:
     return status.gauges if status else {}
 
 
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
-
-
 # --- troubles
 
 
@@ -378,13 +353,11 @@ def troubles(
 ) -> Troubles:
     """Returns what goes wrong, as services and launcher tell it. ``before`` stands in for a buffer that is away."""
     buffer = _newest_status(services, "buffer")
-    if buffer is not None and buffer.state == "starting":
-        buffer = None
-    gauges = buffer.gauges if buffer is not None else {}
+    gauges, detail = (buffer.gauges, buffer.detail) if buffer is not None and buffer.state != "starting" else ({}, "")
     return Troubles(
         dead=int(gauges.get("dead", before.dead)),
         dead_per_minute=gauges.get("dead_per_minute", before.dead_per_minute),
-        dead_reason=(buffer.detail if buffer is not None else "") or before.dead_reason,
+        dead_reason=detail or before.dead_reason,
         eval_failed=int(gauges.get("eval_failed", before.eval_failed)),
         errors=(*_errors(services, instances), *(server for server in servers if server.restarts)),
         disk=disk,

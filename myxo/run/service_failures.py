@@ -14,6 +14,9 @@ from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.schema.messages import ServiceEvent
 
+FAILED, RESTARTED = "failed", "restarted"
+"""The events of a service that ends by an error, and of the launcher that started one again."""
+
 FULL_BYTES = 32 << 20
 """A disk with less room than this counts as full."""
 
@@ -25,23 +28,20 @@ class ServiceFailures:
     restarts: Counter[str] = field(default_factory=Counter)
     errors: dict[str, str] = field(default_factory=dict)
 
-    def failed(self, event: ServiceEvent) -> None:
-        """Takes a service's event that it failed; the launcher's event of the same says more, and comes after it."""
-        if event.detail:
+    def take(self, event: ServiceEvent) -> None:
+        """Takes an event, in the order of the stream: the launcher's event that it started a service again comes after the service's own
+        that it failed, and says more."""
+        if event.what == RESTARTED:
+            self.restarts[event.instance] += 1
+        if event.what in (FAILED, RESTARTED) and event.detail:
             self.errors[event.instance] = event.detail
-
-    def restarted(self, event: ServiceEvent) -> None:
-        """Takes the launcher's event that it started a service again."""
-        self.restarts[event.instance] += 1
-        self.failed(event)
 
 
 async def read_failures(bus: Bus, run: str) -> ServiceFailures:
     """Reads the events since the run began."""
     found, names = ServiceFailures(), Subjects(run)
-    for kind, take in (("failed", found.failed), ("restarted", found.restarted)):
-        async for _, event in stream_replay.read(bus, names.events_stream, ServiceEvent, subject=names.event("service", kind)):
-            take(event)
+    async for _, event in stream_replay.read(bus, names.events_stream, ServiceEvent, subject=names.event("service", "*")):
+        found.take(event)
     return found
 
 
@@ -58,7 +58,7 @@ async def with_newest_failure(bus: Bus, view: RunView) -> RunView:
     """Returns the view with the newest failure that a service has published lately: its status is gone with it."""
     names = Subjects(view.run)
     try:
-        last = await bus.js.get_last_msg(names.events_stream, names.event("service", "failed"))
+        last = await bus.js.get_last_msg(names.events_stream, names.event("service", FAILED))
     except NotFoundError:
         return view
     event = None if last.data is None else ServiceEvent.decode(last.data)

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 
 from shared.config.run_config import RunConfig
-from shared.config.sections import EvalSection, RolloutSection
-from shared.config.weights_section import WeightsSection
+from shared.config.sections import EvalSection, RolloutSection, WeightsSection
 from shared.schema.versions import admissible_steps, version_after
 
 DEAD_BATCHES, FEWEST_DEAD = 4, 32

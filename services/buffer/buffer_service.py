@@ -45,8 +45,8 @@ from shared.schema.messages import (
     Scored,
     Task,
     Trained,
-    WeightsLive,
 )
+from shared.schema.weight_messages import WeightsLive
 
 ANSWER_SECONDS = 1.5
 """The time that a batch request is held before it is answered with `BatchPending`."""
@@ -79,7 +79,7 @@ class Buffer:
         config, heldout = service.config, prompts.heldout
         self._service, self._config, self._bus, self._log = service, config, service.bus, service.log
         self._limits = BufferConfig.from_run(config, len(heldout) if heldout else 0)
-        self._tasks = TaskPublisher(service.bus, config, prompts.training, heldout, prompts.stop_ids)
+        self._tasks = TaskPublisher(service.bus, config, prompts)
         self._prompts = prompts
         path = config.rollout.buffer_filter_path
         self._filter = BufferFilter(config, path) if path is not None else None
@@ -137,7 +137,8 @@ class Buffer:
             await service.announce()
             await service.tell("took_over")
         watching = (self._watch_versions(), self._watch_gauges(), self._until_broken())
-        async with service.background(self._tasks.run(), self._keeper.run(), self._free(), self._take_outcomes(), *watching):
+        publishing = (self._tasks.publish(TRAIN), self._tasks.publish(EVAL))
+        async with service.background(*publishing, self._keeper.run(), self._free(), self._take_outcomes(), *watching):
             await service.stopping.wait()
             with contextlib.suppress(asyncio.TimeoutError):  # the end comes between two decisions, and none follows
                 await asyncio.wait_for(self._lock.acquire(), HAND_OVER_SECONDS)
@@ -189,7 +190,7 @@ class Buffer:
     async def _record(self, records: Sequence[LedgerRecord]) -> None:
         try:
             for record in records:
-                await self._ledger.append([record])
+                await self._ledger.append(record)
                 self._keeper.take(ended_groups.ended(self._state, record))
                 self._state.apply(record)
                 await self._failure.see(record, self._state.dead)
@@ -338,7 +339,7 @@ class Buffer:
             return "a rollout replica that serves weights (none does yet)"
         if state.evaluations:
             version, evaluation = next(iter(state.evaluations.items()))
-            return f"the evaluation of version {version} ({len(evaluation.pending())} of {evaluation.prompts} prompts outstanding)"
+            return f"the evaluation of version {version} ({len(evaluation.pending)} of {evaluation.prompts} prompts outstanding)"
         away = f"{len(state.outstanding)} groups with the rollout and reward services"
         return f"{away}; live version {state.live_version}; {state.dead} dead so far"
 
@@ -360,7 +361,7 @@ class Buffer:
                 metrics.set(name, getattr(state, name))
             metrics.set("ready", len(state.ready))
             metrics.set("outstanding", len(state.outstanding))
-            metrics.set("eval_pending", sum(len(evaluation.pending()) for evaluation in state.evaluations.values()))
+            metrics.set("eval_pending", sum(len(evaluation.pending) for evaluation in state.evaluations.values()))
             self._prompts.gauge(metrics)
             self._keeper.gauge(metrics)
             for name, parts in queues.items():

@@ -1,7 +1,7 @@
 """The ledger's only writer: records go to the stream in order, each confirmed, and never beside another writer's."""
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 
 from services.buffer.state import BufferState
 from shared.bus import stream_replay
@@ -25,38 +25,31 @@ class LedgerWriter:
 
     def __init__(self, bus: Bus, run: str, allowed: Callable[[], Awaitable[None]]) -> None:
         self._bus, self._subjects, self._allowed = bus, Subjects(run), allowed
+        self._stream = self._subjects.ledger_stream
         self._state = BufferState()
         self._releases: deque[list[str]] = deque(maxlen=RELEASES_AGAIN)
-        self._last = 0
-
-    @property
-    def last(self) -> int:
-        """Returns the sequence of the last record that was read or appended."""
-        return self._last
+        self.last = 0
+        """The sequence of the last record that was read or appended."""
 
     async def follow(self) -> None:
         """Reads the records that were added to the ledger since the last time."""
-        stream = self._subjects.ledger_stream
-        newest = await stream_replay.last_sequence(self._bus, stream)
-        if newest <= self._last:
+        newest = await stream_replay.last_sequence(self._bus, self._stream)
+        if newest <= self.last:
             return
-        async for sequence, record in stream_replay.read(self._bus, stream, LedgerRecord, after=self._last):
+        async for sequence, record in stream_replay.read(self._bus, self._stream, LedgerRecord, after=self.last):
             self._state.apply(record)
-            self._last = sequence
+            self.last = sequence
             if self._state.released:
                 self._releases.append(self._state.released)
-        self._last = max(self._last, newest)  # a stream that was emptied has a last sequence all the same
+        self.last = max(self.last, newest)  # a stream that was emptied has a last sequence all the same
 
     async def recover(self) -> tuple[BufferState, list[str]]:
         """Reads the ledger to its end; returns the state, and the payload keys that the latest records let go."""
         await self.follow()
         return self._state, [key for keys in self._releases for key in keys]
 
-    async def append(self, records: Iterable[LedgerRecord]) -> None:
-        """Appends records. Raises WrongSequence beside another writer, DeadlineExceeded where the bus stays away, and as ``allowed``."""
-        stream = self._subjects.ledger_stream
-        for record in records:
-            msg_id = f"{stream}.{self._last + 1}.{record.at}"
-            subject = self._subjects.ledger(record.event())
-            after = (stream, self._last)
-            self._last = await self._bus.publish(subject, record, msg_id=msg_id, after=after, before=self._allowed, deadline=120)
+    async def append(self, record: LedgerRecord) -> None:
+        """Appends a record. Raises WrongSequence beside another writer, DeadlineExceeded where the bus stays away, and as ``allowed``."""
+        msg_id, after = f"{self._stream}.{self.last + 1}.{record.at}", (self._stream, self.last)
+        subject = self._subjects.ledger(record.event())
+        self.last = await self._bus.publish(subject, record, msg_id=msg_id, after=after, before=self._allowed, deadline=120)

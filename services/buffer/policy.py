@@ -6,16 +6,18 @@ dead ones are replaced. A batch trained on version V trains no token older than 
 what is older when the batch is formed, `services.buffer.batch_order` which of the others it takes.
 """
 
-from collections.abc import Iterator, Set
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Set
 
-from services.buffer import batch_order, evaluation, reward_parts, staleness
+from services.buffer import batch_order, evaluation, staleness
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.staleness import StalenessDecision
 from services.buffer.state import BufferState, GroupState
 from shared.runtime.errors import MyxoError
 from shared.schema import ledger
-from shared.schema.ledger import LedgerRecord, eval_group_parts, group_number
-from shared.schema.messages import Batch, BatchGroup, Failed, Interrupted, Payload, Scored
+from shared.schema.ledger import LedgerRecord, group_number
+from shared.schema.messages import Batch, BatchGroup, Failed, Interrupted, Outcome, Payload, RewardPart, Scored, ScoredGroup
 
 STALE = "stale"
 """Reason of groups dropped for their age."""
@@ -28,6 +30,9 @@ FILTERED, NOTHING_LEFT = "filtered", "no sample is left to train"
 
 RECORD_SAMPLES = 2048
 """Samples of one `GroupsScored`: about 70 bytes each, a few hundred with named rewards, and the bus takes messages of 1 MiB."""
+
+MOST_PARTS = 64
+"""The most named rewards of a batch that are reported: the user chooses the names, and all of them go into one message."""
 
 
 class BadChoice(MyxoError):
@@ -71,92 +76,56 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
 
     Groups that a filter took out, or left nothing of to train, are recorded with their rewards and dropped.
     """
-    fresh: dict[str, ledger.ScoredGroup] = {}
-    filtered: dict[str, list[str]] = {}
     records: list[LedgerRecord] = []
+    fresh: list[ScoredGroup] = []
+    filtered: dict[str, list[str]] = {}
     decided: set[str] = set()
     for message in messages:
         name = message.group
-        if name in decided:
-            continue
         group = state.groups.get(name)
-        if group is None and eval_group_parts(name) is not None:
-            records += evaluation.scored(state, message, now)
-        elif group is None or not _awaited(group, message):
+        if name in decided or (group is not None and not _awaited(group, message)):
             continue
+        decided.add(name)
+        if group is None:
+            records += evaluation.came_back(state, message, now)
         elif (problem := _misshapen(message, limits.rollout.n_samples_per_prompt)) is not None:
             records.append(ledger.GroupDead(group=name, reason=problem, payload=message.payload, at=now))
         else:
-            fresh[name] = group_scored = _scored_group(message)
-            if (reason := _filtered(message, group_scored)) is not None:
+            fresh.append(message)
+            if (reason := _filtered(message)) is not None:
                 filtered.setdefault(reason, []).append(name)
-        decided.add(name)
-    records += [ledger.GroupsScored(groups=batch, at=now) for batch in _record_batches(list(fresh.values()))]
+    size = max(1, RECORD_SAMPLES // max((len(group.samples) for group in fresh), default=1))
+    records += [ledger.GroupsScored(groups=fresh[at : at + size], at=now) for at in range(0, len(fresh), size)]
     records += [ledger.GroupsDropped(groups=names, reason=f"{FILTERED}: {reason}", at=now) for reason, names in filtered.items()]
     return records
 
 
-def _awaited(group: GroupState, message: Scored | Failed | Interrupted) -> bool:
+def _awaited(group: GroupState, message: Outcome) -> bool:
     """Returns whether an outcome is the first one of the group's present attempt."""
     return group.scored is None and group.attempt == message.attempt
 
 
-def _filtered(message: Scored, scored: ledger.ScoredGroup) -> str | None:
-    if message.filtered is None and len(scored.removed) == len(message.scores):
-        return NOTHING_LEFT
-    return message.filtered
-
-
-def _record_batches(groups: list[ledger.ScoredGroup]) -> Iterator[list[ledger.ScoredGroup]]:
-    """Yields the groups in batches of at most `RECORD_SAMPLES` samples, or of one group."""
-    batch: list[ledger.ScoredGroup] = []
-    samples = 0
-    for group in groups:
-        if batch and samples + len(group.samples) > RECORD_SAMPLES:
-            yield batch
-            batch, samples = [], 0
-        batch.append(group)
-        samples += len(group.samples)
-    if batch:
-        yield batch
-
-
-def _scored_group(message: Scored) -> ledger.ScoredGroup:
-    """Returns the ledger's entry for an outcome."""
-    scores = message.scores
-    marked = any([score.parts or score.removed for score in scores])  # seldom: a list is faster than a generator here
-    return ledger.ScoredGroup(
-        group=message.group,
-        attempt=message.attempt,
-        payload=message.payload,
-        samples=message.samples,
-        rewards=[score.reward for score in scores],
-        parts=tuple(score.parts for score in scores) if marked else (),
-        rollouts=message.rollouts,
-        removed=tuple(index for index, score in enumerate(scores) if score.removed) if marked else (),
-        replica=message.replica,
-        started=message.started,
-        ended=message.ended,
-    )
+def _filtered(message: Scored) -> str | None:
+    return NOTHING_LEFT if message.filtered is None and len(set(message.removed)) == len(message.samples) else message.filtered
 
 
 def _misshapen(message: Scored, rollouts: int) -> str | None:
     """Returns what is wrong with a group that should hold one or more samples of each of ``rollouts`` rollouts."""
-    samples, scores, came = len(message.samples), len(message.scores), len(message.rollouts)
-    if not message.rollouts:
-        return None if samples == scores == rollouts else f"{samples} samples and {scores} scores came back for {rollouts}"
-    distinct = len(set(message.rollouts))
-    if samples == scores == came and distinct == rollouts:
-        return None
-    return f"{samples} samples, {scores} scores and {came} places in {distinct} rollouts came back for {rollouts} rollouts"
+    samples, rewards = len(message.samples), len(message.rewards)
+    origins = message.rollouts or range(samples)
+    if not samples == rewards == len(origins) or len(set(origins)) != rollouts:
+        return f"{samples} samples of {len(set(origins))} rollouts, with {rewards} rewards, came back for {rollouts} rollouts"
+    if len(message.parts) not in (0, samples) or not set(message.removed) <= set(range(samples)):
+        return f"named rewards of {len(message.parts)} samples, and {message.removed} removed, came back for {samples} samples"
+    return None
 
 
 def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord]:
     """Ends a group that generation or scoring gave up on as dead; its admission is free again."""
-    if eval_group_parts(message.group) is not None:
-        return evaluation.failed(state, message, now)
     group = state.groups.get(message.group)
-    if group is None or not _awaited(group, message):
+    if group is None:
+        return evaluation.came_back(state, message, now)
+    if not _awaited(group, message):
         return []
     return [ledger.GroupDead(group=message.group, reason=f"{message.by}: {message.reason}", payload=message.payload, at=now)]
 
@@ -244,8 +213,21 @@ def batch(state: BufferState, step: int) -> Batch | None:
         result, stale = group.scored, group.scored.stale(record.mask_below)
         item = BatchGroup(group=group.id, payload=result.payload, rewards=result.rewards.tolist(), removed=result.removed, stale=stale)
         groups.append(item)
-    parts = reward_parts.of_batch(sample for group in record.groups if group.scored is not None for sample in group.scored.parts)
+    parts = _reward_parts(sample for group in record.groups if group.scored is not None for sample in group.scored.parts)
     return Batch(step=step, version=record.version, mask_below=record.mask_below, groups=groups, parts=parts)
+
+
+def _reward_parts(samples: Iterable[Mapping[str, float]]) -> dict[str, RewardPart]:
+    """Returns the moments of each named reward over the samples that have it; `MOST_PARTS` at most, those of most samples."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for name, value in (item for sample in samples for item in sample.items()):
+        found[name].append(value)
+    parts = {}
+    for name, values in sorted(found.items(), key=lambda item: -len(item[1]))[:MOST_PARTS]:
+        mean = statistics.fmean(values)
+        spread = statistics.fmean([(value - mean) ** 2 for value in values]) ** 0.5
+        parts[name] = RewardPart(samples=len(values), mean=mean, std=spread, min=min(values), max=max(values))
+    return parts
 
 
 def trained(state: BufferState, step: int, version: int, started: float, ended: float, now: float) -> list[LedgerRecord]:
@@ -285,9 +267,7 @@ def live(state: BufferState, limits: BufferConfig, version: int, now: float) -> 
 
 def close(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRecord]:
     """Ends evaluations that are complete, and the run once all of it is done."""
-    records: list[LedgerRecord] = []
-    if state.evaluations:
-        records += [evaluation.ended(current, now) for current in state.evaluations.values() if current.complete]
+    records: list[LedgerRecord] = [evaluation.ended(current, now) for current in state.evaluations.values() if not current.pending]
     evaluating = bool(state.evaluations) or (
         bool(limits.eval_prompts) and limits.last_version not in state.evaluated and evaluation.is_due(limits, limits.last_version)
     )

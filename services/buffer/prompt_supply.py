@@ -4,11 +4,12 @@ import asyncio
 from dataclasses import dataclass
 
 from shared.config.run_config import RunConfig
-from shared.data.data_source import DrawnPrompts
-from shared.data.prompts import PromptFile, PromptStream, TrainingPrompts, eval_prompts
+from shared.data.data_source import DrawnPrompts, PromptStream
+from shared.data.prompts import Prompt, PromptFile, TrainingPrompts, eval_prompts
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.service_base import Service
 from shared.runtime.telemetry import Metrics
+from shared.schema.ledger import eval_group_parts, group_number
 
 TRAINING, HELDOUT = "training", "heldout"
 
@@ -20,6 +21,13 @@ class PromptSupply:
     training: PromptStream
     heldout: PromptFile | None
     stop_ids: list[int]
+
+    def of_group(self, name: str) -> Prompt | None:
+        """Returns the prompt of a group; None for one that was held out before and is not any more. Raises ConfigError."""
+        parts = eval_group_parts(name)
+        if parts is None:
+            return self.training.at(group_number(name))
+        return self.heldout[parts[2]] if self.heldout is not None and parts[2] < len(self.heldout) else None
 
     def sets(self) -> dict[str, PromptStream | PromptFile]:
         """Returns the run's sets of prompts, by name."""

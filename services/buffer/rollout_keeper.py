@@ -7,10 +7,10 @@ neither a decision nor a batch ever waits for this.
 
 import asyncio
 import contextlib
-import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from redis.exceptions import RedisError
 
@@ -20,10 +20,10 @@ from services.buffer.prompt_supply import PromptSupply
 from services.buffer.rollout_writer import TOO_LARGE, RolloutNotKept, RolloutWriter
 from shared.data import rollout_files
 from shared.data.prompts import Prompt
+from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import MyxoError, PayloadMissing
 from shared.runtime.service_base import Service
 from shared.runtime.telemetry import Metrics
-from shared.schema.ledger import eval_group_parts, group_number
 
 RATE_BYTES = 8 << 20
 """Payload bytes that are read each second at most: about 900,000 generated tokens, for a twentieth of a core."""
@@ -42,8 +42,6 @@ BATCH_BYTES, BATCH_GROUPS = 4 << 20, 64
 
 READ_SECONDS = 10.0
 """The deadline for reading them from the store."""
-
-DRAIN_POLL_SECONDS = 0.02
 
 LOG_SECONDS = 30.0
 """The least time between two log lines about what is not kept."""
@@ -66,12 +64,11 @@ class RolloutKeeper:
         self._store, self._prompts, self._free, self._log = service.store, prompts, free, service.log
         self._share = monitoring.keep_rollouts
         self._writer = RolloutWriter(self._directory, monitoring.keep_rollouts_bytes, monitoring.keep_rollouts_tokens)
-        self._waiting: deque[EndedGroup] = deque()
-        self._wake, self._hurry = asyncio.Event(), asyncio.Event()
+        self._waiting: asyncio.Queue[EndedGroup] = asyncio.Queue(WAITING_GROUPS)
+        self._hurry = asyncio.Event()
         self._awaited: dict[str, EndedGroup] = {}  # payload keys that are still to be read
         self._held: dict[str, int] = {}  # those of them that nobody else needs any more, with their bytes
         self._held_bytes = 0
-        self._busy = False
         self._logged = float("-inf")
         self.skipped: Counter[str] = Counter()
         """Groups that are not kept, by reason."""
@@ -81,12 +78,11 @@ class RolloutKeeper:
         for group in ended_groups.chosen(groups, self._share):
             if group.size > GROUP_BYTES:
                 self._skip(TOO_LARGE, f"{group.record.group}: a payload of {group.size} bytes")
-            elif len(self._waiting) >= WAITING_GROUPS:
+            elif self._waiting.full():
                 self._skip(BEHIND)
             else:
                 self._awaited.update(dict.fromkeys(group.keys, group))
-                self._waiting.append(group)
-                self._wake.set()
+                self._waiting.put_nowait(group)
 
     def release(self, keys: Iterable[str]) -> None:
         """Has payload keys freed, now or once they were read. Where too much is held already, the group is given up."""
@@ -113,19 +109,17 @@ class RolloutKeeper:
         return freed
 
     async def run(self) -> None:
-        """Reads and writes until cancelled."""
+        """Reads and writes until cancelled. It writes on a daemon thread: a disk that hangs cannot keep the process from ending."""
         while True:
-            self._busy = False
-            self._wake.clear()
-            if not self._waiting:
-                await self._wake.wait()
-            self._busy, started = True, time.monotonic()
-            batch, size = [self._waiting.popleft()], 0
-            while self._waiting and len(batch) < BATCH_GROUPS and (size := size + batch[-1].size) < BATCH_BYTES:
-                batch.append(self._waiting.popleft())
-            payloads = await asyncio.gather(*map(self._read, batch))
-            for reason, error in await self._write([payload for payload in payloads if payload is not None]):
-                self._skip(reason, error)
+            batch, size = [await self._waiting.get()], 0
+            started = time.monotonic()
+            while not self._waiting.empty() and len(batch) < BATCH_GROUPS and (size := size + batch[-1].size) < BATCH_BYTES:
+                batch.append(self._waiting.get_nowait())
+            payloads = [payload for payload in await asyncio.gather(*map(self._read, batch)) if payload is not None]
+            for error in await asyncio.wrap_future(run_in_thread(partial(self._write, payloads), "rollout-writer")):
+                self._skip(error.reason, error)
+            for _ in batch:
+                self._waiting.task_done()
             pause = sum(group.size for group in batch) / RATE_BYTES - (time.monotonic() - started)
             if pause > 0:
                 with contextlib.suppress(asyncio.TimeoutError):
@@ -137,7 +131,7 @@ class RolloutKeeper:
             return None
         try:
             blobs = await self._store.read(group.keys, deadline=READ_SECONDS)
-            return group, blobs, None if group.keys else self._prompt(group.record.group)
+            return group, blobs, None if group.keys else self._prompts.of_group(group.record.group)
         except PayloadMissing as error:
             if not group.again and group.keys[0] in self._awaited:  # else it was freed once it was kept, or given up and is counted
                 self._skip(LOST, error)
@@ -148,30 +142,15 @@ class RolloutKeeper:
                 self._free(freed)
         return None
 
-    def _prompt(self, name: str) -> Prompt | None:
-        """Returns the prompt of a group that has no payload to read it from."""
-        heldout, parts = self._prompts.heldout, eval_group_parts(name)
-        if parts is None:
-            return self._prompts.training.at(group_number(name))
-        return heldout[parts[2]] if heldout is not None and parts[2] < len(heldout) else None
-
-    async def _write(self, payloads: list[_Payload]) -> list[tuple[str, Exception]]:
-        """Writes groups in a daemon thread, so that a disk that hangs cannot keep the process from ending. Returns the groups not kept."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[list[tuple[str, Exception]]] = loop.create_future()
-
-        def work() -> None:
-            failed: list[tuple[str, Exception]] = []
-            for payload in payloads:
-                try:
-                    self._writer.write(*payload)
-                except RolloutNotKept as error:
-                    failed.append((error.reason, error))
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(failed))
-
-        threading.Thread(target=work, name="rollout-writer", daemon=True).start()
-        return await done
+    def _write(self, payloads: list[_Payload]) -> list[RolloutNotKept]:
+        """Writes groups; returns why some of them are not kept."""
+        refused = []
+        for payload in payloads:
+            try:
+                self._writer.write(*payload)
+            except RolloutNotKept as error:
+                refused.append(error)
+        return refused
 
     def _skip(self, reason: str, error: object = "") -> None:
         """Counts a group that is not kept, and says so now and then."""
@@ -185,9 +164,8 @@ class RolloutKeeper:
     async def drain(self, seconds: float) -> None:
         """Returns when all that was taken is on disk, or after ``seconds``."""
         self._hurry.set()
-        end = time.monotonic() + seconds
-        while (self._waiting or self._busy) and time.monotonic() < end:
-            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._waiting.join(), seconds)
 
     def gauge(self, metrics: Metrics) -> None:
         """Sets ``rollouts_kept``, ``rollouts_bytes`` and, by reason, ``rollouts_not_kept``."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.schema import ledger
-from shared.schema.ledger import LedgerRecord, eval_group_id, eval_group_parts, group_id
+from shared.schema.ledger import LedgerRecord, eval_group_id, group_id
 from shared.schema.messages import Payload, SampleMeta
 
 NOTHING_TRAINED = 1 << 30
@@ -89,30 +89,16 @@ class BatchRecord:
 
 @dataclass(slots=True)
 class EvaluationState:
-    """An evaluation under way. ``rewards``: of the prompts that came back, by group id."""
+    """An evaluation under way. ``pending``: rows that have not come back, by group id; ``failed``: how many came back without rewards."""
 
     dataset: str
     version: int
     prompts: int
-    rewards: dict[str, list[float]] = field(default_factory=dict)
-    failed: set[str] = field(default_factory=set)
+    pending: dict[str, int]
+    rewards: list[float] = field(default_factory=list)
+    failed: int = 0
     oldest: int = NOTHING_TRAINED
     newest: int = -1
-
-    def pending(self) -> list[str]:
-        """Returns the ids of the groups that have not come back."""
-        names = (eval_group_id(self.dataset, self.version, row) for row in range(self.prompts))
-        return [name for name in names if name not in self.rewards and name not in self.failed]
-
-    def awaits(self, name: str) -> bool:
-        """Returns whether ``name`` is a group of this evaluation that has not come back."""
-        parts = eval_group_parts(name)
-        known = parts is not None and parts[2] < self.prompts and name == eval_group_id(self.dataset, self.version, parts[2])
-        return known and name not in self.rewards and name not in self.failed
-
-    @property
-    def complete(self) -> bool:
-        return len(self.rewards) + len(self.failed) >= self.prompts
 
 
 @dataclass
@@ -207,16 +193,18 @@ class BufferState:
         self.live_version = record.version
 
     def _eval_started(self, record: ledger.EvalStarted) -> None:
-        self.evaluations[record.version] = EvaluationState(record.dataset, record.version, record.prompts)
+        pending = {eval_group_id(record.dataset, record.version, row): row for row in range(record.prompts)}
+        self.evaluations[record.version] = EvaluationState(record.dataset, record.version, record.prompts, pending)
 
     def _eval_scored(self, record: ledger.EvalScored) -> None:
         evaluation = self.evaluations[record.version]
         self.released += record.payload.keys if record.payload is not None else []
-        if not record.rewards:
-            evaluation.failed.add(record.group)
-            return
-        evaluation.rewards[record.group] = record.rewards
-        evaluation.oldest, evaluation.newest = min(record.oldest, evaluation.oldest), max(record.newest, evaluation.newest)
+        del evaluation.pending[record.group]
+        evaluation.rewards += record.rewards
+        if record.rewards:
+            evaluation.oldest, evaluation.newest = min(record.oldest, evaluation.oldest), max(record.newest, evaluation.newest)
+        else:
+            evaluation.failed += 1
 
     def _eval_ended(self, record: ledger.EvalEnded) -> None:
         del self.evaluations[record.version]

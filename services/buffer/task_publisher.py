@@ -1,18 +1,18 @@
-"""Publishes tasks: one worker sends the outstanding tasks of the state, so that a full queue delays no decision."""
+"""Publishes tasks: a worker for each class sends the outstanding tasks of the state, so that a full queue delays no decision."""
 
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from services.buffer import policy
 from services.buffer.buffer_config import BufferConfig
-from services.buffer.evaluation import groups as eval_groups
+from services.buffer.prompt_supply import PromptSupply
 from services.buffer.state import BufferState, EvaluationState, GroupState
 from shared.bus.connection import Bus
 from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.config.run_config import RunConfig
-from shared.data.prompts import Prompt, PromptFile, PromptStream
-from shared.schema.messages import Payload, Sampling, Task
+from shared.schema.messages import Sampling, Task
 
 BATCH = 64
 """Tasks that are published together, and confirmed before the next ones are."""
@@ -24,72 +24,54 @@ BATCH_BYTES = 1 << 20
 class TaskPublisher:
     """Builds tasks and publishes them. Repeats are harmless: the bus and the buffer both know a group's attempt by its id."""
 
-    def __init__(self, bus: Bus, config: RunConfig, prompts: PromptStream, heldout: PromptFile | None, stop_ids: list[int]) -> None:
-        self._bus, self._config, self._subjects = bus, config, Subjects(config.run.name)
-        self._prompts, self._heldout = prompts, heldout
+    def __init__(self, bus: Bus, config: RunConfig, prompts: PromptSupply) -> None:
+        self._bus, self._subjects, self._prompts = bus, Subjects(config.run.name), prompts
         rollout, evaluation = config.rollout, config.eval
+        self._samples, self._eval_samples = rollout.n_samples_per_prompt, evaluation.n_samples_per_eval_prompt
         self._sampling = Sampling(
             temperature=rollout.rollout_temperature,
             top_p=rollout.rollout_top_p,
             top_k=rollout.rollout_top_k,
             max_new_tokens=rollout.rollout_max_response_len,
             stop=rollout.rollout_stop,
-            stop_token_ids=sorted({*rollout.rollout_stop_token_ids, *stop_ids}),
+            stop_token_ids=sorted({*rollout.rollout_stop_token_ids, *prompts.stop_ids}),
         )
-        temperature, longest = evaluation.eval_temperature, evaluation.eval_max_response_len
-        self._eval_sampling = self._sampling.model_copy(
-            update={
-                "temperature": rollout.rollout_temperature if temperature is None else temperature,
-                "max_new_tokens": longest or rollout.rollout_max_response_len,
-            }
-        )
-        self._queue: asyncio.Queue[tuple[str, Callable[[], Task]]] = asyncio.Queue()
+        own = {"temperature": evaluation.eval_temperature, "max_new_tokens": evaluation.eval_max_response_len}
+        self._eval_sampling = self._sampling.model_copy(update={name: value for name, value in own.items() if value is not None})
+        self._queues: dict[str, asyncio.Queue[Callable[[], Task]]] = {TRAIN: asyncio.Queue(), EVAL: asyncio.Queue()}
 
     def group(self, group: GroupState, state: BufferState, limits: BufferConfig) -> None:
         """Queues a training group's present attempt. Its prompt is read only when it is published: no decision waits for a tokenizer."""
+        attempt = {"attempt": group.attempt, "partial": group.partial, "renew_below": group.renew_below}
         minimum = policy.min_version(group, state, limits)
-        make = partial(self._training_task, group.number, group.id, group.attempt, minimum, group.partial, group.renew_below)
-        self._queue.put_nowait((TRAIN, make))
+        make = partial(self._task, group.id, n=self._samples, sampling=self._sampling, min_version=minimum, **attempt)
+        self._queues[TRAIN].put_nowait(make)
 
     def evaluation(self, evaluation: EvaluationState) -> None:
         """Queues the held-out prompts of an evaluation that have not come back."""
-        assert self._heldout is not None  # evaluations only start where the run has held-out prompts
-        samples = self._config.eval.n_samples_per_eval_prompt
-        for name, row in eval_groups(evaluation):
-            make = partial(self._task, name, 0, self._heldout[row], samples, self._eval_sampling, evaluation.version)
-            self._queue.put_nowait((EVAL, make))
+        for name in evaluation.pending:
+            make = partial(self._task, name, n=self._eval_samples, sampling=self._eval_sampling, min_version=evaluation.version)
+            self._queues[EVAL].put_nowait(make)
 
-    async def run(self) -> None:
-        """Publishes until cancelled. Raises ConfigError where a prompt cannot be read."""
-        next_task: tuple[str, Callable[[], Task]] | None = None
+    async def publish(self, task_class: str) -> None:
+        """Publishes the tasks of a class until cancelled. Raises ConfigError where a prompt cannot be read."""
+        queue = self._queues[task_class]
         while True:
-            task_class, make = next_task or await self._queue.get()
-            batch, size, next_task = [make()], 0, None
-            while len(batch) < BATCH and (size := size + batch[-1].prompt_tokens.nbytes) < BATCH_BYTES and not self._queue.empty():
-                next_task = self._queue.get_nowait()
-                if next_task[0] != task_class:
-                    break
-                batch.append(next_task[1]())
-                next_task = None
+            batch, size = [(await queue.get())()], 0
+            while len(batch) < BATCH and (size := size + batch[-1].prompt_tokens.nbytes) < BATCH_BYTES and not queue.empty():
+                batch.append(queue.get_nowait()())
             tasks = {f"{task.group}.{task.attempt}": task for task in batch}
             await self._bus.publish_all(self._subjects.task(task_class), tasks, deadline=600)
 
-    def _training_task(self, number: int, name: str, attempt: int, minimum: int, unfinished: Payload | None, renew_below: int) -> Task:
-        samples = self._config.rollout.n_samples_per_prompt
-        task = self._task(name, attempt, self._prompts.at(number), samples, self._sampling, minimum)
-        task.partial, task.renew_below = unfinished, renew_below
-        return task
-
-    def _task(self, name: str, attempt: int, prompt: Prompt, samples: int, sampling: Sampling, minimum: int) -> Task:
+    def _task(self, group: str, **fields: Any) -> Task:
+        prompt = self._prompts.of_group(group)
+        assert prompt is not None  # evaluations only start where the run has held-out prompts
         return Task(
-            group=name,
-            attempt=attempt,
-            n=samples,
+            group=group,
             prompt=prompt.content,
             prompt_tokens=prompt.tokens,
             label=prompt.label,
             metadata=prompt.metadata,
             environment=prompt.environment,
-            sampling=sampling,
-            min_version=minimum,
+            **fields,
         )

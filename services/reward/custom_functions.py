@@ -10,7 +10,7 @@ import copy
 import inspect
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -20,8 +20,8 @@ from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, DynamicFilterOutput, HookFailed, HookSample, load, paths
 from shared.hooks.filters import BUILT_IN
 from shared.hooks.sample_conversion import from_stored
-from shared.schema.messages import Score
 from shared.schema.sample import Sample as StoredSample
+from shared.schema.sample import Score, decode
 
 SCORE = "reward.custom_rm_path"
 KEEP = "rollout.dynamic_sampling_filter_path"
@@ -34,10 +34,10 @@ LONGEST_REASON = 100
 
 @dataclass(frozen=True)
 class FilterResult:
-    """The outcome of filtering a scored group. ``filtered``: why it is dropped, None if it is kept. ``scores``: one a sample, in order."""
+    """The scores of a group, one a sample, in order. ``filtered``: why the filters drop it; None: they keep it."""
 
-    filtered: str | None
     scores: list[Score]
+    filtered: str | None = None
 
 
 class Functions:
@@ -50,12 +50,27 @@ class Functions:
         name = config.rollout.dynamic_sampling_filter_path
         if name in BUILT_IN:
             self._paths[KEEP], self._functions[KEEP] = name, BUILT_IN[name]
+        of_verb = {"score": [self._functions[field] for field in self._functions if field == SCORE]}
+        of_verb["select"] = [self._functions[field] for field in self._functions if field != SCORE]
+        self.waits = [verb for verb, functions in of_verb.items() if functions and all(map(_is_async, functions))]
+        """Those of the verbs whose functions are all async: while one call waits, others may be made."""
 
-    def waiting(self) -> list[str]:
-        """Returns those of the verbs score and select whose functions are all async: while one call waits, others may be made."""
-        found = {"score": [self._functions[field] for field in self._functions if field == SCORE]}
-        found["select"] = [self._functions[field] for field in self._functions if field != SCORE]
-        return [verb for verb, functions in found.items() if functions and all(map(_is_async, functions))]
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answers a call in a worker.
+
+        Args:
+            request: ``{"verb": "score", "samples": [blob, …]}``, with the blobs of `shared.schema.sample`; or ``{"verb": "select",
+                "samples": [blob, …], "scores": [score, …]}``.
+
+        Returns a `FilterResult` as a map, or ``{"error": text}``.
+        """
+        samples = decode(request["samples"])
+        try:
+            if request["verb"] == "score":
+                return asdict(FilterResult(await self.score(samples)))
+            return asdict(await self.select(samples, [Score(**score) for score in request["scores"]]))
+        except HookFailed as error:
+            return {"error": str(error)}
 
     async def score(self, stored: list[StoredSample]) -> list[Score]:
         """Returns one score a sample, by ``custom_rm_path``. Raises HookFailed.
@@ -85,7 +100,7 @@ class Functions:
         for index, (sample, score, reward) in enumerate(zip(samples, scores, given, strict=True)):
             counts = score if sample.reward == reward else self._read(last, sample.reward, index)
             decided.append(replace(counts, removed=bool(sample.remove_sample)))
-        return FilterResult(filtered, decided)
+        return FilterResult(decided, filtered)
 
     async def _of_rollout(self, samples: list[HookSample]) -> list[Any]:
         return await self._list_of(samples) if len(samples) > 1 else [await self._call(SCORE, samples[0])]

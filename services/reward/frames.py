@@ -17,7 +17,9 @@ _HEAD = 4
 def frame(value: object) -> bytes:
     """Returns the bytes of one request or answer. Raises TypeError for types that MessagePack lacks, BadMessage for a long frame."""
     body = codec.pack(value)
-    return _checked(len(body)).to_bytes(_HEAD, "big") + body
+    if len(body) > LONGEST:
+        raise BadMessage(f"{len(body)} bytes; a request or an answer has at most {LONGEST}")
+    return len(body).to_bytes(_HEAD, "big") + body
 
 
 async def read(stream: asyncio.StreamReader) -> Any:
@@ -45,11 +47,8 @@ class FrameStream:
         os.close(nothing)
 
     def receive(self) -> Any:
-        """Returns the next request. Raises EOFError once the service is gone."""
-        head = self._requests.read(_HEAD)
-        if len(head) < _HEAD:
-            raise EOFError
-        return codec.unpack(self._requests.read(int.from_bytes(head, "big")))
+        """Returns the next request, outside of an event loop."""
+        return codec.unpack(self._requests.read(int.from_bytes(self._requests.read(_HEAD), "big")))
 
     async def stream(self) -> asyncio.StreamReader:
         """Returns the requests from here on, for `read`."""
@@ -61,9 +60,3 @@ class FrameStream:
         """Sends one answer. Raises as `frame` does."""
         self._answers.write(frame(answer))
         self._answers.flush()
-
-
-def _checked(size: int) -> int:
-    if size > LONGEST:
-        raise BadMessage(f"{size} bytes; a request or an answer has at most {LONGEST}")
-    return size

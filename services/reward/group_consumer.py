@@ -6,7 +6,7 @@ import time
 
 from services.reward.group_filter import GroupFilter
 from services.reward.scorer import Scorer
-from services.reward.worker_pool import WorkerFailed
+from services.reward.worker_process import WorkerFailed
 from shared.bus.streams import generated_consumer
 from shared.bus.work_queue import FETCH_SECONDS, MessageLease, WorkQueue
 from shared.environment.protocol import EnvironmentFailed
@@ -14,8 +14,8 @@ from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, PayloadMissing
 from shared.runtime.service_base import Service
 from shared.schema import sample
-from shared.schema.messages import Failed, Generated, Outcome, Score, Scored, outcome_id
-from shared.schema.sample import Sample
+from shared.schema.messages import Failed, Generated, Outcome, Scored, outcome_id
+from shared.schema.sample import Sample, Score
 
 
 class GroupConsumer:
@@ -40,9 +40,8 @@ class GroupConsumer:
                 task.result()
 
     async def close(self) -> None:
-        """Drops the groups in progress, which return to the queue by themselves, and closes the scorer."""
+        """Drops the groups in progress, which return to the queue by themselves."""
         await cancelled(self.in_hand)
-        await self._scorer.close()
 
     async def _may_fetch(self) -> bool:
         """Returns whether the environment takes work; waits a while for one that does not."""
@@ -76,18 +75,14 @@ class GroupConsumer:
             return self._failed(group, str(error))
         service.metrics.add("samples_scored", len(scores))
         service.metrics.add("groups_scored", environment=self._scorer.name)
+        final = decided.scores
         return Scored(
-            group=group.group,
-            attempt=group.attempt,
-            payload=group.payload,
-            samples=group.samples,
-            scores=decided.scores,
-            rollouts=group.rollouts,
+            **dict(group),
+            rewards=[score.reward for score in final],
+            parts=tuple(score.parts for score in final) if any(score.parts for score in final) else (),
+            removed=tuple(index for index, score in enumerate(final) if score.removed),
             filtered=decided.filtered,
-            replica=group.replica,
             environment=self._scorer.name,
-            started=group.started,
-            ended=group.ended,
         )
 
     async def _samples(self, group: Generated) -> list[Sample]:

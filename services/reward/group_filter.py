@@ -1,13 +1,12 @@
 """Decides which scored groups are kept, and which of their samples are trained, by the run's filters, for training groups alone."""
 
 from services.reward.custom_functions import SCORE, FilterResult
-from services.reward.hooks_pool import HooksPool
+from services.reward.worker_pool import HooksPool
 from shared import hooks
 from shared.config.run_config import RunConfig
 from shared.hooks.filters import BUILT_IN
 from shared.schema.ledger import is_evaluation
-from shared.schema.messages import Score
-from shared.schema.sample import Sample
+from shared.schema.sample import Sample, Score
 
 
 class GroupFilter:
@@ -25,11 +24,11 @@ class GroupFilter:
     async def decide(self, group: str, samples: list[Sample], scores: list[Score]) -> FilterResult:
         """Returns the filters' outcome for a scored group. Raises DeadlineExceeded, WorkerFailed or BadMessage: the group is given up."""
         if is_evaluation(group):
-            return FilterResult(None, scores)
+            return FilterResult(scores)
         if self._pool is not None:
             return await self._pool.select(samples, scores)
         if self._built_in is None:
-            return FilterResult(None, scores)
+            return FilterResult(scores)
         # one that comes with Myxo looks at rewards alone and cannot hang: no process, no copy of the samples
         output = self._built_in(self._args, [hooks.HookSample(reward=score.reward) for score in scores])
-        return FilterResult(None if output.keep else output.reason, scores)
+        return FilterResult(scores, None if output.keep else output.reason)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.environment.protocol import MAX_NAME, MAX_PARTS, shown
-from shared.schema.messages import Score
+from shared.schema.sample import Score
 
 REWARD = "reward"
 """The name of the reward that counts where the run names no other."""

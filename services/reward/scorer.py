@@ -8,14 +8,14 @@ from pydantic import ValidationError
 
 from services.reward import rewards
 from services.reward.environment_health import EnvironmentHealthCheck
-from services.reward.hooks_pool import HooksPool
-from services.reward.worker_pool import VerifierPool, WorkerFailed
+from services.reward.worker_pool import HooksPool, VerifierPool
+from services.reward.worker_process import WorkerFailed
 from shared.config.sections import CUSTOM, RewardSection
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
 from shared.runtime.errors import BadMessage, DeadlineExceeded
-from shared.schema.messages import Generated, Score
-from shared.schema.sample import Sample
+from shared.schema.messages import Generated
+from shared.schema.sample import Sample, Score
 
 IN_HAND = 4
 """The number of groups in progress for each verifier process: the next one's payload is read while this one is scored."""
@@ -28,18 +28,14 @@ class Scorer(ABC):
     """Scores whole groups.
 
     Args:
-        name: of the environment. limit: groups in hand at once.
+        name: of the environment. limit: groups in hand at once. open_: set while groups may be taken from the queue; None: always.
     """
 
-    def __init__(self, name: str, limit: int) -> None:
-        self.name, self._limit = name, limit
-        self.open = asyncio.Event()
-        """Set while groups may be taken from the queue; those that wait there are not lost."""
-
-    @property
-    def limit(self) -> int:
-        """Returns how many groups may be in hand at once."""
-        return self._limit
+    def __init__(self, name: str, limit: int, open_: asyncio.Event | None = None) -> None:
+        self.name, self.limit = name, limit
+        self.open = open_ or asyncio.Event()
+        if open_ is None:
+            self.open.set()
 
     @abstractmethod
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
@@ -48,61 +44,39 @@ class Scorer(ABC):
         Raises WorkerFailed, EnvironmentFailed, BadMessage or DeadlineExceeded: the group is given up.
         """
 
-    @abstractmethod
-    async def close(self) -> None: ...
-
 
 class VerifierScorer(Scorer):
-    """A verifier of `services.reward.verifiers`; its processes start with their first group unless `start` did it before."""
+    """A verifier of `services.reward.verifiers`."""
 
-    def __init__(self, name: str, config: RewardSection) -> None:
+    def __init__(self, name: str, pool: VerifierPool, config: RewardSection) -> None:
         super().__init__(name, config.reward_workers * IN_HAND)
-        self._pool, self._timeout = VerifierPool(name, config.reward_workers), config.reward_timeout
-        self.open.set()
-
-    async def start(self) -> None:
-        """Starts the processes. Raises DeadlineExceeded or WorkerFailed."""
-        await self._pool.start()
+        self._pool, self._timeout = pool, config.reward_timeout
 
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
         label = samples[0].label
         if label is None:
             raise WorkerFailed(f"verifier {self.name} needs a label and the prompt has none")
-        values = await self._pool.score([sample.text for sample in samples], label, self._timeout)
-        return [Score(reward=value) for value in values]
-
-    async def close(self) -> None:
-        await self._pool.close()
+        return await self._pool.score([sample.text for sample in samples], label, self._timeout)
 
 
 class CustomScorer(Scorer):
-    """The user's own function. It shares the processes of the run's other functions; the creator of the pool starts and closes them."""
+    """The user's own function, in the started processes of the run's functions. If it is async, it may have many groups waiting."""
 
     def __init__(self, pool: HooksPool, config: RewardSection) -> None:
-        super().__init__(CUSTOM, config.reward_workers * IN_HAND)
+        super().__init__(CUSTOM, max(config.reward_workers * IN_HAND, pool.scores_at_once or 0))
         self._pool = pool
-        self.open.set()
-
-    @property
-    def limit(self) -> int:
-        """Returns how many groups may be in hand: more once the pool has started, if its async function may have many groups waiting."""
-        return max(self._limit, self._pool.scores_at_once or 0)
 
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
         return await self._pool.score(samples)
-
-    async def close(self) -> None:
-        """Closes nothing, since the pool belongs to its creator."""
 
 
 class ExternalScorer(Scorer):
     """An environment outside of Myxo. Its health check tells whether it is reachable; groups that it had when it left are tried again."""
 
     def __init__(self, environment: Environment, health: EnvironmentHealthCheck, run: str, config: RewardSection) -> None:
-        super().__init__(environment.name, config.environment_concurrency)
+        super().__init__(environment.name, config.environment_concurrency, health.reachable)
         self._environment, self._health, self._run, self._timeout = environment, health, run, config.reward_timeout
         self._key = config.reward_key
-        self.open = health.reachable
 
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
         request = _request(self._run, group, samples)
@@ -121,9 +95,6 @@ class ExternalScorer(Scorer):
                 break
         next_action = f"the group is given up ({reason})"
         raise DeadlineExceeded(f"{len(samples)} rewards", self._environment.label, self._timeout, next_action)
-
-    async def close(self) -> None:
-        await self._environment.close()
 
     def _counted(self, scores: list[Score]) -> list[Score]:
         """Returns the scores by the reward that the run's `reward_key` names."""

@@ -1,37 +1,45 @@
-"""Worker processes that answer within a deadline or are killed and replaced.
+"""Worker processes that score groups within a deadline or are killed and replaced.
 
 A process has at most one call that blocks its event loop, and besides any number of calls that only wait (``waits``). If a process with
 several calls dies, each of them is made once more, alone in a process, so that no call fails because of another.
 """
 
 import asyncio
-import math
+from dataclasses import asdict
 from typing import Any
 
-from services.reward.worker_process import START_SECONDS, Worker, WorkerBlocked, WorkerFailed, WorkerGone
+from pydantic import TypeAdapter, ValidationError
+
+from services.reward.custom_functions import SCORE, FilterResult
+from services.reward.worker_process import Worker, WorkerBlocked, WorkerFailed, WorkerGone
+from shared.config.run_config import RunConfig
+from shared.environment.protocol import first_problem
+from shared.hooks import paths
 from shared.runtime.child_process import ChildProcess
 from shared.runtime.errors import BadMessage, DeadlineExceeded
+from shared.schema import sample
+from shared.schema.sample import Sample, Score
 
-__all__ = ["START_SECONDS", "VerifierPool", "WorkerFailed", "WorkerPool"]
+_ANSWER = TypeAdapter(FilterResult)
 
 
 class WorkerPool:
     """A pool of ``size`` processes, and at most as many retired ones that only finish their calls.
 
     Args:
-        name: their name in errors. module: the module that they run, with ``arguments``. It speaks in `services.reward.frames`: a request
-            is ``[id, request]`` and is answered with ``[id, None]`` when it is taken up and with ``[id, answer]``, a map, when it is done;
-            the request None cancels the call of its id, which is answered at once.
-        setup: the first request, answered when the process is ready: ``{"ready": True}`` or ``{"refused": [field, value, expected]}``.
+        name: their name in errors. module: the module that they run. It speaks in `services.reward.frames`: a request is ``[id, request]``
+            and is answered with ``[id, None]`` when it is taken up and with ``[id, answer]``, a map, when it is done; the request None
+            cancels the call of its id, which is answered at once.
+        setup: the first request, answered when the process is ready, as `services.reward.worker` says.
     """
 
-    def __init__(self, name: str, size: int, module: str, arguments: list[str], setup: object) -> None:
-        self._name, self._size, self._command = name, size, ["-m", module, *arguments]
-        self._setup = setup
+    def __init__(self, name: str, size: int, setup: object, module: str = "services.reward.worker") -> None:
+        self._name, self._size, self._setup, self._module = name, size, setup, module
         self._workers = [self._fresh() for _ in range(size)]
         self._leaving: set[Worker] = set()
         self._lock = asyncio.Lock()  # first come, first served: a call that needs a process of its own gets one
         self._changed = asyncio.Event()
+        self._waits: list[str] = []
 
     async def start(self) -> None:
         """Starts the workers, so that the first call does not wait for imports. Raises as `ask` does."""
@@ -40,11 +48,7 @@ class WorkerPool:
         for failed in [error for error in started if error is not None]:
             await self.close()
             raise failed
-
-    @property
-    def ready(self) -> dict[str, Any]:
-        """Returns the first worker's answer when it was ready."""
-        return self._workers[0].ready
+        self._waits = workers[0].ready["waits"]
 
     @property
     def processes(self) -> list[ChildProcess]:
@@ -52,16 +56,17 @@ class WorkerPool:
         found = [worker.process for worker in (*self._workers, *self._leaving) if worker.process is not None]
         return [process for process in found if process.running()]
 
-    async def ask(self, request: object, awaited: str, awaited_from: str, deadline: float, *, waits: bool = False) -> dict[str, object]:
-        """Returns the answer of a worker, without an error in it.
+    async def ask(self, request: dict[str, Any], count: int, awaited: str, awaited_from: str, deadline: float) -> FilterResult:
+        """Returns a worker's answer about a group of ``count`` samples, checked: a model's or a user's code may share the worker's process.
 
         Args:
-            awaited, awaited_from: for the error at the deadline. deadline: seconds from when a worker takes the request up. waits: the call
-                gives way to others while it waits (it is async): a worker may have many such in hand.
+            request: where its ``verb`` is one of those that wait, the call gives way to others: a worker may have many such in hand.
+            awaited, awaited_from: for the error at the deadline. deadline: seconds from when a worker takes the request up.
 
         Raises DeadlineExceeded (the call is cancelled, or its worker killed and replaced), WorkerFailed, BadMessage for a request that is
         too long, or ConfigError where a fresh worker refuses the run.
         """
+        waits = request.get("verb") in self._waits
         try:
             answer = await self._once(request, deadline, waits, exclusive=False)
             if answer is None:
@@ -72,13 +77,19 @@ class WorkerPool:
             raise WorkerFailed(f"{self._name}'s process was ended")
         if "error" in answer:
             raise WorkerFailed(str(answer["error"]))
-        return answer
+        try:
+            result = _ANSWER.validate_python(answer)
+        except ValidationError as error:
+            raise WorkerFailed(f"{self._name} answered with what is no score: {first_problem(error)}") from None
+        if len(result.scores) != count:
+            raise WorkerFailed(f"{self._name} gave {len(result.scores)} scores for {count} samples")
+        return result
 
     async def close(self) -> None:
         """Kills every worker."""
         await asyncio.gather(*(worker.kill() for worker in (*self._workers, *self._leaving)))
 
-    async def _once(self, request: object, deadline: float, waits: bool, exclusive: bool) -> dict[str, object] | None:
+    async def _once(self, request: object, deadline: float, waits: bool, exclusive: bool) -> dict[str, Any] | None:
         """Returns an answer, None where its process ended with several calls in hand. Raises TimeoutError that says what was done."""
         worker = await self._place(waits, exclusive)
         ended = True
@@ -139,7 +150,7 @@ class WorkerPool:
         self._changed.set()
 
     def _fresh(self) -> Worker:
-        return Worker(self._name, self._command, self._setup)
+        return Worker(self._name, ["-m", self._module], self._setup)
 
 
 class VerifierPool(WorkerPool):
@@ -150,15 +161,39 @@ class VerifierPool(WorkerPool):
     """
 
     def __init__(self, name: str, size: int, module: str = "services.reward.worker") -> None:
-        super().__init__(f"verifier {name}", size, module, [name], {})
+        super().__init__(f"verifier {name}", size, {"verifier": name}, module)
 
-    async def score(self, responses: list[str], label: str, deadline: float) -> list[float]:
-        """Returns one finite reward a response. Raises DeadlineExceeded (the worker is killed and replaced) or WorkerFailed."""
+    async def score(self, responses: list[str], label: str, deadline: float) -> list[Score]:
+        """Returns one score a response. Raises as `ask` does."""
         request = {"responses": responses, "label": label}
-        rewards = (await self.ask(request, f"{len(responses)} rewards", self._name, deadline)).get("rewards")
-        if not isinstance(rewards, list) or len(rewards) != len(responses):
-            raise WorkerFailed(f"{self._name} gave {rewards!r} for {len(responses)} responses")
-        for reward in rewards:
-            if not isinstance(reward, int | float) or not math.isfinite(reward):
-                raise WorkerFailed(f"{self._name} gave reward {reward!r}; expected a finite number")
-        return [float(reward) for reward in rewards]
+        return (await self.ask(request, len(responses), f"{len(responses)} rewards", self._name, deadline)).scores
+
+
+class HooksPool(WorkerPool):
+    """Runs the user's own functions: ``reward_workers`` processes, each with all of them. Calls raise as `ask` does."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config, found = config, paths(config, "reward")
+        self._called = {
+            "score": f"{SCORE} = {found.get(SCORE)}",
+            "select": ", ".join(f"{field} = {path}" for field, path in found.items() if field != SCORE),
+        }
+        name = f"the functions {', '.join(found.values())}"
+        super().__init__(name, config.reward.reward_workers, {"config": config.model_dump_json()})
+
+    @property
+    def scores_at_once(self) -> int | None:
+        """Returns how many groups an async ``custom_rm_path`` may have in hand; None where it is plain, or before the start."""
+        return self._config.reward.environment_concurrency if "score" in self._waits else None
+
+    async def score(self, samples: list[Sample]) -> list[Score]:
+        """Returns one score a sample, by ``custom_rm_path``."""
+        return (await self._call("score", samples, f"{len(samples)} rewards")).scores
+
+    async def select(self, samples: list[Sample], scores: list[Score]) -> FilterResult:
+        """Returns the outcome of the filters for a scored group."""
+        return await self._call("select", samples, "a verdict", scores=[asdict(score) for score in scores])
+
+    async def _call(self, verb: str, samples: list[Sample], awaited: str, **more: object) -> FilterResult:
+        request = {"verb": verb, "samples": sample.encode(samples, self._config.store.blob_bytes), **more}
+        return await self.ask(request, len(samples), awaited, self._called[verb], self._config.reward.reward_timeout)

@@ -4,7 +4,6 @@ import asyncio
 import os
 import sys
 from asyncio.streams import FlowControlMixin
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -39,12 +38,8 @@ class WorkerGone(WorkerFailed):
         super().__init__(text)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One call. ``begun`` is set when the process takes it up; ``answer`` is an exception where the process ends before."""
-
-    begun: asyncio.Future[None]
-    answer: asyncio.Future[dict[str, Any]]
+_Answers = asyncio.Queue[dict[str, Any] | None | WorkerGone]
+"""The answers to one call: None when the process takes it up, then the answer; WorkerGone where the process ends before."""
 
 
 class Worker:
@@ -67,7 +62,7 @@ class Worker:
         self._starting: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._call_ids = count(1)
-        self._open: dict[int, _Call] = {}
+        self._open: dict[int, _Answers] = {}
 
     async def start(self) -> None:
         """Returns once it is ready. Raises DeadlineExceeded, WorkerFailed, or ConfigError where it refuses the run."""
@@ -85,23 +80,23 @@ class Worker:
         Raises TimeoutError, once the process has confirmed that the call is cancelled and goes on with the others. Raises WorkerBlocked
         where it is late and does not confirm it, WorkerGone where the process ended, and BadMessage for a request that is too long.
         """
-        loop, call_id = asyncio.get_running_loop(), next(self._call_ids)
+        call_id, answers = next(self._call_ids), _Answers()
         data = frames.frame([call_id, request])
-        call = self._open[call_id] = _Call(loop.create_future(), loop.create_future())
+        self._open[call_id] = answers
         try:
             if self._reading is None or self._reading.done():
                 raise self._gone("process ended before it was asked")
-            await self._take_up(call, data, deadline * len(self._open))
-            done, _ = await asyncio.wait({call.answer}, timeout=deadline)
-            if not done:
-                await self._cancel(call_id, call, waits)
-                raise TimeoutError
-            return call.answer.result()
+            await self._exchange(data, answers, deadline * len(self._open), "takes up no call")
+            try:
+                async with asyncio.timeout(deadline):
+                    return await _next(answers) or {}
+            except TimeoutError:
+                if not waits:
+                    raise WorkerBlocked(f"{self._name}'s process is held up") from None
+                await self._exchange(frames.frame([call_id, None]), answers, LOOP_SECONDS, "is held up")
+                raise
         finally:
             del self._open[call_id]
-            call.begun.cancel()
-            if not call.answer.cancel():
-                call.answer.exception()  # marks the exception as retrieved: nobody else reads it
 
     async def kill(self) -> None:
         """Kills the process and what it started, and waits for its end."""
@@ -128,48 +123,26 @@ class Worker:
         if isinstance(refused := self.ready.get("refused"), list):
             raise ConfigError(*refused)
 
-    async def _write(self, data: bytes) -> None:
+    async def _exchange(self, data: bytes, answers: _Answers, deadline: float, problem: str) -> None:
+        """Sends data and returns when the process responds to it. Raises WorkerBlocked, which says the problem, and WorkerGone."""
         assert self._requests is not None  # it was started
         try:
-            self._requests.write(data)
-            await self._requests.drain()
+            async with asyncio.timeout(deadline):
+                self._requests.write(data)
+                await self._requests.drain()
+                await _next(answers)
+        except TimeoutError:
+            raise WorkerBlocked(f"{self._name}'s process {problem}") from None
         except ConnectionError as error:
             raise self._gone(f"process broke off: {error}") from error
 
-    async def _take_up(self, call: _Call, data: bytes, deadline: float) -> None:
-        try:
-            async with asyncio.timeout(deadline):
-                await self._write(data)
-                first: set[asyncio.Future[Any]] = {call.begun, call.answer}
-                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-        except TimeoutError:
-            raise WorkerBlocked(f"{self._name}'s process takes up no call") from None
-
-    async def _cancel(self, call_id: int, call: _Call, waits: bool) -> None:
-        """Returns once the process has confirmed that a late call is cancelled."""
-        blocked = WorkerBlocked(f"{self._name}'s process is held up")
-        if not waits:
-            raise blocked
-        try:
-            async with asyncio.timeout(LOOP_SECONDS):
-                await self._write(frames.frame([call_id, None]))
-                await asyncio.wait({call.answer})
-        except TimeoutError:
-            raise blocked from None
-        if isinstance(error := call.answer.exception(), WorkerGone):
-            raise error
-
-    async def _read(self, answers: asyncio.StreamReader) -> None:
+    async def _read(self, stream: asyncio.StreamReader) -> None:
         reason = "process ended in the middle of a call"
         try:
             while True:
-                call_id, answer = _parsed(await frames.read(answers))
-                if (call := self._open.get(call_id)) is None:
-                    continue
-                if not call.begun.done():
-                    call.begun.set_result(None)
-                if answer is not None and not call.answer.done():
-                    call.answer.set_result(answer)
+                call_id, answer = _parsed(await frames.read(stream))
+                if call_id in self._open:
+                    self._open[call_id].put_nowait(answer)
         except EOFError:
             pass
         except BadMessage as error:
@@ -179,12 +152,18 @@ class Worker:
         finally:  # whatever ended it: nobody waits for answers that do not come
             gone = self._gone(reason)
             self.retired = True
-            for call in self._open.values():
-                if not call.answer.done():
-                    call.answer.set_exception(gone)
+            for answers in self._open.values():
+                answers.put_nowait(gone)
 
     def _gone(self, reason: str) -> WorkerGone:
         return WorkerGone(f"{self._name}'s {reason}", alone=self.calls <= 1 and not self.retired)
+
+
+async def _next(answers: _Answers) -> dict[str, Any] | None:
+    """Returns what the process says next of a call. Raises WorkerGone."""
+    if isinstance(answer := await answers.get(), WorkerGone):
+        raise answer
+    return answer
 
 
 async def _streams(process: ChildProcess) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -198,8 +177,6 @@ async def _streams(process: ChildProcess) -> tuple[asyncio.StreamReader, asyncio
 def _parsed(frame: object) -> tuple[int, dict[str, Any] | None]:
     """Returns a frame's call and its answer, None in place of the answer where the call is taken up. Raises BadMessage."""
     match frame:
-        case [int(call_id), None]:
-            return call_id, None
-        case [int(call_id), dict(answer)]:
+        case [int(call_id), (None | dict()) as answer]:
             return call_id, answer
     raise BadMessage(f"{str(frame)[:80]!r}")

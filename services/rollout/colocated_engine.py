@@ -15,7 +15,8 @@ from shared.bus.connection import TRANSIENT
 from shared.runtime import devices
 from shared.runtime.errors import MyxoError
 from shared.runtime.service_base import Service
-from shared.schema.messages import Message, WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
+from shared.schema.messages import Message
+from shared.schema.weight_messages import WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
 
 POLL_INTERVAL_S = 0.2
 

@@ -25,7 +25,8 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import log_failure
 from shared.runtime.own_address import own_address
 from shared.runtime.service_base import Service
-from shared.schema.messages import Message, PeerTransferOffer, PeerTransferRequest, WeightChannelAddress, WeightsLive, WeightsSnapshot
+from shared.schema.messages import Message
+from shared.schema.weight_messages import PeerTransferOffer, PeerTransferRequest, WeightChannelAddress, WeightsLive, WeightsSnapshot
 from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.weight_checkpoint import BrokenCheckpoint, WeightCheckpoint, WeightCheckpoints
 

@@ -18,9 +18,8 @@ from services.rollout.replica import Replica
 from services.rollout.served_version import NO_WEIGHTS
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.service_base import Service
-from shared.schema.messages import (
-    Accepted,
-    Message,
+from shared.schema.messages import Accepted, Message
+from shared.schema.weight_messages import (
     WeightsAbort,
     WeightsCommit,
     WeightsOffer,

@@ -164,13 +164,16 @@ class Actor:
         self.model.zero_gradients()
         self.optimizer.zero_gradients()
         with deadline("the forward and backward passes"):
-            sums = passes.forward_backward(self.model, self._checked(batches), loss_fn, self._temperature(temperature), need_entropy)
-        if not math.isfinite(sums.loss):
-            return StepResult(sums.loss, sums.metrics, math.nan, self.optimizer.lr, skipped=f"loss is {sums.loss}")
+            loss, metrics = passes.forward_backward(
+                self.model, self._checked(batches), loss_fn, self._temperature(temperature), need_entropy
+            )
+        lr = self.optimizer.lr
+        if not math.isfinite(loss):
+            return StepResult(loss, metrics, math.nan, lr, skipped=f"loss is {loss}")
         self.model.readers.wait("optimizer step")
         with deadline("the optimizer step"):
-            update = self.optimizer.update()
-        return StepResult(sums.loss, sums.metrics, update.grad_norm, update.lr, update.skipped)
+            grad_norm, skipped = self.optimizer.update()
+        return StepResult(loss, metrics, grad_norm, lr, skipped)
 
     def reset_optimizer(self, schedule: LearningRateSchedule | None = None) -> None:
         """Zeroes Adam's moments and starts a schedule, by default the run's, as between a supervised warm start and RL."""

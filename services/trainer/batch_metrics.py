@@ -6,7 +6,6 @@ ranks get the same loss weights and the same metrics, to the bit. Names of metri
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from enum import IntEnum
 from math import comb
 
@@ -19,6 +18,8 @@ from shared.schema.messages import Batch
 from shared.schema.sample import Sample
 
 Table = NDArray[np.float64]
+"""The statistics of a batch: float64 [N, columns], exact for integers below 2^53."""
+
 Sum = Callable[[Table], Table]
 """The sum of a table over all data-parallel ranks."""
 
@@ -42,8 +43,8 @@ TOKEN_MEANS = {
 }
 """Metric of a batch → the field whose mean over trained tokens it is, where the batch has the field."""
 
-RENAMED = ("reward", "truncated")
-"""Batch metrics that are written under slime's names, raw_reward and truncated_ratio."""
+RENAMED = {"reward": "raw_reward", "truncated": "truncated_ratio"}
+"""Batch metrics that are written under slime's names."""
 
 
 class StatColumn(IntEnum):
@@ -58,21 +59,6 @@ class StatColumn(IntEnum):
     OLDEST = 4
     TRUNCATED = 5
     LOOPING = 6
-
-
-@dataclass(frozen=True)
-class SampleStats:
-    """The statistics of a whole batch: float64 [N, columns], exact for integers below 2^53."""
-
-    table: Table
-
-    def column(self, column: StatColumn) -> NDArray[np.float64]:
-        """Returns a column as an array: [N]."""
-        return self.table[:, column]
-
-    def integers(self, column: StatColumn) -> list[int]:
-        """Returns a column as integers."""
-        return [int(value) for value in self.table[:, column]]
 
 
 def empty_table(samples: int) -> Table:
@@ -92,57 +78,37 @@ def stats_row(sample: Sample, trainable: int) -> tuple[float, ...]:
     return trained, masked, len(sample.response), sample.rollout, oldest, sample.finish == "length", loops(sample.response)
 
 
-@dataclass(frozen=True)
-class BatchMetrics:
-    """The metrics of a batch before training: means over samples, ages of trained samples in weight versions.
+def metrics_of_batch(batch: Batch, stats: Table) -> dict[str, float]:
+    """Returns the metrics of a batch before training: means over samples, ages of trained samples in weight versions.
 
     masked_tokens: tokens masked for their age, in samples that no filter removed.
     """
-
-    reward: float
-    response_tokens: int
-    tokens: int
-    truncated: float
-    staleness_mean: float
-    staleness_max: int
-    zero_std_groups: float
-    masked_tokens: int
-    removed_samples: int
-
-    @classmethod
-    def of(cls, batch: Batch, stats: SampleStats) -> "BatchMetrics":
-        trained = stats.column(StatColumn.TRAINED) > 0
-        ages = batch.version - stats.column(StatColumn.OLDEST)[trained] if trained.any() else np.zeros(1)
-        return cls(
-            reward=float(np.mean([reward for group in batch.groups for reward in group.rewards])),
-            response_tokens=int(stats.column(StatColumn.RESPONSE).sum()),
-            tokens=sum(sum(group.payload.tokens) for group in batch.groups),
-            truncated=float(stats.column(StatColumn.TRUNCATED).mean()),
-            staleness_mean=float(ages.mean()),
-            staleness_max=int(ages.max()),
-            zero_std_groups=float(np.mean([len(set(group.rewards)) == 1 for group in batch.groups])),
-            masked_tokens=int(stats.column(StatColumn.MASKED).sum()),
-            removed_samples=sum(len(group.removed) for group in batch.groups),
-        )
+    trained = stats[:, StatColumn.TRAINED] > 0
+    ages = batch.version - stats[trained, StatColumn.OLDEST] if trained.any() else np.zeros(1)
+    return {
+        "reward": float(np.mean([reward for group in batch.groups for reward in group.rewards])),
+        "response_tokens": float(stats[:, StatColumn.RESPONSE].sum()),
+        "tokens": float(sum(sum(group.payload.tokens) for group in batch.groups)),
+        "truncated": float(stats[:, StatColumn.TRUNCATED].mean()),
+        "staleness_mean": float(ages.mean()),
+        "staleness_max": float(ages.max()),
+        "zero_std_groups": float(np.mean([len(set(group.rewards)) == 1 for group in batch.groups])),
+        "masked_tokens": float(stats[:, StatColumn.MASKED].sum()),
+        "removed_samples": float(sum(len(group.removed) for group in batch.groups)),
+    }
 
 
-def rollout_metrics(batch: Batch, stats: SampleStats, shaped: Sequence[float] | None) -> dict[str, float]:
+def rollout_metrics(batch: Batch, stats: Table, shaped: Sequence[float] | None) -> dict[str, float]:
     """Returns the metrics of a batch's samples, without the prefix ``rollout/``.
 
     Args:
         shaped: [N] rewards as advantages start from them; None: the objective has no advantages.
     """
-    metrics, lengths = BatchMetrics.of(batch, stats), stats.column(StatColumn.RESPONSE)
-    found = {name: float(value) for name, value in asdict(metrics).items() if name not in RENAMED}
-    found |= {
-        "response_len/mean": float(lengths.mean()),
-        "response_len/median": float(np.median(lengths)),
-        "response_len/max": float(lengths.max()),
-        "response_len/min": float(lengths.min()),
-        "truncated_ratio": metrics.truncated,
-        "repetition_frac": float(stats.column(StatColumn.LOOPING).mean()),
-        "raw_reward": metrics.reward,
-    }
+    found = {RENAMED.get(name, name): value for name, value in metrics_of_batch(batch, stats).items()}
+    lengths = stats[:, StatColumn.RESPONSE]
+    for name, reduced in (("mean", np.mean), ("median", np.median), ("max", np.max), ("min", np.min)):
+        found[f"response_len/{name}"] = float(reduced(lengths))
+    found["repetition_frac"] = float(stats[:, StatColumn.LOOPING].mean())
     if shaped is not None:
         found["rewards"] = float(np.mean(shaped))
     return found | zero_std([group.rewards for group in batch.groups])

@@ -20,7 +20,7 @@ from shared.hub import hub_resolve
 from shared.runtime.child_process import die_with_parent
 from shared.runtime.errors import ConfigError
 from shared.runtime.service_base import exit_code
-from shared.schema.messages import BatchAnswer, RunDone, TrainerStep
+from shared.schema.messages import BatchAnswer, RunDone, Trained
 
 USAGE = """usage: myxo replay CONFIG TEMPLATE [flags]
 
@@ -46,7 +46,7 @@ class ReplayClient:
         """Returns the batch of ``step``, or the answer that there are no more."""
         return self._dumps.batch(step) if step in self._dumps.steps else RunDone()
 
-    def report_step(self, step: TrainerStep) -> None:
+    def report_step(self, step: Trained) -> None:
         """Prints one line of JSON."""
         print(json.dumps({"step": step.step, "version": step.version, **step.metrics}), flush=True)
 

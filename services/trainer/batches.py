@@ -6,24 +6,27 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.batch_metrics import BatchMetrics, SampleStats, StatColumn
-from services.trainer.objective import denominator, passing, sample_weights
+from services.trainer.batch_metrics import StatColumn, Table, metrics_of_batch
+from services.trainer.objective.reduce import denominator, passing, sample_weights
 from services.trainer.packing import BadSample, PackedBatch, collect, pack, spread
 from services.trainer.partition import Partition, Placement
-from services.trainer.placement import BadBatch, balance
+from services.trainer.placement import balance
 from services.trainer.shard_reader import Shard
 from shared.config.algorithm import AlgorithmSection
+from shared.runtime.errors import MyxoError
 from shared.schema.sample import Sample
 
-PerSample = Mapping[int, Tensor]
-"""Values of response tokens, [R], of this rank's samples by their indices in the partition."""
-
 TEACHER = "teacher_log_probs"
+
+
+class BadBatch(MyxoError):
+    """A batch that cannot be trained on as a whole, though each of its samples may be fine."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,11 @@ class MicroBatch:
 class TrainBatch:
     """One rank's part of a training step, split into optimizer steps; every rank has as many of them, of as many micro-batches.
 
-    ``sample_stats`` and ``metrics`` are the whole batch's. ``denominators``: for each optimizer step, the divisor of sums over samples.
+    ``sample_stats`` are the whole batch's. ``denominators``: for each optimizer step, the divisor of sums over samples.
     """
 
     partition: Partition
-    sample_stats: SampleStats
-    metrics: BatchMetrics
+    sample_stats: Table
     steps: list[list[MicroBatch]]
     denominators: tuple[float, ...] = ()
 
@@ -56,10 +58,15 @@ class TrainBatch:
     def version(self) -> int:
         return self.partition.batch.version
 
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of the whole batch before it is trained."""
+        return metrics_of_batch(self.partition.batch, self.sample_stats)
+
     @property
     def indices(self) -> list[int]:
         """Returns the indices of this rank's samples, ascending."""
-        return sorted(index for step in self.steps for micro_batch in step for index in micro_batch.indices)
+        return sorted(index for micro_batch in self._micro_batches for index in micro_batch.indices)
 
     @property
     def names(self) -> list[str]:
@@ -69,21 +76,22 @@ class TrainBatch:
     @property
     def rollouts(self) -> list[tuple[int, int]]:
         """Returns each sample's rollout, unique over the whole batch: (its group's index, its index in the group)."""
-        return [
-            (item.group, rollout)
-            for item, rollout in zip(self.partition.items, self.sample_stats.integers(StatColumn.ROLLOUT), strict=True)
-        ]
+        return rollouts_of(self.partition, self.sample_stats)
 
-    def micro_batches(self) -> list[PackedBatch]:
+    @property
+    def packed(self) -> list[PackedBatch]:
         """Returns the micro-batches of all optimizer steps, in order."""
-        return [micro_batch.packed for step in self.steps for micro_batch in step]
+        return [micro_batch.packed for micro_batch in self._micro_batches]
+
+    @property
+    def _micro_batches(self) -> list[MicroBatch]:
+        return [micro_batch for step in self.steps for micro_batch in step]
 
     def per_sample(self, field: str) -> dict[int, Tensor]:
         """Returns a field of the micro-batches sample by sample: views [R] of the packed tensors."""
         found: dict[int, Tensor] = {}
-        for step in self.steps:
-            for micro_batch in step:
-                found.update(zip(micro_batch.indices, collect(micro_batch.samples, micro_batch.packed.fields[field]), strict=True))
+        for item in self._micro_batches:
+            found.update(zip(item.indices, collect(item.samples, item.packed.fields[field]), strict=True))
         return found
 
     def named(self, field: str) -> dict[str, Tensor]:
@@ -92,27 +100,29 @@ class TrainBatch:
 
     def masks(self) -> dict[int, Tensor]:
         """Returns the masks that this rank's samples are trained by: bool [R]."""
-        pairs = ((micro_batch.indices, micro_batch.samples) for step in self.steps for micro_batch in step)
-        return {
-            index: torch.from_numpy(sample.mask != 0) for indices, samples in pairs for index, sample in zip(indices, samples, strict=True)
-        }
+        pairs = (pair for item in self._micro_batches for pair in zip(item.indices, item.samples, strict=True))
+        return {index: torch.from_numpy(sample.mask != 0) for index, sample in pairs}
 
-    def with_field(self, name: str, values: Callable[[MicroBatch], Tensor]) -> "TrainBatch":
+    def with_field(self, name: str, values: Callable[[PackedBatch], Tensor]) -> "TrainBatch":
         """Returns the same batch with one more field; ``values`` gives that of a micro-batch, a tensor [T]."""
-        steps = [[replace(item, packed=item.packed.with_fields(**{name: values(item)})) for item in step] for step in self.steps]
-        return replace(self, steps=steps)
+        return self._with(name, lambda item: values(item.packed))
 
     def with_computed(self, name: str, compute: Callable[[Sequence[PackedBatch]], list[Tensor]]) -> "TrainBatch":
         """Returns the same batch with a field that the model computes from all micro-batches at once: a tensor [T] for each."""
-        tensors = iter(compute(self.micro_batches()))
-        return self.with_field(name, lambda _: next(tensors).cpu())
+        tensors = iter(compute(self.packed))
+        return self._with(name, lambda _: next(tensors).cpu())
 
-    def with_values(self, name: str, values: PerSample) -> "TrainBatch":
-        """Returns the same batch with values of its response tokens as one more field. Raises BadSample."""
-        return self.with_field(name, lambda item: spread(item.samples, [values[index] for index in item.indices], name))
+    def with_values(self, name: str, values: Sequence[Tensor]) -> "TrainBatch":
+        """Returns the same batch with values of its response tokens, [R] of each of ``indices``, as one more field. Raises BadSample."""
+        by_index = dict(zip(self.indices, values, strict=True))
+        return self._with(name, lambda item: spread(item.samples, [by_index[index] for index in item.indices], name))
+
+    def _with(self, name: str, values: Callable[[MicroBatch], Tensor]) -> "TrainBatch":
+        steps = [[replace(item, packed=item.packed.with_fields(**{name: values(item)})) for item in step] for step in self.steps]
+        return replace(self, steps=steps)
 
 
-def assemble(shard: Shard, stats: SampleStats, objective: AlgorithmSection, *, rank: int, max_tokens: int) -> TrainBatch:
+def assemble(shard: Shard, stats: Table, objective: AlgorithmSection, *, rank: int) -> TrainBatch:
     """Lays a shard out, each token weighted so that sums over micro-batches and ranks are the batch's means.
 
     Optimizer steps of which no rank trains a token are left out. Samples that do not pass (`passing`) have weight 0.
@@ -128,48 +138,47 @@ def assemble(shard: Shard, stats: SampleStats, objective: AlgorithmSection, *, r
         weighed = _step_weights(placement, partition, stats, objective)
         if weighed is not None:
             weights, divisor = weighed
-            steps.append([_micro_batch(indices, shard, weights, objective, max_tokens) for indices in placement[rank]])
+            steps.append([_micro_batch(indices, shard, weights, objective) for indices in placement[rank]])
             denominators.append(divisor)
     if not steps:
         raise BadBatch(f"the loss mask is 0 on every token of step {partition.batch.step} ({len(partition.items)} samples)")
-    return TrainBatch(partition, stats, BatchMetrics.of(partition.batch, stats), steps, tuple(denominators))
+    return TrainBatch(partition, stats, steps, tuple(denominators))
 
 
 def demonstration_micro_batches(
     samples: Sequence[Sample], objective: AlgorithmSection, *, dp_rank: int, dp_size: int, max_tokens: int
 ) -> list[PackedBatch]:
-    """Returns this rank's micro-batches of demonstrations, which every rank holds."""
+    """Returns this rank's micro-batches of demonstrations, which every rank holds. Raises SampleTooLong."""
     trained = [int(np.count_nonzero(sample.mask)) for sample in samples]
     weights = sample_weights(trained, [sample.name for sample in samples], objective.reducer, objective.loss_divisor).tolist()
     placement = balance([sample.length for sample in samples], dp_size, max_tokens)
-    return [
-        pack([samples[index] for index in indices], [weights[index] for index in indices], max_tokens) for indices in placement[dp_rank]
-    ]
+    return [pack([samples[index] for index in indices], [weights[index] for index in indices]) for indices in placement[dp_rank]]
+
+
+def rollouts_of(partition: Partition, stats: Table) -> list[tuple[int, int]]:
+    """Returns each sample's rollout, unique over the whole batch: (its group's index, its index in the group)."""
+    return [(item.group, int(rollout)) for item, rollout in zip(partition.items, stats[:, StatColumn.ROLLOUT], strict=True)]
 
 
 def _step_weights(
-    placement: Placement, partition: Partition, stats: SampleStats, objective: AlgorithmSection
+    placement: Placement, partition: Partition, stats: Table, objective: AlgorithmSection
 ) -> tuple[dict[int, float], float] | None:
     """Returns the weights of an optimizer step's samples and the divisor of sums over them; None where no token of the step is trained."""
-    counts, rollouts = stats.integers(StatColumn.TRAINED), stats.integers(StatColumn.ROLLOUT)
+    counts: list[int] = stats[:, StatColumn.TRAINED].astype(int).tolist()
     members = sorted(index for ranks in placement for micro_batch in ranks for index in micro_batch)
     if not any(counts[index] for index in members):
         return None
-    passes = passing(objective, partition.rewards)
+    passes, rollouts = passing(objective, partition.rewards), rollouts_of(partition, stats)
     passed = [index for index in members if passes[index]]
-    names = [(partition.items[index].group, rollouts[index]) for index in passed]
-    trained = [counts[index] for index in passed]
-    weights = dict.fromkeys(members, 0.0)
-    if passed:
-        weights |= dict(zip(passed, sample_weights(trained, names, objective.reducer, objective.loss_divisor).tolist(), strict=True))
+    names, trained = [rollouts[index] for index in passed], [counts[index] for index in passed]
+    found = sample_weights(trained, names, objective.reducer, objective.loss_divisor).tolist()
+    weights = dict.fromkeys(members, 0.0) | dict(zip(passed, found, strict=True))
     return weights, denominator(trained, names, objective.reducer)
 
 
-def _micro_batch(
-    indices: list[int], shard: Shard, weights: Mapping[int, float], objective: AlgorithmSection, max_tokens: int
-) -> MicroBatch:
+def _micro_batch(indices: list[int], shard: Shard, weights: Mapping[int, float], objective: AlgorithmSection) -> MicroBatch:
     samples = [shard.samples[index] for index in indices]
-    packed = pack(samples, [weights[index] for index in indices], max_tokens)
+    packed = pack(samples, [weights[index] for index in indices])
     if objective.use_opd and objective.opd_type == "sglang":
         packed = packed.with_fields(**{TEACHER: spread(samples, [_teacher_log_probs(sample) for sample in samples], TEACHER)})
     return MicroBatch(indices, samples, packed)

@@ -24,7 +24,8 @@ from shared.bus.connection import TRANSIENT
 from shared.config.run_config import RunConfig
 from shared.runtime import devices
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.schema.messages import Message, ServiceStatus, WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
+from shared.schema.messages import Message, ServiceStatus
+from shared.schema.weight_messages import WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
 
 LASTS_SECONDS = 30.0
 """The time that a replica stays offloaded after the last request of the trainer. A restart of the trainer takes about that long."""

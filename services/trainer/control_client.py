@@ -18,18 +18,8 @@ from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import SupervisedThread, log_failure
 from shared.runtime.service_base import Service, attended, connect
-from shared.schema.messages import (
-    Accepted,
-    BatchAnswer,
-    BatchRequest,
-    Durable,
-    RunDone,
-    ServiceStatus,
-    Trained,
-    TrainerStep,
-    WarmStartEnded,
-    WeightsLive,
-)
+from shared.schema.messages import Accepted, BatchAnswer, BatchRequest, Durable, RunDone, ServiceStatus, Trained, WarmStartEnded
+from shared.schema.weight_messages import WeightsLive
 
 Result = TypeVar("Result")
 
@@ -118,7 +108,7 @@ class ControlClient:
 
     # --- published reports
 
-    def report_step(self, step: TrainerStep) -> None:
+    def report_step(self, step: Trained) -> None:
         """Publishes the step's measurements, without waiting."""
         self._spawn(self.service.event("trainer", "step", step), "the report of a step")
 

@@ -14,9 +14,9 @@ from services.trainer.batches import TrainBatch
 from services.trainer.commands import Leave, Train, Value, Wait
 from services.trainer.control_client import ControlClient
 from services.trainer.loss_inputs import LossInputs
-from services.trainer.megatron.runtime import together
-from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
-from services.trainer.objective import CustomFunctions, ValueLoss, needs
+from services.trainer.objective.advantage import needs
+from services.trainer.objective.custom_objective import CustomFunctions
+from services.trainer.objective.loss import ValueLoss
 from services.trainer.packing import PackedBatch
 from services.trainer.role_worker import RoleWorker
 from services.trainer.step_scheduler import CriticStepScheduler
@@ -35,17 +35,13 @@ class Critic(RoleWorker):
     def __init__(self, config: RunConfig, store: BlockingStore, control: ControlClient | None, exchange: ActorCriticExchange) -> None:
         super().__init__(config, store, control, "critic", exchange)
         self._shared = exchange
-        self._objective = self._objective.model_copy(
-            update={"use_opd": False, "normalize_advantages": False}
-        )  # neither touches the returns
+        # neither distillation nor whitening touches the returns
+        self._objective = self._objective.model_copy(update={"use_opd": False, "normalize_advantages": False})
         self._loss_inputs = LossInputs(self._objective, replace(CustomFunctions.of(config), advantage=None), store)
         self._with_kl = needs(self._objective).kl
         self._valued: TrainBatch | None = None
         self._reported = 0
-        self._metrics: MetricsLogger | None = None
         if control is not None:
-            speed = TrainingSpeed.of(self._actor)
-            self._metrics = MetricsLogger(control, self._places.tensorboard_of_critic, config, speed, "critic")
             self._scheduler = CriticStepScheduler(control, config.trainer.batch_timeout, exchange, with_kl=self._with_kl)
 
     def run(self) -> None:
@@ -67,18 +63,10 @@ class Critic(RoleWorker):
                     pass
             self._report_saved()
 
-    def close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-        super().close()
-
     def _value(self, batch: Batch) -> TrainBatch:
         """Returns the batch with values under the weights before the step, for the actor's advantages and the critic's returns."""
         prepared = self._assembled(batch).with_computed("values", self._trained_values)
-        with together(f"writing the values of step {batch.step}"):
-            self._shared.write("values", batch.step, prepared.named("values"))
-        if self._is_first:
-            self._shared.finish("values", batch.step)
+        self._give("values", prepared)
         return prepared
 
     def _trained_values(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -89,21 +77,17 @@ class Critic(RoleWorker):
         assert prepared is not None  # the command before this one
         started = time.time()
         if self._with_kl:
-            with together(f"reading the KL of step {prepared.step}"):
-                kl = self._shared.read("kl", prepared.step, prepared.names)
-                prepared = prepared.with_values("kl", dict(zip(prepared.indices, kl, strict=True)))
+            prepared = self._with_given("kl", prepared)
         prepared = self._loss_inputs.with_advantages(prepared)
-        loss, results = ValueLoss(self._objective.value_clip), []
-        for step in prepared.steps:
-            results.append(self._actor.train_step([micro_batch.packed for micro_batch in step], loss))
-            self._watch_divergence(results[-1])
+        loss = ValueLoss(self._objective.value_clip)
+        results = self._optimized(prepared, lambda _: loss)
         self._progress.steps, self._valued = prepared.step + 1, None
         if self._metrics is not None:
             self._metrics.critic(prepared, results, started, time.time())
 
     def _report_saved(self) -> None:
         """Publishes the saved steps to the actor, which reports to the buffer once both have saved."""
-        if self._is_first and self._saved_steps() > self._reported:
+        if self._control is not None and self._saved_steps() > self._reported:
             self._reported = self._saved_steps()
             self._shared.save("critic", self._reported)
             self._shared.forget("kl", self._reported)

@@ -78,10 +78,10 @@ def _projections(a: Architecture) -> float:
     if a.latent is None:
         return 2.0 * h * a.head_dim * (2 * heads + 2 * a.num_key_value_heads)
     m = a.latent
-    query_dim = heads * (m.nope_head_dim + m.rope_head_dim)
-    query = h * query_dim if m.query_rank is None else m.query_rank * (h + query_dim)
-    key_value = h * (m.key_value_rank + m.rope_head_dim) + m.key_value_rank * heads * (m.nope_head_dim + m.value_head_dim)
-    return 2.0 * (query + key_value + heads * m.value_head_dim * h)
+    query_dim = heads * (m.qk_head_dim + m.qk_pos_emb_head_dim)
+    query = h * query_dim if m.q_lora_rank is None else m.q_lora_rank * (h + query_dim)
+    key_value = h * (m.kv_lora_rank + m.qk_pos_emb_head_dim) + m.kv_lora_rank * heads * (m.qk_head_dim + m.v_head_dim)
+    return 2.0 * (query + key_value + heads * m.v_head_dim * h)
 
 
 def _attention(a: Architecture) -> float:
@@ -89,7 +89,7 @@ def _attention(a: Architecture) -> float:
     if a.latent is None:
         return 4.0 * a.num_attention_heads * a.head_dim
     m = a.latent
-    return 2.0 * a.num_attention_heads * (m.nope_head_dim + m.rope_head_dim + m.value_head_dim)
+    return 2.0 * a.num_attention_heads * (m.qk_head_dim + m.qk_pos_emb_head_dim + m.v_head_dim)
 
 
 def _mlp(a: Architecture, layer: int) -> float:

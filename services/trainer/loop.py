@@ -14,16 +14,17 @@ from services.trainer import dumps
 from services.trainer.actor import StepResult
 from services.trainer.actor_critic_exchange import ActorCriticExchange
 from services.trainer.batch_metrics import token_means
-from services.trainer.batches import MicroBatch, TrainBatch
+from services.trainer.batches import TrainBatch
 from services.trainer.colocation import ColocationScheduler
 from services.trainer.commands import Leave, Push, Snapshot, Train, Wait
 from services.trainer.control_client import ControlClient, StopAsked
 from services.trainer.loss_inputs import LossInputs, old_log_probs
 from services.trainer.megatron import runtime
 from services.trainer.megatron.frozen_weights import FrozenWeights
-from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
-from services.trainer.objective import CustomFunctions, needs
+from services.trainer.objective.advantage import needs
+from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.objective.policy_gradient import REWARD_KL, kl_estimate
+from services.trainer.packing import PackedBatch
 from services.trainer.reference_policy import ReferencePolicy
 from services.trainer.role_worker import RoleWorker
 from services.trainer.step_scheduler import StepScheduler
@@ -54,23 +55,12 @@ class Trainer(RoleWorker):
         self._reference: ReferencePolicy | None = None
         if needs(self._objective).reference:
             keep = config.trainer.keep_checkpoints * config.trainer.save_interval
-            self._reference = ReferencePolicy(self._actor, self._places.reference, config.algorithm.ref_update_interval, keep)
+            self._reference = ReferencePolicy(self._actor, config.run.root / "reference", config.algorithm.ref_update_interval, keep)
         self._durable = 0
-        self._metrics: MetricsLogger | None = None
         self._pusher = Pusher(control, self._actor.model, config.weights, "memory" if config.trainer.colocate else "group")
         self._snapshots = SnapshotWriter(config, control, self._actor)
         if control is not None:
-            self._metrics = MetricsLogger(control, self._places.tensorboard, config, TrainingSpeed.of(self._actor))
-            self._scheduler = StepScheduler(
-                control,
-                self._pusher,
-                self._snapshots,
-                config.trainer.batch_timeout,
-                steps=config.rollout.num_rollout,
-                interval=config.weights.update_weights_interval,
-                exchange=exchange,
-                colocation=self._colocation,
-            )
+            self._scheduler = StepScheduler(control, config, self._pusher, self._snapshots, self._colocation, exchange)
 
     def run(self) -> None:
         """Trains until the run is done or a stop is asked for; all that a resume needs is then on disk."""
@@ -101,8 +91,6 @@ class Trainer(RoleWorker):
             self._report_durable()
 
     def close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
         self._colocation.end()
         self._pusher.close()
         super().close()
@@ -111,12 +99,14 @@ class Trainer(RoleWorker):
 
     def _train(self, batch: Batch, ahead: Batch | None) -> None:
         started = time.time()
-        if self._is_first and (template := self._config.monitoring.save_debug_rollout_data) is not None:
+        if self._control is not None and (template := self._config.monitoring.save_debug_rollout_data) is not None:
             dumps.write_batch(template, batch, self._store)
         prepared = self._prepared(batch, ahead)
-        means = token_means(prepared.micro_batches(), runtime.sum_over_data_parallel)
-        optimizing = time.monotonic()
-        results = self._optimized(prepared)
+        means = token_means(prepared.packed, runtime.sum_over_data_parallel)
+        optimizing, results = time.monotonic(), []
+        if batch.step >= self._config.algorithm.num_critic_only_steps:
+            need_entropy = self._objective.entropy_coef != 0.0
+            results = self._optimized(prepared, lambda index: self._loss_inputs.loss(prepared, index), need_entropy=need_entropy)
         optimized, ended = time.monotonic() - optimizing, time.time()
         self._inspect(prepared, results)
         self._progress.steps = batch.step + 1
@@ -141,39 +131,16 @@ class Trainer(RoleWorker):
                 prepared = prepared.with_computed("teacher_log_probs", self._actor.log_probs)
         if wanted.kl:
             prepared = prepared.with_field("kl", self._reward_kl)
-            self._share_kl(prepared)
+            if self._exchange is not None:  # the critic's returns contain the penalty too
+                self._give("kl", prepared)
         if wanted.values:
-            assert self._exchange is not None  # always there for an objective with a critic
-            with runtime.together(f"reading the values of step {batch.step}"):
-                values = self._exchange.read("values", batch.step, prepared.names)
-                prepared = prepared.with_values("values", dict(zip(prepared.indices, values, strict=True)))
+            prepared = self._with_given("values", prepared)
         return self._loss_inputs.with_advantages(prepared)
 
-    def _optimized(self, batch: TrainBatch) -> list[StepResult]:
-        """Takes the batch's optimizer steps in order; none while only the critic trains."""
-        results: list[StepResult] = []
-        if batch.step < self._config.algorithm.num_critic_only_steps:
-            return results
-        for index, step in enumerate(batch.steps):
-            loss, micro_batches = self._loss_inputs.loss(batch, index), [micro_batch.packed for micro_batch in step]
-            results.append(self._actor.train_step(micro_batches, loss, need_entropy=self._objective.entropy_coef != 0.0))
-            self._watch_divergence(results[-1])
-        return results
-
-    def _reward_kl(self, micro_batch: MicroBatch) -> Tensor:
+    def _reward_kl(self, batch: PackedBatch) -> Tensor:
         """Returns the KL penalty in the rewards of a micro-batch's tokens: [T]."""
-        fields = micro_batch.packed.fields
-        old, reference = fields[old_log_probs(self._objective)], fields["ref_log_probs"]
-        estimate = kl_estimate(old, reference, self._objective.kl_loss_type or REWARD_KL)
-        return estimate * micro_batch.packed.loss_mask
-
-    def _share_kl(self, batch: TrainBatch) -> None:
-        """Writes the KL for the critic, whose returns contain the penalty too."""
-        if self._exchange is not None:
-            with runtime.together(f"writing the KL of step {batch.step}"):
-                self._exchange.write("kl", batch.step, batch.named("kl"))
-            if self._is_first:
-                self._exchange.finish("kl", batch.step)
+        old, reference = batch.fields[old_log_probs(self._objective)], batch.fields["ref_log_probs"]
+        return kl_estimate(old, reference, self._objective.kl_loss_type or REWARD_KL) * batch.loss_mask
 
     def _inspect(self, batch: TrainBatch, results: list[StepResult]) -> None:
         """Writes the step's tensors, where dumps are asked for; warns where engine and trainer differ under equal weights."""
@@ -198,7 +165,7 @@ class Trainer(RoleWorker):
                 if self._metrics is not None:
                     self._metrics.sft(index + 1, self._config.sft.sft_steps, result)
         if self._reference is not None:
-            self._actor.save_hf(self._places.reference)
+            self._actor.save_hf(self._config.run.root / "reference")
         self._progress.sft_done = True
         self._save()
 
@@ -236,7 +203,7 @@ class Trainer(RoleWorker):
         """Saves a checkpoint, the final one with HF weights."""
         super()._save()
         if self._begun_save == self._config.rollout.num_rollout and self._config.trainer.save_hf:
-            self._actor.save_hf(self._places.hf)
+            self._actor.save_hf(self._config.run.root / "hf")
 
     def _report_durable(self) -> None:
         """Reports to the buffer the steps that a checkpoint (with a critic, that of both roles) holds: their payloads may be deleted."""

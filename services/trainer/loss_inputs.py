@@ -1,7 +1,7 @@
 """The inputs of the loss on one rank: rewards, advantages and importance-weight statistics, or the results of the user's functions."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -12,24 +12,16 @@ from services.trainer.batch_metrics import Sum
 from services.trainer.batches import TEACHER, TrainBatch
 from services.trainer.megatron import runtime
 from services.trainer.megatron.passes import LossFunction
-from services.trainer.objective import (
-    CustomFunctions,
-    Moments,
-    Statistics,
-    batch_statistics,
-    distilled,
-    loss_of,
-    needs,
-    reward_advantages,
-    token_advantages,
-    whitened,
-)
+from services.trainer.objective.advantage import Advantages, distilled, needs, reward_advantages, token_advantages, whitened
+from services.trainer.objective.correction import Statistics, batch_statistics
+from services.trainer.objective.custom_objective import CustomFunctions
+from services.trainer.objective.loss import loss_of
 from services.trainer.partition import Partition
 from shared.config.algorithm import AlgorithmSection
 from shared.hooks import HookSample
 from shared.hooks.sample_conversion import from_stored
 from shared.schema import sample
-from shared.schema.messages import Score
+from shared.schema.sample import Score
 from shared.store.payload_store import BlockingStore
 
 SHOWN = {
@@ -46,76 +38,67 @@ class LossInputs:
     """Makes the inputs of one rank's losses.
 
     Args:
-        custom: the user's own functions.
+        custom: the user's own functions. total: the sum of a table over the data-parallel ranks, a collective.
     """
 
-    def __init__(self, objective: AlgorithmSection, custom: CustomFunctions, store: BlockingStore) -> None:
-        self._objective, self._custom, self._store = objective, custom, store
+    def __init__(
+        self, objective: AlgorithmSection, custom: CustomFunctions, store: BlockingStore, total: Sum = runtime.sum_over_data_parallel
+    ) -> None:
+        self._objective, self._custom, self._store, self._total = objective, custom, store, total
 
     def with_advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Returns the batch with fields ``advantages`` and, for a critic, ``returns``. A collective where they are whitened."""
-        return with_advantages(batch, self._objective, self._rewards(batch.partition), _merged_over_ranks, self._custom)
+        """Returns the batch with fields ``advantages`` and, where a critic learns from it, ``returns``. Whitening is a collective.
+
+        It reads the fields ``kl``, ``values``, ``teacher_log_probs`` and those of the old policy, where the objective needs them.
+
+        Raises:
+            HookFailed; BadSample: an advantage that is not finite.
+        """
+        objective, trained = self._objective, batch.masks()
+        masks = [trained[index] for index in batch.indices]
+        found = self._advantages(batch, masks)
+        advantages = found.advantages
+        if needs(objective).teacher_gap:
+            old = _in_order(batch, old_log_probs(objective))
+            advantages = distilled(objective, advantages, old, _in_order(batch, TEACHER), masks)
+        if objective.normalize_advantages:
+            advantages = whitened(advantages, masks, self._total)
+        batch = batch.with_values("advantages", advantages)
+        return batch if found.returns is None else batch.with_values("returns", found.returns)
 
     def loss(self, batch: TrainBatch, step: int) -> LossFunction:
         """Returns the loss of the batch's optimizer step ``step``, from 0. A collective where it needs statistics of all ranks' tokens."""
         statistics = Statistics()
         if needs(self._objective).statistics:
-            statistics = batch_statistics(self._objective, [item.packed for item in batch.steps[step]], _gathered_from_ranks)
-        denominator = batch.denominators[step]
-        found = loss_of(self._objective, self._custom, version=batch.version, statistics=statistics, denominator=denominator)
+            packed = [item.packed for item in batch.steps[step]]
+            statistics = batch_statistics(self._objective, packed, lambda own: gathered(own, *runtime.data_parallel(), self._total))
+        found = loss_of(self._objective, self._custom, batch.version, statistics, batch.denominators[step])
         return cast(LossFunction, found)  # a custom loss takes logits, and has an attribute for that
+
+    def _advantages(self, batch: TrainBatch, masks: Sequence[Tensor]) -> Advantages:
+        """Returns the advantages of this rank's samples before distillation and whitening."""
+        partition, own, wanted = batch.partition, batch.indices, needs(self._objective)
+        groups = [item.group for item in partition.items]
+        of_sample = reward_advantages(self._objective, self._rewards(partition), groups, batch.rollouts)[own]
+        if self._custom.advantage is not None:
+            shown = {name: _in_order(batch, field) for name, field in SHOWN.items() if field in batch.packed[0].fields}
+            raw = [partition.rewards[index] for index in own]
+            return self._custom.advantages(masks, {"rewards": of_sample.tolist(), "raw_reward": raw, **shown})
+        kl = _in_order(batch, "kl") if wanted.kl else None
+        values = _in_order(batch, "values") if wanted.values else None
+        return token_advantages(self._objective, of_sample, masks, kl=kl, values=values)
 
     def _rewards(self, partition: Partition) -> list[float]:
         """Returns the whole batch's rewards by index, as ``custom_reward_post_process_path``, which gets all samples, returns them."""
         if self._custom.rewards is None:
             return partition.rewards
         with runtime.together(f"the rewards of step {partition.batch.step}"):
-            return self._custom.post_processed(scored(partition, self._store))[1]
+            return self._custom.post_processed(scored(partition, self._store))
 
 
-def with_advantages(
-    batch: TrainBatch,
-    objective: AlgorithmSection,
-    rewards: Sequence[float],
-    merged: Callable[[Moments], Moments],
-    custom: CustomFunctions | None = None,
-) -> TrainBatch:
-    """Returns the batch with fields ``advantages`` and, where a critic learns from it, ``returns``.
-
-    It reads the fields ``kl``, ``values``, ``teacher_log_probs`` and those of the old policy, where the objective needs them.
-
-    Args:
-        rewards: of the whole batch. merged: returns the moments of all data-parallel ranks for this one's; a collective.
-
-    Raises:
-        BadReward, HookFailed; BadSample: an advantage that is not finite.
-    """
-    wanted, own, groups = needs(objective), batch.indices, batch.partition.batch.groups
-    group_names = [groups[item.group].group for item in batch.partition.items]
-    of_sample = reward_advantages(objective, rewards, group_names, batch.rollouts)[own]
-    trained = batch.masks()
-    masks = [trained[index] for index in own]
-
-    def values_of(field: str) -> list[Tensor]:
-        values = batch.per_sample(field)
-        return [values[index] for index in own]
-
-    if custom is not None and custom.advantage is not None:
-        shown = {name: values_of(field) for name, field in SHOWN.items() if field in batch.micro_batches()[0].fields}
-        raw = batch.partition.rewards
-        found = custom.advantages(masks, {"rewards": of_sample.tolist(), "raw_reward": [raw[index] for index in own], **shown})
-    else:
-        kl = values_of("kl") if wanted.kl else None
-        found = token_advantages(objective, of_sample, masks, kl=kl, values=values_of("values") if wanted.values else None)
-    advantages = found.advantages
-    if wanted.teacher_gap:
-        old = values_of(old_log_probs(objective))
-        advantages = distilled(objective, advantages, old, values_of(TEACHER), masks)
-    if objective.normalize_advantages:
-        moments = merged(Moments.of(advantages, masks))
-        advantages = [whitened(values, mask, moments) for values, mask in zip(advantages, masks, strict=True)]
-    batch = batch.with_values("advantages", dict(zip(own, advantages, strict=True)))
-    return batch if found.returns is None else batch.with_values("returns", dict(zip(own, found.returns, strict=True)))
+def _in_order(batch: TrainBatch, field: str) -> list[Tensor]:
+    """Returns a field of each of this rank's samples, [R], by ascending index."""
+    return [values for _, values in sorted(batch.per_sample(field).items())]
 
 
 def old_log_probs(objective: AlgorithmSection) -> str:
@@ -144,14 +127,3 @@ def gathered(values: Tensor, rank: int, ranks: int, total: Sum) -> Tensor:
     table = np.zeros(ends[-1])
     table[ends[rank] - values.numel() : ends[rank]] = values.numpy()
     return torch.from_numpy(total(table))
-
-
-def _gathered_from_ranks(values: Tensor) -> Tensor:
-    return gathered(values, *runtime.data_parallel(), runtime.sum_over_data_parallel)
-
-
-def _merged_over_ranks(own: Moments) -> Moments:
-    rank, ranks = runtime.data_parallel()
-    rows = np.zeros((ranks, 3))
-    rows[rank] = own.count, own.mean, own.m2
-    return Moments.merged(Moments(int(count), mean, m2) for count, mean, m2 in runtime.sum_over_data_parallel(rows).tolist())

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.trainer.placement import BadBatch
 from shared.runtime.errors import MyxoError
 from shared.schema.sample import Sample
 
@@ -58,24 +57,11 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Returns the same micro-batch with every tensor on ``device``."""
-        return replace(
-            self,
-            tokens=self.tokens.to(device),
-            labels=self.labels.to(device),
-            loss_mask=self.loss_mask.to(device),
-            cu_seqlens=self.cu_seqlens.to(device),
-            fields={name: tensor.to(device) for name, tensor in self.fields.items()},
-        )
+        moved = {name: getattr(self, name).to(device) for name in ("tokens", "labels", "loss_mask", "cu_seqlens")}
+        return replace(self, **moved, fields={name: tensor.to(device) for name, tensor in self.fields.items()})
 
     def with_fields(self, **tensors: Tensor) -> "PackedBatch":
-        """Returns the same micro-batch with more per-token tensors [T], for example ``proximal_log_probs``.
-
-        Raises:
-            BadBatch: a tensor whose shape is not [T].
-        """
-        for name, tensor in tensors.items():
-            if tensor.shape != self.tokens.shape:
-                raise BadBatch(f"field {name} has shape {tuple(tensor.shape)}, expected {tuple(self.tokens.shape)}")
+        """Returns the same micro-batch with more per-token tensors [T], for example ``proximal_log_probs``."""
         return replace(self, fields={**self.fields, **tensors})
 
 
@@ -88,21 +74,15 @@ def check_vocabulary(sample: Sample, vocab_size: int) -> None:
             raise BadSample(sample.name, field, problem)
 
 
-def pack(samples: Sequence[Sample], weights: Sequence[float], max_tokens: int) -> PackedBatch:
+def pack(samples: Sequence[Sample], weights: Sequence[float]) -> PackedBatch:
     """Lays samples end to end as one micro-batch; without samples, a filler that trains nothing and has the same fields.
 
     Args:
         samples: checked ones, whose mask says which tokens are trained.
         weights: of each sample, from ``objective.reduce`` over the whole batch: the weight of each of its trained tokens.
-        max_tokens: tokens that the micro-batch may hold.
-
-    Raises:
-        BadBatch: the samples are over ``max_tokens`` together.
     """
     lengths = [sample.length for sample in samples] or [_FILLER_TOKENS]
     total = sum(lengths)
-    if samples and total > max_tokens:
-        raise BadBatch(f"{len(samples)} samples have {total} tokens together, a micro-batch holds at most {max_tokens}")
     tokens, labels = np.zeros(total, np.int64), np.zeros(total, np.int64)
     mask = np.zeros(total, np.float32)
     fields: dict[str, npt.NDArray[np.generic]] = {
@@ -142,7 +122,7 @@ def spread(samples: Sequence[Sample], values: Sequence[Tensor], field: str) -> T
         trained = torch.from_numpy(sample.mask != 0)
         if given.shape != trained.shape:
             raise BadSample(sample.name, field, f"shape {tuple(given.shape)} for {trained.numel()} response tokens")
-        kept = torch.where(trained, given, torch.zeros_like(given))
+        kept = torch.where(trained, given, 0.0)
         if not torch.isfinite(kept).all():
             position = int(torch.nonzero(~torch.isfinite(kept))[0])
             raise BadSample(sample.name, field, f"{given[position].item()} at trained position {position}, expected finite numbers")

@@ -25,10 +25,6 @@ _Members: TypeAlias = "int | tuple[_Members, _Members]"
 _Filled: TypeAlias = tuple[float, int, _Members]
 
 
-class BadBatch(MyxoError):
-    """A batch that cannot be trained on as a whole, though each of its samples may be fine."""
-
-
 class SampleTooLong(MyxoError):
     """A sample that alone exceeds a micro-batch's token budget.
 
@@ -68,11 +64,12 @@ def balance(
     Source: Karmarkar and Karp 1982, "The differencing method of set partitioning" (``differencing``).
 
     Raises:
-        SampleTooLong: a length over the budget (the sample is named by its index). BadBatch: an empty batch, a length
-            or a cost that is not positive, no ranks.
+        SampleTooLong: a length over the budget (the sample is named by its index).
     """
     costs = [float(cost) for cost in (lengths if costs is None else costs)]
-    _check(lengths, costs, dp_size, max_tokens_per_rank)
+    for index, length in enumerate(lengths):
+        if length > max_tokens_per_rank:
+            raise SampleTooLong(f"number {index} of the batch", length, max_tokens_per_rank)
     if units is not None and (together := _whole_units(lengths, costs, units, dp_size, max_tokens_per_rank)) is not None:
         return together
     count = max(1, -(-_fewest_bins(lengths, max_tokens_per_rank) // dp_size))
@@ -82,18 +79,6 @@ def balance(
     rows = _rows(placed, costs, dp_size)
     dealt = [row if number % 2 == 0 else row[::-1] for number, row in enumerate(rows)]
     return [[row[rank] for row in dealt] for rank in range(dp_size)]
-
-
-def _check(lengths: Sequence[int], costs: Sequence[float], dp_size: int, max_tokens_per_rank: int) -> None:
-    if not lengths or dp_size < 1:
-        raise BadBatch(f"cannot place {len(lengths)} samples on {dp_size} data-parallel ranks")
-    if len(costs) != len(lengths):
-        raise BadBatch(f"{len(costs)} costs for {len(lengths)} samples")
-    for index, (length, cost) in enumerate(zip(lengths, costs, strict=True)):
-        if length > max_tokens_per_rank:
-            raise SampleTooLong(f"number {index} of the batch", length, max_tokens_per_rank)
-        if length < 1 or not 0 < cost < float("inf"):
-            raise BadBatch(f"sample number {index} has length {length} and cost {cost}, expected both > 0 and finite")
 
 
 def _whole_units(

@@ -1,27 +1,28 @@
 """The common part of the trainer's two roles on every rank: the model, commands, this rank's shard of each batch, checkpoints."""
 
 import time
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 import structlog
 
 from services.trainer import batches, flops
 from services.trainer.actor import Actor, StepResult, latest_step
-from services.trainer.actor_critic_exchange import ActorCriticExchange, Role
-from services.trainer.batch_metrics import SampleStats
+from services.trainer.actor_critic_exchange import ActorCriticExchange, Kind, Role
 from services.trainer.batches import TrainBatch
 from services.trainer.commands import Command, CommandBroadcast
 from services.trainer.control_client import ControlClient
 from services.trainer.megatron import runtime
+from services.trainer.megatron.passes import LossFunction
+from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
 from services.trainer.partition import Partition, partition_batch
 from services.trainer.shard_reader import ShardReader
 from services.trainer.step_scheduler import CriticStepScheduler, StepScheduler
 from services.trainer.trainer_settings import TrainerSettings, check_architecture, model_directory
-from services.trainer.training_progress import Places, Progress
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import Batch
+from shared.schema.versions import version_after
 from shared.store.payload_store import BlockingStore
 
 SKIPPED_IN_A_ROW = 10
@@ -30,6 +31,18 @@ SKIPPED_IN_A_ROW = 10
 
 class TrainingDiverged(MyxoError):
     """Loss or gradient stayed non-finite."""
+
+
+@dataclass
+class Progress:
+    """The training's progress, as a checkpoint records it.
+
+    Args:
+        steps: finished training steps. sft_done: the warm start is over (or there is none).
+    """
+
+    steps: int = 0
+    sft_done: bool = False
 
 
 class RoleWorker:
@@ -44,8 +57,7 @@ class RoleWorker:
         self, config: RunConfig, store: BlockingStore, control: ControlClient | None, role: Role, exchange: ActorCriticExchange | None
     ) -> None:
         self._config, self._control, self._role, self._log = config, control, role, structlog.get_logger()
-        self._places = Places(config.run.root)
-        self._checkpoints: Path = self._places.checkpoints_of(role)
+        self._checkpoints = config.run.root / ("checkpoints" if role == "actor" else "critic-checkpoints")
         self._objective = config.algorithm
         self._set_state("loading the model")
         check_architecture(config, role)
@@ -54,6 +66,7 @@ class RoleWorker:
         self._store, self._exchange = store, exchange
         self._reader = ShardReader(store, self._actor.data_parallel_rank, self._actor.architecture.vocab_size)
         self._scheduler: StepScheduler | CriticStepScheduler | None = None
+        self._metrics = MetricsLogger(control, config, TrainingSpeed.of(self._actor), role) if control is not None else None
         self._progress = Progress()
         self._costs: dict[int, float] = {}
         self._begun_save = self._saved = 0  # steps of the checkpoint last begun, and of the newest that is known to be on disk
@@ -63,6 +76,8 @@ class RoleWorker:
 
     def close(self) -> None:
         """Closes groups, files and connections."""
+        if self._metrics is not None:
+            self._metrics.close()
         if self._exchange is not None:
             self._exchange.close()
         self._store.close()
@@ -81,9 +96,9 @@ class RoleWorker:
             shard = self._reader.take(self._partition(batch))
         if ahead is not None:
             self._reader.read_ahead(self._partition(ahead))
-        stats = SampleStats(runtime.sum_over_data_parallel(shard.stats))
+        stats = runtime.sum_over_data_parallel(shard.stats)
         with runtime.together(f"laying out step {batch.step}"):
-            return batches.assemble(shard, stats, self._objective, rank=self._actor.data_parallel_rank, max_tokens=self._max_tokens)
+            return batches.assemble(shard, stats, self._objective, rank=self._actor.data_parallel_rank)
 
     def _partition(self, batch: Batch) -> Partition:
         optimizer_steps = self._config.trainer.num_steps_per_rollout
@@ -95,6 +110,15 @@ class RoleWorker:
             self._costs[tokens] = flops.training(self._actor.architecture, [tokens], value_head=self._role == "critic")
         return self._costs[tokens]
 
+    def _optimized(self, batch: TrainBatch, loss_of_step: Callable[[int], LossFunction], *, need_entropy: bool = False) -> list[StepResult]:
+        """Takes the batch's optimizer steps in order."""
+        results: list[StepResult] = []
+        for index, step in enumerate(batch.steps):
+            packed = [micro_batch.packed for micro_batch in step]
+            results.append(self._actor.train_step(packed, loss_of_step(index), need_entropy=need_entropy))
+            self._watch_divergence(results[-1])
+        return results
+
     def _watch_divergence(self, result: StepResult) -> None:
         if result.skipped is None:
             self._skipped = 0
@@ -104,6 +128,22 @@ class RoleWorker:
         if self._skipped >= SKIPPED_IN_A_ROW:
             raise TrainingDiverged(f"{self._skipped} optimizer steps in a row were skipped, the last because {result.skipped}")
 
+    # --- the other role
+
+    def _give(self, kind: Kind, batch: TrainBatch) -> None:
+        """Writes a field of the batch for the other role, which is there."""
+        assert self._exchange is not None
+        with runtime.together(f"writing the {kind} of step {batch.step}"):
+            self._exchange.write(kind, batch.step, batch.named(kind))
+        if self._control is not None:
+            self._exchange.finish(kind, batch.step)
+
+    def _with_given(self, kind: Kind, batch: TrainBatch) -> TrainBatch:
+        """Returns the batch with the field that the other role has written."""
+        assert self._exchange is not None
+        with runtime.together(f"reading the {kind} of step {batch.step}"):
+            return batch.with_values(kind, self._exchange.read(kind, batch.step, batch.names))
+
     # --- checkpoints
 
     def _resume(self) -> None:
@@ -111,8 +151,7 @@ class RoleWorker:
         if step is None:
             return
         self._set_state("loading the checkpoint")
-        extra = self._actor.load_checkpoint(self._checkpoints, step)
-        self._progress = Progress(steps=extra["steps"], sft_done=extra["sft_done"])
+        self._progress = Progress(**self._actor.load_checkpoint(self._checkpoints, step))
         self._begun_save = self._saved = self._progress.steps
         self._log.info("resumed", steps=self._progress.steps, version=self._version)
 
@@ -141,16 +180,11 @@ class RoleWorker:
             self._saved = max(latest_step(self._checkpoints) or 0, self._saved)
         return self._saved
 
-    # --- state and rank
+    # --- state
 
     @property
     def _version(self) -> int:
-        return self._progress.version(self._config)
-
-    @property
-    def _is_first(self) -> bool:
-        """Returns whether this is rank 0, which reports for all ranks."""
-        return self._control is not None
+        return version_after(self._progress.steps, self._config.weights.update_weights_interval, self._config.rollout.num_rollout)
 
     def _set_state(self, state: str) -> None:
         if self._control is not None:

@@ -1,7 +1,6 @@
 """Reading of a rank's shard of each batch from the store: when it is needed, or ahead, while the batch before it trains."""
 
 import itertools
-import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -10,6 +9,7 @@ import numpy as np
 from services.trainer.batch_metrics import Table, empty_table, stats_row
 from services.trainer.packing import check_vocabulary
 from services.trainer.partition import Partition
+from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.schema import sample
 from shared.schema.sample import Sample
@@ -26,7 +26,7 @@ class Shard:
     Args:
         samples: by their indices in the partition. Their masks are those used in training: without tokens of versions below the
             batch's ``mask_below``, and 0 everywhere in samples that a filter removed.
-        stats: this rank's rows of the batch's `SampleStats`; those of samples that others read are 0.
+        stats: this rank's rows of the batch's statistics; those of samples that others read are 0.
     """
 
     partition: Partition
@@ -47,12 +47,9 @@ class ShardReader:
 
     def read_ahead(self, partition: Partition) -> None:
         """Begins to read a shard that will be taken next, unless that has begun already."""
-        if self._ahead is not None and self._ahead[0] == partition.batch.step:
-            return
-        future: Future[Shard] = Future()
-        self._ahead = partition.batch.step, future
-        # a daemon, not an executor's thread: at exit the interpreter would wait for that, however long it hangs
-        threading.Thread(target=self._complete, args=(future, partition), name="read-ahead", daemon=True).start()
+        step = partition.batch.step
+        if self._ahead is None or self._ahead[0] != step:
+            self._ahead = step, run_in_thread(lambda: self._read(partition), "read-ahead")
 
     def take(self, partition: Partition) -> Shard:
         """Returns the shard of a batch.
@@ -68,12 +65,6 @@ class ShardReader:
         except TimeoutError:
             what, next_action = f"the samples of step {ahead[0]}", "this rank stops; restart all ranks from the newest checkpoint"
             raise DeadlineExceeded(what, "the store", READ_SECONDS, next_action) from None
-
-    def _complete(self, future: Future[Shard], partition: Partition) -> None:
-        try:
-            future.set_result(self._read(partition))
-        except BaseException as error:
-            future.set_exception(error)
 
     def _read(self, partition: Partition) -> Shard:
         batch, own, removed = partition.batch, set(partition.samples_of(self._rank)), partition.removed()

@@ -15,6 +15,7 @@ from services.trainer.commands import Command, Leave, Push, Snapshot, Train, Val
 from services.trainer.control_client import ControlClient, StopAsked
 from services.trainer.weights.pusher import Pusher
 from services.trainer.weights.snapshot_writer import SnapshotWriter
+from shared.config.run_config import RunConfig
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.messages import Batch, BatchPending, RunDone
 from shared.schema.versions import version_after
@@ -96,27 +97,21 @@ class BatchRequester:
 
 
 class StepScheduler:
-    """Gives the actor's next command for the step that is due, beside a push that has begun.
-
-    Args:
-        batch_timeout: see `BoundedWait`. steps: those of the run. interval: steps between pushes. exchange: that with a critic, or None.
-    """
+    """Gives the actor's next command for the step that is due, beside a push that has begun. ``exchange``: that with a critic, or None."""
 
     def __init__(
         self,
         control: ControlClient,
+        config: RunConfig,
         pusher: Pusher,
         snapshots: SnapshotWriter,
-        batch_timeout: float,
-        *,
-        steps: int,
-        interval: int,
         colocation: ColocationScheduler,
-        exchange: ActorCriticExchange | None = None,
+        exchange: ActorCriticExchange | None,
     ) -> None:
         self._control, self._pusher, self._snapshots, self._colocation = control, pusher, snapshots, colocation
-        self._steps, self._interval, self._has_critic = steps, interval, exchange is not None
-        self._batches = BatchRequester(control, exchange, batch_timeout)
+        self._steps, self._interval = config.rollout.num_rollout, config.weights.update_weights_interval
+        self._has_critic = exchange is not None
+        self._batches = BatchRequester(control, exchange, config.trainer.batch_timeout)
 
     def next(self, step: int, version: int) -> Command:
         """Returns the next command. ``step``: the next to train. ``version``: that of the trainer's weights. Raises DeadlineExceeded."""

@@ -2,19 +2,16 @@
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from services.trainer.actor import Actor, StepResult
 from services.trainer.batches import demonstration_micro_batches
-from services.trainer.objective import SftLoss
+from services.trainer.objective.loss import SftLoss
 from services.trainer.packing import check_vocabulary
 from shared.config.algorithm import AlgorithmSection
 from shared.config.learning_rate import LearningRateSchedule
 from shared.config.run_config import RunConfig
 from shared.data.demonstrations import DemonstrationFile
-from shared.data.row_order import EpochOrder
+from shared.data.row_order import MixedOrder
 from shared.data.tokenizer import Tokenizer
-from shared.schema.sample import Sample
 
 
 def train_demonstrations(actor: Actor, config: RunConfig, objective: AlgorithmSection, max_tokens: int) -> Iterator[StepResult]:
@@ -26,29 +23,13 @@ def train_demonstrations(actor: Actor, config: RunConfig, objective: AlgorithmSe
         max_tokens: the most tokens of a micro-batch.
     """
     sft, file = config.sft, DemonstrationFile(config, Tokenizer(config.model.hf_checkpoint))
-    order = EpochOrder(len(file), shuffle=True, seed=config.trainer.seed)
+    order = MixedOrder([len(file)], [1.0], shuffle=True, seed=config.trainer.seed)
     actor.reset_optimizer(LearningRateSchedule(sft.sft_lr, 0.0, sft.sft_warmup_iters, sft.sft_steps, sft.sft_lr_decay_style))
     rank, ranks = actor.data_parallel_rank, actor.data_parallel_size
     for first in range(0, sft.sft_steps * sft.sft_batch_size, sft.sft_batch_size):
-        samples = [_sample(file, order.row(index)) for index in range(first, first + sft.sft_batch_size)]
+        samples = [file[order.row(index)] for index in range(first, first + sft.sft_batch_size)]
         for sample in samples:
             check_vocabulary(sample, actor.architecture.vocab_size)
         micro_batches = demonstration_micro_batches(samples, objective, dp_rank=rank, dp_size=ranks, max_tokens=max_tokens)
         yield actor.train_step(micro_batches, SftLoss(), temperature=1.0)
     actor.reset_optimizer()
-
-
-def _sample(file: DemonstrationFile, row: int) -> Sample:
-    demonstration = file[row]
-    length = len(demonstration.response)
-    return Sample(
-        group=f"sft-{row}",
-        index=0,
-        prompt=demonstration.prompt,
-        response=demonstration.response,
-        log_probs=np.zeros(length, np.float32),
-        mask=demonstration.mask,
-        segments=[(0, length, 0)],
-        finish="stop",
-        text="",
-    )

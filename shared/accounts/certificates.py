@@ -4,6 +4,7 @@ The authority's private key is never written: when one certificate has to be ren
 authority's certificate when they start.
 """
 
+import inspect
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ RENEW = timedelta(days=30)
 
 SKEW = timedelta(minutes=5)
 """A client's clock may be behind by this much."""
+
+_USAGES = tuple(inspect.signature(x509.KeyUsage).parameters)
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def make(hosts: Mapping[str, Sequence[str]], now: datetime | None = None) -> Cha
     authority = (
         _builder(name, name, key.public_key(), start)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs=True), critical=True)
+        .add_extension(_usage("key_cert_sign", "crl_sign"), critical=True)
         .add_extension(identifier, critical=False)
         .sign(key, hashes.SHA256())
     )
@@ -62,7 +65,7 @@ def make(hosts: Mapping[str, Sequence[str]], now: datetime | None = None) -> Cha
         certificate = (
             _builder(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, server)]), name, own.public_key(), start)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_usage(signs=False), critical=True)
+            .add_extension(_usage("digital_signature"), critical=True)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
             .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in names]), critical=False)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(own.public_key()), critical=False)
@@ -102,18 +105,8 @@ def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicK
     return builder.serial_number(x509.random_serial_number()).not_valid_before(start - SKEW).not_valid_after(start + LIFE)
 
 
-def _usage(signs: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=signs,
-        crl_sign=signs,
-        encipher_only=False,
-        decipher_only=False,
-    )
+def _usage(*allowed: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{name: name in allowed for name in _USAGES})
 
 
 def _general_name(host: str) -> x509.GeneralName:

@@ -4,7 +4,7 @@ The servers refuse everything that is not listed here. A right is granted to a r
 rollout service share one account.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shared.bus import registry
@@ -84,22 +84,6 @@ def rights(run: str) -> tuple[Rights, ...]:
         OPERATOR: StoreRights((*_CONNECTION, "exists", "get", "scan", "unlink"), "RW", f"{run}:*"),
     }
     return tuple(Rights(role, user_name(role, run), bus[role](Subjects(run)), store.get(role)) for role in ROLES)
-
-
-def covers(pattern: str, subject: str) -> bool:
-    """Returns whether ``pattern`` matches every subject that ``subject``, which may hold wildcards itself, matches."""
-    wanted, given = pattern.split("."), subject.split(".")
-    for index, token in enumerate(wanted):
-        if token == REST:
-            return len(given) > index
-        if index >= len(given) or given[index] == REST or (token not in (ANY, given[index])):
-            return False
-    return len(wanted) == len(given)
-
-
-def allowed(patterns: Iterable[str], subject: str) -> bool:
-    """Returns whether one of the patterns covers the subject."""
-    return any(covers(pattern, subject) for pattern in patterns)
 
 
 # --- rights that several roles have

@@ -7,8 +7,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from shared.accounts.permissions import HEALTH, BusRights, Rights, StoreRights
+from shared.accounts.permissions import HEALTH, REST, BusRights, Rights, StoreRights
 
 MAX_PAYLOAD = 1 << 20
 """The largest message in bytes, headers included: NATS's own default. Payloads are in Redis."""
@@ -51,38 +52,36 @@ class RedisSettings:
 
 
 def nats_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings: NatsSettings) -> str:
-    """Returns nats.conf.
+    """Returns nats.conf, whose values are JSON.
 
     Args:
         passwords: by role.
     """
-    lines = [
-        f"listen: {_quoted(settings.listen)}",
-        f"http: {_quoted(settings.monitor)}",
-        f"max_payload: {settings.max_payload}",
-        f"jetstream {{ store_dir: {_quoted(settings.store)} }}",
-    ]
+    config: dict[str, Any] = {
+        "listen": settings.listen,
+        "http": settings.monitor,
+        "max_payload": settings.max_payload,
+        "jetstream": {"store_dir": settings.store},
+    }
     if settings.tls is not None:
-        files = f"cert_file: {_quoted(f'{settings.tls}/{CERTIFICATE}')}, key_file: {_quoted(f'{settings.tls}/{KEY}')}"
-        lines.append(f"tls {{ {files}, timeout: {TLS_SECONDS} }}")
-    lines += ["authorization {", "  users: ["]
-    for role in rights:
-        lines += [f"    {{ user: {_quoted(role.user)}, password: {_quoted(passwords[role.role])},", "      permissions: {"]
-        lines += [f"        {line}" for line in _permissions(role.bus)]
-        lines += ["      } }"]
-    return "\n".join([*lines, "  ]", "}", ""])
+        files = {"cert_file": f"{settings.tls}/{CERTIFICATE}", "key_file": f"{settings.tls}/{KEY}"}
+        config["tls"] = {**files, "timeout": TLS_SECONDS}
+    users = [{"user": role.user, "password": passwords[role.role], "permissions": _permissions(role.bus)} for role in rights]
+    config["authorization"] = {"users": users}
+    return "".join(f"{key}: {json.dumps(value, indent=2)}\n" for key, value in config.items())
 
 
-def _permissions(bus: BusRights) -> list[str]:
-    lines = []
-    for verb, subjects in (("publish", bus.publish), ("subscribe", bus.subscribe)):
-        if subjects:
-            lines += [f"{verb}: {{ allow: [", *(f"  {_quoted(subject)}" for subject in subjects), "] }"]
-        elif verb == "subscribe" or bus.answer_seconds is None:
-            lines.append(f'{verb}: {{ deny: [">"] }}')  # an empty list would allow everything; allow_responses alone allows only answers
+def _permissions(bus: BusRights) -> dict[str, Any]:
+    found: dict[str, Any] = {"subscribe": _allowed(bus.subscribe)}
+    if bus.publish or bus.answer_seconds is None:  # allow_responses alone allows only answers
+        found["publish"] = _allowed(bus.publish)
     if bus.answer_seconds is not None:
-        lines.append(f'allow_responses: {{ max: 1, expires: "{bus.answer_seconds}s" }}')
-    return lines
+        found["allow_responses"] = {"max": 1, "expires": f"{bus.answer_seconds}s"}
+    return found
+
+
+def _allowed(subjects: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    return {"allow": subjects} if subjects else {"deny": (REST,)}  # an empty list would allow everything
 
 
 def redis_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings: RedisSettings) -> str:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-import nats
 import nats.errors
 import nats.js.errors
 import structlog
@@ -53,13 +52,16 @@ KV_SECONDS = 15.0
 class Bus:
     """A connection to the run's control plane, opened by `Bus.connect` and closed by `close`."""
 
-    def __init__(self, connection: Client, url: str, refusals: PermissionErrors) -> None:
-        self.connection = connection
-        self.url = url
-        self.js: JetStreamContext = connection.jetstream(timeout=ATTEMPT_SECONDS)
-        self._refusals = refusals
+    def __init__(self, url: str, inbox: str) -> None:
+        self.url, self._inbox = url, inbox
+        self.connection = Client()
+        self.js: JetStreamContext = self.connection.jetstream(timeout=ATTEMPT_SECONDS)
+        self._acks = PublishAcks(self.connection)
         self._buckets: dict[str, KeyValue] = {}
-        self._acks = PublishAcks(connection)
+        self._refusals = PermissionErrors(inbox)
+        self._last_error = "no answer"
+        self._hopeless: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._log = structlog.get_logger()
 
     @classmethod
     async def connect(cls, url: str, name: str, deadline: float = 15.0, *, inbox: str = "_INBOX") -> "Bus":
@@ -73,8 +75,8 @@ class Bus:
         Raises BusUnreachable with the last reason; at once if the server refuses the credentials or its certificate is not trusted.
         """
         end = time.monotonic() + deadline
-        opening = _Opening(url, name, inbox)
-        bus = cls(await opening.connected(end, deadline), url, opening.refusals)
+        bus = cls(url, inbox)
+        await bus._open(name, max(0.5, deadline))
         try:
             await bus.retry(bus.js.account_info, "JetStream's answer", "$JS.API.INFO", deadline=max(0.0, end - time.monotonic()))
         except (MyxoError, nats.js.errors.Error) as error:
@@ -83,6 +85,54 @@ class Bus:
             raise BusUnreachable(str(error) if refused else f"the NATS server at {redacted(url)} has no JetStream ({error})") from error
         await bus._acks.open()
         return bus
+
+    async def _open(self, name: str, deadline: float) -> None:
+        """Raises BusUnreachable after ``deadline`` seconds, or at once if another attempt cannot help."""
+        encrypted = any(part.startswith("tls:") for part in self.url.split(","))
+        opened = asyncio.create_task(
+            self.connection.connect(
+                self.url.split(","),
+                name=name,
+                tls=server_urls.trusted(server_urls.authorities()) if encrypted else None,
+                inbox_prefix=self._inbox,
+                connect_timeout=2,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=RETRY_PAUSE,  # type: ignore[arg-type]
+                ping_interval=10,
+                max_outstanding_pings=3,
+                error_cb=self._on_error,
+                disconnected_cb=self._on_disconnected,
+                reconnected_cb=self._on_reconnected,
+                allow_reconnect=True,
+            )
+        )
+        either: set[asyncio.Future[Any]] = {opened, self._hopeless}
+        try:
+            await asyncio.wait(either, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
+            if self._hopeless.done():
+                raise BusUnreachable(f"the NATS server at {redacted(self.url)}: {self._hopeless.result()}")
+            if opened.done():
+                return opened.result()
+        except (OSError, nats.errors.Error, ValueError) as error:  # what the library does not try again, such as a URL that is none
+            self._last_error = str(error)
+        finally:
+            await cancelled([opened])
+        raise BusUnreachable(f"no NATS server at {redacted(self.url)} within {deadline:g} s ({self._last_error})")
+
+    async def _on_error(self, error: Exception) -> None:
+        self._last_error = str(error) or type(error).__name__
+        self._refusals.note(self._last_error)
+        if not self._hopeless.done() and (reason := hopeless_reason(error)):
+            self._hopeless.set_result(reason)
+        if not isinstance(error, OSError):  # these come from the attempts of the reconnect loop; the disconnect itself is logged once
+            self._log.warning("bus_error", error=self._last_error)
+
+    async def _on_disconnected(self) -> None:
+        if not self.connection.is_closed:  # not if this side closed the connection
+            self._log.warning("bus_disconnected")
+
+    async def _on_reconnected(self) -> None:
+        self._log.info("bus_reconnected")
 
     async def close(self) -> None:
         """Closes without waiting for anything in flight. A connection that breaks meanwhile counts as closed."""
@@ -149,14 +199,14 @@ class Bus:
                 await before()
                 if not self.connection.is_connected:  # the client would send it later, after reconnecting
                     raise nats.errors.ConnectionReconnectingError
-            try:
-                return await (await self._acks.send(subject, *outgoing))
-            except nats.js.errors.APIError as error:
-                if error.err_code not in WRONG_LAST_SEQUENCE:
-                    raise
-                if after is not None and msg_id is not None and await self._is_published(after[0], after[1] + 1, msg_id):
-                    return after[1] + 1  # an earlier attempt went through and only its acknowledgement was lost
-                raise WrongSequence(f"{subject}: {error.description}; another writer is active") from error
+            [ack] = await self._acks.publish(subject, [outgoing])
+            if isinstance(ack, int):
+                return ack
+            if not isinstance(ack, nats.js.errors.APIError) or ack.err_code not in WRONG_LAST_SEQUENCE:
+                raise ack
+            if after is not None and msg_id is not None and await self._is_published(after[0], after[1] + 1, msg_id):
+                return after[1] + 1  # an earlier attempt went through and only its acknowledgement was lost
+            raise WrongSequence(f"{subject}: {ack.description}; another writer is active") from ack
 
         return await self.retry(attempt, f"confirmation of {subject}", subject, deadline=deadline)
 
@@ -169,11 +219,14 @@ class Bus:
 
         async def attempt() -> None:
             nonlocal left
-            left, error = await self._acks.send_all(subject, left)
-            if error is not None:
+            acks = await self._acks.publish(subject, left)
+            left = [message for message, ack in zip(left, acks, strict=True) if isinstance(ack, Exception)]
+            errors = [ack for ack in acks if isinstance(ack, Exception)]
+            for error in sorted(errors, key=lambda error: isinstance(error, TRANSIENT)):  # what another attempt cannot help comes first
                 raise error
 
-        await self.retry(attempt, f"confirmation of {subject}", subject, deadline=deadline)
+        if left:
+            await self.retry(attempt, f"confirmation of {subject}", subject, deadline=deadline)
 
     def _outgoing(self, subject: str, message: Message, msg_id: str | None, after: tuple[str, int] | None) -> Outgoing:
         headers: dict[str, str] = {} if msg_id is None else {"Nats-Msg-Id": msg_id}
@@ -271,20 +324,19 @@ class Bus:
         self.raise_if_refused(start, subject)
 
     async def _answer(self, message: Msg, request: type[Request], handler: Callable[[Request], Awaitable[Message]]) -> None:
-        log = structlog.get_logger()
         try:
             reply = (await handler(request.decode(message.data))).encode()
             self._check_size(f"an answer on {message.subject}", reply, {})
         except MyxoError as error:
-            log.warning("request_refused", subject=message.subject, reason=str(error))
+            self._log.warning("request_refused", subject=message.subject, reason=str(error))
             reply = Refused(reason=str(error)).encode()
         except Exception as error:
-            log.exception("request_failed", subject=message.subject)
+            self._log.exception("request_failed", subject=message.subject)
             reply = Refused(reason=f"internal error: {type(error).__name__}: {error}").encode()
         try:
             await message.respond(reply)
         except TRANSIENT as error:
-            log.warning("reply_lost", subject=message.subject, error=str(error))
+            self._log.warning("reply_lost", subject=message.subject, error=str(error))
 
     # --- key-value
 
@@ -329,76 +381,3 @@ class Bus:
                 raise MyxoError(f"the bus has no KV bucket {bucket}: does the run exist there? (`myxo up` makes it)") from error
             self._buckets[bucket] = opened
         return self._buckets[bucket]
-
-
-class _Opening:
-    """The attempts at one connection, and the client library's reports about it afterwards."""
-
-    def __init__(self, url: str, name: str, inbox: str) -> None:
-        self.refusals = PermissionErrors(inbox)
-        self._url, self._name, self._inbox = url, name, inbox
-        self._connection: Client | None = None
-        self._reasons: list[str] = []
-        self._hopeless: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._log = structlog.get_logger()
-
-    async def connected(self, end: float, deadline: float) -> Client:
-        """Returns the open connection. Raises BusUnreachable after ``end`` (monotonic), or at once if another attempt cannot help."""
-        encrypted = any(part.startswith("tls:") for part in self._url.split(","))
-        tls = server_urls.trusted(server_urls.authorities()) if encrypted else None
-        while True:
-            try:
-                self._connection = await self._attempt(tls, max(0.5, min(ATTEMPT_SECONDS, end - time.monotonic())))
-                return self._connection
-            except (TimeoutError, OSError, nats.errors.Error, ValueError) as error:
-                if not (isinstance(error, asyncio.TimeoutError) and self._reasons):  # the library's own reason says more than "timeout"
-                    self._note(error)
-                if time.monotonic() > end or isinstance(error, ValueError):
-                    reason = self._reasons[-1]
-                    raise BusUnreachable(f"no NATS server at {redacted(self._url)} within {deadline:g} s ({reason})") from error
-            await asyncio.sleep(RETRY_PAUSE)
-
-    async def _attempt(self, tls: Any, seconds: float) -> Client:
-        opened = asyncio.create_task(
-            nats.connect(
-                self._url.split(","),
-                name=self._name,
-                tls=tls,
-                inbox_prefix=self._inbox,
-                connect_timeout=2,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=RETRY_PAUSE,
-                ping_interval=10,
-                max_outstanding_pings=3,
-                error_cb=self._on_error,
-                disconnected_cb=self._on_disconnected,
-                reconnected_cb=self._on_reconnected,
-                allow_reconnect=True,
-            )
-        )
-        either: set[asyncio.Future[Any]] = {opened, self._hopeless}
-        try:
-            await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if self._hopeless.done():
-                raise BusUnreachable(f"the NATS server at {redacted(self._url)}: {self._hopeless.result()}")
-            return await asyncio.wait_for(opened, timeout=0)
-        finally:
-            await cancelled([opened])
-
-    def _note(self, error: Exception) -> None:
-        self._reasons.append(str(error) or type(error).__name__)
-
-    async def _on_error(self, error: Exception) -> None:
-        self._note(error)
-        self.refusals.note(self._reasons[-1])
-        if not self._hopeless.done() and (reason := hopeless_reason(error)):
-            self._hopeless.set_result(reason)
-        if not isinstance(error, OSError):  # these come from the attempts of the reconnect loop; the disconnect itself is logged once
-            self._log.warning("bus_error", error=self._reasons[-1])
-
-    async def _on_disconnected(self) -> None:
-        if self._connection is None or not self._connection.is_closed:  # not if this side closed the connection
-            self._log.warning("bus_disconnected")
-
-    async def _on_reconnected(self) -> None:
-        self._log.info("bus_reconnected")

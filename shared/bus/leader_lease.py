@@ -29,7 +29,6 @@ import asyncio
 import contextlib
 import secrets
 import time
-from dataclasses import dataclass
 
 import nats.errors
 import structlog
@@ -52,31 +51,16 @@ class LeaseLost(MyxoError):
     """Another process holds the lease, or may hold it: this process must not act any more."""
 
 
-@dataclass(frozen=True)
 class LeaseTiming:
-    """The times of a lease in seconds, derived from its ``duration`` (``bus.lease_duration``), which all its processes must share."""
+    """The times of a lease in seconds, derived from its ``duration`` (``bus.lease_duration``), which all its processes must share.
 
-    duration: float
+    margin: its holder stops acting so long before it runs out. renewal: from one renewal to the next. poll: between two reads by a
+    process that waits for it. attempt: the deadline of one attempt to read or to change it.
+    """
 
-    @property
-    def margin(self) -> float:
-        """Returns how many seconds before the lease runs out its holder stops acting."""
-        return self.duration / 4
-
-    @property
-    def renewal(self) -> float:
-        """Returns the seconds from one renewal to the next."""
-        return self.duration / 3
-
-    @property
-    def poll(self) -> float:
-        """Returns the seconds between two reads of the lease by a process that waits for it."""
-        return self.duration / 10
-
-    @property
-    def attempt(self) -> float:
-        """Returns the deadline of one attempt to read or to change the lease."""
-        return self.duration / 4
+    def __init__(self, duration: float) -> None:
+        self.duration, self.renewal, self.poll = duration, duration / 3, duration / 10
+        self.margin = self.attempt = duration / 4
 
     def acts_until(self, sent: float) -> float:
         """Returns the time until which a renewal that was sent at ``sent``, and confirmed, lets its holder act."""

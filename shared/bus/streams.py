@@ -40,36 +40,30 @@ _NAME_IN_USE = 10058
 
 @dataclass(frozen=True)
 class Consumer:
-    """A durable consumer: its subject in a stream, its ack deadline and its limit of deliveries."""
+    """A durable consumer: its subject in a stream; the ``settings`` have its ack deadline and its limits."""
 
     stream: str
     name: str
     subject: str
-    ack_wait: float
-    max_deliver: int
-    max_ack_pending: int
+    settings: BusSection
 
 
 def task_consumer(run: str, bus: BusSection, task_class: str) -> Consumer:
     """Returns the consumer that all rollout replicas share: the groups of one task class."""
     names = Subjects(run)
-    return _consumer(names.task_stream, task_class, names.task(task_class), bus)
+    return Consumer(names.task_stream, task_class, names.task(task_class), bus)
 
 
 def generated_consumer(run: str, bus: BusSection, environment: str) -> Consumer:
     """Returns the consumer that all replicas of one environment share."""
     names = Subjects(run)
-    return _consumer(names.generated_stream, environment, names.generated(environment), bus)
+    return Consumer(names.generated_stream, environment, names.generated(environment), bus)
 
 
 def scored_consumer(run: str, bus: BusSection) -> Consumer:
     """Returns the buffer's consumer."""
     names = Subjects(run)
-    return _consumer(names.scored_stream, "buffer", names.scored, bus)
-
-
-def _consumer(stream: str, name: str, subject: str, bus: BusSection) -> Consumer:
-    return Consumer(stream, name, subject, bus.ack_wait, bus.max_deliver, bus.max_ack_pending)
+    return Consumer(names.scored_stream, "buffer", names.scored, bus)
 
 
 async def create(bus: Bus, config: RunConfig) -> None:
@@ -84,28 +78,25 @@ async def create(bus: Bus, config: RunConfig) -> None:
 
 async def _create(bus: Bus, config: RunConfig) -> None:
     run, names = config.run.name, Subjects(config.run.name)
-    for stream, subjects in (
-        (names.task_stream, f"{run}.task.>"),
-        (names.generated_stream, f"{run}.generated.>"),
-        (names.scored_stream, names.scored),
-    ):
-        await _add_stream(bus, _stream(stream, [subjects], RetentionPolicy.WORK_QUEUE, config.bus, max_msgs=config.bus.max_queued))
-    await _add_stream(bus, _stream(names.ledger_stream, [f"{run}.ledger.>"], RetentionPolicy.LIMITS, config.bus))
-    planes = [f"{run}.{plane}.>" for plane in ("weights", "trainer", "service")]
-    events = _stream(names.events_stream, planes, RetentionPolicy.LIMITS, config.bus)
-    await _add_stream(bus, events.evolve(discard=DiscardPolicy.OLD, max_msgs=MAX_EVENTS, max_bytes=EVENTS_BYTES))
-
+    queues = {names.task_stream: names.task(">"), names.generated_stream: names.generated(">"), names.scored_stream: names.scored}
+    made = [_stream(name, [subject], config.bus, RetentionPolicy.WORK_QUEUE, config.bus.max_queued) for name, subject in queues.items()]
+    made.append(_stream(names.ledger_stream, [names.ledger(">")], config.bus))
+    events = _stream(names.events_stream, [names.event(plane, ">") for plane in ("weights", "trainer", "service")], config.bus)
+    made.append(events.evolve(discard=DiscardPolicy.OLD, max_msgs=MAX_EVENTS, max_bytes=EVENTS_BYTES))
+    for stream in made:
+        with _name_in_use_is_fine():
+            await bus.js.add_stream(stream)
     for consumer in (
         *(task_consumer(run, config.bus, task_class) for task_class in (TRAIN, EVAL)),
         *(generated_consumer(run, config.bus, environment) for environment in config.reward.environment_names()),
         scored_consumer(run, config.bus),
     ):
-        await _add_consumer(bus, consumer, config.bus.replicas)
+        await _add_consumer(bus, consumer)
     for bucket in (names.config_bucket, names.weights_bucket, names.leases_bucket, names.services_bucket):
         ttl = config.bus.registry_ttl if bucket == names.services_bucket else None
-        made = KeyValueConfig(bucket=bucket, history=1, ttl=ttl, storage=StorageType.FILE, replicas=config.bus.replicas)
+        keys = KeyValueConfig(bucket=bucket, history=1, ttl=ttl, storage=StorageType.FILE, replicas=config.bus.replicas)
         with _name_in_use_is_fine():
-            await bus.js.create_key_value(made)
+            await bus.js.create_key_value(keys)
 
 
 @contextlib.contextmanager
@@ -117,7 +108,9 @@ def _name_in_use_is_fine() -> Iterator[None]:
             raise
 
 
-def _stream(name: str, subjects: list[str], retention: RetentionPolicy, bus: BusSection, max_msgs: int = -1) -> StreamConfig:
+def _stream(
+    name: str, subjects: list[str], bus: BusSection, retention: RetentionPolicy = RetentionPolicy.LIMITS, max_msgs: int = -1
+) -> StreamConfig:
     return StreamConfig(
         name=name,
         subjects=subjects,
@@ -133,12 +126,8 @@ def _stream(name: str, subjects: list[str], retention: RetentionPolicy, bus: Bus
     )
 
 
-async def _add_stream(bus: Bus, config: StreamConfig) -> None:
-    with _name_in_use_is_fine():
-        await bus.js.add_stream(config)
-
-
-async def _add_consumer(bus: Bus, consumer: Consumer, replicas: int) -> None:
+async def _add_consumer(bus: Bus, consumer: Consumer) -> None:
+    settings = consumer.settings
     try:
         await bus.js.consumer_info(consumer.stream, consumer.name)
         return  # the server would apply the new policy to an existing stream
@@ -151,10 +140,10 @@ async def _add_consumer(bus: Bus, consumer: Consumer, replicas: int) -> None:
             filter_subject=consumer.subject,
             deliver_policy=DeliverPolicy.ALL,
             ack_policy=AckPolicy.EXPLICIT,
-            ack_wait=consumer.ack_wait,
-            max_deliver=consumer.max_deliver + 2,  # one further delivery lets a worker declare it dead, another is spare
-            max_ack_pending=consumer.max_ack_pending,
-            num_replicas=replicas,
+            ack_wait=settings.ack_wait,
+            max_deliver=settings.max_deliver + 2,  # one further delivery lets a worker declare it dead, another is spare
+            max_ack_pending=settings.max_ack_pending,
+            num_replicas=settings.replicas,
         ),
     )
 

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from typing import Generic, TypeVar
 
@@ -48,7 +47,7 @@ class MessageLease(Generic[Work]):
     @property
     def exhausted(self) -> bool:
         """Returns whether it was delivered more often than the queue allows; it is then declared dead instead of tried again."""
-        return self.deliveries > self._consumer.max_deliver
+        return self.deliveries > self._consumer.settings.max_deliver
 
     async def ack(self) -> None:
         """Acknowledges that the work is done. After a lost ack the message is delivered again; workers are idempotent."""
@@ -71,7 +70,7 @@ class MessageLease(Generic[Work]):
 
         async def renew() -> None:
             while True:
-                await asyncio.sleep(self._consumer.ack_wait / 3)
+                await asyncio.sleep(self._consumer.settings.ack_wait / 3)
                 await self.extend()
 
         task = asyncio.create_task(renew())
@@ -97,7 +96,9 @@ class WorkQueue(Generic[Work]):
         start = time.monotonic()
         try:
             if self._pull is None:
-                self._pull = await Pull.open(self._bus, self._consumer.stream, self._consumer.name)
+                pull = Pull(self._bus.connection, self._consumer.stream, self._consumer.name)
+                await pull.open()
+                self._pull = pull
             raw = await self._pull.fetch(most, seconds)
         except (*TRANSIENT, nats.errors.Error, nats.js.errors.Error) as error:
             structlog.get_logger().warning("fetch_failed", queue=self._consumer.name, error=str(error) or type(error).__name__)
@@ -130,20 +131,16 @@ class Pull:
     only if there are none, for a single message. Protocol: NATS ADR-13 (no_wait, expires, status 404/408/409).
     """
 
-    def __init__(self, connection: Client, inbox: str, request_subject: str) -> None:
-        self._connection, self._inbox, self.request_subject = connection, inbox, request_subject
+    def __init__(self, connection: Client, stream: str, consumer: str) -> None:
+        self._connection, self._inbox = connection, connection.new_inbox()
+        self.request_subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._requests = 0
         self._lock = asyncio.Lock()
         self._expects_more = True  # as of the last fetch; on an empty queue a request without waiting is a wasted round trip
-        self._received: deque[Msg] = deque()
-        self._arrival: asyncio.Future[None] | None = None
+        self._received: asyncio.Queue[Msg] = asyncio.Queue()
 
-    @classmethod
-    async def open(cls, bus: Bus, stream: str, consumer: str) -> "Pull":
-        inbox = bus.connection.new_inbox()
-        pull = cls(bus.connection, inbox, f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}")
-        await bus.connection.subscribe(f"{inbox}.*", cb=pull._take)
-        return pull
+    async def open(self) -> None:
+        await self._connection.subscribe(f"{self._inbox}.*", cb=self._received.put)
 
     async def fetch(self, most: int, seconds: float) -> list[Msg]:
         """Returns up to ``most`` messages, of `FETCH_BYTES` in all: the available ones, else the first that arrives within ``seconds``."""
@@ -165,36 +162,12 @@ class Pull:
         request |= {"no_wait": True} if expires is None else {"expires": int(expires * 1e9)}
         await self._connection.publish(self.request_subject, json.dumps(request).encode(), reply)
         got: list[Msg] = []
-        end = time.monotonic() + seconds
-        while await self._arrived(end):
-            while self._received and len(got) < batch:
-                message = self._received.popleft()
-                if not message.subject.startswith(self._inbox):
-                    got.append(message)
-                elif message.subject == reply:
-                    return got  # the end of this request: no more messages, expired, or `FETCH_BYTES` reached
-            if len(got) == batch:
-                return got
-        return got  # if the server was lost in between: messages that it had sent are delivered again after their ack_wait
-
-    async def _arrived(self, end: float) -> bool:
-        """Waits for a message; returns False if none arrived by ``end`` (monotonic)."""
-        if not self._received:
-            if self._connection.is_closed:
-                raise nats.errors.ConnectionClosedError
-            self._arrival = asyncio.get_running_loop().create_future()
-            timer = asyncio.get_running_loop().call_later(max(0.001, end - time.monotonic()), self._wake)
-            try:
-                await self._arrival
-            finally:
-                timer.cancel()
-                self._arrival = None
-        return bool(self._received)
-
-    async def _take(self, message: Msg) -> None:
-        self._received.append(message)
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
+        with contextlib.suppress(TimeoutError):  # messages that a lost server had sent are delivered again after their ack_wait
+            async with asyncio.timeout(seconds):
+                while len(got) < batch:
+                    message = await self._received.get()
+                    if not message.subject.startswith(self._inbox):
+                        got.append(message)
+                    elif message.subject == reply:
+                        break  # the end of this request: no more messages, expired, or `FETCH_BYTES` reached
+        return got

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from shared.config.section import HOOK, Rule, Section
+from shared.config.section import Rule, Section, hook
 
 Estimator = Literal["grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"]
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
@@ -167,21 +167,11 @@ class AlgorithmSection(Section):
         default=None, gt=0, description="tokens by which every rollout's sum is divided in place of its own number (Dr.GRPO)"
     )
 
-    custom_loss_function_path: str | None = Field(
-        default=None, pattern=HOOK, description="package.module:function, the loss of loss_type custom_loss"
-    )
-    custom_advantage_function_path: str | None = Field(
-        default=None, pattern=HOOK, description="package.module:function that sets advantages in place of advantage_estimator's"
-    )
-    custom_tis_function_path: str | None = Field(
-        default=None, pattern=HOOK, description="package.module:function that weighs and masks the per-token loss of off_policy decoupled"
-    )
-    custom_pg_loss_reducer_function_path: str | None = Field(
-        default=None, pattern=HOOK, description="package.module:function that makes the reducer of the policy loss"
-    )
-    custom_reward_post_process_path: str | None = Field(
-        default=None, pattern=HOOK, description="package.module:function that makes of a batch's rewards what advantages are made of"
-    )
+    custom_loss_function_path: str | None = hook("that is the loss of loss_type custom_loss")
+    custom_advantage_function_path: str | None = hook("that sets advantages in place of advantage_estimator's")
+    custom_tis_function_path: str | None = hook("that weighs and masks the per-token loss of off_policy decoupled")
+    custom_pg_loss_reducer_function_path: str | None = hook("that makes the reducer of the policy loss")
+    custom_reward_post_process_path: str | None = hook("that makes of a batch's rewards what advantages are made of")
 
     @property
     def correction(self) -> OffPolicy:

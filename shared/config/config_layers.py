@@ -22,12 +22,41 @@ class Layers:
     """The merged values of a file and its bases.
 
     Args:
-        values: section → field → value. origins: ``section.field`` → the file that set it last. problems: the entries that were refused.
+        known: takes the values of one file, and returns the valid ones in a form that can be merged, and the errors of the others.
+        values: section → field → value. origins: ``section.field`` → the file that set it last. problems: the entries that were refused;
+            one in a base names its file.
     """
 
+    known: Known
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Path] = field(default_factory=dict)
     problems: list[BadInput] = field(default_factory=list)
+
+    def read(self, path: Path, key: str = "CONFIG", given: str = "", above: tuple[Path, ...] = ()) -> None:
+        """Reads a file and, under it, its bases.
+
+        Args:
+            key, given: where the file is named, and how. above: the files that it is a base of, the first one first.
+
+        Raises ConfigError: a file is no readable TOML, or a base is missing or leads back to its own file; the error names the file.
+        """
+        where = f" (in {above[-1]})" if above else ""
+        try:
+            values = tomllib.loads(path.read_text())
+        except FileNotFoundError:
+            raise ConfigError(key, given or str(path), f"no such file; give a TOML run config{where}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+            raise ConfigError(key, given or str(path), f"not a readable TOML file: {error}{where}") from None
+        chain = (*above, path)
+        for base in _bases(values.pop(BASE, []), path):
+            target = path.parent / base
+            if target.resolve() in [file.resolve() for file in chain]:
+                circle = " → ".join(str(file) for file in (*chain, target))
+                raise ConfigError(BASE, base, f"a file that does not lead back to itself: {circle}")
+            self.read(target, BASE, base, chain)
+        taken, problems = self.known(values)
+        self.lay(taken, path)
+        self.problems += [in_file(problem, path) for problem in problems] if above else problems
 
     def lay(self, values: dict[str, Any], path: Path) -> None:
         """Merges a file's own values over the present ones."""
@@ -42,42 +71,9 @@ class Layers:
                 self.origins[f"{section}.{name}"] = path
 
 
-def read(path: Path, known: Known) -> Layers:
-    """Reads the file and, under it, its bases.
-
-    Args:
-        known: takes the values of one file, and returns the valid ones in a form that can be merged, and the errors of the others;
-            a problem in a base names its file.
-
-    Raises ConfigError: a file is no readable TOML, or a base is missing or leads back to its own file; the error names the file.
-    """
-    layers = Layers()
-    _read(path, "CONFIG", str(path), (), layers, known)
-    return layers
-
-
-def _read(path: Path, key: str, given: str, above: tuple[Path, ...], layers: Layers, known: Known) -> None:
-    where = f" (in {above[-1]})" if above else ""
-    try:
-        values = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(key, given, f"no such file; give a TOML run config{where}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(key, given, f"not a readable TOML file: {error}{where}") from None
-    chain = (*above, path)
-    for base in _bases(values.pop(BASE, []), path):
-        target = path.parent / base
-        if target.resolve() in [file.resolve() for file in chain]:
-            circle = " → ".join(str(file) for file in (*chain, target))
-            raise ConfigError(BASE, base, f"a file that does not lead back to itself: {circle}")
-        _read(target, BASE, base, chain, layers, known)
-    taken, problems = known(values)
-    layers.lay(taken, path)
-    where = f" (in {path})" if above else ""
-    layers.problems += [
-        ConfigError(problem.field, problem.value, f"{problem.expected}{where}") if isinstance(problem, ConfigError) else problem
-        for problem in problems
-    ]
+def in_file(problem: BadInput, path: Path) -> BadInput:
+    """Returns the same problem with the file that it comes from."""
+    return ConfigError(problem.field, problem.value, f"{problem.expected} (in {path})") if isinstance(problem, ConfigError) else problem
 
 
 def _bases(value: Any, path: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """Flags for every config field, under slime's and Megatron's names: ``--rollout-batch-size 32``; ``--sglang-…`` goes to the engine.
 
 Megatron's own flags are taken as they are, where no field of the config has their name (`shared.config.megatron_flags`). A flag of slime's
-without a field is refused with its replacement (`shared.config.slime_flags`), an unknown flag with the nearest valid one.
+without a field is refused with its replacement, an unknown flag with the nearest valid one.
 """
 
 import ast
@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from shared.config import megatron_flags, slime_flags
+from shared.config import megatron_flags
 from shared.config.run_config import RunConfig, field_sections, section_model
 from shared.runtime.errors import BadInput, ConfigError, near, nearest, raise_problems
 
@@ -75,12 +75,9 @@ def _read_flag(rest: list[str], owners: dict[str, str], overrides: Overrides) ->
 def _megatron(flag: str, name: str, given: str | None, rest: list[str]) -> tuple[str, Any]:
     """Returns the name and the value of one of Megatron's flags. Raises ConfigError for an unknown flag."""
     if (known := megatron_flags.find(name)) is None:
-        expected = slime_flags.advice(name)
-        if expected is None:
-            meant = near(flag, flags()) or near(flag, [f"--{other.replace('_', '-')}" for other in megatron_flags.names()])
-            hint = f"did you mean {meant}?" if meant else "`myxo up --help` lists all, `myxo flags` Megatron's"
-            expected = f"unknown flag; {hint}"
-        raise ConfigError(flag, given or "", expected)
+        meant = near(flag, flags()) or near(flag, [f"--{other.replace('_', '-')}" for other in megatron_flags.names()])
+        hint = f"did you mean {meant}?" if meant else "`myxo up --help` lists all, `myxo flags` Megatron's"
+        raise ConfigError(flag, given or "", f"unknown flag; {hint}")
     found, switched = known
     words = [] if given is None else [given]
     if given is None and (switched is None or _next_is(rest, "true", "false")):

@@ -1,23 +1,24 @@
-"""Megatron's flags as a config holds them: names, kinds of values, and those that are refused here.
+"""Megatron's flags as a config holds them: names, kinds of values, and those that are refused here, slime's among them.
 
-The catalogue, ``megatron_flags.json``, is made from Megatron's dataclasses by ``python -m docs.flags``, so that the flags of a user
-are checked without torch. A flag has one name (`Flag.name`) and may have other spellings: ``--no-rope-fusion`` is
+The catalogue, ``megatron_flags.json``, is made from Megatron's dataclasses and `docs.flag_tables` by ``python -m docs.flags``, so that the
+flags of a user are checked without torch. A flag has one name (`Flag.name`) and may have other spellings: ``--no-rope-fusion`` is
 ``apply_rope_fusion = false``.
 """
 
 import ast
+import contextlib
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from shared.config import slime_flags
-from shared.runtime import errors
-from shared.runtime.errors import ConfigError
+from pydantic import TypeAdapter
+
+from shared.runtime.errors import ConfigError, near
 
 UNSET = object()
 """The mark for no fixed value."""
@@ -71,7 +72,7 @@ class Flag:
         """Returns ``value``, text of a command line or TOML's, as plain data of the flag's kind. Raises ValueError: what is expected."""
         if self.refused:
             raise ValueError(self.reason)
-        plain = None if self.optional and _is_none(value) else _READERS[self.kind](value)
+        plain = None if self.optional and _is_none(value) else _plain(self.kind, value)
         given = [] if plain is None else plain if isinstance(plain, list) else [plain]
         if self.choices and not set(given) <= set(self.choices):
             raise ValueError(f"one of {', '.join(self.choices)}")
@@ -81,21 +82,10 @@ class Flag:
 
 
 @cache
-def _stored() -> dict[str, Any]:
-    stored: dict[str, Any] = json.loads(resources.files("shared.config").joinpath("megatron_flags.json").read_text())
-    return stored
-
-
-def megatron_core() -> str:
-    """Returns the version of megatron-core that the catalogue was made from."""
-    return str(_stored()["megatron_core"])
-
-
-@cache
 def catalogue() -> dict[str, Flag]:
     """Returns every flag by its name."""
-    rows = _stored()["flags"]
-    return {row["name"]: Flag(**{**row, "groups": tuple(row.get("groups", ())), "choices": tuple(row.get("choices", ()))}) for row in rows}
+    stored = json.loads(resources.files("shared.config").joinpath("megatron_flags.json").read_text())
+    return {flag.name: flag for flag in TypeAdapter(list[Flag]).validate_python(stored["flags"])}
 
 
 @cache
@@ -103,13 +93,10 @@ def _spelled() -> dict[str, tuple[Flag, Any]]:
     """Returns for every spelling, ``no_…`` of switches too, the flag and the value that a bare switch sets (None: it is no switch)."""
     found: dict[str, tuple[Flag, Any]] = {}
     for flag in catalogue().values():
-        names = {flag.name: True if flag.kind == "switch" else None, **flag.spellings}
-        for name, value in names.items():
-            found[name] = (flag, value)
-    for name, (flag, value) in list(found.items()):
-        if value is not None:
-            found.setdefault(f"no_{name}", (flag, not value))
-    return found
+        found[flag.name] = flag, True if flag.kind == "switch" else None
+        found |= {spelling: (flag, value) for spelling, value in flag.spellings.items()}
+    opposites = {f"no_{name}": (flag, not value) for name, (flag, value) in found.items() if value is not None}
+    return opposites | found
 
 
 def find(name: str) -> tuple[Flag, Any] | None:
@@ -137,7 +124,9 @@ def canonical(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, 
             raise ConfigError(path, value, f"a field of its own: {name}, outside of [trainer.megatron]")
         known = find(name)
         if known is None:
-            raise ConfigError(path, value, f"unknown flag of Megatron's; {near(name)}")
+            meant = near(name, names())
+            hint = f"did you mean {meant}?" if meant else "`myxo flags` lists all"  # too many to tell
+            raise ConfigError(path, value, f"unknown flag of Megatron's; {hint}")
         flag, bare = known
         name, typed = flag.name, _typed(path, flag, bare, value)
         if name in result and result[name] != typed:
@@ -158,16 +147,16 @@ def missing_engine(given: Mapping[str, Any]) -> Iterator[ConfigError]:
             yield ConfigError(f"trainer.megatron.{name}", value, "Transformer Engine has it, which is not installed; leave it out")
 
 
-def near(name: str) -> str:
-    """Returns a hint of the known names nearest to an unknown one; the flags are too many to list."""
-    advice, found = slime_flags.advice(name), errors.near(name, names())
-    return advice or (f"did you mean {found}?" if found else "`myxo flags` lists all")
+def refusal(name: str) -> str | None:
+    """Returns why every value of a flag of Megatron's or slime's is refused; None for any other name."""
+    flag = catalogue().get(name)
+    return flag.reason if flag is not None and flag.refused else None
 
 
 def _typed(path: str, flag: Flag, bare: Any, value: Any) -> Any:
     try:
         if flag.kind == "switch" and not flag.refused and not (flag.optional and _is_none(value)):
-            given = _switch(value)
+            given = _single("switch", value)
             value = bare if given else not bare
         return flag.typed(value)
     except ValueError as error:
@@ -198,75 +187,40 @@ def _shown(value: Any) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def _switch(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    raise ValueError("true or false")
+_EXPECTED = {"switch": "true or false", "int": "a whole number", "float": "a number", "text": "text"}
 
 
-def _int(value: Any) -> int:
-    if isinstance(value, bool | float):
-        raise ValueError("a whole number")
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise ValueError("a whole number") from None
+def _single(kind: str, value: Any) -> Any:
+    """Returns text or TOML's value as one of `_EXPECTED`. Raises ValueError: what is expected."""
+    text = str(value)
+    with contextlib.suppress(KeyError, ValueError):
+        match kind:
+            case "switch":
+                return {"true": True, "false": False}[text.lower()]
+            case "int":
+                return int(text)
+            case "float" if math.isfinite(number := float(text)):
+                return number
+            case "text" if isinstance(value, str) and value:
+                return value
+    raise ValueError(_EXPECTED[kind])
 
 
-def _float(value: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError("a number")
-    return number
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError("text")
-    return value
-
-
-def _several(read_item: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
-    def read(value: Any) -> list[Any]:
-        if isinstance(value, str):
-            value = _expression(value) if value.lstrip().startswith(("[", "(")) else value.replace(",", " ").split()
-        if not isinstance(value, list | tuple):
-            value = [value]
-        if not value:
-            raise ValueError("at least one value")
-        return [read_item(item) for item in value]
-
-    return read
-
-
-def _either(read_item: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    read_all = _several(read_item)
-
-    def read(value: Any) -> Any:
-        if isinstance(value, list | tuple) or (isinstance(value, str) and (value.lstrip().startswith(("[", "(")) or " " in value.strip())):
-            return read_all(value)
-        return read_item(value)
-
-    return read
-
-
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "switch": _switch,
-    "int": _int,
-    "float": _float,
-    "text": _text,
-    "ints": _several(_int),
-    "floats": _several(_float),
-    "texts": _several(_text),
-    "int or ints": _either(_int),
-    "float or floats": _either(_float),
-    "text or texts": _either(_text),
-}
+def _plain(kind: str, value: Any) -> Any:
+    """Returns text or TOML's value as plain data: a list for ``ints``, one or a list for ``int or ints``. Raises ValueError."""
+    single = kind.split()[0].removesuffix("s")
+    if kind == single:
+        return _single(kind, value)
+    if isinstance(value, str):
+        if value.lstrip().startswith(("[", "(")):
+            value = _expression(value)
+        elif " or " not in kind or " " in value.strip():
+            value = value.replace(",", " ").split()
+    if not isinstance(value, list | tuple):
+        return _single(single, value) if " or " in kind else [_single(single, value)]
+    if not value:
+        raise ValueError("at least one value")
+    return [_single(single, item) for item in value]
 
 
 def _expression(text: str) -> list[Any]:

@@ -14,23 +14,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shared.config import config_layers, megatron_flags, slime_flags
+from shared.config import megatron_flags, sections
 from shared.config.algorithm import GROUP_RELATIVE, AlgorithmSection
+from shared.config.config_layers import Layers, in_file
 from shared.config.section import Misfits, Section
-from shared.config.sections import (
-    BusSection,
-    DataSection,
-    EvalSection,
-    ModelSection,
-    MonitoringSection,
-    RewardSection,
-    RolloutSection,
-    RunSection,
-    SftSection,
-    StoreSection,
-)
 from shared.config.trainer_section import TrainerSection
-from shared.config.weights_section import WeightsSection
 from shared.data import data_files
 from shared.hub import hub_names
 from shared.runtime.errors import BadInput, ConfigError, nearest, problems_of, raise_problems
@@ -42,19 +30,19 @@ MODEL_FIELDS = ("hf_checkpoint", "critic_load")
 class RunConfig(Section):
     """The whole config of a run, section by section."""
 
-    run: RunSection
-    model: ModelSection
-    data: DataSection
-    rollout: RolloutSection
-    reward: RewardSection = RewardSection()
-    eval: EvalSection = EvalSection()
+    run: sections.RunSection
+    model: sections.ModelSection
+    data: sections.DataSection
+    rollout: sections.RolloutSection
+    reward: sections.RewardSection = sections.RewardSection()
+    eval: sections.EvalSection = sections.EvalSection()
     trainer: TrainerSection = TrainerSection()
-    sft: SftSection = SftSection()
+    sft: sections.SftSection = sections.SftSection()
     algorithm: AlgorithmSection = AlgorithmSection()
-    weights: WeightsSection = WeightsSection()
-    monitoring: MonitoringSection = MonitoringSection()
-    bus: BusSection = BusSection()
-    store: StoreSection = StoreSection()
+    weights: sections.WeightsSection = sections.WeightsSection()
+    monitoring: sections.MonitoringSection = sections.MonitoringSection()
+    bus: sections.BusSection = sections.BusSection()
+    store: sections.StoreSection = sections.StoreSection()
 
     def _misfits(self) -> Iterator[str]:
         yield from self._sizes()
@@ -115,15 +103,15 @@ class RunConfig(Section):
 
     def absolute(self, base: Path) -> "RunConfig":
         """Returns the config with every path absolute, relative ones resolved from ``base``; other models become names on the hub."""
-        sections = {}
+        resolved = {}
         for section in type(self).model_fields:
             value: Section = getattr(self, section)
             paths = {
                 field: hub_names.model_path(item, base) if field in MODEL_FIELDS and item is not None else data_files.absolute(item, base)
                 for field, item in value
             }
-            sections[section] = value.model_copy(update=paths)
-        return self.model_copy(update=sections)
+            resolved[section] = value.model_copy(update=paths)
+        return self.model_copy(update=resolved)
 
 
 def parse(values: dict[str, Any]) -> RunConfig:
@@ -167,21 +155,12 @@ def read(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> tupl
     Returns the config and a ConfigError for each error; the config is there as well if the only errors are unknown sections, keys and
     flags. Raises ConfigError for a file that cannot be read.
     """
-    layers = config_layers.read(path, _known)
-    values = layers.values
-    for section, fields in (overrides or {}).items():
-        existing = values.setdefault(section, {})
-        if not isinstance(existing, dict):
-            continue  # `parse` refuses it
-        for field, value in fields.items():
-            layers.origins.pop(f"{section}.{field}", None)
-            if isinstance(value, dict) and isinstance(existing.get(field), dict):
-                existing[field].update(value)
-            else:
-                existing[field] = value
+    layers = Layers(_known)
+    layers.read(path)
+    layers.lay(overrides or {}, path)
     problems = layers.problems
     try:
-        return parse(values).absolute(Path.cwd()), problems
+        return parse(layers.values).absolute(Path.cwd()), problems
     except BadInput as error:
         return None, problems + [_with_origin(problem, layers, path) for problem in _without_consequences(problems_of(error), problems)]
 
@@ -200,12 +179,10 @@ def _without_consequences(found: Iterable[BadInput], reported: list[BadInput]) -
     return [problem for problem in found if not follows(problem)]
 
 
-def _with_origin(problem: BadInput, layers: config_layers.Layers, path: Path) -> BadInput:
+def _with_origin(problem: BadInput, layers: Layers, path: Path) -> BadInput:
     """Returns the problem with the file that it comes from, if that is a base of the config at ``path``."""
-    if not isinstance(problem, ConfigError):
-        return problem
-    origin = layers.origins.get(".".join(problem.field.split(".")[:2]), path)
-    return problem if origin == path else ConfigError(problem.field, problem.value, f"{problem.expected} (in {origin})")
+    origin = layers.origins.get(".".join(problem.field.split(".")[:2]), path) if isinstance(problem, ConfigError) else path
+    return problem if origin == path else in_file(problem, origin)
 
 
 def section_model(section: str) -> type[Section]:
@@ -256,21 +233,21 @@ def _known(values: dict[str, Any]) -> tuple[dict[str, Any], list[BadInput]]:
 
 def _known_fields(values: dict[str, Any]) -> tuple[dict[str, Any], list[BadInput]]:
     """Returns the known fields, and a ConfigError for each unknown section and key."""
-    sections, owners = list(RunConfig.model_fields), field_sections()
+    names, owners = list(RunConfig.model_fields), field_sections()
     known: dict[str, Any] = {}
     problems: list[BadInput] = []
     for section, fields in values.items():
-        if section not in sections:
+        if section not in names:
             elsewhere = f"belongs into the section [{owners[section]}]" if section in owners else None
             shown = "…" if isinstance(fields, dict) and elsewhere is None else fields
-            problems.append(ConfigError(section, shown, elsewhere or f"unknown section; {nearest(section, sections)}"))
+            problems.append(ConfigError(section, shown, elsewhere or f"unknown section; {nearest(section, names)}"))
         elif not isinstance(fields, dict):
             problems.append(ConfigError(section, fields, f"expected a section [{section}] with fields"))
         else:
             valid = list(section_model(section).model_fields)
             known[section] = {field: value for field, value in fields.items() if field in valid}
             for field in (field for field in fields if field not in valid):
-                advice = slime_flags.advice(field) or f"unknown key; {nearest(field, valid)}"
+                advice = megatron_flags.refusal(field) or f"unknown key; {nearest(field, valid)}"
                 expected = f"unknown key here; it belongs into the section [{owners[field]}]" if field in owners else advice
                 problems.append(ConfigError(f"{section}.{field}", fields[field], expected))
     return known, problems
@@ -280,14 +257,15 @@ def _config_errors(error: ValidationError, values: dict[str, Any]) -> Iterator[C
     """Yields an error for each value that pydantic refused, under its field."""
     for found in error.errors():
         reason = found.get("ctx", {}).get("error")
-        for message in reason.problems if isinstance(reason, Misfits) else [found["msg"].removeprefix("Value error, ")]:
-            yield _config_error(found["type"], [str(part) for part in found["loc"]], message, values)
+        if isinstance(reason, Misfits):
+            for problem in reason.problems:
+                field, message = problem.split(": ", 1)
+                yield _config_error(found["type"], field.split("."), message, values)
+        else:
+            yield _config_error(found["type"], [str(part) for part in found["loc"]], found["msg"].removeprefix("Value error, "), values)
 
 
 def _config_error(kind: str, location: list[str], message: str, values: dict[str, Any]) -> ConfigError:
-    if kind == "value_error" and ": " in message:  # a validator over several fields names its own
-        field, message = message.split(": ", 1)
-        location = field.split(".")
     value: Any = values
     for part in location:
         value = value.get(part) if isinstance(value, dict) else None

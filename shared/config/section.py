@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}
 """Marks fields that may change when a run is resumed."""
@@ -11,9 +11,13 @@ MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}
 HOOK = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 """The pattern of a path to a custom function: ``package.module:function``."""
 
-
 LARGEST_SEED = 2**31 - 1
 """The largest seed: random generators take 32 bits, and replicas and ranks add their number to it."""
+
+
+def hook(purpose: str) -> Any:
+    """Returns the field of a path to a custom function. ``purpose``: what the function does, as a relative clause."""
+    return Field(default=None, pattern=HOOK, description=f"package.module:function {purpose}")
 
 
 class Misfits(ValueError):

@@ -8,15 +8,17 @@ from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator
 
 from shared.bus.subjects import RUN_ID
 from shared.config.learning_rate import DecayStyle
-from shared.config.section import HOOK, LARGEST_SEED, MUTABLE, Rule, Section
+from shared.config.section import HOOK, LARGEST_SEED, MUTABLE, Rule, Section, hook
 from shared.data import data_files
 from shared.data.data_files import DataFile
 from shared.environment import environment_url
 from shared.hub import hub_names
 from shared.runtime.errors import nearest
 
-PlainValues = PlainSerializer(data_files.plain_values, return_type=str | list[str] | None)
-"""The serialisation of files in JSON and TOML."""
+_AsText = PlainSerializer(lambda files: files and [str(file) for file in files], return_type=list[str] | None)
+
+WeightedFiles = Annotated[list[DataFile] | None, PlainValidator(data_files.weighted), _AsText]
+Files = Annotated[list[DataFile] | None, PlainValidator(data_files.unweighted), _AsText]
 
 VERIFIERS = ("math", "exact")
 """Environments that come with the reward service."""
@@ -61,15 +63,13 @@ class ModelSection(Section):
 class DataSection(Section):
     """Prompts and how they are read."""
 
-    prompt_data: Annotated[
-        Path | list[DataFile] | None, PlainValidator(data_files.validator("data.prompt_data", weights=True)), PlainValues
-    ] = Field(
+    prompt_data: WeightedFiles = Field(
         default=None,
         description="JSONL or Parquet files of prompts: PATH, PATH@[start:stop] for a part of its rows, PATH@[start:stop]*WEIGHT to draw "
         "from it more or less often; hf:ORG/NAME:SPLIT in the place of PATH is a split of a data set on the Hugging Face hub; needed "
         "unless data_source is given",
     )
-    data_source: str | None = Field(default=None, pattern=HOOK, description="package.module:function that makes a source of prompts")
+    data_source: str | None = hook("that makes a source of prompts")
     input_key: str = Field(default="prompt", description="key of the prompt: text, or a list of chat messages")
     label_key: str | None = Field(default="label", description="key of the reference answer")
     metadata_key: str = Field(default="metadata", description="key of an object handed on to the environment")
@@ -131,15 +131,9 @@ class RolloutSection(Section):
         pattern=rf"^nonzero_std$|{HOOK}",
         description="keeps or drops a scored group: nonzero_std (rewards that are not all equal) or package.module:function",
     )
-    rollout_sample_filter_path: str | None = Field(
-        default=None, pattern=HOOK, description="package.module:function that takes samples of a scored group out of the loss"
-    )
-    rollout_all_samples_process_path: str | None = Field(
-        default=None, pattern=HOOK, description="package.module:function that sees every scored group, kept or not"
-    )
-    buffer_filter_path: str | None = Field(
-        default=None, pattern=HOOK, description="package.module:function that chooses a batch's groups among those that are ready"
-    )
+    rollout_sample_filter_path: str | None = hook("that takes samples of a scored group out of the loss")
+    rollout_all_samples_process_path: str | None = hook("that sees every scored group, kept or not")
+    buffer_filter_path: str | None = hook("that chooses a batch's groups among those that are ready")
     custom_generate_function_path: str | None = Field(
         default=None, pattern=HOOK, description="package.module:async function that generates one sample, or several out of one rollout"
     )
@@ -178,11 +172,7 @@ class RewardSection(Section):
         description="what scores: math (math-verify), exact (match), remote_rm (the environment at rm_url) or a name of environments; "
         "a prompt's metadata.rm_type overrides it",
     )
-    custom_rm_path: str | None = Field(
-        default=None,
-        pattern=HOOK,
-        description="package.module:function that scores a sample, in place of rm_type and of every other environment",
-    )
+    custom_rm_path: str | None = hook("that scores a sample, in place of rm_type and of every other environment")
     group_rm: bool = Field(default=False, description="custom_rm_path takes a whole group at once")
     reward_key: str | None = Field(default=None, description="which of several named rewards counts; default: the environment's reward")
     rm_url: str | None = Field(default=None, description="the environment of remote_rm: http://host:port or nats:NAME", **MUTABLE)
@@ -241,9 +231,9 @@ class EvalSection(Section):
         ),
     )
 
-    eval_prompt_data: Annotated[
-        Path | list[DataFile] | None, PlainValidator(data_files.validator("eval.eval_prompt_data", weights=False)), PlainValues
-    ] = Field(default=None, description="JSONL or Parquet files of held-out prompts, or parts PATH@[start:stop] of them; keys as in [data]")
+    eval_prompt_data: Files = Field(
+        default=None, description="JSONL or Parquet files of held-out prompts, or parts PATH@[start:stop] of them; keys as in [data]"
+    )
     eval_name: str = Field(default="heldout", pattern=r"^[A-Za-z0-9_-]+$", description="name of the dataset in metrics and group ids")
     eval_interval: int | None = Field(default=None, gt=0, description="steps between evaluations, besides first and last", **MUTABLE)
     skip_eval_before_train: bool = Field(default=False, description="do not evaluate the initial weights")
@@ -255,9 +245,7 @@ class EvalSection(Section):
 class SftSection(Section):
     """Supervised warm start before the first rollout."""
 
-    sft_data: Annotated[Path | list[DataFile] | None, PlainValidator(data_files.validator("sft.sft_data", weights=False)), PlainValues] = (
-        Field(default=None, description="files of demonstrations, named as in eval_prompt_data; none = no warm start")
-    )
+    sft_data: Files = Field(default=None, description="files of demonstrations, named as in eval_prompt_data; none = no warm start")
     sft_prompt_key: str = Field(default="prompt", description="key of the prompt, as in [data]")
     sft_response_key: str = Field(default="response", description="key of the demonstrated response (text)")
     sft_messages_key: str = Field(
@@ -268,6 +256,59 @@ class SftSection(Section):
     sft_lr: float = Field(default=1e-5, gt=0, description="peak learning rate")
     sft_warmup_iters: int = Field(default=0, ge=0, description="steps of linear warm-up")
     sft_lr_decay_style: DecayStyle = Field(default="constant", description="decay over sft_steps")
+
+
+class WeightsSection(Section):
+    """Pushing weights from the trainer to the engines."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "join_from",
+            lambda weights, given: given == "trainer" and weights.update_weight_transport == "disk",
+            "nobody pushes with update_weight_transport = disk; use auto, peer or disk",
+        ),
+        Rule(
+            "snapshot_interval",
+            lambda weights, given: not given and (weights.update_weight_transport, weights.join_from) == ("nccl", "disk"),
+            "join_from = disk needs snapshots; give how many versions lie between two",
+        ),
+    )
+
+    update_weights_interval: int = Field(default=1, gt=0, description="training steps between pushes")
+    update_weight_buffer_size: int = Field(default=536870912, gt=0, description="bytes of a bucket")
+    update_weight_dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None, description="type of the tensors on the wire; default: as the trainer has them"
+    )
+    check_weight_update_equal: bool = Field(
+        default=False, description="after every push, send everything again and compare it with what the engines hold", **MUTABLE
+    )
+    skip_unchanged: bool = Field(default=False, description="do not send frozen parameters to a replica that has them", **MUTABLE)
+    push_timeout: float = Field(default=120, gt=0, description="seconds for one push to all replicas", **MUTABLE)
+    update_weight_transport: Literal["nccl", "disk"] = Field(
+        default="nccl",
+        description="how versions reach the engines: pushed over process groups (gloo on CPUs), or read by every engine from disk",
+    )
+    update_weight_mode: Literal["full", "delta"] = Field(
+        default="full", description="snapshots on disk: whole checkpoints, or what changed since the one before", **MUTABLE
+    )
+    update_weight_disk_dir: Path | None = Field(
+        default=None,
+        description="where snapshots lie, below the run's name, for trainer and engines alike; default: weights in the run's directory",
+    )
+    update_weight_delta_encoding: Literal["xor", "overwrite"] = Field(
+        default="xor", description="a delta's tensors: old xor new, or positions and values of the elements that changed", **MUTABLE
+    )
+    update_weight_full_interval: int = Field(default=10, gt=0, description="with delta: every so many snapshots one is whole", **MUTABLE)
+    snapshot_interval: int = Field(
+        default=20, ge=0, description="with nccl: versions between snapshots, which joiners read; 0 = none", **MUTABLE
+    )
+    keep_snapshots: int = Field(default=2, gt=0, description="snapshots kept, with all that they are made of", **MUTABLE)
+    join_from: Literal["auto", "peer", "disk", "trainer"] = Field(
+        default="auto",
+        description="where a replica that comes late takes its weights: a serving replica, the newest snapshot, the trainer's next push; "
+        "auto: the first of them that has the live version",
+        **MUTABLE,
+    )
 
 
 class MonitoringSection(Section):

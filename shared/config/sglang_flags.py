@@ -5,19 +5,21 @@ For another version a separate process makes one at the first use, with the roll
 cache.
 """
 
+import contextlib
 import importlib.metadata
 import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from shared.runtime.atomic_files import replace_file
+from pydantic import TypeAdapter
+
+from shared.runtime import user_cache
 from shared.runtime.errors import ConfigError, MyxoError, nearest
 
 CATALOGUE = Path(__file__).with_name("sglang_flags.json")
@@ -114,10 +116,6 @@ class EngineFlag:
         return self.spellings[0] not in SHARES or 0 < found < 1
 
 
-def _flag(spellings: list[str], kind: str, several: bool = False, bare: bool = False, choices: Sequence[str] = ()) -> EngineFlag:
-    return EngineFlag(tuple(spellings), kind, several, bare, tuple(choices))
-
-
 @dataclass(frozen=True)
 class EngineFlags:
     """All flags of one version of SGLang."""
@@ -126,10 +124,9 @@ class EngineFlags:
     flags: tuple[EngineFlag, ...]
 
     @classmethod
-    def of_json(cls, text: str) -> Self:
-        """Reads a catalogue. Raises ValueError, KeyError or TypeError if it is malformed."""
-        content = json.loads(text)
-        return cls(content["sglang"], tuple(_flag(**row) for row in content["flags"]))
+    def of_json(cls, text: str | bytes) -> "EngineFlags":
+        """Reads a catalogue. Raises ValueError if it is malformed."""
+        return TypeAdapter(EngineFlags).validate_json(text)
 
     @cached_property
     def _spelled(self) -> dict[str, EngineFlag]:
@@ -182,25 +179,16 @@ def of_installed() -> EngineFlags | None:
     made_with = EngineFlags.of_json(CATALOGUE.read_text())
     if made_with.sglang == version:
         return made_with
-    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "myxo" / f"sglang-flags-{version}.json"
-    try:
-        return EngineFlags.of_json(cached.read_text())
-    except (OSError, ValueError, KeyError, TypeError):
-        return _listed(version, cached)
-
-
-def _listed(version: str, cached: Path) -> EngineFlags:
+    name = f"sglang-flags-{version}.json"
+    with contextlib.suppress(ValueError):
+        return EngineFlags.of_json(user_cache.read(name) or b"")
     try:
         listing = subprocess.run([sys.executable, "-m", LISTING], capture_output=True, text=True, timeout=LISTING_SECONDS)
         if listing.returncode:
             raise NoCatalogue(f"SGLang {version} could not be asked for its flags: {' '.join(listing.stderr.split())[-300:]}")
         text = listing.stdout[listing.stdout.index('{"sglang"') :]  # SGLang may print, too
         flags = EngineFlags.of_json(text)
-    except (subprocess.TimeoutExpired, ValueError, KeyError, TypeError) as error:
+    except (subprocess.TimeoutExpired, ValueError) as error:
         raise NoCatalogue(f"SGLang {version} could not be asked for its flags: {error}") from error
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(cached, text.encode())
-    except OSError as error:  # it is asked again next time
-        print(f"myxo: the flags of SGLang {version} are not kept: {error}", file=sys.stderr)
+    user_cache.write(name, text.encode())
     return flags

@@ -7,7 +7,6 @@ As text ``train.jsonl``, ``train.jsonl@[100:200]`` (slime's suffix; rows as Pyth
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,22 +28,13 @@ class DataFile:
     stop: int | None = None
     weight: float = 1.0
 
-    @property
-    def plain(self) -> bool:
-        """Returns whether all rows are used, at weight 1."""
-        return (self.start, self.stop, self.weight) == (None, None, 1.0)
-
     def rows(self, length: int) -> range:
         """Returns the selected rows of a file of ``length`` rows."""
         return range(length)[self.start : self.stop]
 
-    def under(self, base: Path) -> "DataFile":
-        """Returns the same with an absolute path."""
-        return replace(self, path=_under(self.path, base))
-
     def __str__(self) -> str:
         """Returns text that `parse` reads back."""
-        if self.plain and parse(str(self.path)) == self:
+        if self == DataFile(self.path) == parse(str(self.path)):
             return str(self.path)
         start, stop = ("" if end is None else end for end in (self.start, self.stop))
         return f"{self.path}@[{start}:{stop}]" + ("" if self.weight == 1 else f"*{self.weight!r}")
@@ -58,7 +48,7 @@ def parse(text: str) -> DataFile:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} names no file; {EXPECTED}")
-    path, start, stop, weight = match["path"], match["start"], match["stop"], match["weight"]
+    path, start, stop, weight = match.groups()
     if _BRACKETS.search(path):
         raise ValueError(f"{text!r} has no slice of rows in its brackets; {EXPECTED}")
     if hub_names.is_name(path):
@@ -73,67 +63,51 @@ def _weight(value: object) -> float:
     return float(value)
 
 
-def _entry(value: Any, weights: bool) -> DataFile:
+def _entry(value: Any) -> DataFile:
     match value:
         case DataFile():
-            file = value
+            return value
         case str() | Path():
-            file = parse(str(value))
+            return parse(str(value))
         case {"path": str() | Path() as path, **rest} if set(rest) <= {"weight"}:
             file = parse(str(path))
-            if "weight" in rest:
-                if file.weight != 1:
-                    raise ValueError(f"{str(path)!r} has a weight already")
-                file = replace(file, weight=_weight(rest["weight"]))
+            if "weight" in rest and file.weight != 1:
+                raise ValueError(f"{str(path)!r} has a weight already")
+            return replace(file, weight=_weight(rest["weight"])) if "weight" in rest else file
         case _:
             raise ValueError(f"{value!r} is no file; {EXPECTED}, or {{ path = …, weight = … }}")
-    if not weights and file.weight != 1:
-        raise ValueError(f"{str(file)!r} has a weight; held-out prompts and demonstrations are all used, each once")
-    return file
 
 
-def validator(field: str, *, weights: bool) -> Callable[[Any], Path | list[DataFile] | None]:
-    """Reads what a config gives for ``field``: one file or a list of them. A single plain path stays a path."""
-
-    def read(value: Any) -> Path | list[DataFile] | None:
-        if value is None:
-            return None
-        try:
-            files = [_entry(item, weights) for item in (value if isinstance(value, list) else [value])]
-        except ValueError as error:
-            raise ValueError(f"{field}: {error}") from None
-        if not files:
-            raise ValueError(f"{field}: give at least one file")
-        return files[0].path if len(files) == 1 and files[0].plain else files
-
-    return read
+def weighted(value: Any) -> list[DataFile] | None:
+    """Reads what a config gives for its prompts: a file, a list of them, or none. Raises ValueError."""
+    if value is None:
+        return None
+    if not (files := [_entry(item) for item in (value if isinstance(value, list) else [value])]):
+        raise ValueError("give at least one file")
+    return files
 
 
-def files(value: Path | list[DataFile] | None) -> list[DataFile]:
-    """Returns a field's files, whichever form it has."""
-    return [] if value is None else [DataFile(value)] if isinstance(value, Path) else value
-
-
-def plain_values(value: Path | list[DataFile] | None) -> str | list[str] | None:
-    """Returns a field as JSON and TOML hold it."""
-    return [str(file) for file in value] if isinstance(value, list) else None if value is None else str(value)
+def unweighted(value: Any) -> list[DataFile] | None:
+    """Reads as `weighted` does, for files that are all used, each once."""
+    for file in (files := weighted(value)) or []:
+        if file.weight != 1:
+            raise ValueError(f"{str(file)!r} has a weight; held-out prompts and demonstrations are all used, each once")
+    return files
 
 
 def paths(value: object) -> list[Path]:
     """Returns the paths in a config's value: a path, or those of a list of files. Names on the hub are not among them."""
-    if isinstance(value, Path):
-        return [] if hub_names.is_name(value) else [value]
-    return [path for item in value if isinstance(item, DataFile) for path in paths(item.path)] if isinstance(value, list) else []
+    if isinstance(value, list):
+        return [path for item in value if isinstance(item, DataFile) for path in paths(item.path)]
+    return [value] if isinstance(value, Path) and not hub_names.is_name(value) else []
 
 
 def absolute(value: Any, base: Path) -> Any:
     """Returns a config's value with its paths made absolute from ``base``; anything else as it is."""
-    if isinstance(value, Path):
-        return _under(value, base)
-    if isinstance(value, list) and value and isinstance(value[0], DataFile):
-        return [file.under(base) for file in value]
-    return value
-
-
-def _under(path: Path, base: Path) -> Path:
-    return path if hub_names.is_name(path) else base / path
+    match value:
+        case Path():
+            return value if hub_names.is_name(value) else base / value
+        case [DataFile(), *_]:
+            return [replace(file, path=absolute(file.path, base)) for file in value]
+        case _:
+            return value

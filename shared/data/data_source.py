@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shared.config.run_config import RunConfig
-from shared.data.prompts import BAD, OVERLONG, Prompt, PromptReader, reason_to_leave_out
+from shared.data.prompts import BAD, OVERLONG, Prompt, PromptReader, TrainingPrompts, reason_to_leave_out
 from shared.data.rows import RowEntry
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import loading
@@ -89,11 +89,11 @@ class DrawnFile:
 
 
 class DrawnPrompts:
-    """The prompts of a custom source, as a `shared.data.prompts.PromptStream`. Raises ConfigError."""
+    """The prompts of a custom source. Raises ConfigError."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
         self._config, self._make = config, load(config)
-        self._reader = PromptReader(config.data, tokenizer, config.rollout.rollout_max_prompt_len, config.reward)
+        self._reader = PromptReader(config, tokenizer)
         self._drawn = DrawnFile(config)
         self._drawn.catch_up()
         self._source: Any = None
@@ -177,3 +177,7 @@ class DrawnPrompts:
 
     def _refusal(self, expected: str) -> ConfigError:
         return ConfigError(FIELD, self._config.data.data_source, expected)
+
+
+PromptStream = TrainingPrompts | DrawnPrompts
+"""The prompt of each training group: the same for the same number, after any restart."""

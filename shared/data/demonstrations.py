@@ -1,18 +1,17 @@
 """Demonstrations from rows of a file: text with a response, or a chat of which the assistant's turns are trained."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.config.run_config import RunConfig
-from shared.data.data_files import files
 from shared.data.prompts import chat_problem, chat_tools
 from shared.data.rows import RowEntry, open_rows
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
+from shared.schema.sample import Sample
 
 TRAINED_ROLE = "assistant"
 
@@ -22,15 +21,6 @@ class Piece(NamedTuple):
 
     text: str
     trained: bool
-
-
-@dataclass(frozen=True)
-class Demonstration:
-    """prompt: int32 [P], up to the first trained token. response: int32 [R]. mask: uint8 [R], 1 where the token is trained."""
-
-    prompt: NDArray[np.int32]
-    response: NDArray[np.int32]
-    mask: NDArray[np.uint8]
 
 
 def pieces(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[Piece]:
@@ -70,7 +60,7 @@ class DemonstrationFile:
         assert config.sft.sft_data is not None  # only made for runs with a warm start
         if not tokenizer.stop_ids:
             raise ConfigError("model.hf_checkpoint", str(config.model.hf_checkpoint), "names no eos token for demonstrations to end with")
-        self._rows = open_rows(files(config.sft.sft_data), "sft.sft_data")
+        self._rows = open_rows(config.sft.sft_data, "sft.sft_data")
         self._sft, self._data, self._tokenizer = config.sft, config.data, tokenizer
         self._most = config.trainer.max_tokens_per_gpu * config.trainer.context_parallel_size
 
@@ -89,8 +79,8 @@ class DemonstrationFile:
             budget = f"a micro-batch holds {self._most} (max_tokens_per_gpu, of each context-parallel rank)"
             raise entry.refusal(key, f"the demonstration has {tokens} tokens, {budget}")
 
-    def __getitem__(self, row: int) -> Demonstration:
-        """Returns a row's tokens.
+    def __getitem__(self, row: int) -> Sample:
+        """Returns a row as a sample of version 0: its prompt goes up to the first trained token.
 
         The end of a response is trained: a text response gets the model's first stop token, and so does a chat whose template writes none;
         text that a template writes after a stop token is not trained. Raises ConfigError for a row that cannot be used.
@@ -108,17 +98,25 @@ class DemonstrationFile:
         first, end = int(trained[0]), int(trained[-1]) + 1
         if not first:
             raise entry.refusal(self._sft.sft_prompt_key, "has no tokens; the first trained token needs one before it")
-        return Demonstration(ids[:first], ids[first:end], mask[first:end])
+        length = end - first
+        return Sample(
+            group=f"sft-{row}",
+            index=0,
+            prompt=ids[:first],
+            response=ids[first:end],
+            log_probs=np.zeros(length, np.float32),
+            mask=mask[first:end],
+            segments=[(0, length, 0)],
+            finish="stop",
+            text="",
+        )
 
     def _stretches(self, entry: RowEntry) -> tuple[list[Piece], bool]:
         """Returns a row's pieces, and whether they are a chat's."""
         sft, key = self._sft, self._sft.sft_messages_key
         if key not in entry.values:
-            prompt, response = (
-                entry.text(sft.sft_prompt_key, "sft.sft_prompt_key"),
-                entry.text(sft.sft_response_key, "sft.sft_response_key"),
-            )
-            return [Piece(prompt, False), Piece(response, True)], False
+            prompt = entry.text(sft.sft_prompt_key, "sft.sft_prompt_key")
+            return [Piece(prompt, False), Piece(entry.text(sft.sft_response_key, "sft.sft_response_key"), True)], False
         messages = entry.values[key]
         if (problem := chat_problem(messages)) is not None:
             raise entry.refusal(key, f"expected a list of chat messages with role and content, {problem}")

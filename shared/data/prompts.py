@@ -1,20 +1,21 @@
 """Prompts from rows of files: text or chat messages, label, metadata, tools, environment; rendered and tokenised without torch."""
 
+import bisect
 import json
 import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.config.run_config import RunConfig
-from shared.config.sections import VERIFIERS, DataSection, RewardSection
-from shared.data.data_files import files
-from shared.data.filter_cache import FilterCache, FilteredRows, RowBitmap
+from shared.config.sections import VERIFIERS, DataSection
+from shared.data.data_files import DataFile
+from shared.data.filter_cache import FilterCache, FilteredRows
 from shared.data.read_progress import ReadProgress
 from shared.data.row_order import MixedOrder
 from shared.data.rows import RowEntry, Rows, open_rows
@@ -51,22 +52,18 @@ class Prompt:
 
 
 class PromptReader:
-    """Makes prompts of rows.
+    """Makes prompts of rows, as the config's keys, template and length say."""
 
-    Args:
-        data: keys and template. max_tokens: the longest prompt accepted (None: any).
-        reward: which environments there are, and which scores prompts that name none.
-    """
-
-    def __init__(self, data: DataSection, tokenizer: Tokenizer, max_tokens: int | None, reward: RewardSection) -> None:
-        self._data, self._tokenizer, self._max_tokens, self._reward = data, tokenizer, max_tokens, reward
-        self._environments = reward.environment_names()
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+        self._data, self._reward, self._tokenizer = config.data, config.reward, tokenizer
+        self._max_tokens = config.rollout.rollout_max_prompt_len
+        self._environments = config.reward.environment_names()
 
     def read(self, entry: RowEntry) -> Prompt:
         """Returns a row's prompt. Raises ConfigError with file, line and key: one of the kinds above where it applies."""
         prompt, text = self._rendered(entry)
         tokens = self._tokenizer.encode(text)
-        if (problem := self._length_problem(entry, prompt, len(tokens))) is not None:
+        if isinstance(problem := self._length(entry, prompt, len(tokens)), ConfigError):
             raise problem
         return replace(prompt, tokens=tokens)
 
@@ -80,14 +77,7 @@ class PromptReader:
             except ConfigError as error:
                 rendered.append(error)
         lengths = iter(self._tokenizer.lengths([item[2] for item in rendered if isinstance(item, tuple)]))
-        found: list[int | ConfigError] = []
-        for item in rendered:
-            if isinstance(item, tuple):
-                length = next(lengths)
-                found.append(self._length_problem(item[0], item[1], length) or length)
-            else:
-                found.append(item)
-        return found
+        return [self._length(*item[:2], next(lengths)) if isinstance(item, tuple) else item for item in rendered]
 
     def _rendered(self, entry: RowEntry) -> tuple[Prompt, str]:
         """Returns a prompt without its tokens, and the text to tokenise. Raises ConfigError for anything but its length."""
@@ -108,11 +98,11 @@ class PromptReader:
     def _label(self, entry: RowEntry) -> str | None:
         key = self._data.label_key
         label: Any = None if key is None else entry.value(key, "data.label_key")
-        if isinstance(label, int | float) and not isinstance(label, bool):
-            return str(label)
-        if label is not None and not isinstance(label, str):
+        if label is None or isinstance(label, str):
+            return label
+        if isinstance(label, bool) or not isinstance(label, int | float):
             raise entry.refusal(key, f"expected text or a number, found {label!r}")
-        return label
+        return str(label)
 
     def _environment(self, entry: RowEntry, label: str | None, metadata: dict[str, Any]) -> str:
         """Returns what scores the prompt: what it names itself, as slime has it, else the run's."""
@@ -139,13 +129,14 @@ class PromptReader:
         except ConfigError as error:
             raise entry.refusal(data.input_key, f"{error.field}: {error.expected}") from None
 
-    def _length_problem(self, entry: RowEntry, prompt: Prompt, length: int) -> ConfigError | None:
+    def _length(self, entry: RowEntry, prompt: Prompt, length: int) -> int | ConfigError:
+        """Returns the length, or what is wrong with it."""
         if not length:
             return entry.refusal(self._data.input_key, f"expected a prompt that is not empty, found {prompt.content!r}")
         if self._max_tokens is not None and length > self._max_tokens:
             expected = f"expected at most rollout_max_prompt_len = {self._max_tokens} tokens, found '{length} tokens'"
             return entry.refusal(self._data.input_key, expected, OverlongPrompt)
-        return None
+        return length
 
 
 def chat_problem(messages: object) -> str | None:
@@ -188,53 +179,34 @@ def reason_to_leave_out(error: ConfigError, data: DataSection) -> str | None:
 
 
 class PromptFile:
-    """The prompts of rows by number, without those that the config leaves out.
+    """The prompts of files by number, without those that the config leaves out.
 
     Args:
-        rows: of one file or several. data, max_tokens, reward: as for `PromptReader`. cache: keeps which rows are left out.
+        field: the config field that names the files.
 
     ``left_out``: how many are left out, by reason. ``longest``: tokens of the longest prompt that was read one after another.
     Raises ConfigError where nothing is left.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        data: DataSection,
-        tokenizer: Tokenizer,
-        max_tokens: int | None,
-        reward: RewardSection | None = None,
-        cache: FilterCache | None = None,
-    ) -> None:
-        self.rows, self._data = rows, data
-        self._reader = PromptReader(data, tokenizer, max_tokens, reward or RewardSection())
-        self._used: RowBitmap | None = None
-        self.left_out: dict[str, int] = {OVERLONG: 0, BAD: 0}
-        self.first_left_out: ConfigError | None = None
-        self.longest = 0
-        if data.overlong_prompts == "filter" or data.bad_prompts == "skip":
-            filtered = cache.read() if cache is not None else None
-            if filtered is None:
-                filtered = self._filter()
-                if cache is not None:
-                    cache.write(filtered)
-            self._used, self.left_out, self.first_left_out, self.longest = (
-                filtered.rows,
-                filtered.left_out,
-                filtered.first,
-                filtered.longest,
-            )
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, field: str, files: list[DataFile]) -> None:
+        self.rows, self._data = open_rows(files, field), config.data
+        self._reader = PromptReader(config, tokenizer)
+        self._leaves_out = config.data.overlong_prompts == "filter" or config.data.bad_prompts == "skip"
+        filtered = FilteredRows(range(len(self.rows)), {OVERLONG: 0, BAD: 0}, None, 0)
+        if self._leaves_out:
+            filtered = FilterCache(config, field, files, len(self.rows)).get(self._filter)
+        self._used, self.left_out, self.first_left_out, self.longest = filtered
 
     def __len__(self) -> int:
-        return len(self.rows) if self._used is None else len(self._used)
+        return len(self._used)
 
     def __getitem__(self, index: int) -> Prompt:
         """Returns a prompt. Raises ConfigError with file, line, key and what is expected."""
-        return self._reader.read(self.rows.entry(index if self._used is None else self._used.row(index)))
+        return self._reader.read(self.rows.entry(int(self._used[index])))
 
     def below(self, row: int) -> int:
         """Returns how many prompts come from the first ``row`` rows."""
-        return row if self._used is None else self._used.below(row)
+        return bisect.bisect_left(self._used, row)
 
     def check(self, seconds: float = math.inf, most: int | None = None) -> int:
         """Reads prompts once, unless filtering has read them all. Returns how many were read.
@@ -244,7 +216,7 @@ class PromptFile:
 
         Raises ConfigError for the first that does not fit.
         """
-        if self._used is not None:
+        if self._leaves_out:
             return len(self.rows)
         read = 0
         for batch, lengths in self._lengths(spread(len(self.rows), most or len(self.rows)), seconds):
@@ -281,7 +253,7 @@ class PromptFile:
                 used[row] = False
         if not used.any():
             raise ConfigError(self.rows.field, f"{len(self.rows)} prompts", f"all are left out; the first: {first}")
-        return FilteredRows(RowBitmap.of(used), left_out, first, longest)
+        return FilteredRows(np.flatnonzero(used).astype(np.uint32), left_out, first, longest)
 
 
 def spread(size: int, most: int) -> Sequence[int]:
@@ -292,38 +264,17 @@ def spread(size: int, most: int) -> Sequence[int]:
     return [*range(first), *(first + (size - 1 - first) * step // (most - 1 - first) for step in range(most - first))]
 
 
-class PromptStream(Protocol):
-    """The prompt of each training group: the same for the same number, after any restart."""
-
-    def __len__(self) -> int:
-        """Returns how many prompts there are; of a source without end, how many it has given."""
-
-    def at(self, index: int) -> Prompt:
-        """Returns the prompt of the group that was admitted as ``index``. Raises ConfigError."""
-
-    @property
-    def left_out(self) -> dict[str, int]:
-        """Returns how many prompts are left out, by reason."""
-
-    @property
-    def first_left_out(self) -> ConfigError | None:
-        """Returns the error of the first left-out prompt that this process has seen; None if there is none."""
-
-
 class TrainingPrompts(PromptFile):
     """The run's training prompts, of its files: what a group gets is a function of its number alone. Raises ConfigError."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
-        data, parts = config.data, files(config.data.prompt_data)
-        rows = open_rows(parts, "data.prompt_data")
-        super().__init__(
-            rows, data, tokenizer, config.rollout.rollout_max_prompt_len, config.reward, FilterCache(config, "training", parts)
-        )
-        sizes = [after - before for before, after in pairwise(map(self.below, rows.starts))]
+        data, files = config.data, config.data.prompt_data or []
+        super().__init__(config, tokenizer, "data.prompt_data", files)
+        sizes = [after - before for before, after in pairwise(map(self.below, self.rows.starts))]
         try:
-            self._order = MixedOrder(sizes, [part.weight for part in parts], data.rollout_shuffle, data.rollout_seed)
+            self._order = MixedOrder(sizes, [file.weight for file in files], data.rollout_shuffle, data.rollout_seed)
         except ValueError as error:
-            raise ConfigError(rows.field, ", ".join(map(str, parts)), str(error)) from None
+            raise ConfigError(self.rows.field, ", ".join(map(str, files)), str(error)) from None
 
     def at(self, index: int) -> Prompt:
         """Returns the prompt of the group that was admitted as ``index``. Raises ConfigError."""
@@ -332,9 +283,5 @@ class TrainingPrompts(PromptFile):
 
 def eval_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptFile | None:
     """Returns the run's held-out prompts; None where the run evaluates nothing. Raises ConfigError."""
-    if config.eval.eval_prompt_data is None:
-        return None
-    parts = files(config.eval.eval_prompt_data)
-    cache = FilterCache(config, "heldout", parts)
-    rows = open_rows(parts, "eval.eval_prompt_data")
-    return PromptFile(rows, config.data, tokenizer, config.rollout.rollout_max_prompt_len, config.reward, cache)
+    files = config.eval.eval_prompt_data
+    return None if files is None else PromptFile(config, tokenizer, "eval.eval_prompt_data", files)

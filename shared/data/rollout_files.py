@@ -5,10 +5,12 @@ numbered, and only the newest grows; a buffer that starts goes on in a new one. 
 group that was written by two buffers is told by its id and attempt.
 """
 
+import contextlib
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import pydantic_core
@@ -24,11 +26,8 @@ TRAINED, DROPPED, DEAD, EVALUATED, FAILED = "trained", "dropped", "dead", "evalu
 """The ends of a group; the last two are those of held-out prompts."""
 
 _FILE = re.compile(r"([0-9]{6,12})\.jsonl\Z")
-_HEAD = re.compile(
-    rb'\{"group":"([^"]+)","attempt":([0-9]+),"status":"([a-z]+)","dataset":(?:null|"([^"]+)"),"step":(?:null|([0-9]+)),'
-    rb'"version":(?:null|([0-9]+)),'
-)
-"""A line's beginning: most lines are passed over by it, without reading the text behind."""
+_AFTER_HEAD = b',"mask_below":'
+"""The key behind a record's first fields: most lines are passed over without reading the text behind."""
 
 
 class RolloutSample(BaseModel):
@@ -62,7 +61,7 @@ class RolloutSample(BaseModel):
 
 
 class RolloutRecord(BaseModel):
-    """One group that has ended. The order of the first fields is that of `_HEAD`.
+    """One group that has ended.
 
     dataset: the held-out set's name, None for a training group. step: of the batch that it was trained in. version: of the weights that
     it was trained on, or that it evaluates. reason: why it was dropped, dead or failed. at: when it ended, seconds since the epoch.
@@ -95,13 +94,12 @@ class RolloutRecord(BaseModel):
         return [self._decoded(sample) for sample in self.samples]
 
     def _decoded(self, sample: RolloutSample) -> Sample:
-        log_probs = [float("nan") if value is None else value for value in sample.log_probs or ()]
         return Sample(
             group=self.group,
             index=sample.index,
             prompt=np.asarray(sample.prompt_ids or (), np.int32),
             response=np.asarray(sample.response_ids or (), np.int32),
-            log_probs=np.asarray(log_probs, np.float32),
+            log_probs=np.asarray(sample.log_probs or (), np.float32),  # nan where there is none
             mask=np.asarray(sample.mask or (), np.uint8),
             segments=sample.segments,
             finish=sample.finish,
@@ -110,17 +108,6 @@ class RolloutRecord(BaseModel):
             label=self.label if sample.label is None else sample.label,
             metadata=self.metadata if sample.metadata is None else sample.metadata,
         )
-
-
-class RolloutHead(NamedTuple):
-    """The beginning of a record, which can be read without the rest."""
-
-    group: str
-    attempt: int
-    status: str
-    dataset: str | None
-    step: int | None
-    version: int | None
 
 
 class RolloutReader:
@@ -134,23 +121,23 @@ class RolloutReader:
         self._directory = directory
         self.torn = 0
 
-    def heads(self) -> Iterator[RolloutHead]:
-        """Yields the beginnings of all records, oldest first, repeats included."""
+    def heads(self) -> Iterator[RolloutRecord]:
+        """Yields all records, oldest first, repeats included; of each only what comes before `_AFTER_HEAD` is read."""
         for _, head in self._lines():
             yield head
 
-    def records(self, wanted: Callable[[RolloutHead], bool] = lambda head: True) -> Iterator[RolloutRecord]:
+    def records(self, wanted: Callable[[RolloutRecord], bool] = lambda head: True) -> Iterator[RolloutRecord]:
         """Yields the wanted records, oldest first, each group's attempt once."""
         seen: set[tuple[str, int]] = set()
         for line, head in self._lines():
-            if not wanted(head) or head[:2] in seen:
+            if not wanted(head) or (head.group, head.attempt) in seen:
                 continue
             try:
                 record = RolloutRecord.model_validate_json(line)
             except ValidationError:
                 self.torn += 1
                 continue
-            seen.add(head[:2])
+            seen.add((head.group, head.attempt))
             yield record
 
     def groups(self, names: Sequence[str]) -> dict[str, RolloutRecord]:
@@ -164,7 +151,7 @@ class RolloutReader:
                     break
         return found
 
-    def _lines(self) -> Iterator[tuple[bytes, RolloutHead]]:
+    def _lines(self) -> Iterator[tuple[bytes, RolloutRecord]]:
         for path in files(self._directory):
             try:
                 file = path.open("rb")
@@ -172,13 +159,17 @@ class RolloutReader:
                 continue
             with file:
                 for line in file:
-                    match = _HEAD.match(line)
-                    if match is None or not line.endswith(b"\n"):
+                    if (head := _head(line)) is None:
                         self.torn += 1
-                        continue
-                    parts: list[Any] = [part if part is None else part.decode() for part in match.groups()]
-                    group, attempt, status, dataset, step, version = parts
-                    yield line, RolloutHead(group, int(attempt), status, dataset, step and int(step), version and int(version))
+                    else:
+                        yield line, head
+
+
+def _head(line: bytes) -> RolloutRecord | None:
+    with contextlib.suppress(ValueError):
+        if line.endswith(b"\n"):
+            return RolloutRecord.model_validate({"at": 0.0, **json.loads(line[: line.index(_AFTER_HEAD)] + b"}")})
+    return None
 
 
 def files(directory: Path) -> list[Path]:

@@ -2,13 +2,10 @@
 
 import bisect
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
-
-LISTED_ROWS = 1 << 20
-"""An epoch of up to so many rows has its order as a list in memory; a longer one computes it row by row (`FeistelPermutation`)."""
 
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
@@ -21,7 +18,7 @@ class FeistelPermutation:
     "Ciphers with arbitrary finite domains"): four steps on average at most.
     """
 
-    def __init__(self, size: int, seed: int) -> None:
+    def __init__(self, size: int, *seed: int) -> None:
         self._size = size
         self._half = max(1, ((size - 1).bit_length() + 1) // 2)
         self._low = (1 << self._half) - 1
@@ -39,27 +36,7 @@ class FeistelPermutation:
                 return index
 
 
-class EpochOrder:
-    """Rows of a file of ``size`` rows by running number, the same after any restart.
-
-    Args:
-        shuffle: each epoch in an order of its own, drawn from ``seed + epoch``; else file order. listed: see `LISTED_ROWS`.
-    """
-
-    def __init__(self, size: int, shuffle: bool, seed: int, *, listed: int = LISTED_ROWS) -> None:
-        self._size, self._shuffle, self._seed, self._listed = size, shuffle, seed, listed
-        self._epoch = -1
-        self._rows: NDArray[np.int64] | FeistelPermutation | range = range(size)
-
-    def row(self, number: int) -> int:
-        """Returns the row (from 0) that is used as ``number`` (from 0)."""
-        epoch, index = divmod(number, self._size)
-        if self._shuffle and epoch != self._epoch:
-            seed = self._seed + epoch
-            small = self._size <= self._listed
-            self._rows = np.random.default_rng(seed).permutation(self._size) if small else FeistelPermutation(self._size, seed)
-            self._epoch = epoch
-        return int(self._rows[index])
+_permutation = lru_cache(maxsize=256)(FeistelPermutation)
 
 
 class MixedOrder:
@@ -76,8 +53,8 @@ class MixedOrder:
     Raises ValueError where a file with rows has a weight that rounds to none.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], shuffle: bool, seed: int, *, listed: int = LISTED_ROWS) -> None:
-        self._sizes, self._shuffle, self._seed, self._listed = list(sizes), shuffle, seed, listed
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], shuffle: bool, seed: int) -> None:
+        self._sizes, self._shuffle, self._seed = list(sizes), shuffle, seed
         self.counts = [round(weight * size) for weight, size in zip(weights, sizes, strict=True)]
         for size, count, weight in zip(sizes, self.counts, weights, strict=True):
             if size and not count:
@@ -85,24 +62,15 @@ class MixedOrder:
         self._first_rows = list(accumulate(self._sizes, initial=0))  # of each file
         self._first_slots = list(accumulate(self.counts, initial=0))  # of each file in an epoch
         self.epoch_size = self._first_slots[-1]
-        self._order = EpochOrder(self.epoch_size, shuffle, seed, listed=listed)
-        self._passes: dict[int, tuple[int, NDArray[np.int64] | FeistelPermutation]] = {}
 
     def row(self, number: int) -> int:
-        """Returns the row (from 0, over all files) that is used as ``number`` (from 0)."""
-        slot = self._order.row(number)
+        """Returns the row (from 0, over all files) that is used as ``number`` (from 0), the same after any restart."""
+        epoch, slot = divmod(number, self.epoch_size)
+        if self._shuffle:
+            slot = _permutation(self.epoch_size, self._seed + epoch)[slot]
         file = bisect.bisect_right(self._first_slots, slot) - 1
         size, count = self._sizes[file], self.counts[file]
-        file_pass, index = divmod(number // self.epoch_size * count + slot - self._first_slots[file], size)
+        file_pass, row = divmod(epoch * count + slot - self._first_slots[file], size)
         if self._shuffle and count % size:
-            index = int(self._pass(file, file_pass)[index])
-        return self._first_rows[file] + index
-
-    def _pass(self, file: int, file_pass: int) -> NDArray[np.int64] | FeistelPermutation:
-        """Returns the order of one pass over a file; the latest one is kept."""
-        if self._passes.get(file, (-1,))[0] != file_pass:
-            size, random = self._sizes[file], np.random.default_rng([self._seed, file, file_pass])
-            small = size <= self._listed
-            order = random.permutation(size) if small else FeistelPermutation(size, int(random.integers(0, 2**63)))
-            self._passes[file] = file_pass, order
-        return self._passes[file][1]
+            row = _permutation(size, self._seed, file, file_pass)[row]
+        return self._first_rows[file] + row

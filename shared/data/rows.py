@@ -22,7 +22,7 @@ INDEX_ENTRIES = 1 << 20
 _REPORT_LINES = 1 << 16
 """Lines between two reports of progress while the index is built."""
 
-_BATCH_ROWS = 1024
+_BATCH_ROWS = 8192
 """Rows of a Parquet file that are unpacked together."""
 
 _SYNONYMS = (
@@ -135,12 +135,8 @@ class JsonlRows(Rows):
     def __len__(self) -> int:
         return self._size
 
-    def line(self, row: int) -> int:
-        """Returns a row's line number in the file, from 1."""
-        return self._read(row)[1]
-
     def where(self, row: int) -> str:
-        return f"{self.path}:{self.line(row)}"
+        return f"{self.path}:{self._read(row)[1]}"
 
     def _read(self, row: int) -> tuple[bytes, int]:
         """Returns the text of a row and its line number."""
@@ -192,16 +188,14 @@ class ParquetRows(Rows):
             import pyarrow.parquet
         except ModuleNotFoundError:
             raise ConfigError(field, str(path), "Parquet files need pyarrow: pip install 'myxo[parquet]'") from None
-        self._starts = [0]
         try:
             with pyarrow.parquet.ParquetFile(path) as source, tempfile.NamedTemporaryFile(prefix="myxo-prompts-") as unpacked:
                 self._unpack(pyarrow, source, unpacked.name)
-                self._batches = pyarrow.ipc.open_file(pyarrow.memory_map(unpacked.name))
+                self._table = pyarrow.ipc.open_file(pyarrow.memory_map(unpacked.name)).read_all()
         except (OSError, pyarrow.ArrowException, ValueError) as error:
             raise ConfigError(field, str(path), f"not a readable Parquet file: {' '.join(str(error).split())}") from None
         if not len(self):
             raise ConfigError(field, str(path), "holds no row; give at least one")
-        self._batch: tuple[int, Any] = (-1, None)
 
     def _unpack(self, pyarrow: Any, source: Any, name: str) -> None:
         # an Arrow file takes one dictionary a column; the groups of a Parquet file have each their own
@@ -212,13 +206,12 @@ class ParquetRows(Rows):
             pyarrow.ipc.new_file(sink, schema) as writer,
             ReadProgress(f"unpacking {self.path.name}", source.metadata.num_rows) as progress,
         ):
-            for batch in source.iter_batches(batch_size=_BATCH_ROWS):
+            for index, batch in enumerate(source.iter_batches(batch_size=_BATCH_ROWS)):
                 writer.write_batch(batch if batch.schema.equals(schema) else batch.cast(schema))
-                self._starts.append(self._starts[-1] + batch.num_rows)
-                progress.at(self._starts[-1])
+                progress.at(index * _BATCH_ROWS)
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return int(self._table.num_rows)
 
     def where(self, row: int) -> str:
         return f"{self.path}:{row + 1}"
@@ -226,11 +219,8 @@ class ParquetRows(Rows):
     def __getitem__(self, row: int) -> dict[str, Any]:
         if not 0 <= row < len(self):
             raise IndexError(row)
-        index = bisect.bisect_right(self._starts, row) - 1
-        if self._batch[0] != index:
-            self._batch = (index, self._batches.get_batch(index))
         try:
-            entry: dict[str, Any] = self._batch[1].slice(row - self._starts[index], 1).to_pylist()[0]
+            entry: dict[str, Any] = self._table.slice(row, 1).to_pylist()[0]
         except ValueError as error:  # text that is not UTF-8
             raise ConfigError(self.field, self.where(row), f"not readable: {error}") from None
         return entry

@@ -20,7 +20,7 @@ from shared.environment.protocol import (
     read_scores,
 )
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.schema.messages import Score
+from shared.schema.sample import Score
 
 DESCRIBE_SECONDS = 5.0
 SCORE_SECONDS = 30.0

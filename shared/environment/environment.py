@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from shared.environment.protocol import DESCRIBE, SCORE, Description, ScoreRequest, read_description, read_scores
-from shared.schema.messages import Score
+from shared.schema.sample import Score
 
 
 class Environment(ABC):

@@ -11,7 +11,7 @@ import socket
 from typing import Any
 
 import aiohttp
-from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.abc import ResolveResult
 from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
@@ -31,21 +31,15 @@ class BlockedAddress(Exception):
     """A name resolves to a blocked address."""
 
 
-class CheckedResolver(AbstractResolver):
+class CheckedResolver(ThreadedResolver):
     """The system's resolver, whose answers are checked; what it returns is what gets connected to."""
 
-    def __init__(self) -> None:
-        self._system = ThreadedResolver()
-
     async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC) -> list[ResolveResult]:
-        found = await self._system.resolve(host, port, family)
+        found = await super().resolve(host, port, family)
         for one in found:
             if why := blocked(one["host"]):
                 raise BlockedAddress(f"{host} resolves to {one['host']}, {why}, which is never connected to")
         return found
-
-    async def close(self) -> None:
-        await self._system.close()
 
 
 class HttpEnvironment(Environment):

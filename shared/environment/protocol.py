@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shared.runtime.errors import MyxoError
-from shared.schema.messages import Score
+from shared.schema.sample import Score
 
 PROTOCOL = 1
 DESCRIBE, SCORE = "describe", "score"
@@ -96,10 +96,7 @@ def read_description(answer: object, environment: str) -> Description:
     try:
         description = Description.model_validate(fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = "".join(f"[{part}]" if isinstance(part, int) else str(part) for part in first["loc"])
-        found = "is missing" if first["type"] == "missing" else f"is {shown(first['input'])}"
-        raise EnvironmentFailed(environment, f"{where} {found}; {first['msg'][0].lower()}{first['msg'][1:]}") from None
+        raise EnvironmentFailed(environment, first_problem(error)) from None
     if SCORE not in description.verbs:
         raise EnvironmentFailed(environment, f"verbs is {shown(description.verbs)}; expected a list with {SCORE!r} in it")
     return description
@@ -152,6 +149,14 @@ def _map(answer: object, environment: str) -> Mapping[str, object]:
     if error is not None:
         raise EnvironmentFailed(environment, "says", words(error))
     return answer
+
+
+def first_problem(error: ValidationError) -> str:
+    """Returns the first thing that is wrong with an answer: the field, what it is, and what pydantic says of it."""
+    first = error.errors()[0]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+    found = "is missing" if first["type"] == "missing" else f"is {shown(first['input'])}"
+    return f"{where} {found}; {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
 def words(text: object) -> str:

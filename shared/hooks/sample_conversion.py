@@ -24,8 +24,8 @@ from shared.hooks.hook_sample import FINISHED, HookSample, Status
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
 from shared.schema.ledger import is_evaluation
-from shared.schema.messages import Score
 from shared.schema.sample import Sample as StoredSample
+from shared.schema.sample import Score
 
 _FINISH: dict[Status, Literal["stop", "length"]] = {Status.COMPLETED: "stop", Status.TRUNCATED: "length"}
 

@@ -5,18 +5,15 @@ import errno
 import importlib.util
 import json
 import os
-import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from shared.hub.hub_names import HubName
+from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import MyxoError
-
-Result = TypeVar("Result")
 
 REQUEST_SECONDS = 4.0
 """The seconds that the hub may stay silent in one request about a repository."""
@@ -143,7 +140,7 @@ class Hub:
         end = time.monotonic() + ANSWER_SECONDS
         while True:
             left = max(end - time.monotonic(), 0.1)
-            asking = in_daemon_thread(ask)  # the look-up of a hub's address has no deadline of its own
+            asking = run_in_thread(ask, "hub")  # the look-up of a hub's address has no deadline of its own
             try:
                 return asking.result(left)
             except Exception as error:  # whatever the library and those below it raise is told in words
@@ -203,20 +200,6 @@ def require(module: str) -> None:
     """Raises HubError where a package that names need is not installed."""
     if importlib.util.find_spec(module) is None:
         raise HubError(f"names on the hub need {module}: pip install 'myxo[hub]', or give a path")
-
-
-def in_daemon_thread(call: Callable[[], Result]) -> Future[Result]:
-    """Starts ``call`` in a thread that keeps no process from ending; returns its future."""
-    future: Future[Result] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:

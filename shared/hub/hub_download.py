@@ -8,9 +8,12 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from shared.data.read_progress import ReadProgress
-from shared.hub.hub_client import Hub, HubError, RepositoryListing, Unreachable, in_daemon_thread
+from shared.hub.hub_client import Hub, HubError, RepositoryListing, Unreachable
 from shared.hub.hub_names import HubName
+from shared.runtime.daemon_thread import run_in_thread
 
 STALL_SECONDS = 120.0
 """The seconds that a download may go without a byte."""
@@ -35,16 +38,18 @@ def download(hub: Hub, name: HubName, listing: RepositoryListing, files: Sequenc
     if listing.cached is not None:
         raise listing.cached
     total = sum(listing.files.get(file) or 0 for file in missing)
-    _check_room(hub, total)
-    _run(_Transfer(hub, name, missing), f"{name.repo} ({len(missing)} files)", total)
+    directory = next(path for path in (hub.cache, *hub.cache.parents) if path.exists())
+    if total > (free := shutil.disk_usage(directory).free):
+        raise HubError(f"{decimal(total)} to download, and {directory} has {decimal(free)} free; set HF_HOME to a directory with room")
+    _watched(_Transfer(hub, name, missing), f"{name.repo} ({len(missing)} files)", total)
     for file in filter(lacks, missing):
         raise HubError(f"{file} has not come whole: {listing.files.get(file)} bytes were promised; try again")
 
 
-def _run(transfer: "_Transfer", what: str, total: int) -> None:
+def _watched(transfer: "_Transfer", what: str, total: int) -> None:
     """Runs a transfer in a thread, which a download that hangs leaves behind. Raises HubError."""
-    running = in_daemon_thread(transfer.run)
-    with ReadProgress(f"downloading {what}", total, _size) as progress:
+    running = run_in_thread(transfer.run, "download")
+    with ReadProgress(f"downloading {what}", total, decimal) as progress:
         while not wait([running], _POLL_INTERVAL).done:
             progress.at(transfer.bytes)
             silent = time.monotonic() - transfer.last_byte_at
@@ -55,14 +60,7 @@ def _run(transfer: "_Transfer", what: str, total: int) -> None:
     if isinstance(failure := running.exception(), Exception):
         raise transfer.hub.in_words(failure, transfer.name) from failure
     if progress.shown:
-        _tell(f"downloaded {what}: {_size(total)}")
-
-
-def _check_room(hub: Hub, total: int) -> None:
-    directory = next(path for path in (hub.cache, *hub.cache.parents) if path.exists())
-    free = shutil.disk_usage(directory).free
-    if total > free:
-        raise HubError(f"{_size(total)} to download, and {directory} has {_size(free)} free; set HF_HOME to a directory with room")
+        _tell(f"downloaded {what}: {decimal(total)}")
 
 
 class _Transfer:
@@ -74,31 +72,26 @@ class _Transfer:
         self._over_xet = False
 
     def run(self) -> None:
+        import httpx
+        from huggingface_hub import constants
+        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
         from huggingface_hub.utils import logging
 
         logging.set_verbosity_error()  # its warnings of retries would stand between our lines
         for file in self._files:
-            self.file, self.last_byte_at = file, time.monotonic()
-            self._fetch(file)
-
-    def _fetch(self, file: str) -> None:
-        import httpx
-        from huggingface_hub import constants
-        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-
-        self._over_xet, before = not constants.HF_HUB_DISABLE_XET, self.bytes
-        try:
-            self._get(file)
-        except (EntryNotFoundError, HfHubHTTPError, httpx.HTTPError):
-            raise
-        except Exception as error:
-            if not self._over_xet or getattr(error, "errno", None) is not None:
+            self.file = file
+            self._over_xet, before = not constants.HF_HUB_DISABLE_XET, self.bytes
+            try:
+                self._fetch()
+            except (EntryNotFoundError, HfHubHTTPError, httpx.HTTPError):
                 raise
-            # a firewall may block Xet, and the hub itself has all files, too
-            _tell(f"{file}: {type(error).__name__}; once more over plain HTTP")
-            constants.HF_HUB_DISABLE_XET, self._over_xet = True, False
-            self.bytes, self.last_byte_at = before, time.monotonic()
-            self._get(file)
+            except Exception as error:
+                if not self._over_xet or getattr(error, "errno", None) is not None:
+                    raise
+                # a firewall may block Xet, and the hub itself has all files, too
+                _tell(f"{self.file}: {type(error).__name__}; once more over plain HTTP")
+                constants.HF_HUB_DISABLE_XET, self._over_xet, self.bytes = True, False, before
+                self._fetch()
 
     def leave_xet(self) -> None:
         """Ends a download over Xet, which then begins again over plain HTTP; leaves any other download alone."""
@@ -107,17 +100,18 @@ class _Transfer:
 
             _xet.abort_xet_session()
 
-    def _get(self, file: str) -> None:
+    def _fetch(self) -> None:
         from huggingface_hub import hf_hub_download
 
+        self.last_byte_at = time.monotonic()
         hf_hub_download(
             self.name.repo,
-            file,
+            self.file,
             repo_type=self.name.kind,
             revision=self.name.commit,
             cache_dir=self.hub.cache,
             endpoint=self.hub.endpoint,
-            force_download=Path(self.hub.snapshot(self.name), file).exists(),  # it is there, and of another size
+            force_download=Path(self.hub.snapshot(self.name), self.file).exists(),  # it is there, and of another size
             tqdm_class=_meter(self),
         )
 
@@ -149,10 +143,3 @@ def _meter(transfer: _Transfer) -> type[Any]:
 
 def _tell(line: str) -> None:
     print(f"myxo: {line}", file=sys.stderr, flush=True)
-
-
-def _size(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"

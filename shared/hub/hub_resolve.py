@@ -11,7 +11,6 @@ from typing import Any
 
 from shared.bus import runs
 from shared.config.run_config import RunConfig
-from shared.data.data_files import DataFile
 from shared.hub import hub_datasets, hub_models, hub_names
 from shared.hub.hub_client import Hub, HubError, NoSuchRepository, Unreachable
 from shared.hub.hub_names import HubName
@@ -122,11 +121,9 @@ def _changed(config: RunConfig, fields: Collection[str], change: Change) -> RunC
 
 
 def _new_value(field: str, value: Any, change: Change) -> Any:
-    if isinstance(value, Path):
-        return _new_path(field, value, change) if hub_names.is_name(value) else value
-    if isinstance(value, list) and any(isinstance(file, DataFile) and hub_names.is_name(file.path) for file in value):
-        return [replace(file, path=_new_path(field, file.path, change)) if hub_names.is_name(file.path) else file for file in value]
-    return value
+    if isinstance(value, list) and any(hub_names.is_name(file.path) for file in value):
+        return [replace(file, path=_new_value(field, file.path, change)) for file in value]
+    return _new_path(field, value, change) if isinstance(value, Path) and hub_names.is_name(value) else value
 
 
 def _new_path(field: str, path: Path, change: Change) -> Path:

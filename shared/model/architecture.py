@@ -21,15 +21,15 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023) as DeepSeek-V3 uses it: Megatron computes the frequencies, inside its latent attention.
+    """YaRN (Peng et al. 2023) as DeepSeek-V3 uses it, in Megatron's names: it computes the frequencies, inside its latent attention.
 
     Args:
-        factor: of the context's length over ``original_max_positions``. beta_fast, beta_slow: rotations over the original
+        rotary_scaling_factor: of the context's length over the original one. beta_fast, beta_slow: rotations over the original
             context that bound the blend. mscale, mscale_all_dim: growth of the attention's logits with the factor.
     """
 
-    factor: float
-    original_max_positions: int
+    rotary_scaling_factor: float
+    original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 1.0
@@ -53,18 +53,18 @@ class Rope:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values, and maybe queries, pass through a low rank.
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values, and maybe queries, pass through a low rank. In Megatron's names.
 
     Args:
-        query_rank: None for queries that are projected at once. nope_head_dim, rope_head_dim: the parts of a query or key
-            head without and with rotary embedding. value_head_dim: width of a value head.
+        q_lora_rank: None for queries that are projected at once. qk_head_dim, qk_pos_emb_head_dim: the parts of a query or key
+            head without and with rotary embedding. v_head_dim: width of a value head.
     """
 
-    query_rank: int | None
-    key_value_rank: int
-    nope_head_dim: int
-    rope_head_dim: int
-    value_head_dim: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ written for another size is refused. Two names are not Megatron's own but common
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from shared.config import megatron_flags
@@ -24,7 +25,7 @@ def flags_of(architecture: Architecture) -> dict[str, Any]:
         "num_attention_heads": a.num_attention_heads,
         "group_query_attention": grouped,
         **({"num_query_groups": a.num_key_value_heads} if a.latent is None else {}),
-        "kv_channels": a.head_dim if a.latent is None else a.latent.nope_head_dim,
+        "kv_channels": a.head_dim if a.latent is None else a.latent.qk_head_dim,
         "normalization": "RMSNorm",
         "norm_epsilon": a.norm_eps,
         "apply_layernorm_1p": False,
@@ -59,25 +60,8 @@ def _rope_flags(rope: Rope) -> dict[str, Any]:
 def _latent_flags(latent: LatentAttention | None, rope: Rope) -> dict[str, Any]:
     if latent is None:
         return {"multi_latent_attention": False}
-    flags: dict[str, Any] = {
-        "multi_latent_attention": True,
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.key_value_rank,
-        "qk_head_dim": latent.nope_head_dim,
-        "qk_pos_emb_head_dim": latent.rope_head_dim,
-        "v_head_dim": latent.value_head_dim,
-        "rope_type": "yarn" if rope.scaling else "rope",
-    }
-    if isinstance(rope.scaling, YarnScaling):
-        flags |= {
-            "rotary_scaling_factor": rope.scaling.factor,
-            "original_max_position_embeddings": rope.scaling.original_max_positions,
-            "beta_fast": rope.scaling.beta_fast,
-            "beta_slow": rope.scaling.beta_slow,
-            "mscale": rope.scaling.mscale,
-            "mscale_all_dim": rope.scaling.mscale_all_dim,
-        }
-    return flags
+    scaling = asdict(rope.scaling) if isinstance(rope.scaling, YarnScaling) else {}
+    return {"multi_latent_attention": True, **asdict(latent), "rope_type": "yarn" if scaling else "rope", **scaling}
 
 
 def _expert_flags(a: Architecture) -> dict[str, Any]:
@@ -96,6 +80,7 @@ def _expert_flags(a: Architecture) -> dict[str, Any]:
     if experts.shared_ffn_hidden_size:
         flags["moe_shared_expert_intermediate_size"] = experts.shared_ffn_hidden_size
     if experts.score == "softmax":
+        # softmax over the chosen experts' logits is softmax over all, rescaled; without rescaling it comes first
         flags["moe_router_pre_softmax"] = not experts.normalize
     else:
         flags |= {

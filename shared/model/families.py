@@ -128,7 +128,7 @@ class _Entries:
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
         layers = self.integer("num_hidden_layers")
         latent = self.latent() if family.latent else None
-        head_dim = latent.nope_head_dim + latent.rope_head_dim if latent else self.integer("head_dim", default=hidden // heads)
+        head_dim = latent.qk_head_dim + latent.qk_pos_emb_head_dim if latent else self.integer("head_dim", default=hidden // heads)
         return Architecture(
             model_type=model_type,
             num_layers=layers,
@@ -154,11 +154,11 @@ class _Entries:
     def latent(self) -> LatentAttention:
         self.require("rope_interleave", True, "latent attention is implemented with interleaved rotary dimensions")
         return LatentAttention(
-            query_rank=None if self.raw.get("q_lora_rank") is None else self.integer("q_lora_rank"),
-            key_value_rank=self.integer("kv_lora_rank"),
-            nope_head_dim=self.integer("qk_nope_head_dim"),
-            rope_head_dim=self.integer("qk_rope_head_dim"),
-            value_head_dim=self.integer("v_head_dim"),
+            q_lora_rank=None if self.raw.get("q_lora_rank") is None else self.integer("q_lora_rank"),
+            kv_lora_rank=self.integer("kv_lora_rank"),
+            qk_head_dim=self.integer("qk_nope_head_dim"),
+            qk_pos_emb_head_dim=self.integer("qk_rope_head_dim"),
+            v_head_dim=self.integer("v_head_dim"),
         )
 
     def rope(self, family: Family) -> Rope:
@@ -240,8 +240,8 @@ def _yarn(entries: dict[str, Any]) -> YarnScaling:
     if entries.get("attention_factor") is not None or entries.get("truncate", True) is not True or (all_dim and not mscale):
         raise ValueError("attention_factor, truncate and an mscale_all_dim without mscale are not implemented")
     return YarnScaling(
-        factor=float(entries["factor"]),
-        original_max_positions=int(entries["original_max_position_embeddings"]),
+        rotary_scaling_factor=float(entries["factor"]),
+        original_max_position_embeddings=int(entries["original_max_position_embeddings"]),
         beta_fast=float(entries.get("beta_fast") or 32.0),
         beta_slow=float(entries.get("beta_slow") or 1.0),
         mscale=float(mscale) if all_dim else 1.0,

@@ -76,14 +76,6 @@ def _reason(path: Path, error: TensorFileBroken) -> str:
     return f"not a whole safetensors file ({str(error.__cause__)[:200]}); was its download cut short? download it again"
 
 
-def check_tensors(
-    directory: Path, held: Mapping[str, Sequence[int]], expected: Mapping[str, Shape], unread: tuple[str, ...] = (), field: str = ""
-) -> None:
-    """Raises the first ConfigError of `tensor_problems`."""
-    for problem in tensor_problems(directory, held, expected, unread, field or "model.hf_checkpoint"):
-        raise problem
-
-
 def tensor_problems(
     directory: Path, held: Mapping[str, Sequence[int]], expected: Mapping[str, Shape], unread: tuple[str, ...], field: str
 ) -> Iterator[ConfigError]:

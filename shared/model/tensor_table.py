@@ -4,7 +4,6 @@ A row holds if the model, or the layer, has every feature in its ``when``; a fam
 knows one from another. Sizes are words, resolved by :func:`sizes`, so that the same table says what a checkpoint must hold.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,14 +16,32 @@ Layout = Literal["plain", "vocabulary", "qkv", "glu"]
 
 
 @dataclass(frozen=True)
+class TensorSource:
+    """The Hugging Face tensors that become one Megatron parameter.
+
+    Args:
+        tensors: their names and shapes. layout: ``plain`` as it is; ``vocabulary`` with rows of zeros below; ``qkv`` interleaved by
+            key/value group; ``glu`` one above the other, and each half split over the ranks for itself.
+        float32: whether it stays float32 in a model of another dtype.
+    """
+
+    tensors: tuple[tuple[str, Shape], ...]
+    layout: Layout = "plain"
+    float32: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.tensors)
+
+
+@dataclass(frozen=True)
 class NameRow:
     """One Megatron parameter of a layer.
 
     Args:
         megatron: its name below ``decoder.layers.N.``, in the local spec and, where that differs, in Transformer Engine's.
         tensors: name below ``model.layers.N.`` and sizes of each Hugging Face tensor it is made of.
-        layout: see :class:`.weights.Recipe`. when: features that the layer must have.
-        float32: kept so whatever the model's dtype.
+        layout, float32: see :class:`TensorSource`. when: features that the layer must have.
 
     In names ``{expert}`` stands for an expert's number.
     """
@@ -108,13 +125,6 @@ TABLE: tuple[NameRow, ...] = (
     _row("mlp_bda.norm.weight", {"post_mlp_layernorm.weight": "hidden"}, when="post_norms"),
 )
 
-TOP: dict[str, tuple[str, Layout]] = {
-    "embedding.word_embeddings.weight": ("model.embed_tokens.weight", "vocabulary"),
-    "decoder.final_layernorm.weight": ("model.norm.weight", "plain"),
-    "output_layer.weight": ("lm_head.weight", "vocabulary"),
-}
-"""Parameters outside the layers: Megatron's whole name, Hugging Face's, layout."""
-
 
 def features(architecture: Architecture, layer: int) -> frozenset[str]:
     """Returns the words of one layer that ``when`` may ask for."""
@@ -122,7 +132,7 @@ def features(architecture: Architecture, layer: int) -> frozenset[str]:
     found = {"latent" if a.latent else "grouped", "moe" if a.is_moe_layer(layer) else "dense"}
     found.add("gate_up_fused" if a.fused_gate_up else "gate_up_apart")
     if a.latent:
-        found.add("full_queries" if a.latent.query_rank is None else "low_queries")
+        found.add("full_queries" if a.latent.q_lora_rank is None else "low_queries")
     if a.experts and a.experts.score == "sigmoid":
         found.add("expert_bias")
     if a.experts and a.experts.shared_ffn_hidden_size:
@@ -138,15 +148,15 @@ def sizes(architecture: Architecture) -> dict[str, int]:
         "head": a.head_dim,
         "queries": heads * a.head_dim,
         "keys": a.num_key_value_heads * a.head_dim,
-        "values": heads * (a.latent.value_head_dim if a.latent else a.head_dim),
+        "values": heads * (a.latent.v_head_dim if a.latent else a.head_dim),
         "ffn": a.ffn_hidden_size,
         "2*ffn": 2 * a.ffn_hidden_size,
     }
     if a.latent:
-        known["query_rank"] = a.latent.query_rank or 0
-        known["kv_rank"] = a.latent.key_value_rank
-        known["kv_rank+rope"] = a.latent.key_value_rank + a.latent.rope_head_dim
-        known["keys+values"] = heads * (a.latent.nope_head_dim + a.latent.value_head_dim)
+        known["query_rank"] = a.latent.q_lora_rank or 0
+        known["kv_rank"] = a.latent.kv_lora_rank
+        known["kv_rank+rope"] = a.latent.kv_lora_rank + a.latent.qk_pos_emb_head_dim
+        known["keys+values"] = heads * (a.latent.qk_head_dim + a.latent.v_head_dim)
     if a.experts:
         known["experts"] = a.experts.count
         known["expert_ffn"] = a.experts.ffn_hidden_size
@@ -164,63 +174,40 @@ def _rows(having: frozenset[str]) -> tuple[NameRow, ...]:
     return tuple(row for row in TABLE if row.when <= having)
 
 
-@lru_cache(maxsize=1024)
-def pattern(megatron: str) -> re.Pattern[str]:
-    """Matches a name of the table; its group, if it has one, is the expert's number."""
-    return re.compile(re.escape(megatron).replace(re.escape("{expert}"), r"(\d+)"))
+@lru_cache(maxsize=4)
+def parameter_sources(architecture: Architecture) -> dict[str, TensorSource]:
+    """Returns the sources of Megatron's parameters by their global names: those of the local spec, and of Transformer Engine's layers.
+
+    The last pipeline stage's copy of a tied embedding becomes the same tensors as the first stage's.
+    """
+    found = {name: source for names, source in _parameters(architecture) for name in names}
+    found.setdefault("output_layer.weight", found["embedding.word_embeddings.weight"])
+    return found
+
+
+def _parameters(architecture: Architecture) -> Iterator[tuple[tuple[str, ...], TensorSource]]:
+    """Yields, in the order of the model, the names of each parameter (in the local spec first) and its source."""
+    a, size = architecture, sizes(architecture)
+    vocabulary = a.vocab_size, a.hidden_size
+    yield ("embedding.word_embeddings.weight",), TensorSource((("model.embed_tokens.weight", vocabulary),), "vocabulary")
+    for layer in range(a.num_layers):
+        for row in layer_rows(a, layer):
+            shapes = [(name, tuple(size[word] for word in words)) for name, words in row.tensors]
+            for expert in range(a.experts.count) if a.experts and row.per_expert else (0,):
+                tensors = tuple((f"model.layers.{layer}.{name.format(expert=expert)}", shape) for name, shape in shapes)
+                names = tuple(f"decoder.layers.{layer}.{name.format(expert=expert)}" for name in row.megatron)
+                yield names, TensorSource(tensors, row.layout, row.float32)
+    yield ("decoder.final_layernorm.weight",), TensorSource((("model.norm.weight", (a.hidden_size,)),))
+    if not a.tied_embeddings:
+        yield ("output_layer.weight",), TensorSource((("lm_head.weight", vocabulary),), "vocabulary")
 
 
 def hf_tensors(architecture: Architecture) -> dict[str, Shape]:
     """Returns the names and shapes of all tensors in the model's safetensors, in the order of the model."""
-    a, size = architecture, sizes(architecture)
-    tensors: dict[str, Shape] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
-    for layer in range(a.num_layers):
-        for row in layer_rows(a, layer):
-            for expert in range(a.experts.count) if a.experts and row.per_expert else (0,):
-                for name, words in row.tensors:
-                    tensors[f"model.layers.{layer}.{name.format(expert=expert)}"] = tuple(size[word] for word in words)
-    tensors["model.norm.weight"] = (a.hidden_size,)
-    if not a.tied_embeddings:
-        tensors["lm_head.weight"] = (a.vocab_size, a.hidden_size)
-    return tensors
+    return {name: shape for _, source in _parameters(architecture) for name, shape in source.tensors}
 
 
 def megatron_parameters(architecture: Architecture, engine: bool = False) -> list[str]:
     """Returns the global names of Megatron's parameters that train, in the order of the model. ``engine``: Transformer Engine's layers."""
-    a = architecture
-    names = ["embedding.word_embeddings.weight"]
-    for layer in range(a.num_layers):
-        for row in layer_rows(a, layer):
-            held = row.megatron[-1 if engine else 0]
-            for expert in range(a.experts.count) if a.experts and row.per_expert else (0,):
-                if not held.endswith(".expert_bias"):  # no gradient moves it
-                    names.append(f"decoder.layers.{layer}.{held.format(expert=expert)}")
-    return [*names, "decoder.final_layernorm.weight", *([] if a.tied_embeddings else ["output_layer.weight"])]
-
-
-def source(name: str, architecture: Architecture) -> tuple[tuple[str, ...], Layout, bool]:
-    """Returns the sources of a Megatron parameter, by its global name.
-
-    Returns:
-        Hugging Face names, layout, and whether it is kept in float32.
-
-    Raises:
-        KeyError: no row covers it, which is a gap in the table.
-    """
-    if name in TOP:
-        if name == "output_layer.weight" and architecture.tied_embeddings:
-            name = "embedding.word_embeddings.weight"  # the last pipeline stage's copy
-        hf_name, layout = TOP[name]
-        return (hf_name,), layout, False
-    for row, prefix, expert in _matches(name, architecture):
-        return tuple(prefix + hf_name.format(expert=expert) for hf_name, _ in row.tensors), row.layout, row.float32
-    raise KeyError(f"no recipe for Megatron parameter {name!r}")
-
-
-def _matches(name: str, architecture: Architecture) -> Iterator[tuple[NameRow, str, str]]:
-    layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
-    for row in layer_rows(architecture, int(layer[1])) if layer else ():
-        for megatron in row.megatron:
-            matched = pattern(megatron).fullmatch(layer[2]) if layer else None
-            if layer and matched:
-                yield row, f"model.layers.{layer[1]}.", "".join(matched.groups())
+    names = [names[-1 if engine else 0] for names, _ in _parameters(architecture)]
+    return [name for name in names if not name.endswith(".expert_bias")]  # no gradient moves it

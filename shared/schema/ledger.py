@@ -7,7 +7,7 @@ import re
 
 from pydantic import Field
 
-from shared.schema.messages import Message, Part, Payload, SampleMeta
+from shared.schema.messages import Message, Payload, ScoredGroup
 
 _EVAL_GROUP = re.compile(r"eval\.([^.]+)\.([0-9]+)\.([0-9]+)\Z")
 
@@ -29,25 +29,6 @@ class GroupsAdmitted(LedgerRecord):
     first: int = Field(ge=0)
     count: int = Field(gt=0)
     version: int
-
-
-class ScoredGroup(Part):
-    """The entry of a scored group, which suffices to hand out its batch again.
-
-    ``parts``: named rewards of each sample, empty where there are none. ``rollouts`` as in `Generated`; ``removed`` as in `BatchGroup`.
-    """
-
-    group: str
-    attempt: int
-    payload: Payload
-    samples: list[SampleMeta]
-    rewards: list[float]
-    parts: tuple[dict[str, float], ...] = ()
-    rollouts: tuple[int, ...] = ()
-    removed: tuple[int, ...] = ()
-    replica: str
-    started: float
-    ended: float
 
 
 class GroupsScored(LedgerRecord):
@@ -130,8 +111,8 @@ class EvalScored(LedgerRecord):
     version: int
     rewards: list[float]
     parts: tuple[dict[str, float], ...] = ()
-    oldest: int
-    newest: int
+    oldest: int = 0
+    newest: int = 0
     reason: str = ""
     payload: Payload | None = None
 

@@ -21,10 +21,10 @@ from shared.schema.ledger import (
     GroupsScored,
     LedgerRecord,
     RunFinished,
-    ScoredGroup,
     VersionLive,
     group_id,
 )
+from shared.schema.messages import ScoredGroup
 
 
 @dataclass

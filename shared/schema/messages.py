@@ -1,4 +1,4 @@
-"""The wire schema: every message that crosses the control plane.
+"""The wire schema: every message that crosses the control plane, those about weights aside (`shared.schema.weight_messages`).
 
 Each message is a pydantic model with strict fields, in MessagePack as ``{"schema": 1, "kind": <class name>, ...fields}``. A receiver
 refuses an unknown schema version, an unknown kind and a field that does not fit, with a `BadMessage` that names it.
@@ -8,7 +8,7 @@ The catalogue in ``docs/messages.md`` is generated from these models.
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, ValidationError
 from pydantic.dataclasses import dataclass
 
 from shared.runtime.errors import BadMessage
@@ -34,10 +34,15 @@ Tokens = Annotated[Any, BeforeValidator(_token_array)]
 """Token ids: int32 [T]."""
 
 
-class Message(BaseModel):
-    """Base of all messages: strict fields, MessagePack both ways."""
+class Part(BaseModel):
+    """Base of the records inside messages."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+
+class Message(Part):
+    """Base of all messages: strict fields, MessagePack both ways."""
+
     kinds: "ClassVar[dict[str, type[Message]]]" = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -71,12 +76,6 @@ class Message(BaseModel):
             raise BadMessage(f"{kind}.{where}: {first['msg']}") from error
 
 
-class Part(BaseModel):
-    """Base of the records inside messages."""
-
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-
-
 # --- the flow of a group: task, generated, scored
 
 
@@ -102,7 +101,7 @@ class Payload(Part):
     tokens: tuple[int, ...] = ()
 
 
-# Neither of the next two is a `Part`: there is one for every sample, and in slots they take a tenth of the memory, and less time.
+# No `Part`: there is one for every sample, and in slots it takes a tenth of the memory, and less time.
 @dataclass(slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class SampleMeta:
     """The metadata of one sample that decisions need without reading its payload.
@@ -116,16 +115,33 @@ class SampleMeta:
     finish: Literal["stop", "length", "abort"]
 
 
-@dataclass(slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class Score:
-    """The reward of one sample, finite; ``parts`` holds named rewards where the environment gives several.
+class GeneratedGroup(Part):
+    """The samples of one attempt at a group, finished and in the store.
 
-    ``removed``: a sample filter took the sample out of the loss; its reward still counts in the group.
+    ``started``/``ended``: seconds since the epoch, of the generation. ``rollouts``: of each sample, which of the task's n rollouts it comes
+    from; empty where each gave one sample.
     """
 
-    reward: float = Field(allow_inf_nan=False)
-    parts: dict[str, float] = Field(default_factory=dict)
-    removed: bool = False
+    group: str
+    attempt: int
+    payload: Payload
+    samples: list[SampleMeta]
+    rollouts: tuple[int, ...] = ()
+    replica: str
+    started: float
+    ended: float
+
+
+class ScoredGroup(GeneratedGroup):
+    """A group with the rewards of its samples, in order; it suffices to hand out its batch again.
+
+    ``parts``: named rewards of each sample, empty where there are none. ``removed``: positions of samples that a sample filter took out of
+    the loss; their rewards still count in the group.
+    """
+
+    rewards: list[FiniteFloat]
+    parts: tuple[dict[str, float], ...] = ()
+    removed: tuple[int, ...] = ()
 
 
 class Task(Message):
@@ -150,21 +166,8 @@ class Task(Message):
     renew_below: int = Field(default=0, ge=0)
 
 
-class Generated(Message):
-    """Samples of a group, finished and in the store, to be scored. Subject ``<run>.generated.<environment>``.
-
-    ``started``/``ended``: seconds since the epoch, of the generation. ``rollouts``: of each sample, which of the task's n rollouts it comes
-    from; empty where each gave one sample.
-    """
-
-    group: str
-    attempt: int
-    payload: Payload
-    samples: list[SampleMeta]
-    rollouts: tuple[int, ...] = ()
-    replica: str
-    started: float
-    ended: float
+class Generated(Message, GeneratedGroup):
+    """A group to be scored. Subject ``<run>.generated.<environment>``."""
 
 
 class Outcome(Message):
@@ -174,21 +177,11 @@ class Outcome(Message):
     attempt: int
 
 
-class Scored(Outcome):
-    """Rewards of a group. ``scores`` has one entry a sample, in order; ``rollouts`` as in `Generated`.
+class Scored(Outcome, ScoredGroup):
+    """Rewards of a group. ``filtered``: why the dynamic sampling filter does not keep the group; None: it is kept."""
 
-    ``filtered``: why the dynamic sampling filter does not keep the group; None: it is kept.
-    """
-
-    payload: Payload
-    samples: list[SampleMeta]
-    scores: list[Score]
-    rollouts: tuple[int, ...] = ()
     filtered: str | None = None
-    replica: str
     environment: str
-    started: float
-    ended: float
 
 
 class Failed(Outcome):
@@ -298,7 +291,7 @@ class RunDone(BatchAnswer):
 class Trained(Message):
     """Trainer reports ``step`` as trained into weights of ``version``. Subject ``<run>.buffer.trained``. Idempotent.
 
-    ``started``/``ended``: seconds since the epoch. ``metrics``: the step's metrics.
+    With the step's ``metrics`` it is the event ``<run>.trainer.step``, too. ``started``/``ended``: seconds since the epoch.
     """
 
     step: int = Field(ge=0)
@@ -324,17 +317,7 @@ class Refused(Message):
     reason: str
 
 
-# --- events and registry: live services, their state, the metrics of a step
-
-
-class TrainerStep(Message):
-    """Event ``<run>.trainer.step``: the metrics of one step, for progress, charts and the summary."""
-
-    step: int
-    version: int
-    started: float
-    ended: float
-    metrics: dict[str, float]
+# --- events and registry: live services and their state
 
 
 class WarmStartEnded(Message):
@@ -398,175 +381,3 @@ class LeaseStatus(Message):
     term: str
     mark: str
     at: float
-
-
-# --- a push of weights, request and reply, and the event that announces the live version
-
-
-class WeightChannelAddress(Part):
-    """One stream of buckets, from one of the trainer's ranks to every replica of a push.
-
-    ``kind``: ``group``, a process group over ``backend`` (gloo or nccl) in which the source is rank 0; ``memory``, buffers that both sides
-    map (`colocate`). ``address``, ``port``: of the source's TCP store, which has manifests and buffers; ``name``: the channel's, new
-    whenever it is made. ``world_size``: the source and all engines' ranks.
-    """
-
-    kind: Literal["group", "memory"]
-    name: str
-    address: str
-    port: int
-    backend: str
-    world_size: int
-
-
-class WeightsOffer(Message):
-    """Trainer asks whether a replica can take ``version`` now, before it builds a group.
-
-    Subject ``<run>.rollout.<replica>.weights.offer``.
-    """
-
-    version: int
-
-
-class WeightsReady(Message):
-    """Replica's answer: it holds ``version`` now (-1: none yet) and can take part; to a `WeightsPrepare`: its engine joins the channels.
-
-    ``digest``: of the version that it holds, as its engine knows it; empty where it does not know every tensor's.
-    """
-
-    replica: str
-    version: int
-    digest: str = ""
-
-
-class WeightsPrepare(Message):
-    """Trainer names the channels that will carry ``version``, and the replica's ``rank`` in all of them, of its engine's first process.
-
-    The engine joins in the background and goes on generating. Subject ``<run>.rollout.<replica>.weights.prepare``.
-    """
-
-    version: int
-    channels: list[WeightChannelAddress] = Field(min_length=1)
-    rank: int = Field(ge=1)
-    deadline: float = Field(gt=0)
-
-
-class WeightsReceive(Message):
-    """Replica stops generating and takes every bucket of ``version`` from the channels that it has joined.
-
-    ``push``: number of this push in the trainer's life; the channels' stores have its manifests under it. ``check``: compare with what the
-    engine holds instead of loading. Subject ``<run>.rollout.<replica>.weights.receive``.
-    """
-
-    version: int
-    push: int
-    channels: list[str] = Field(min_length=1)
-    check: bool = False
-    deadline: float = Field(gt=0)
-
-
-class WeightsReceived(Message):
-    """Replica's answer to a `WeightsReceive`: every bucket has been loaded (or compared).
-
-    ``digest``: of the version, over all tensors that the engine knows (`shared.transfer.digest`). ``bytes``: received. ``seconds``: from
-    the first wait for a bucket to the last one's loading. ``differences``: of a check, name of a tensor → elements that differ.
-    """
-
-    digest: str
-    bytes: int
-    seconds: float
-    differences: dict[str, int] = {}
-
-
-class WeightsCommit(Message):
-    """Every bucket of ``version`` is loaded: serve it, if its digest is ``digest``.
-
-    Subject ``<run>.rollout.<replica>.weights.commit``.
-    """
-
-    version: int
-    digest: str
-    deadline: float = Field(gt=0)
-
-
-class WeightsAbort(Message):
-    """The push of ``version`` failed for ``reason``: the replica is fenced until one succeeds."""
-
-    version: int
-    reason: str
-
-
-class WeightsLive(Message):
-    """Event and KV value ``weights/live``: ``version`` is served by ``replicas``; ``seconds``, ``bytes`` of its push, ``digest`` of it."""
-
-    version: int
-    replicas: list[str]
-    seconds: float
-    bytes: int
-    digest: str = ""
-    at: float
-
-
-class WeightsSnapshot(Message):
-    """KV value ``weights/snapshot``: the newest version on disk (`shared.transfer.weight_checkpoint`).
-
-    ``form``: a whole checkpoint, or what changed. ``path``: of its directory, where the trainer sees it; the others of its chain lie
-    beside it. ``bytes``: written for it. ``seconds``: that writing took.
-    """
-
-    version: int
-    digest: str
-    form: Literal["full", "delta"]
-    path: str
-    bytes: int
-    seconds: float
-    at: float
-
-
-class PeerTransferRequest(Message):
-    """A replica, the destination, asks another, which serves ``version``, for its engine's parameters.
-
-    ``ranks``: of the asking engine; rank r takes from rank r. ``deadline``: seconds for all of it. Subject
-    ``<run>.rollout.<replica>.weights.transfer``.
-    """
-
-    destination: str
-    version: int
-    ranks: int = Field(ge=1)
-    deadline: float = Field(gt=0)
-
-
-class PeerTransferOffer(Message):
-    """The source's answer to a `PeerTransferRequest`: where its engine's ranks wait for the asking engine's, and what they will send."""
-
-    source: str
-    version: int
-    digest: str
-    channels: list[WeightChannelAddress] = Field(min_length=1)
-
-
-class WeightsSleep(Message):
-    """Trainer takes the GPUs that it shares with the replica, which stops generating, keeps what it has and gives memory back.
-
-    ``lasts``: seconds after which a replica that was not asked again takes the trainer for gone, and wakes. ``deadline``: for the engine to
-    be idle and out of the way. Subject ``<run>.rollout.<replica>.weights.sleep``.
-    """
-
-    lasts: float = Field(gt=0)
-    deadline: float = Field(gt=0)
-
-
-class WeightsAsleep(Message):
-    """Replica's answer: its engine computes nothing; it holds ``version`` (-1: what it held went with its memory)."""
-
-    replica: str
-    version: int
-
-
-class WeightsWake(Message):
-    """Trainer gives the GPUs back: the replica takes its memory again and serves what it holds; without weights it stays fenced.
-
-    Subject ``<run>.rollout.<replica>.weights.wake``.
-    """
-
-    deadline: float = Field(gt=0)

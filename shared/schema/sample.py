@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import pydantic
 from numpy.typing import NDArray
 
 from shared.runtime.errors import BadMessage
@@ -112,6 +113,18 @@ class Sample:
         if len(versions) > 1:
             versions = [version for start, end, version in self.segments if self.mask[start:end].any()] or versions
         return SampleMeta(tokens=len(self.response), oldest=min(versions, default=0), newest=max(versions, default=0), finish=self.finish)
+
+
+@pydantic.dataclasses.dataclass(slots=True, kw_only=True, config=pydantic.ConfigDict(extra="forbid"))
+class Score:
+    """The reward of one sample, finite; ``parts`` holds named rewards where the environment gives several.
+
+    ``removed``: a sample filter took the sample out of the loss; its reward still counts in the group.
+    """
+
+    reward: pydantic.FiniteFloat
+    parts: dict[str, float] = field(default_factory=dict)
+    removed: bool = False
 
 
 def rollouts(samples: Iterable[Sample]) -> tuple[int, ...]:

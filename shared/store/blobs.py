@@ -17,11 +17,16 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermission
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from shared.runtime import server_urls
+
 WINDOW_BYTES = 4 << 20
 """The approximate bytes that may be asked for before they are read."""
 
 WINDOW_BLOBS = 64
 """The most blobs that may be asked for before they are read."""
+
+SOCKET_SECONDS = 10.0
+"""The seconds for connecting, and after which a connection on which nothing comes or goes is given up."""
 
 BUFFER_BYTES = 1 << 20
 _WRITE_PARTS = 512
@@ -38,16 +43,21 @@ Answer = bytes | None | Exception
 """The answer to one command: a value or a status, None for an absent key, or the server's error."""
 
 
-def connection(url: str, seconds: float, options: Mapping[str, Any]) -> tuple[Any, socket.socket]:
-    """Returns a connection that the library has made, with its socket. Close the connection; it closes the socket.
+def options(url: str) -> dict[str, Any]:
+    """Returns a client's options besides ``url``: for ``rediss://`` the authorities to trust. Raises ConfigError."""
+    if not url.startswith("rediss:"):
+        return {}
+    authorities = server_urls.authorities()
+    return {"ssl_check_hostname": True} | ({"ssl_ca_certs": authorities} if authorities else {})
 
-    Args:
-        seconds: for connecting, and for each read and write of a blocking socket. options: more of the library's.
+
+def connection(url: str) -> tuple[Any, socket.socket]:
+    """Returns a connection that the library has made, with its socket. Close the connection; it closes the socket.
 
     Raises what the library raises.
     """
-    pool = redis.ConnectionPool.from_url(url, protocol=2, socket_timeout=seconds, socket_connect_timeout=seconds, **options)
-    opened: Any = pool.make_connection()
+    timeouts = {"socket_timeout": SOCKET_SECONDS, "socket_connect_timeout": SOCKET_SECONDS}
+    opened: Any = redis.ConnectionPool.from_url(url, protocol=2, **timeouts, **options(url)).make_connection()
     opened.connect()
     return opened, opened._sock
 
@@ -122,14 +132,10 @@ class Answers:
 
 
 class Reader:
-    """Reads blobs in the order asked for from a blocking socket; the next ones are on their way while one is used.
+    """Reads blobs in the order asked for from a blocking socket; the next ones are on their way while one is used."""
 
-    Args:
-        url, seconds, options: as for `connection`.
-    """
-
-    def __init__(self, url: str, seconds: float, options: Mapping[str, Any]) -> None:
-        self._connection, self._socket = connection(url, seconds, options)
+    def __init__(self, url: str) -> None:
+        self._connection, self._socket = connection(url)
         self._answers = Answers()
         self._blob_bytes = WINDOW_BYTES // 8  # the largest lately, until then a guess
 
@@ -161,14 +167,11 @@ class Reader:
 class BlobConnection:
     """Sends SET and GET from an event loop, many at a time: the commands of one pass of the loop go out in one write.
 
-    It is not for TLS, whose sockets take no gathered writes.
-
-    Args:
-        seconds: how long answers are awaited without a byte written or read before the connection is given up.
+    It is not for TLS, whose sockets take no gathered writes. It is given up after `SOCKET_SECONDS` without a byte written or read.
     """
 
-    def __init__(self, connection: Any, plain: socket.socket, seconds: float) -> None:
-        self._connection, self._socket, self._seconds = connection, plain, seconds
+    def __init__(self, connection: Any, plain: socket.socket) -> None:
+        self._connection, self._socket = connection, plain
         self._loop = asyncio.get_running_loop()
         self._unsent: deque[bytes | memoryview] = deque()
         self._writing = False
@@ -180,9 +183,9 @@ class BlobConnection:
         self._loop.add_reader(plain, self._read)
 
     @classmethod
-    async def open(cls, url: str, seconds: float, options: Mapping[str, Any]) -> "BlobConnection":
+    async def open(cls, url: str) -> "BlobConnection":
         """Connects, in a thread. Raises what the library raises."""
-        return cls(*await asyncio.to_thread(connection, url, seconds, options), seconds)
+        return cls(*await asyncio.to_thread(connection, url))
 
     async def set(self, blobs: Mapping[str, bytes]) -> list[Answer]:
         """Writes blobs; returns the answer to each."""
@@ -218,9 +221,9 @@ class BlobConnection:
             self._writing = True
             self._loop.call_soon(self._write)
         while not answered.done():
-            left = self._last_progress + self._seconds - time.monotonic()
+            left = self._last_progress + SOCKET_SECONDS - time.monotonic()
             if left <= 0:
-                self.close(RedisTimeoutError(f"nothing came or went for {self._seconds:g} s"))
+                self.close(RedisTimeoutError(f"nothing came or went for {SOCKET_SECONDS:g} s"))
                 break
             await asyncio.wait([answered], timeout=left)
         return answered.result()

@@ -12,23 +12,15 @@ import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ConstantBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    BusyLoadingError,
-    NoPermissionError,
-    RedisError,
-    ResponseError,
-)
+from redis.exceptions import AuthenticationError, AuthorizationError, BusyLoadingError, NoPermissionError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.runtime import server_urls
 from shared.runtime.errors import DeadlineExceeded, MyxoError, PayloadMissing
-from shared.store.blobs import Answer, BlobConnection, Reader
+from shared.store.blobs import SOCKET_SECONDS, Answer, BlobConnection, Reader, options
 
 RETRY_PAUSE = 0.2
-SOCKET_SECONDS = 10.0
 _AWAY = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OSError)
 _REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)  # the first two are connection errors to the library
 
@@ -39,14 +31,6 @@ class StoreUnreachable(MyxoError):
 
 class StoreRefused(MyxoError):
     """The store does not take the credentials, or the account may not do this. Trying again does not help."""
-
-
-def options(url: str) -> dict[str, Any]:
-    """Returns a client's options besides ``url``: for ``rediss://`` the authorities to trust. Raises ConfigError."""
-    if not url.startswith("rediss:"):
-        return {}
-    authorities = server_urls.authorities()
-    return {"ssl_check_hostname": True} | ({"ssl_ca_certs": authorities} if authorities else {})
 
 
 class Store:
@@ -134,7 +118,7 @@ class Store:
         """Returns the connection for blobs, and makes one where there is none (any more)."""
         opened = self._blobs
         if opened is None or (opened.done() and (opened.cancelled() or opened.exception() is not None or opened.result().closed)):
-            self._blobs = opened = asyncio.ensure_future(BlobConnection.open(self._url, SOCKET_SECONDS, {}))
+            self._blobs = opened = asyncio.ensure_future(BlobConnection.open(self._url))
         return await asyncio.shield(opened)
 
     async def _retry(self, deadline: float, attempt: Any, what: str) -> Any:
@@ -142,15 +126,8 @@ class Store:
         while True:
             try:
                 return await attempt()
-            except _REFUSED as error:
-                raise _refusal(what, error) from error
-            except _AWAY as error:
-                _check_trust(what, error)
-                if time.monotonic() + RETRY_PAUSE > end:
-                    raise DeadlineExceeded(what, "the store", deadline, f"given up ({error})") from error
-            except ResponseError as error:
-                if not str(error).startswith("LOADING") or time.monotonic() + RETRY_PAUSE > end:
-                    raise
+            except (*_REFUSED, *_AWAY) as error:
+                _check_another_attempt(what, error, end, deadline)
             await asyncio.sleep(RETRY_PAUSE)
 
 
@@ -158,7 +135,7 @@ class BlockingStore:
     """Reads blobs in code without an event loop."""
 
     def __init__(self, url: str) -> None:
-        self._url, self._options = url, options(url)
+        self._url = url
         self._reader: Reader | None = None
 
     def read(self, keys: Sequence[str], deadline: float = 60.0) -> list[bytes]:
@@ -172,7 +149,7 @@ class BlockingStore:
             reader, self._reader = self._reader, None  # two streams at a time never share a connection
             try:
                 if reader is None:
-                    reader = Reader(self._url, SOCKET_SECONDS, self._options)
+                    reader = Reader(self._url)
                 for answer in reader.get(keys[done:]):
                     if isinstance(answer, Exception):
                         raise answer
@@ -182,12 +159,8 @@ class BlockingStore:
                 self.close()
                 self._reader = reader
                 return
-            except _REFUSED as error:
-                raise _refusal(f"blob {keys[done]}", error) from error
-            except _AWAY as error:
-                _check_trust(f"blob {keys[done]}", error)
-                if time.monotonic() + RETRY_PAUSE > end:
-                    raise DeadlineExceeded(f"blob {keys[done]}", "the store", deadline, f"given up ({error})") from error
+            except (*_REFUSED, *_AWAY) as error:
+                _check_another_attempt(f"blob {keys[done]}", error, end, deadline)
             finally:
                 if reader is not None and reader is not self._reader:  # answers to what was asked for are still to come on it
                     reader.close()
@@ -213,12 +186,12 @@ def _present(key: str, blob: bytes | None) -> bytes:
     return blob
 
 
-def _refusal(what: str, error: Exception) -> StoreRefused:
-    return StoreRefused(f"the store refuses {what}: {error}")
-
-
-def _check_trust(what: str, error: Exception) -> None:
-    """Raises StoreRefused where the connection failed at the server's certificate."""
+def _check_another_attempt(what: str, error: Exception, end: float, deadline: float) -> None:
+    """Raises StoreRefused where another attempt would not help, DeadlineExceeded where it would begin after ``end`` (monotonic)."""
+    if isinstance(error, _REFUSED):
+        raise StoreRefused(f"the store refuses {what}: {error}") from error
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         next_action = f"name the authority's file in {server_urls.CA_VARIABLE}"
         raise StoreRefused(f"{what} is not asked for: the store's certificate is not trusted; {next_action} ({error})") from error
+    if time.monotonic() + RETRY_PAUSE > end:
+        raise DeadlineExceeded(what, "the store", deadline, f"given up ({error})") from error

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.schema.messages import WeightChannelAddress
+from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_ring import BUFFERS, BucketRing
 from shared.transfer.manifest import Manifest
 from shared.transfer.weight_channel import (

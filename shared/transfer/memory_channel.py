@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shared.runtime.errors import BadMessage
-from shared.schema.messages import WeightChannelAddress
+from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_ring import BucketRing
 from shared.transfer.manifest import Manifest
 from shared.transfer.weight_channel import ChannelBroken, ChannelReceiver, ChannelSender, TransferDeadline

@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
-from shared.schema.messages import WeightChannelAddress
+from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.manifest import Manifest
 
 POLL_INTERVAL_S = 0.05

@@ -9,7 +9,8 @@ from shared.bus.subjects import Subjects
 from shared.data.rollout_files import RolloutReader
 from shared.runtime.embedded_servers import EmbeddedNats
 from shared.schema.ledger import GroupsScored, LedgerRecord
-from shared.schema.messages import TrainerStep, WeightsLive
+from shared.schema.messages import Trained
+from shared.schema.weight_messages import WeightsLive
 
 SHOWN_METRICS = {"agreement_abs_diff", "agreement_tokens"}
 """Metrics of a step that the report of a run is made of."""
@@ -26,7 +27,7 @@ async def assert_like_any_run(root: Path, run: str, steps: int, interval: int = 
     bus = await Bus.connect(server.url, "test")
     try:
         names = Subjects(run)
-        trained = [event async for _, event in stream_replay.read(bus, names.events_stream, TrainerStep, names.event("trainer", "step"))]
+        trained = [event async for _, event in stream_replay.read(bus, names.events_stream, Trained, names.event("trainer", "step"))]
         live = [event async for _, event in stream_replay.read(bus, names.events_stream, WeightsLive, names.event("weights", "live"))]
         records = [record async for _, record in stream_replay.read(bus, names.ledger_stream, LedgerRecord)]
     finally:
@@ -40,7 +41,7 @@ async def assert_like_any_run(root: Path, run: str, steps: int, interval: int = 
     assert_responses(root)
 
 
-def assert_steps(trained: list[TrainerStep], steps: int, interval: int) -> None:
+def assert_steps(trained: list[Trained], steps: int, interval: int) -> None:
     assert [event.step for event in trained] == list(range(steps))
     assert [event.version for event in trained] == [event.step // interval for event in trained]
     for event in trained:

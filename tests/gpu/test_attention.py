@@ -17,8 +17,7 @@ HEADS, GROUPS, WIDTH = 8, 2, 128
 @pytest.mark.parametrize("lengths", [[2048], [300, 2500, 17, 40, 4096, 2, 3000], [5, 700, 64]], ids=["one long", "mixed", "short"])
 def test_packs_equal_the_reference(lengths: list[int]) -> None:
     from services.trainer.megatron.attention import PackedCausalAttention
-    from services.trainer.megatron.long_sequences import long_sequences
-    from services.trainer.megatron.packed_sequences import PackedSequences
+    from services.trainer.megatron.packed_sequences import PackedSequences, long_sequences
 
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
     generator = torch.Generator(device="cuda").manual_seed(1)

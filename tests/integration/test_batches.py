@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from services.trainer import batches
-from services.trainer.batch_metrics import SampleStats
-from services.trainer.batches import TrainBatch
-from services.trainer.loss_inputs import with_advantages
-from services.trainer.objective import Moments
+from services.trainer.batches import BadBatch, TrainBatch
+from services.trainer.loss_inputs import LossInputs
+from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.packing import BadSample
 from services.trainer.partition import partition_batch
-from services.trainer.placement import BadBatch, SampleTooLong
+from services.trainer.placement import SampleTooLong
 from services.trainer.shard_reader import ShardReader
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.embedded_servers import EmbeddedValkey
@@ -47,14 +46,19 @@ def lengths(samples: list[sample.Sample]) -> list[int]:
 def read(batch: Batch, url: str, steps: int = 1, ranks: int = 1, objective: AlgorithmSection = OBJECTIVE) -> list[TrainBatch]:
     """What each of ``ranks`` data-parallel ranks makes of a batch: they differ in what they read, and add up what they found."""
     assembled = assemble_all(batch, url, steps, ranks, objective)
-    return [with_advantages(item, objective, item.partition.rewards, lambda own: own) for item in assembled]
+    return [inputs(objective, url).with_advantages(item) for item in assembled]
+
+
+def inputs(objective: AlgorithmSection, url: str, custom: CustomFunctions | None = None) -> LossInputs:
+    """The inputs of a loss on the only rank."""
+    return LossInputs(objective, custom or CustomFunctions(), BlockingStore(url), total=lambda own: own)
 
 
 def assemble_all(batch: Batch, url: str, steps: int, ranks: int, objective: AlgorithmSection) -> list[TrainBatch]:
     partition = partition_batch(batch, steps, ranks, 100)
     shards = [ShardReader(BlockingStore(url), rank, 100).take(partition) for rank in range(ranks)]
-    stats = SampleStats(np.sum([shard.stats for shard in shards], axis=0))
-    return [batches.assemble(shard, stats, objective, rank=rank, max_tokens=100) for rank, shard in enumerate(shards)]
+    stats = np.sum([shard.stats for shard in shards], axis=0)
+    return [batches.assemble(shard, stats, objective, rank=rank) for rank, shard in enumerate(shards)]
 
 
 def trained(batch: TrainBatch) -> dict[str, sample.Sample]:
@@ -85,8 +89,8 @@ def test_a_batch_is_read_and_packed(valkey: EmbeddedValkey, run_name: str) -> No
     assert [advantages[number].tolist() for number in (2, 3)] == [[0.0], [0.0, 0.0]], "equal rewards teach nothing"
     assert advantages[0][0] == pytest.approx(-advantages[1][0]) and advantages[1][0] == advantages[1][1] != 0
     figures = read_.metrics
-    assert (figures.reward, figures.response_tokens, figures.tokens) == (0.75, 6, 14)
-    assert (figures.staleness_mean, figures.staleness_max, figures.zero_std_groups) == (1.5, 2, 0.5)
+    assert [figures[name] for name in ("reward", "response_tokens", "tokens")] == [0.75, 6, 14]
+    assert [figures[name] for name in ("staleness_mean", "staleness_max", "zero_std_groups")] == [1.5, 2, 0.5]
     ((micro_batch,),) = read_.steps
     assert micro_batch.packed.loss_mask.sum() == 6
     assert micro_batch.packed.fields["weights"].sum() == pytest.approx(1.0), "the mean over samples of the means over their tokens"
@@ -126,8 +130,8 @@ def test_whitening_is_over_the_whole_batch(valkey: EmbeddedValkey, run_name: str
     objective = AlgorithmSection(normalize_advantages=True)
     (read_,) = read(batch, valkey.url, objective=objective)
     masks, advantages = read_.masks(), read_.per_sample("advantages")
-    moments = Moments.of([advantages[index].double() for index in read_.indices], [masks[index] for index in read_.indices])
-    assert (moments.mean, moments.variance) == (pytest.approx(0, abs=1e-7), pytest.approx(1, abs=1e-6))
+    trained = torch.cat([advantages[index][masks[index]].double() for index in read_.indices])
+    assert (trained.mean(), trained.var()) == (pytest.approx(0, abs=1e-7), pytest.approx(1, abs=1e-6))
 
 
 def test_optimizer_steps_get_every_sample_once(valkey: EmbeddedValkey, run_name: str) -> None:
@@ -200,7 +204,7 @@ def test_stale_tokens_and_removed_samples_leave_the_loss(
     (read_,) = read(batch, valkey.url)
     samples = list(trained(read_).values())
     assert ["".join(map(str, one.mask)) for one in samples] == masks
-    assert (read_.metrics.staleness_max, read_.metrics.masked_tokens, read_.metrics.removed_samples) == figures
+    assert tuple(read_.metrics[name] for name in ("staleness_max", "masked_tokens", "removed_samples")) == figures
     advantages = read_.per_sample("advantages")
     assert advantages[0].max() == pytest.approx(2 / 3 / np.std([1, 0, 0], ddof=1), rel=1e-4), "every reward counts in the group"
     ((micro_batch,),) = read_.steps

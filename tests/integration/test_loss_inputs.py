@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from services.trainer import batches
-from services.trainer.batch_metrics import SampleStats
-from services.trainer.loss_inputs import gathered, scored, with_advantages
-from services.trainer.objective import CustomFunctions
+from services.trainer.loss_inputs import gathered, scored
+from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.packing import BadSample
 from services.trainer.partition import partition_batch
 from services.trainer.shard_reader import ShardReader
@@ -21,7 +20,7 @@ from shared.config.algorithm import AlgorithmSection
 from shared.runtime.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import ConfigError
 from shared.store.payload_store import BlockingStore
-from tests.integration.test_batches import assemble_all, read, stored
+from tests.integration.test_batches import assemble_all, inputs, read, stored
 from tests.support.run_config import run_config
 
 REWARDS = [[1.0, 0.0], [3.0, 2.0, 2.5]]
@@ -53,7 +52,7 @@ def test_a_function_of_ones_own_makes_the_advantages(
     objective = config.algorithm
     batch = asyncio.run(stored(valkey.url, run_name, REWARDS))
     for item in assemble_all(batch, valkey.url, 1, 2, objective):
-        made = with_advantages(item, objective, item.partition.rewards, lambda own: own, CustomFunctions.of(config))
+        made = inputs(objective, valkey.url, CustomFunctions.of(config)).with_advantages(item)
         raw = [reward for group in REWARDS for reward in group]
         assert {index: set(values.tolist()) for index, values in made.per_sample("advantages").items()} == {
             index: {2.0 * raw[index]} for index in item.indices
@@ -95,15 +94,15 @@ def test_the_teachers_log_probs_come_with_the_samples(valkey: EmbeddedValkey, ru
     shard = ShardReader(BlockingStore(valkey.url), 0, 100).take(partition)
 
     def assembled() -> batches.TrainBatch:
-        return batches.assemble(shard, SampleStats(shard.stats), objective, rank=0, max_tokens=100)
+        return batches.assemble(shard, shard.stats, objective, rank=0)
 
     with pytest.raises(BadSample, match=r"metadata has no teacher_log_probs, one number a response token"):
         assembled()
     for sample in shard.samples.values():
         sample.metadata["teacher_log_probs"] = [-0.5 - at for at in range(len(sample.response))]
     batch = assembled()
-    made = with_advantages(batch, objective, partition.rewards, lambda own: own).per_sample("advantages")
-    plain = with_advantages(batch, objective.model_copy(update={"use_opd": False}), partition.rewards, lambda own: own)
+    made = inputs(objective, valkey.url).with_advantages(batch).per_sample("advantages")
+    plain = inputs(objective.model_copy(update={"use_opd": False}), valkey.url).with_advantages(batch)
     for index, values in plain.per_sample("advantages").items():
         gap = torch.arange(len(shard.samples[index].response))  # log π_old is -0.5 everywhere
         np.testing.assert_allclose(made[index], values - 0.5 * gap, rtol=1e-6)

@@ -10,7 +10,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from services.trainer.actor import StepResult
-from services.trainer.batch_metrics import BatchMetrics, SampleStats
 from services.trainer.batches import TrainBatch
 from services.trainer.control_client import ControlClient
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
@@ -23,7 +22,7 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.model.architecture import Architecture, Rope
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.schema.messages import Batch, BatchGroup, Payload, RewardPart, ServiceStatus, TrainerStep, WarmStartEnded
+from shared.schema.messages import Batch, BatchGroup, Payload, RewardPart, ServiceStatus, Trained, WarmStartEnded
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 
@@ -39,19 +38,18 @@ def batch(step: int, rewards: list[list[float]]) -> TrainBatch:
     parts = {"is short?": RewardPart(samples=4, mean=0.25 + step, std=0.5, min=0.0, max=1.0)}
     given = Batch(step=step, version=step, groups=groups, parts=parts)
     rows = [(3 + index, 0, 3 + index, index, step, index == len(values) - 1, 0) for values in rewards for index in range(len(values))]
-    known = SampleStats(np.array(rows, dtype=np.float64))
-    return TrainBatch(partition_batch(given, 1, 1, 1000), known, BatchMetrics.of(given, known), [])
+    return TrainBatch(partition_batch(given, 1, 1, 1000), np.array(rows, dtype=np.float64), [])
 
 
 def result(loss: float) -> StepResult:
     return StepResult(loss, {"loss": loss, "agreement_abs_diff": 1.0, "agreement_tokens": 4.0}, grad_norm=2 * loss, lr=1e-3)
 
 
-def recorded(config: RunConfig, directory: Path) -> str:
+def recorded(config: RunConfig) -> str:
     """Two steps, a push; returns what Prometheus would read."""
     with ControlClient() as link:
         asyncio.run(until(lambda: link.evaluations, "the evaluation on the buffer's card"))
-        record = MetricsLogger(link, directory, config, SPEED)
+        record = MetricsLogger(link, config, SPEED)
         record.sft(1, 2, result(4.0))
         assert "sft_seconds_left" not in link.service.metrics.values
         record.sft(2, 2, result(2.0))
@@ -86,10 +84,10 @@ async def test_a_step_is_written_everywhere(
     monkeypatch.setenv("MYXO_RUN", run_name)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # a link takes the signals of the process's main thread, which this is not
     buffer = asyncio.create_task(evaluated(bus, run_name))
-    scraped = await asyncio.to_thread(recorded, config, tmp_path / "tensorboard")
+    scraped = await asyncio.to_thread(recorded, config)
     buffer.cancel()
 
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events = EventAccumulator(str(config.run.root / "tensorboard"))
     events.Reload()
     written = {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert written["train/loss"] == [2.0, 1.0]
@@ -124,7 +122,7 @@ async def test_a_step_is_written_everywhere(
     assert 'myxo_train_loss{instance="' in scraped and "myxo_rollout_zero_std_count_0{" in scraped
     assert "myxo_passrate_pass_1{" in scraped and "myxo_rewards_is_short__mean{" in scraped
     names = Subjects(run_name)
-    steps = stream_replay.read(bus, names.events_stream, TrainerStep, subject=names.event("trainer", "step"))
+    steps = stream_replay.read(bus, names.events_stream, Trained, subject=names.event("trainer", "step"))
     told = [event async for _, event in steps]
     ended = stream_replay.read(bus, names.events_stream, WarmStartEnded, subject=names.event("trainer", "warm_start"))
     assert [event async for _, event in ended] == [WarmStartEnded(steps=2, every=1, losses=[4.0, 2.0])]

@@ -65,7 +65,7 @@ class _Reader:
             raise ConfigError("trainer.megatron.post_mlp_layernorm", not post_norms, "as post_self_attn_layernorm is")
         model_type = self.model_type(qk_norm, post_norms, latent, experts)
         if latent is not None:
-            key_value_heads, head_dim = heads, latent.nope_head_dim + latent.rope_head_dim
+            key_value_heads, head_dim = heads, latent.qk_head_dim + latent.qk_pos_emb_head_dim
         else:
             key_value_heads = self.required("num_query_groups") if self.get("group_query_attention") else heads
             head_dim = self.flags.get("kv_channels", self.required("hidden_size") // heads)
@@ -112,8 +112,8 @@ class _Reader:
         if self.get("rope_type") == "yarn":
             names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
             scaling = YarnScaling(
-                factor=float(self.required("rotary_scaling_factor")),
-                original_max_positions=int(self.get("original_max_position_embeddings")),
+                rotary_scaling_factor=float(self.required("rotary_scaling_factor")),
+                original_max_position_embeddings=int(self.get("original_max_position_embeddings")),
                 **{name: float(self.get(name)) for name in names},
             )
         return Rope(
@@ -127,11 +127,11 @@ class _Reader:
         if not self.get("multi_latent_attention"):
             return None
         return LatentAttention(
-            query_rank=self.get("q_lora_rank"),
-            key_value_rank=self.required("kv_lora_rank"),
-            nope_head_dim=self.required("qk_head_dim"),
-            rope_head_dim=self.required("qk_pos_emb_head_dim"),
-            value_head_dim=self.required("v_head_dim"),
+            q_lora_rank=self.get("q_lora_rank"),
+            kv_lora_rank=self.required("kv_lora_rank"),
+            qk_head_dim=self.required("qk_head_dim"),
+            qk_pos_emb_head_dim=self.required("qk_pos_emb_head_dim"),
+            v_head_dim=self.required("v_head_dim"),
         )
 
     def experts(self) -> Experts | None:

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from services.buffer.buffer_config import BufferConfig
-from shared.config.sections import EvalSection, RolloutSection
-from shared.config.weights_section import WeightsSection
+from shared.config.sections import EvalSection, RolloutSection, WeightsSection
 
 
 def buffer_config(

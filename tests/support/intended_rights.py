@@ -1,7 +1,8 @@
 """Who should be able to do what, written down by hand: what `shared.accounts.permissions` derives is held against this."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from shared.accounts.permissions import ANY, REST
 from shared.bus.subjects import Subjects
 
 BUFFER, ROLLOUT, REWARD, TRAINER, OPERATOR, ENVIRONMENT = ROLES = ("buffer", "rollout", "reward", "trainer", "operator", "environment")
@@ -152,3 +153,19 @@ STORE = {
 
 EXCHANGE = {TRAINER: {"HEXISTS", "HMGET", "HSET", "SET", "UNLINK"}}
 """Those that it may run besides, on what the trainer's roles tell each other and nowhere else."""
+
+
+def covers(pattern: str, subject: str) -> bool:
+    """Returns whether ``pattern`` matches every subject that ``subject``, which may hold wildcards itself, matches."""
+    wanted, given = pattern.split("."), subject.split(".")
+    for index, token in enumerate(wanted):
+        if token == REST:
+            return len(given) > index
+        if index >= len(given) or given[index] == REST or (token not in (ANY, given[index])):
+            return False
+    return len(wanted) == len(given)
+
+
+def allowed(patterns: Iterable[str], subject: str) -> bool:
+    """Returns whether one of the patterns covers the subject."""
+    return any(covers(pattern, subject) for pattern in patterns)

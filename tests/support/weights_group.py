@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from services.rollout.engine.engine_client import EngineClient
-from shared.schema.messages import WeightsReceived
+from shared.schema.weight_messages import WeightsReceived
 from shared.transfer import digest
 from shared.transfer.bucket_ring import bucket_views
 from shared.transfer.digest import TensorDigest

@@ -20,7 +20,7 @@ from services.buffer.state import BufferState, GroupState
 from shared.runtime.errors import MyxoError
 from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsAdmitted, GroupsDropped, LedgerRecord, group_id, group_number
 from shared.schema.ledger_audit import Audit, AuditReport
-from shared.schema.messages import Interrupted, Payload, SampleMeta, Score, Scored
+from shared.schema.messages import Interrupted, Payload, SampleMeta, Scored
 from shared.schema.versions import is_lost
 
 ENDLESS = 1 << 40
@@ -84,7 +84,7 @@ class World:
         self._bound = self._config.rollout.max_staleness
         self._interrupting = interrupting and enforced
         self._state = BufferState()
-        self._scores = [Score(reward=0.0)] * self._samples
+        self._rewards = [0.0] * self._samples
         self._audit = Audit(self._bound, self._size)
         self._engine = ModelledEngine(model, model.split, self._began)
         self._tasks: dict[str, SimulatedTask] = {}
@@ -214,8 +214,7 @@ class World:
             attempt=task.attempt,
             payload=_PAYLOAD,
             samples=samples,
-            scores=self._scores,
-            rollouts=[],
+            rewards=self._rewards,
             replica="rollout-0",
             environment="simulated",
             started=0.0,

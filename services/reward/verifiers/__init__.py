@@ -2,11 +2,16 @@
 
 from collections.abc import Callable
 
-from services.reward.verifiers.exact import exact
 from services.reward.verifiers.math import math
 
 Verifier = Callable[[str, str], float]
 """(response text, label) → reward."""
+
+
+def exact(response: str, label: str) -> float:
+    """Returns 1.0 where the response is the label, white space at both ends aside; else 0.0."""
+    return 1.0 if response.strip() == label.strip() else 0.0
+
 
 VERIFIERS: dict[str, Verifier] = {"math": math, "exact": exact}
 """The verifiers, by ``rm_type``."""

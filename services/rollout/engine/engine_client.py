@@ -21,7 +21,8 @@ from services.rollout.engine.receiver_client import ReceiverClient, ReceiverErro
 from services.rollout.engine.transport import EngineTransport
 from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.failures import log_failure
-from shared.schema.messages import Sampling, WeightChannelAddress, WeightsReceived
+from shared.schema.messages import Sampling
+from shared.schema.weight_messages import WeightChannelAddress, WeightsReceived
 from shared.transfer.digest import TensorDigest
 
 PauseMode = Literal["abort", "in_place", "retract"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from services.rollout.engine.engine_errors import EngineError
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.schema.messages import WeightsReceived
+from shared.schema.weight_messages import WeightsReceived
 
 LINE_BYTES = 64 * 2**20
 

@@ -30,6 +30,7 @@ from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.runtime import deadline, timeout_seconds, together
 from shared.config.learning_rate import LearningRateSchedule
+from shared.model.architecture import Architecture
 from shared.runtime.atomic_files import fsync_tree, publish, replaced_by, scratch, settle
 from shared.runtime.errors import ConfigError, MyxoError
 
@@ -53,13 +54,9 @@ def start_saving(
         copied: whether training may go on before :meth:`Save.finish`. One save at a time: finish it before the next.
 
     Raises:
-        ConfigError: ``keep`` or ``step`` has no meaning, or ``extra`` is no JSON.
+        ConfigError: ``extra`` is no JSON.
         MyxoError: another rank failed, went away or was too slow. OSError: the disk refused.
     """
-    if keep is not None and keep < 1:
-        raise ConfigError("trainer.keep_checkpoints", keep, "at least 1, or none to keep all")
-    if step < 0:
-        raise ConfigError("step", step, "at least 0")
     marker = _describe(model, optimizer, step, extra)
     target = root / f"step_{step:08d}"
     partial = target.with_name(f".{target.name}.partial")
@@ -119,19 +116,6 @@ def load_checkpoint(
     return extra
 
 
-def load_weights(model: MegatronModel, root: Path, step: int | None = None) -> None:
-    """Loads the weights of a checkpoint, whatever its layout and optimizer, and nothing else of it. This is a collective of all ranks.
-
-    An optimizer's float32 copies of the weights stay as they are.
-
-    Raises:
-        CheckpointMissing: there is none (of this step). ConfigError: it is of another model or dtype.
-    """
-    path, marker = find_checkpoint(root, step)
-    _check(path, marker, model)
-    _load_modules(path, model)
-
-
 def _load_modules(path: Path, model: MegatronModel) -> None:
     with deadline(f"reading the weights of checkpoint {path}"):
         loaded = dist_checkpointing.load(sharded_modules(model), str(path), strict="assume_ok_unexpected")
@@ -140,14 +124,21 @@ def _load_modules(path: Path, model: MegatronModel) -> None:
 
 
 def find_checkpoint(root: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
-    """Returns a checkpoint's directory and marker; the newest if ``step`` is None. Raises CheckpointMissing."""
+    """Returns a checkpoint's directory and marker; the newest if ``step`` is None. Raises CheckpointMissing, ConfigError."""
     found = checkpoints(root)
     wanted = step if step is not None else max(found, default=None)
     if wanted is None or wanted not in found:
         which = "checkpoint" if step is None else f"checkpoint of step {step}"
         raise CheckpointMissing(f"{root} holds no complete {which}; complete steps: {sorted(found) or 'none'}")
-    marker: dict[str, Any] = json.loads((found[wanted] / MARKER).read_text())
-    return found[wanted], marker
+    return found[wanted], read_marker(found[wanted])
+
+
+def read_marker(path: Path) -> dict[str, Any]:
+    """Returns the marker of the checkpoint at ``path``. Raises ConfigError: it is of another format."""
+    marker: dict[str, Any] = json.loads((path / MARKER).read_text())
+    if marker.get("format") != FORMAT:
+        raise ConfigError(f"{path}:format", marker.get("format"), f"{FORMAT}; written by another version of Myxo")
+    return marker
 
 
 def latest_step(root: Path) -> int | None:
@@ -173,8 +164,7 @@ def _describe(model: MegatronModel, optimizer: Optimizer, step: int, extra: dict
         "format": FORMAT,
         "step": step,
         **model_entries(model),
-        "use_distributed_optimizer": optimizer.trainer.use_distributed_optimizer,
-        "freezing": _freezing(model),
+        **_optimizer_entries(model, optimizer),
         "layout": _layout(model),
         "schedule": asdict(optimizer.schedule),
         "updates": optimizer.updates,
@@ -195,8 +185,11 @@ def model_entries(model: MegatronModel) -> dict[str, Any]:
     }
 
 
-def _freezing(model: MegatronModel) -> dict[str, Any] | None:
-    return None if model.freezing.nothing else asdict(model.freezing)
+def _optimizer_entries(model: MegatronModel, optimizer: Optimizer) -> dict[str, Any]:
+    return {
+        "use_distributed_optimizer": optimizer.trainer.use_distributed_optimizer,
+        "freezing": None if model.freezing.nothing else asdict(model.freezing),
+    }
 
 
 def _layout(model: MegatronModel) -> dict[str, Any]:
@@ -205,19 +198,19 @@ def _layout(model: MegatronModel) -> dict[str, Any]:
 
 def _check(path: Path, marker: dict[str, Any], model: MegatronModel, optimizer: Optimizer | None = None) -> None:
     """Raises ConfigError naming the first entry in which the checkpoint is not one of this model (and optimizer)."""
-    if marker.get("format") != FORMAT:
-        raise ConfigError(f"{path}:format", marker.get("format"), f"{FORMAT}; written by another version of Myxo")
-    own = json.loads(json.dumps(model_entries(model)))
-    mine, saved = own["architecture"], marker["architecture"]
-    for key in sorted(mine.keys() | saved.keys()):
+    check_architecture(path, marker, model.architecture)
+    own = {**model_entries(model), **({} if optimizer is None else _optimizer_entries(model, optimizer))}
+    for key, value in json.loads(json.dumps(own)).items():
+        if key != "architecture" and (value or False) != (marker.get(key) or False):
+            raise ConfigError(f"{path}:{key}", marker.get(key, False), f"{value!r}, as configured for this run")
+
+
+def check_architecture(path: Path, marker: dict[str, Any], architecture: Architecture) -> None:
+    """Raises ConfigError naming the first entry in which a checkpoint is of another architecture. The model never has draft layers."""
+    mine, saved = architecture.as_json(), marker["architecture"]
+    for key in sorted((mine.keys() | saved.keys()) - {"draft_layers"}):
         if mine.get(key) != saved.get(key):
-            raise ConfigError(f"{path}:{key}", saved.get(key), f"{mine.get(key)!r}, as in the model that would be resumed")
-    if optimizer is not None:
-        own["use_distributed_optimizer"] = optimizer.trainer.use_distributed_optimizer
-        own["freezing"] = json.loads(json.dumps(_freezing(model)))
-    for key in ("value_head", "lora", "freezing", "dtype", "use_distributed_optimizer"):
-        if key in own and (own[key] or False) != (marker.get(key) or False):
-            raise ConfigError(f"{path}:{key}", marker.get(key, False), f"{own[key]!r}, as configured for this run")
+            raise ConfigError(f"{path}:{key}", saved.get(key), f"{mine.get(key)!r}, as in the model's config.json")
 
 
 _METADATA = {
@@ -277,28 +270,21 @@ def _mark_local(state: Any) -> Any:
 
 
 def _random_state() -> dict[str, Any]:
-    """Returns the state of every generator that this rank draws from, as tensors and plain values."""
-    numpy_state = np.random.get_state(legacy=True)
-    assert isinstance(numpy_state, tuple)
-    version, words, gauss = random.getstate()
-    state = {
+    """Returns the state of every generator that this rank draws from."""
+    return {
         "torch": torch.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-        "python": [version, list(words), gauss],
-        "numpy": [numpy_state[0], torch.from_numpy(numpy_state[1].astype(np.int64)), *numpy_state[2:]],
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        **({"cuda": torch.cuda.get_rng_state()} if DEVICE_TYPE == "cuda" else {}),
     }
-    if DEVICE_TYPE == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
 
 
 def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
     if DEVICE_TYPE == "cuda":
         torch.cuda.set_rng_state(state["cuda"])
 

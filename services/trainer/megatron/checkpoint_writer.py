@@ -77,32 +77,24 @@ class StagedShards(TorchDistSaveShardedStrategy):
 
         self._plan = planner.finish_plan(_DistWrapper(None, True, 0).reduce_scatter("plan", own, everyones))
         self._writer = writer
-        self._staged = _Staged({item.index: planner.resolve_data(item) for item in self._plan.items}, self.copied)
+        found = {item.index: planner.resolve_data(item) for item in self._plan.items}
+        self._data = {index: _on_host(value) if self.copied else value for index, value in found.items()}
+        if self.copied and DEVICE_TYPE == "cuda":
+            torch.cuda.synchronize()
 
     def write(self) -> list[list[Any]]:
         """Writes this rank's file and returns what it now holds, as JSON data."""
-        written = self._writer.write_data(self._plan, cast(SavePlanner, self._staged)).value()
-        self._staged.clear()
+        written = self._writer.write_data(self._plan, cast(SavePlanner, self)).value()
+        self._data = {}
         return [_encoded(result) for result in written]
+
+    def resolve_data(self, write_item: Any) -> Any:
+        """Returns an item's data to the file writer, which calls this when it writes it, as a method of its planner."""
+        return self._data[write_item.index]
 
     def finish(self, everyone: list[list[list[Any]]]) -> None:
         """Writes the index, on rank 0, of all ranks' files, given what :meth:`write` returned on each."""
         self._writer.finish(self._metadata, [[_decoded(result) for result in written] for written in everyone])
-
-
-class _Staged:
-    """The planner of the file writer, which gives it the data of an item, here from host memory."""
-
-    def __init__(self, data: dict[Any, Any], copied: bool) -> None:
-        self._data = {index: _on_host(value) if copied else value for index, value in data.items()}
-        if copied and DEVICE_TYPE == "cuda":
-            torch.cuda.synchronize()
-
-    def resolve_data(self, write_item: Any) -> Any:
-        return self._data[write_item.index]
-
-    def clear(self) -> None:
-        self._data = {}
 
 
 def _on_host(value: Any) -> Any:

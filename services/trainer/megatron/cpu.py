@@ -39,37 +39,21 @@ class MegatronAlreadyImported(MyxoError):
     """``megatron.core`` was imported before the hook could be installed, so it holds references to CUDA."""
 
 
-class CpuEvent:
-    """The stand-in for ``torch.cuda.Event`` on the CPU, where nothing is asynchronous."""
+class CpuStream:
+    """The stand-in for ``torch.cuda.Stream`` and ``torch.cuda.Event`` on the CPU, where nothing is asynchronous: all is over at once."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
-    def record(self, stream: object = None) -> None: ...
+    def record(self, *args: object) -> "CpuStream":
+        return self
 
-    def wait(self, stream: object = None) -> None: ...
-
-    def synchronize(self) -> None: ...
+    wait = wait_stream = wait_event = record_event = synchronize = record
 
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end: "CpuEvent") -> float:
+    def elapsed_time(self, end: "CpuStream") -> float:
         return 0.0
-
-
-class CpuStream:
-    """The stand-in for ``torch.cuda.Stream`` on the CPU, which has only one."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None: ...
-
-    def wait_stream(self, stream: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
-        return event or CpuEvent()
 
 
 class CpuRandom:
@@ -89,16 +73,12 @@ class CpuDevice(CpuRandom):
     """The stand-in for ``torch.cuda`` in rewritten modules: ``torch.cpu``, with the names that only CUDA has."""
 
     random = CpuRandom()
-    Stream = CpuStream
-    Event = CpuEvent
+    Stream = Event = CpuStream
     _stream = CpuStream()
 
     def __getattr__(self, name: str) -> Any:
         """Returns ``torch.cpu``'s attribute for a name not defined here, else ``torch.cuda``'s, which is then only named, not called."""
         return getattr(torch.cpu, name) if hasattr(torch.cpu, name) else getattr(torch.cuda, name)
-
-    def current_device(self) -> str:
-        return "cpu"
 
     def current_stream(self, device: object = None) -> CpuStream:
         return self._stream

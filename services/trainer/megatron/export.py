@@ -6,9 +6,9 @@ them, which hands it to global rank 0.
 
 import json
 import shutil
-from collections.abc import Iterator
-from math import prod
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.trainer.megatron import adapters
-from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
+from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan, GatherUnit
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.runtime import deadline, together
+from shared.model.hf_checkpoint import INDEX
 from shared.runtime.atomic_files import fsync_tree, publish, scratch
-from shared.transfer.tensor_file import draft_shard, name_shards
 
 Bucket = list[tuple[str, Tensor | None]]
 
-_SHARD_BYTES = 4 * 1024**3
 _NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
 
 
@@ -34,6 +33,9 @@ class Exporter:
     Args:
         model: its parameters are read when an export runs. groups: those to gather over; the training's own if None.
     """
+
+    file_bytes = 4 * 1024**3
+    """The most bytes of a file that `save_hf` writes."""
 
     def __init__(self, model: MegatronModel, groups: GatherGroups | None = None) -> None:
         self.model = model
@@ -48,21 +50,31 @@ class Exporter:
         Args:
             bucket_bytes: a bucket holds at most this much, unless a single parameter is larger. dtype: instead of the model's.
         """
-        bucket: Bucket = []
+        for units in self.divided(bucket_bytes):
+            yield self.bucket(units, dtype)
+
+    def divided(self, bucket_bytes: int) -> list[list[GatherUnit]]:
+        """Returns the units of each bucket."""
+        buckets: list[list[GatherUnit]] = []
         size = 0
         for unit in self.plan.units:
-            trained = unit.dtype(self.model.config.params_dtype)
-            sent = trained if dtype is None or unit.float32 else dtype
-            nbytes = sum(prod(shape) for _, shape in unit.tensors) * trained.itemsize
-            if bucket and size + nbytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
+            nbytes = unit.nbytes(self.model.config.params_dtype)
+            if not buckets or size + nbytes > bucket_bytes:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(unit)
+            size += nbytes
+        return buckets
+
+    def bucket(self, units: Sequence[GatherUnit], dtype: torch.dtype | None = None) -> Bucket:
+        """Returns one bucket as `buckets` does. A collective."""
+        bucket: Bucket = []
+        for unit in units:
+            sent = unit.dtype(dtype or self.model.config.params_dtype)
             with deadline(f"the export of {unit.name}"), torch.no_grad():
                 tensors = self.plan.deliver(unit, 0, [sent] * len(unit.tensors))
             bucket += [(name, tensors[index] if tensors else None) for index, (name, _) in enumerate(unit.tensors)]
-            size += nbytes
-        if bucket:
-            yield bucket
+        return bucket
 
 
 def save_hf(exporter: Exporter, source: Path, target: Path) -> None:
@@ -74,23 +86,49 @@ def save_hf(exporter: Exporter, source: Path, target: Path) -> None:
     Args:
         source: the checkpoint the model was loaded from; its config, tokenizer and whatever else is not weights are copied.
     """
-    writer = HfWriter(source, target) if dist.get_rank() == 0 else None
+    plan, dtype, lora = exporter.plan, exporter.model.config.params_dtype, exporter.model.lora
+    files = exporter.divided(exporter.file_bytes)
+    names = ["model.safetensors"] if len(files) == 1 else [f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))]
+    first, draft = dist.get_rank() == 0, target
     with together(f"the preparation of {target}"):
-        if writer is not None:
-            writer.begin()
-    for bucket in exporter.buckets(_SHARD_BYTES):
+        if first:
+            draft = scratch(target)
+    for name, units in zip(names, files, strict=True):
+        bucket = exporter.bucket(units)
         with together(f"writing to {target}"):
-            if writer is not None:
-                writer.add({name: tensor for name, tensor in bucket if tensor is not None})
-    lora, plan = exporter.model.lora, exporter.plan
+            if first:
+                _write(draft / name, bucket)
     if lora is not None:
-        tensors = plan.adapters.collect(plan.groups.tensor, plan.groups.world)
+        bucket = exporter.bucket(plan.adapter_units)
         with together(f"writing the adapters of {target}"):
-            if writer is not None and tensors is not None:
-                adapters.write(writer.scratch / adapters.DIRECTORY, tensors, lora, source)
+            if first:
+                _write_adapters(draft / adapters.DIRECTORY, bucket, adapters.peft_config([name for name, _ in bucket], lora, source))
     with together(f"publishing {target}"):
-        if writer is not None:
-            writer.finish(exporter.model.config.params_dtype)
+        if first:
+            if len(files) > 1:
+                weight_map = {
+                    tensor: name for name, units in zip(names, files, strict=True) for unit in units for tensor, _ in unit.tensors
+                }
+                index = {"metadata": {"total_size": sum(unit.nbytes(dtype) for unit in plan.units)}, "weight_map": weight_map}
+                write_json(draft / INDEX, index)
+            copy_beside_weights(source, draft)
+            write_config(draft, str(dtype).removeprefix("torch."))
+            fsync_tree(draft)
+            publish(draft, target)
+
+
+def _write(path: Path, bucket: Bucket) -> None:
+    save_file({name: tensor.cpu().contiguous() for name, tensor in bucket if tensor is not None}, path, metadata={"format": "pt"})
+
+
+def _write_adapters(directory: Path, bucket: Bucket, config: dict[str, Any]) -> None:
+    directory.mkdir()
+    _write(directory / adapters.WEIGHTS, bucket)
+    write_json(directory / adapters.CONFIG, config)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def copy_beside_weights(source: Path, target: Path) -> None:
@@ -108,29 +146,4 @@ def write_config(directory: Path, dtype: str) -> None:
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     if config.get("num_nextn_predict_layers"):
         config["num_nextn_predict_layers"] = 0
-    path.write_text(json.dumps(config, indent=2) + "\n")
-
-
-class HfWriter:
-    """The writer of rank 0 for :func:`save_hf`."""
-
-    def __init__(self, source: Path, target: Path) -> None:
-        self.source, self.target = source, target
-        self.files: list[list[str]] = []
-        self.bytes = 0
-
-    def begin(self) -> None:
-        self.scratch = scratch(self.target)
-
-    def add(self, tensors: dict[str, Tensor]) -> None:
-        held = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(held, draft_shard(self.scratch, len(self.files)), metadata={"format": "pt"})
-        self.files.append(list(held))
-        self.bytes += sum(tensor.nbytes for tensor in held.values())
-
-    def finish(self, dtype: torch.dtype) -> None:
-        name_shards(self.scratch, self.files, "model", self.bytes)
-        copy_beside_weights(self.source, self.scratch)
-        write_config(self.scratch, str(dtype).removeprefix("torch."))
-        fsync_tree(self.scratch)
-        publish(self.scratch, self.target)
+    write_json(path, config)

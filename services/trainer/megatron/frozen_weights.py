@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.adapters import DIRECTORY, Adapters
-from services.trainer.megatron.checkpoint import load_weights
+from services.trainer.megatron.adapters import DIRECTORY, load_adapters, silence_adapters
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.hf_weights import load_hf, weights_of
 from services.trainer.megatron.runtime import host_copy
@@ -43,7 +42,7 @@ class FrozenWeights:
         """Returns an earlier policy of this model, from the directory that `Actor.save_hf` wrote then."""
         if model.lora is None:
             return cls.from_hf(model, directory)
-        return cls._loaded(model, lambda: Adapters(model).load(directory / DIRECTORY), adapters=True)
+        return cls._loaded(model, lambda: load_adapters(model, directory / DIRECTORY), adapters=True)
 
     @classmethod
     def from_hf(cls, model: MegatronModel, directory: Path) -> "FrozenWeights":
@@ -52,19 +51,9 @@ class FrozenWeights:
 
         def load() -> None:
             load_hf(model.modules, model.config, model.architecture, directory)
-            Adapters(model).silence()
+            silence_adapters(model)
 
         return cls._loaded(model, load)
-
-    @classmethod
-    def from_checkpoint(cls, model: MegatronModel, root: Path, step: int | None = None) -> "FrozenWeights":
-        """Returns the weights of a training checkpoint of the same architecture, whatever its layout; the newest below ``root`` if
-        ``step`` is None. The model's own stay as they are. This is a collective of all ranks.
-
-        Raises:
-            CheckpointMissing: there is none (of this step). ConfigError: it is of another model or dtype.
-        """
-        return cls._loaded(model, lambda: load_weights(model, root, step))
 
     @classmethod
     def _loaded(cls, model: MegatronModel, load: Callable[[], None], adapters: bool = False) -> "FrozenWeights":

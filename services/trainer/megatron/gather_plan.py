@@ -3,23 +3,24 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from math import prod
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from services.trainer.megatron.adapters import Adapters
+from services.trainer.megatron.adapters import adapters_of
 from services.trainer.megatron.gpt_model import MegatronModel
-from services.trainer.megatron.hf_weights import LocalParameter, Recipe, parameters, recipe
+from services.trainer.megatron.hf_weights import LocalParameter, parameters
 from services.trainer.megatron.runtime import deadline, device, gather_json, timeout_seconds
 from shared.model.architecture import Architecture
-from shared.model.tensor_table import hf_tensors
+from shared.model.tensor_table import TensorSource, parameter_sources
 
 
 @dataclass(frozen=True)
 class GatherUnit:
-    """One Megatron parameter in an export.
+    """One Megatron parameter, or one matrix of an adapter, in an export.
 
     Args:
         name: the parameter's global name. owner: global rank that gathers it: the lowest that holds a part.
@@ -33,6 +34,9 @@ class GatherUnit:
 
     def dtype(self, model: torch.dtype) -> torch.dtype:
         return torch.float32 if self.float32 else model
+
+    def nbytes(self, model: torch.dtype) -> int:
+        return sum(prod(shape) for _, shape in self.tensors) * self.dtype(model).itemsize
 
 
 @dataclass(frozen=True)
@@ -91,29 +95,39 @@ class GatherPlan:
 
     Attributes:
         stage: this rank's pipeline stage. source: the global rank that sends this stage's weights to the engines. units: of the whole
-            model. frozen: names of the parameters that no optimizer updates.
+            model, with adapters merged into it. adapter_units: LoRA's adapters alone. frozen: names of the parameters that no
+            optimizer updates. local: what this rank holds, by the names of the units.
     """
 
     def __init__(self, model: MegatronModel, groups: GatherGroups) -> None:
         self.model, self.groups = model, groups
-        self.adapters = Adapters(model)
-        self._local = {p.name: p for p in parameters(model.modules, model.config, model.architecture)}
+        held = list(parameters(model.modules, model.config, model.architecture))
+        self._adapters = adapters_of(model)
+        adapters = [part for pair in self._adapters.values() for part in pair]
+        self.local = {local.name: local for local in [*held, *adapters]}
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
+        shapes = [[local.name, *local.recipe.tensors[0][1]] for local in adapters]
         with deadline("the exchange of parameter names"):
-            reported = gather_json([self.stage, list(self._local), self._frozen()])
-        self._stage_of = [stage for stage, _, _ in reported]
+            reported = gather_json([self.stage, [local.name for local in held], _frozen(held), shapes])
+        self._stage_of = [stage for stage, _, _, _ in reported]
         self.source = self._stage_of.index(self.stage)
-        self.units = gather_units(model.architecture, [names for _, names, _ in reported])
-        self.frozen = frozenset(name for _, _, names in reported for name in names)
+        self.units = gather_units(model.architecture, [names for _, names, _, _ in reported])
+        adapter_units: dict[str, GatherUnit] = {}
+        for rank, (_, _, _, each) in enumerate(reported):
+            for name, *shape in each:
+                adapter_units.setdefault(name, GatherUnit(name, rank, ((name, tuple(shape)),)))
+        self.adapter_units = list(adapter_units.values())
+        self.frozen = frozenset(name for _, _, names, _ in reported for name in names)
 
     @property
     def is_source(self) -> bool:
         """Returns whether this rank sends its stage's weights to the engines."""
         return self.source == dist.get_rank()
 
-    def of_stage(self, stage: int) -> list[GatherUnit]:
-        """Returns the units that the ranks of a pipeline stage send."""
-        return [unit for unit in self.units if self._stage_of[unit.owner] == stage]
+    def of_stage(self) -> list[GatherUnit]:
+        """Returns the units that the ranks of this pipeline stage send in a push: the adapters alone, where the model has some."""
+        units = self.units if self.model.lora is None else self.adapter_units
+        return [unit for unit in units if self._stage_of[unit.owner] == self.stage]
 
     def deliver(
         self, unit: GatherUnit, destination: int, dtypes: Sequence[torch.dtype], targets: list[Tensor] | None = None
@@ -147,20 +161,23 @@ class GatherPlan:
         A collective of the ranks that share the parameter. The tensors may be views of the live parameter, in other than row-major order
         and of more dimensions than the tensors have; their elements come in the tensors' order.
         """
-        local = self._local.get(unit.name)
+        local = self.local.get(unit.name)
         if local is None or dist.get_global_rank(local.group, 0) != unit.owner:
             return None
         whole = self._whole(local)
         parts = None if whole is None else local.recipe.parts(whole, self.model.architecture)
-        if not self.adapters.adapt(local.recipe.hf_names):
-            return parts
-        with torch.no_grad():
-            return self.adapters.merged(unit.tensors, parts, self.groups.sharing(local))
+        for index, (name, shape) in enumerate(unit.tensors):
+            if name in self._adapters:
+                a, b = map(self._whole, self._adapters[name])
+                if parts is not None and a is not None and b is not None:  # all on the same rank; computed in float32, rounded once
+                    weight, scale = parts[index].reshape(shape), self.model.lora.scale if self.model.lora else 0.0
+                    parts[index] = torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
+        return parts
 
     def is_whole(self, unit: GatherUnit) -> bool:
         """Returns whether this rank owns a parameter and need not gather it: `parts` are then views that stay valid."""
-        local = self._local.get(unit.name)
-        if local is None or self.adapters.adapt(local.recipe.hf_names):
+        local = self.local.get(unit.name)
+        if local is None or any(name in self._adapters for name, _ in unit.tensors):
             return False
         return unit.owner == dist.get_rank() and local.split_dimension is None
 
@@ -175,9 +192,9 @@ class GatherPlan:
         dist.gather(shard.contiguous(), shards, group=group, group_dst=0)
         return local.recipe.unshard(shards, dimension) if shards is not None else None
 
-    def _frozen(self) -> list[str]:
-        parameters = {name: local.parameter for name, local in self._local.items() if isinstance(local.parameter, torch.nn.Parameter)}
-        return [name for name, parameter in parameters.items() if not parameter.requires_grad]
+
+def _frozen(held: Sequence[LocalParameter]) -> list[str]:
+    return [local.name for local in held if isinstance(local.parameter, torch.nn.Parameter) and not local.parameter.requires_grad]
 
 
 def gather_units(architecture: Architecture, held: Sequence[Sequence[str]]) -> list[GatherUnit]:
@@ -186,17 +203,17 @@ def gather_units(architecture: Architecture, held: Sequence[Sequence[str]]) -> l
     Args:
         held: by rank, the global names of the parameters that it holds.
     """
-    shapes = hf_tensors(architecture)
-    position = {name: index for index, name in enumerate(shapes)}
+    sources = parameter_sources(architecture)
+    position = {name: index for index, name in enumerate(sources)}
     owners: dict[str, int] = {}
-    chosen: dict[Recipe, str] = {}
+    chosen: dict[TensorSource, str] = {}
     for rank, names in enumerate(held):
         for name in names:
             if name not in owners:
                 # the last pipeline stage's copy of a tied embedding becomes the same tensors as the first stage's
-                chosen.setdefault(recipe(name, architecture), name)
+                chosen.setdefault(sources[name], name)
                 owners[name] = rank
     return [
-        GatherUnit(name, owners[name], tuple((hf_name, shapes[hf_name]) for hf_name in made.hf_names), made.float32)
-        for made, name in sorted(chosen.items(), key=lambda item: position[item[0].hf_names[0]])
+        GatherUnit(name, owners[name], made.tensors, made.float32)
+        for made, name in sorted(chosen.items(), key=lambda item: position[item[1]])
     ]

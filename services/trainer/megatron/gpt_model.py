@@ -7,19 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.architecture_options import architecture_options, config_class
 from services.trainer.megatron.layer_modules import ValueHead
 from services.trainer.megatron.runtime import device, round_up
 from services.trainer.megatron.spec import decoder_spec
 from services.trainer.megatron.weight_read_lock import WeightReadLock
 from shared.model.architecture import Architecture, Llama3Scaling, Rope
+from shared.model.architecture_flags import flags_of
 from shared.model.lora_targets import Lora
 from shared.model.parallel_layout import ParallelLayout
 from shared.model.trainable_parameters import Freezing
@@ -78,10 +79,6 @@ def transformer_config(
     Raises:
         ConfigError: Megatron refuses them.
     """
-    options = architecture_options(architecture)
-    if layout.chunks > 1:
-        # Otherwise the interleaved schedule pairs a stage's two messages of one moment with the wrong receives.
-        options.update(virtual_pipeline_model_parallel_size=layout.chunks, overlap_p2p_comm=True, batch_p2p_comm=False)
     fields: dict[str, Any] = dict(
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -109,7 +106,43 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
-    return laid_over(config_class(architecture), {**fields, **options}, overrides, "transformer")
+    if layout.chunks > 1:
+        # Otherwise the interleaved schedule pairs a stage's two messages of one moment with the wrong receives.
+        fields.update(virtual_pipeline_model_parallel_size=layout.chunks, overlap_p2p_comm=True, batch_p2p_comm=False)
+    kind = TransformerConfig if architecture.latent is None else MLATransformerConfig
+    return laid_over(kind, {**fields, **_architecture_fields(architecture, kind)}, overrides, "transformer")
+
+
+def _architecture_fields(a: Architecture, kind: type[TransformerConfig]) -> dict[str, Any]:
+    """Returns the fields that follow from the architecture alone: its flags, and what has no flag or another name there."""
+    flags, known = flags_of(a), {field.name for field in dataclasses.fields(kind)}
+    fields: dict[str, Any] = {
+        **{name: value for name, value in flags.items() if name in known},
+        "num_query_groups": a.num_key_value_heads,
+        "kv_channels": a.head_dim,
+        "layernorm_epsilon": a.norm_eps,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+    }
+    if a.latent is not None and a.rope.scaling is None:
+        fields["rotary_scaling_factor"] = 1.0
+    if a.experts is not None:
+        fields |= {"num_moe_experts": a.experts.count, **_EXPERTS}
+        if a.experts.groups == 1:
+            fields |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    return fields
+
+
+_EXPERTS = {
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_dtype": "fp32",
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    # the biases stay as loaded: pre-training balanced the experts with them, and the engine chooses by them
+    "moe_router_bias_update_rate": 0.0,
+}
 
 
 def laid_over(kind: type[T], fields: Mapping[str, Any], overrides: Mapping[str, Any], part: str) -> T:

@@ -7,7 +7,6 @@ local layer spec and for Transformer Engine's (which keeps norms inside the line
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,24 +22,13 @@ from torch import Tensor
 
 from services.trainer.megatron.runtime import device
 from shared.model.architecture import Architecture
-from shared.model.hf_checkpoint import check_tensors, draft_prefixes, weight_files
-from shared.model.tensor_table import Layout, hf_tensors, source
+from shared.model.hf_checkpoint import draft_prefixes, tensor_problems, weight_files
+from shared.model.tensor_table import TensorSource, hf_tensors, parameter_sources
 from shared.runtime.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """The rule that makes one Megatron parameter of Hugging Face tensors.
-
-    Args:
-        hf_names: the tensors. layout: ``plain`` as it is; ``vocabulary`` with rows of zeros below; ``qkv`` interleaved by
-            key/value group; ``glu`` one above the other, and each half split over the ranks for itself.
-        float32: whether it stays float32 in a model of another dtype.
-    """
-
-    hf_names: tuple[str, ...]
-    layout: Layout
-    float32: bool = False
+class Recipe(TensorSource):
+    """The rule that makes one Megatron parameter of Hugging Face tensors."""
 
     def fuse(self, tensors: Sequence[Tensor], architecture: Architecture, rows: int) -> Tensor:
         """Returns the unsplit parameter; ``rows``: its size in dimension 0, with the vocabulary's padding."""
@@ -55,9 +43,9 @@ class Recipe:
         return tensors[0]
 
     def parts(self, parameter: Tensor, architecture: Architecture) -> list[Tensor]:
-        """Inverts :meth:`fuse`: returns views in the order of ``hf_names``, elements in the tensors' order, maybe of more dimensions."""
+        """Inverts :meth:`fuse`: returns views in the order of ``tensors``, elements in the tensors' order, maybe of more dimensions."""
         if self.layout == "glu":
-            return list(parameter.chunk(len(self.hf_names)))  # one for a family that keeps both halves in one tensor
+            return list(parameter.chunk(len(self.tensors)))  # one for a family that keeps both halves in one tensor
         if self.layout == "qkv":
             groups, width = architecture.num_key_value_heads, architecture.head_dim
             queries = architecture.num_attention_heads // groups * width
@@ -65,11 +53,6 @@ class Recipe:
         if self.layout == "vocabulary":
             return [parameter[: architecture.vocab_size]]
         return [parameter]
-
-    def unfuse(self, parameter: Tensor, architecture: Architecture) -> list[Tensor]:
-        """Returns what :meth:`parts` does, but contiguous tensors of their own shapes."""
-        parts = self.parts(parameter, architecture)
-        return [part.flatten(0, 1).contiguous() for part in parts] if self.layout == "qkv" else parts
 
     def shard(self, full: Tensor, dimension: int, rank: int, size: int) -> Tensor:
         """Returns what tensor-parallel rank ``rank`` of ``size`` holds of the unsplit parameter."""
@@ -86,12 +69,8 @@ class Recipe:
 
 
 def recipe(name: str, architecture: Architecture) -> Recipe:
-    """Returns the recipe of a parameter by its global name (see :func:`parameters`).
-
-    Raises:
-        KeyError: a parameter that no row of :mod:`.names` covers, which is a gap in the table.
-    """
-    return Recipe(*source(name, architecture))
+    """Returns the recipe of a parameter by its global name. Raises KeyError: no row of the table covers it, which is a gap."""
+    return Recipe(**vars(parameter_sources(architecture)[name]))
 
 
 @dataclass(frozen=True)
@@ -119,6 +98,13 @@ class LocalParameter:
         if ".experts." in self.name:
             return parallel_state.get_expert_tensor_parallel_group()
         return parallel_state.get_tensor_model_parallel_group()
+
+    def shard(self, full: Tensor) -> Tensor:
+        """Returns what this rank holds of the unsplit parameter. Raises AssertionError where that has another shape than the parameter."""
+        dimension = self.split_dimension
+        shard = full if dimension is None else self.recipe.shard(full, dimension, self.group.rank(), self.group.size())
+        assert shard.shape == self.parameter.shape, f"{self.name}: made {tuple(shard.shape)} for {tuple(self.parameter.shape)}"
+        return shard
 
 
 def weights_of(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -159,7 +145,7 @@ class SafetensorsReader:
     """The tensors of a Hugging Face checkpoint directory, read one at a time.
 
     Args:
-        hf_dir: holds ``*.safetensors``. The reader is a context manager that keeps the files open.
+        hf_dir: holds ``*.safetensors``, which stay open while the reader lives.
 
     Raises:
         ConfigError: there are none, or one cannot be read.
@@ -167,43 +153,36 @@ class SafetensorsReader:
 
     def __init__(self, hf_dir: Path) -> None:
         self.hf_dir = hf_dir
-        self._open = ExitStack()
-        self._files: dict[str, safe_open] = {}
+        self.files: dict[str, safe_open] = {}
         for path in weight_files(hf_dir).paths:
             try:
-                opened = self._open.enter_context(safe_open(path, framework="pt"))
+                opened = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise ConfigError("model.hf_checkpoint", str(path), f"a readable safetensors file ({error})") from error
-            self._files.update(dict.fromkeys(opened.keys(), opened))
+            self.files.update(dict.fromkeys(opened.keys(), opened))
 
-    def __enter__(self) -> "SafetensorsReader":
-        return self
+    def check(self, architecture: Architecture) -> int:
+        """Compares names and shapes with the model's; layers of :func:`draft_prefixes` may be there.
 
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def check(self, expected: dict[str, tuple[int, ...]], unread: tuple[str, ...] = ()) -> int:
-        """Raises the first ConfigError of `shared.model.hf_checkpoint.tensor_problems`.
-
-        Args:
-            unread: prefixes of tensors that may be there and are not part of the model.
-
-        Returns:
-            The number of the latter.
+        Returns the number of tensors in the latter. Raises the first ConfigError of `shared.model.hf_checkpoint.tensor_problems`.
         """
-        shapes = {name: self._files[name].get_slice(name).get_shape() for name in self.names()}
-        check_tensors(self.hf_dir, shapes, expected, unread)
+        unread = draft_prefixes(architecture)
+        shapes = {name: self.files[name].get_slice(name).get_shape() for name in self.names()}
+        for problem in tensor_problems(self.hf_dir, shapes, hf_tensors(architecture), unread, "model.hf_checkpoint"):
+            raise problem
         return sum(name.startswith(unread) for name in self.names())
 
     def names(self) -> set[str]:
         """Returns the tensors that are part of a model."""
-        return set(self._files)
-
-    def holds(self, name: str) -> bool:
-        return name in self._files
+        return set(self.files)
 
     def read(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
+        return self.files[name].get_tensor(name)
+
+    def parameter(self, local: LocalParameter, architecture: Architecture) -> Tensor:
+        """Returns the unsplit parameter, in the checkpoint's dtype."""
+        parts = local.group.size() if local.split_dimension == 0 else 1
+        return local.recipe.fuse([self.read(name) for name in local.recipe.names], architecture, local.parameter.size(0) * parts)
 
 
 @torch.no_grad()
@@ -215,17 +194,10 @@ def load_hf(chunks: Sequence[GPTModel], config: TransformerConfig, architecture:
     Raises:
         ConfigError: the directory holds other tensors than its ``config.json`` describes.
     """
-    with SafetensorsReader(hf_dir) as reader:
-        passed_over = reader.check(hf_tensors(architecture), draft_prefixes(architecture))
-        if passed_over and dist.get_rank() == 0:
-            layers = architecture.draft_layers
-            structlog.get_logger().warning("draft_layers_not_loaded", layers=layers, tensors=passed_over, checkpoint=str(hf_dir))
-        for local in parameters(chunks, config, architecture):
-            target, dimension = local.parameter, local.split_dimension
-            parts = 1 if dimension is None else local.group.size()
-            rows = target.size(0) * (parts if dimension == 0 else 1)
-            full = local.recipe.fuse([reader.read(name) for name in local.recipe.hf_names], architecture, rows)
-            shard = full if dimension is None else local.recipe.shard(full, dimension, local.group.rank(), parts)
-            if shard.shape != target.shape:
-                raise AssertionError(f"{local.name}: made {tuple(shard.shape)} for a parameter of {tuple(target.shape)}")
-            target.copy_(shard.to(device()))
+    reader = SafetensorsReader(hf_dir)
+    passed_over = reader.check(architecture)
+    if passed_over and dist.get_rank() == 0:
+        layers = architecture.draft_layers
+        structlog.get_logger().warning("draft_layers_not_loaded", layers=layers, tensors=passed_over, checkpoint=str(hf_dir))
+    for local in parameters(chunks, config, architecture):
+        local.parameter.copy_(local.shard(reader.parameter(local, architecture)).to(device()))

@@ -36,10 +36,16 @@ from shared.model.lora_targets import Lora
 Split = Literal["outputs", "inputs", "none"]
 """The dimension of a layer that the tensor-parallel ranks divide among them."""
 
-Part = Literal["a", "b"]
+_DIVIDED: dict[tuple[Split, str], int] = {("outputs", "b"): 0, ("inputs", "a"): 1}
+"""The split of a layer and a matrix of its adapters → the dimension of the matrix that is divided; the others are whole on every rank."""
 
-PARTS: tuple[Part, Part] = ("a", "b")
-"""The two matrices of an adapter."""
+_ACROSS: dict[tuple[Split, bool], Callable[..., Tensor]] = {
+    ("outputs", False): copy_to_tensor_model_parallel_region,
+    ("outputs", True): gather_from_sequence_parallel_region,
+    ("inputs", False): reduce_from_tensor_model_parallel_region,
+    ("inputs", True): reduce_scatter_to_sequence_parallel_region,
+}
+"""The split of a layer, and whether its ranks split the sequence → what carries A's product over to B on the other ranks."""
 
 
 class AdapterPair(torch.nn.Module):
@@ -80,44 +86,23 @@ class Adapter(torch.nn.Module):
         assert isinstance(weight, Tensor) and weight.size(0) == sum(self.rows.values())
         for name, rows in self.rows.items():
             if lora.takes(name):
-                self.add_module(name, self._marked(AdapterPair(lora.rank, weight.size(1), rows, config.params_dtype)))
-
-    def _marked(self, pair: AdapterPair) -> AdapterPair:
-        """Marks for Megatron the parameters that are split, and those whose gradients are sums over the ranks' tokens."""
-        if self.split == "outputs":
-            set_tensor_model_parallel_attributes(pair.b, True, 0, 1)
-            pair.a.sequence_parallel = self.scattered  # type: ignore[attr-defined]
-        elif self.split == "inputs":
-            set_tensor_model_parallel_attributes(pair.a, True, 1, 1)
-            pair.b.sequence_parallel = self.scattered  # type: ignore[attr-defined]
-        else:
-            pair.a.sequence_parallel = pair.b.sequence_parallel = self.scattered  # type: ignore[attr-defined]
-        return pair
+                self.add_module(name, AdapterPair(lora.rank, weight.size(1), rows, config.params_dtype))
+        for name, parameter in self.named_parameters():
+            if (axis := _DIVIDED.get((split, name[-1]))) is not None:
+                set_tensor_model_parallel_attributes(parameter, True, axis, 1)
+            else:  # its gradient is a sum over the ranks' tokens
+                parameter.sequence_parallel = self.scattered  # type: ignore[attr-defined]
 
     @property
     def pairs(self) -> dict[str, AdapterPair]:
         """Returns the pairs by PEFT's names, in the layer's order."""
         return {name: module for name, module in self.named_children() if isinstance(module, AdapterPair)}
 
-    def split_axis(self, part: Part) -> int | None:
-        """Returns the dimension of ``a`` or ``b`` that the tensor-parallel ranks divide."""
-        return {("outputs", "b"): 0, ("inputs", "a"): 1}.get((self.split, part))
-
     def forward(self, given: Tensor) -> Tensor:
         """Takes the layer's input, [..., inputs]. Returns the adapters' part of its output, [..., outputs]."""
         low = F.linear(given, torch.cat([pair.a for pair in self.pairs.values()]))
-        if self.split == "outputs":
-            low = (
-                gather_from_sequence_parallel_region(low, group=self.group)
-                if self.scattered
-                else copy_to_tensor_model_parallel_region(low, group=self.group)
-            )
-        elif self.split == "inputs":
-            low = (
-                reduce_scatter_to_sequence_parallel_region(low, group=self.group)
-                if self.scattered
-                else reduce_from_tensor_model_parallel_region(low, group=self.group)
-            )
+        if (across := _ACROSS.get((self.split, self.scattered))) is not None:
+            low = across(low, group=self.group)
         return F.linear(low * self.lora.scale, self._fused_b())
 
     def _fused_b(self) -> Tensor:
@@ -137,19 +122,12 @@ class Adapter(torch.nn.Module):
     def reset(self, seeds: dict[str, int]) -> None:
         """Draws A as PEFT does (Kaiming, uniform within 1 / sqrt(inputs)), the same in every layout; B zero: nothing is added."""
         for name, pair in self.pairs.items():
-            parts = self.group.size() if self.group is not None and self.split == "inputs" else 1
+            rank, parts = (self.group.rank(), self.group.size()) if self.group is not None and self.split == "inputs" else (0, 1)
             inputs = pair.a.size(1) * parts
             generator = torch.Generator().manual_seed(seeds[name])
             whole = torch.empty(self.lora.rank, inputs).uniform_(-(inputs**-0.5), inputs**-0.5, generator=generator)
-            pair.a.copy_(self.shard(whole, "a"))
+            pair.a.copy_(whole.chunk(parts, 1)[rank])
             pair.b.zero_()
-
-    def shard(self, whole: Tensor, part: Part) -> Tensor:
-        """Returns this rank's part of an unsplit ``a`` or ``b``."""
-        axis = self.split_axis(part)
-        if axis is None or self.group is None:
-            return whole
-        return whole.chunk(self.group.size(), axis)[self.group.rank()]
 
 
 class _Adapted(torch.nn.Module):
@@ -167,9 +145,8 @@ class _Sharded(_Adapted):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         held: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        axes = {
-            f"{name}.{part}": axis for name in self.adapter.pairs for part in PARTS if (axis := self.adapter.split_axis(part)) is not None
-        }
+        divided = [(name, p) for name, p in self.adapter.named_parameters() if getattr(p, "tensor_model_parallel", False)]
+        axes = {name: parameter.partition_dim for name, parameter in divided}  # type: ignore[attr-defined]
         state, group = self.adapter.state_dict(keep_vars=True), self.adapter.group
         held |= make_sharded_tensors_for_checkpoint(
             state, f"{prefix}adapter.", axes, sharded_offsets, tp_group=group, dp_cp_group=metadata["dp_cp_group"]
@@ -208,8 +185,7 @@ def attach(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: 
         adapted, split = _ADAPTED[type(linear)]
         made = recipe(f"{name}.weight", architecture)
         parts = linear.tp_group.size() if split == "outputs" else 1
-        outputs = _outputs(made.layout, len(made.hf_names), linear.weight.size(0) * parts, architecture)
-        matrices = [(hf_name.split(".")[-2], rows) for hf_name, rows in zip(made.hf_names, outputs, strict=True)]
+        matrices = [(hf_name.split(".")[-2], shape[0]) for hf_name, shape in made.tensors]
         if not any(lora.takes(matrix) for matrix, _ in matrices):
             continue
         local = replace(architecture, num_key_value_heads=architecture.num_key_value_heads // parts)
@@ -220,16 +196,8 @@ def attach(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: 
 
         linear.adapter = Adapter(linear, split, matrices, fuse, lora, config)
         linear.__class__ = adapted
-        seeds = {hf_name.split(".")[-2]: xxhash.xxh3_64_intdigest(f"{seed}:{hf_name}".encode()) >> 1 for hf_name in made.hf_names}
+        seeds = {hf_name.split(".")[-2]: xxhash.xxh3_64_intdigest(f"{seed}:{hf_name}".encode()) >> 1 for hf_name in made.names}
         linear.adapter.reset(seeds)
-
-
-def _outputs(layout: str, count: int, rows: int, architecture: Architecture) -> list[int]:
-    """Returns the number of rows of each matrix of a fused one of ``rows``."""
-    if layout == "qkv":
-        keys = architecture.num_key_value_heads * architecture.head_dim
-        return [rows - 2 * keys, keys, keys]
-    return [rows // count] * count
 
 
 def layers(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[tuple[str, Any]]:

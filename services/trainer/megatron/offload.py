@@ -4,7 +4,7 @@ Storages are moved, not tensors: Megatron's parameters and gradients are views o
 views. A storage is emptied in place and filled again, so that every view of it is valid afterwards, with the same bits.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -21,25 +21,21 @@ class _Storage:
 
     def __init__(self, tensor: Tensor, keeps: bool) -> None:
         self._storage, self._keeps = tensor.untyped_storage(), keeps
-        self._bytes = self._storage.nbytes()
+        self.nbytes = self._storage.nbytes()
         self._host: Tensor | None = None  # stays allocated after an onload: pinning memory takes longer than the copy
-
-    @property
-    def nbytes(self) -> int:
-        return self._bytes
 
     def copy_out(self) -> None:
         if not self._keeps:
             return
         if self._host is None:
-            self._host = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=self._storage.device.type == "cuda")
+            self._host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self._storage.device.type == "cuda")
         self._host.copy_(_bytes_of(self._storage), non_blocking=True)
 
     def empty(self) -> None:
         self._storage.resize_(0)
 
     def fill(self) -> None:
-        self._storage.resize_(self._bytes)
+        self._storage.resize_(self.nbytes)
         content = _bytes_of(self._storage)
         if self._host is None:
             content.zero_()
@@ -71,7 +67,7 @@ class Offload:
         self._model.readers.wait("offloading")
         if part == "optimizer":
             self._optimizer.zero_gradients()
-        found = list(self._weights() if part == "weights" else self._optimizer_state())
+        found = list(self._storages(part))
         for storage in found:
             storage.copy_out()
         _synchronize()
@@ -89,16 +85,21 @@ class Offload:
         self._away.clear()
         _synchronize()
 
-    # --- what there is
-
-    def _weights(self) -> Iterator[_Storage]:
-        yield from self._distinct(self._weight_tensors(), keeps=True, known=set())
-
-    def _optimizer_state(self) -> Iterator[_Storage]:
-        """Yields the optimizer's storages that are not the weights': in float32 an optimizer updates views of the parameters."""
-        known = {_key(tensor) for tensor in self._weight_tensors()}
-        yield from self._distinct(self._optimizer_tensors(), keeps=True, known=known)
-        yield from self._distinct(self._gradient_tensors(), keeps=False, known=known)
+    def _storages(self, part: Part) -> Iterator[_Storage]:
+        """Yields each storage of a part on the model's device once. In float32 an optimizer updates views of the weights, which stay
+        theirs."""
+        device = next(self._model.modules[0].parameters()).device
+        weights = {_key(tensor): (tensor, True) for tensor in self._weight_tensors()}
+        held: dict[int, tuple[Tensor, bool]] = {}
+        for tensor, keeps in weights.values() if part == "weights" else self._optimizer_tensors():
+            if part == "weights" or _key(tensor) not in weights:
+                held.setdefault(_key(tensor), (tensor, keeps))
+        for key, (tensor, keeps) in held.items():
+            if tensor.device == device and (nbytes := tensor.untyped_storage().nbytes()):
+                known = self._known.get((key, keeps))
+                if known is None or known.nbytes != nbytes:
+                    known = self._known[key, keeps] = _Storage(tensor, keeps)
+                yield known
 
     def _weight_tensors(self) -> Iterator[Tensor]:
         for chunk in self._model.chunks:
@@ -106,33 +107,15 @@ class Offload:
             yield from chunk.module.buffers()
             yield from (buffer.param_data for buffer in _flat_buffers(chunk) if buffer.param_data is not None)
 
-    def _optimizer_tensors(self) -> Iterator[Tensor]:
+    def _optimizer_tensors(self) -> Iterator[tuple[Tensor, bool]]:
+        """Yields the optimizer's tensors and the gradients, each with whether its content is kept."""
         for part in self._optimizer.parts().values():
-            inner = part.optimizer
-            for group in inner.param_groups:
-                yield from group["params"]
-            for state in inner.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
-
-    def _gradient_tensors(self) -> Iterator[Tensor]:
+            for group in part.optimizer.param_groups:
+                yield from ((tensor, True) for tensor in group["params"])
+            for state in part.optimizer.state.values():
+                yield from ((value, True) for value in state.values() if isinstance(value, Tensor))
         for chunk in self._model.chunks:
-            yield from (buffer.grad_data for buffer in _flat_buffers(chunk))
-
-    def _distinct(self, tensors: Iterable[Tensor], keeps: bool, known: set[int]) -> Iterator[_Storage]:
-        """Yields each storage on the model's device once, and those of ``known`` not at all."""
-        device = next(self._model.chunks[0].module.parameters()).device
-        for tensor in tensors:
-            key = _key(tensor)
-            if key in known or tensor.device != device or not tensor.untyped_storage().nbytes():
-                continue
-            known.add(key)
-            yield self._storage(tensor, keeps, key)
-
-    def _storage(self, tensor: Tensor, keeps: bool, key: int) -> _Storage:
-        held = self._known.get((key, keeps))
-        if held is None or held.nbytes != tensor.untyped_storage().nbytes():
-            held = self._known[key, keeps] = _Storage(tensor, keeps)
-        return held
+            yield from ((buffer.grad_data, False) for buffer in _flat_buffers(chunk))
 
 
 def _key(tensor: Tensor) -> int:

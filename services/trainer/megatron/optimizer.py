@@ -1,8 +1,7 @@
 """Megatron's optimizer (distributed or not), its Adam, and an update that checks the gradient before it changes anything."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from services.trainer.megatron.gpt_model import MegatronModel, laid_over
-from services.trainer.megatron.runtime import device
+from services.trainer.megatron.runtime import anywhere
 from shared.config.learning_rate import LearningRateSchedule
 from shared.config.trainer_section import TrainerSection
 
@@ -137,20 +136,6 @@ def gather_state(
     return state
 
 
-@dataclass(frozen=True)
-class Update:
-    """The result of an attempted update.
-
-    Args:
-        grad_norm: L2 norm of the whole gradient before clipping. lr: the learning rate, of this update or the one skipped.
-        skipped: why nothing was changed, or None.
-    """
-
-    grad_norm: float
-    lr: float
-    skipped: str | None = None
-
-
 class Optimizer:
     """Adam over float32 main weights, its moments split over the data-parallel ranks if so configured.
 
@@ -184,9 +169,9 @@ class Optimizer:
             list(model.chunks),
             use_gloo_process_groups=False,
         )
-        self._initialize_moments()
-        for part in self.megatron.chained_optimizers:
-            if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+        for part in self.parts().values():
+            part.init_state_fn(part.optimizer, part.config)  # saving before the first update needs moments, as loading does
+            if isinstance(part, DistributedOptimizer):
                 part.get_parameter_state_dp_zero = partial(gather_state, part)
 
     @property
@@ -197,10 +182,10 @@ class Optimizer:
     def reset(self, schedule: LearningRateSchedule) -> None:
         """Starts over with zero moments at the beginning of ``schedule``. The float32 main weights keep their precision."""
         self.schedule, self.updates = schedule, 0
-        for inner in self._inner():
-            for group in inner.param_groups:
+        for part in self.parts().values():
+            for group in part.optimizer.param_groups:
                 group.pop("step", None)
-            for state in inner.state.values():
+            for state in part.optimizer.state.values():
                 state["exp_avg"].zero_()
                 state["exp_avg_sq"].zero_()
 
@@ -208,26 +193,29 @@ class Optimizer:
         """Takes a loaded checkpoint's schedule, at the position that it had reached."""
         self.schedule, self.updates = schedule, updates
 
-    def update(self) -> Update:
+    def update(self) -> tuple[float, str | None]:
         """Applies the gradients that the backward passes have left. This is a collective of all ranks.
 
         A gradient whose norm is not finite changes nothing: neither weights, nor moments, nor the schedule's position.
+
+        Returns:
+            The L2 norm of the whole gradient before clipping; and why nothing was changed, or None.
         """
-        optimizer, lr = self.megatron, self.lr
+        optimizer = self.megatron
         optimizer.prepare_grads()
         grad_norm = float(optimizer.get_grad_norm())
-        if not _everywhere(math.isfinite(grad_norm)):
-            return Update(grad_norm, lr, skipped=f"gradient norm is {grad_norm}")
+        if anywhere(not math.isfinite(grad_norm)):
+            return grad_norm, f"gradient norm is {grad_norm}"
         for part in optimizer.chained_optimizers:
             parameters = part.get_parameters()
             if parameters and self.trainer.clip_grad > 0:
                 clip_grad_by_total_norm_fp32(parameters, self.trainer.clip_grad, grad_norm)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = self.lr
             group["weight_decay"] = self.trainer.weight_decay * group["wd_mult"]
         optimizer.step_with_ready_grads()
         self.updates += 1
-        return Update(grad_norm, lr)
+        return grad_norm, None
 
     def zero_gradients(self) -> None:
         """Zeroes the gradients before the backward passes. Without a distributed optimizer the parameters' gradients *are* the model's
@@ -238,19 +226,3 @@ class Optimizer:
         """Returns Megatron's optimizers of this rank by what they update: ``dense`` and, where the rank has some, ``experts``."""
         held = [part for part in self.megatron.chained_optimizers if not part.is_stub_optimizer]
         return dict(zip(("dense", "experts")[: len(held)], held, strict=True))
-
-    def _inner(self) -> Iterator[torch.optim.Optimizer]:
-        for part in self.parts().values():
-            yield part.optimizer
-
-    def _initialize_moments(self) -> None:
-        """Makes the moments that saving before the first update needs, as loading does."""
-        for part in self.parts().values():
-            part.init_state_fn(part.optimizer, part.config)
-
-
-def _everywhere(condition: bool) -> bool:
-    """Returns whether ``condition`` holds on all ranks."""
-    violated = torch.tensor([0.0 if condition else 1.0], device=device())
-    dist.all_reduce(violated, op=dist.ReduceOp.MAX)
-    return not violated.item()

@@ -16,7 +16,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from services.trainer.megatron.context_parallel import ContextSplit, padded_starts, split
-from services.trainer.megatron.long_sequences import LongSequences, long_sequences
 from services.trainer.megatron.runtime import round_up
 from services.trainer.packing import PackedBatch
 from shared.model.parallel_layout import ParallelLayout
@@ -26,6 +25,10 @@ SHORT = 16
 
 SIMILAR = 0.75
 """A sequence joins a batch of longer ones if it fills at least this share of a row."""
+
+
+LONG = 2048
+"""Tokens from which a sequence counts as long on a GPU."""
 
 
 @dataclass
@@ -40,6 +43,20 @@ class LengthGroup:
     rows: Tensor
     length: int
     count: int
+
+
+@dataclass(frozen=True)
+class LongSequences:
+    """A pack that has long sequences.
+
+    Args:
+        runs: the pack from end to end, as (start, stop, long): each long sequence alone, the others between them together.
+        cu_short: int32, where the other sequences begin, laid end to end; None where there are none. longest_short: tokens.
+    """
+
+    runs: tuple[tuple[int, int, bool], ...]
+    cu_short: Tensor | None
+    longest_short: int
 
 
 @dataclass
@@ -165,3 +182,20 @@ def length_groups(starts: list[int], device: torch.device) -> tuple[list[LengthG
     if len(groups) == 1 and offset == len(restore) and torch.equal(restore, torch.arange(offset)):
         return groups, None
     return groups, restore.to(device)
+
+
+def long_sequences(starts: list[int], device: torch.device) -> LongSequences | None:
+    """Returns the plan for sequences that begin at ``starts``, whose last entry is T; None where none is long."""
+    runs: list[tuple[int, int, bool]] = []
+    short: list[int] = []
+    for start, stop in pairwise(starts):
+        is_long = stop - start >= LONG
+        if not is_long:
+            short.append(stop - start)
+            if runs and not runs[-1][2]:
+                start = runs.pop()[0]
+        runs.append((start, stop, is_long))
+    if not any(is_long for _, _, is_long in runs):
+        return None
+    bounds = torch.tensor([0, *short]).cumsum(0).int().to(device) if short else None
+    return LongSequences(tuple(runs), bounds, max(short, default=0))

@@ -1,8 +1,6 @@
 """Forward and backward passes of a model over this rank's micro-batches, in Megatron's schedule for its pipeline."""
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,7 +15,7 @@ from services.trainer.megatron.attention import uses_dense_batches
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.likelihood import VocabularySlice, log_probs_and_entropy
 from services.trainer.megatron.packed_sequences import ModelInput, model_input
-from services.trainer.megatron.runtime import device, round_up
+from services.trainer.megatron.runtime import device, gather_json, round_up
 from services.trainer.packing import PackedBatch
 from shared.runtime.errors import MyxoError
 
@@ -39,14 +37,6 @@ class BadLoss(MyxoError):
     """A loss function broke its contract (see :data:`LossFunction`)."""
 
 
-@dataclass(frozen=True)
-class Sums:
-    """The results of the loss function, summed over micro-batches and data-parallel ranks; the same on every rank."""
-
-    loss: float
-    metrics: dict[str, float]
-
-
 def log_probs(model: MegatronModel, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
     """Returns the log-probability of every label under the model, float32 [T] a micro-batch, on every rank that shares the model."""
     return _read(model, batches, lambda logits, given: _likelihood(model, logits, given, temperature, need_entropy=False)[0])
@@ -59,8 +49,11 @@ def values(model: MegatronModel, batches: Sequence[PackedBatch]) -> list[Tensor]
 
 def forward_backward(
     model: MegatronModel, batches: Sequence[PackedBatch], loss_fn: LossFunction, temperature: float, need_entropy: bool
-) -> Sums:
+) -> tuple[float, dict[str, float]]:
     """Adds the gradient of the summed loss to the (zeroed) gradient buffers, reduced over the data-parallel ranks.
+
+    Returns:
+        Loss and metrics, summed over micro-batches and data-parallel ranks; the same on every rank.
 
     Raises:
         BadLoss: ``loss_fn`` broke its contract.
@@ -170,46 +163,29 @@ def _values(output: Tensor, given: ModelInput) -> Tensor:
     return given.whole(output.squeeze(1))
 
 
-def _reduce(reports: list[dict[str, Any]]) -> Sums:
+def _reduce(reports: list[dict[str, Any]]) -> tuple[float, dict[str, float]]:
     """Sums the last stage's reports over the data-parallel ranks, and tells all stages.
 
     Raises:
         BadLoss: the micro-batches, or the ranks, do not report the same metrics.
     """
-    names = sorted(reports[0]["metrics"]) if reports else []
-    agreed = all(sorted(report["metrics"]) == names for report in reports)
     # Ranks with different names would add up different things, or wait for one another: compare before reducing.
-    mark = float(zlib.crc32("\n".join(names).encode())) if agreed else -1.0
-    marks = torch.tensor([mark, -mark] if reports else [-torch.inf] * 2, dtype=torch.float64, device=device())
-    count = torch.tensor([float(len(names))], dtype=torch.float64, device=device())
-    marks = torch.cat([marks, count])
-    dist.all_reduce(marks, op=dist.ReduceOp.MAX)
-    if not agreed or marks[0] != -marks[1] or marks[0] < 0:
-        raise BadLoss(f"loss_fn must report the same metrics in every micro-batch and on every rank; here: {names}")
-    sums = torch.zeros(1 + int(marks[2]), dtype=torch.float32, device=device())
+    own = sorted({tuple(sorted(report["metrics"])) for report in reports})
+    found = {tuple(names) for each in gather_json(own) for names in each}
+    if len(found) != 1:
+        raise BadLoss(f"loss_fn must report the same metrics in every micro-batch and on every rank; here: {own}")
+    (names,) = found
+    sums = torch.zeros(1 + len(names), dtype=torch.float32, device=device())
     for report in reports:
         sums += torch.stack([report["loss"].float(), *(report["metrics"][name].float() for name in names)])
     if reports:  # context-parallel ranks have the same ones
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=False))
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         _from_last_stage(sums)
-        names = _names_from_last_stage(names)
     loss, *totals = sums.tolist()
-    return Sums(loss, dict(zip(names, totals, strict=True)))
+    return loss, dict(zip(names, totals, strict=True))
 
 
 def _from_last_stage(tensor: Tensor) -> None:
     group = parallel_state.get_pipeline_model_parallel_group()
     dist.broadcast(tensor, group=group, group_src=group.size() - 1)
-
-
-def _names_from_last_stage(names: list[str]) -> list[str]:
-    encoded = "\n".join(names).encode()
-    size = torch.tensor([len(encoded)], device=device())
-    _from_last_stage(size)
-    letters = torch.zeros(int(size), dtype=torch.uint8, device=device())
-    if len(encoded) == int(size) and encoded:
-        letters.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
-    _from_last_stage(letters)
-    text = bytes(letters.tolist()).decode()
-    return text.split("\n") if text else []

@@ -197,17 +197,24 @@ def together(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    failed = torch.tensor([1.0 if failure else 0.0], device=device())
+    failed = failure is not None
     try:
         with deadline(what):
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+            failed = anywhere(failed)
     except MyxoError:
         if failure is None:
             raise
     if failure is not None:
         raise failure
-    if failed.item():
+    if failed:
         raise PeerFailed(f"{what} failed on another trainer rank; its log names the cause")
+
+
+def anywhere(condition: bool) -> bool:
+    """Returns whether ``condition`` holds on a rank. A collective of all ranks."""
+    found = torch.tensor([float(condition)], device=device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found.item())
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

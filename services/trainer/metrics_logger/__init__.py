@@ -3,8 +3,7 @@
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import structlog
 import torch
@@ -15,11 +14,11 @@ from services.trainer.actor import Actor, StepResult
 from services.trainer.batches import TrainBatch
 from services.trainer.control_client import ControlClient
 from services.trainer.metrics_logger.writers import Prometheus, TensorBoard, WeightsAndBiases, Writer
-from services.trainer.objective import reward_advantages
+from services.trainer.objective.advantage import reward_advantages
 from services.trainer.weights.push_schedule import PushResult
 from shared.config.run_config import RunConfig
 from shared.model.architecture import Architecture
-from shared.schema.messages import RewardPart, TrainerStep, WarmStartEnded
+from shared.schema.messages import RewardPart, Trained, WarmStartEnded
 
 SUMS = ("agreement_abs_diff", "agreement_tokens")
 """Metrics of the loss that stay sums over a batch's optimizer steps; the others are means."""
@@ -64,11 +63,12 @@ class MetricsLogger:
     """The metrics of one trainer process.
 
     Args:
-        directory: TensorBoard's. speed: of the model that is trained. role: actor or critic.
+        speed: of the model that is trained. role: actor or critic.
     """
 
-    def __init__(self, control: ControlClient, directory: Path, config: RunConfig, speed: TrainingSpeed, role: str = "actor") -> None:
+    def __init__(self, control: ControlClient, config: RunConfig, speed: TrainingSpeed, role: str = "actor") -> None:
         self._control, self._config, self._objective = control, config, config.algorithm
+        directory = config.run.root / "tensorboard" / ("" if role == "actor" else role)
         self._writers: list[Writer] = [TensorBoard(directory), Prometheus(control)]
         if config.monitoring.use_wandb:
             self._writers.append(WeightsAndBiases(config, role))
@@ -104,12 +104,11 @@ class MetricsLogger:
         if self._config.monitoring.log_passrate:
             rates = batch_metrics.passrate([group.rewards for group in groups], self._config.monitoring.passrate_threshold)
             self._write(batch.step, "passrate", rates)
-        of_batch = asdict(batch.metrics)
-        reported = {**metrics, **of_batch, **performance}
-        self._control.report_step(TrainerStep(step=batch.step, version=batch.version, started=started, ended=ended, metrics=reported))
+        reported = {**metrics, **batch.metrics, **performance}
+        self._control.report_step(Trained(step=batch.step, version=batch.version, started=started, ended=ended, metrics=reported))
         shown = ("reward", "staleness_mean", "staleness_max", "masked_tokens", "removed_samples")
         gauges = {"step": batch.step + 1, "loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
-        gauges |= {name: of_batch[name] for name in shown} | {"wait_time_ratio": performance["wait_time_ratio"]}
+        gauges |= {name: batch.metrics[name] for name in shown} | {"wait_time_ratio": performance["wait_time_ratio"]}
         gauges["train_compute_tokens_per_s"] = performance["actor_train_tok_per_s"]
         if "wall_tok_per_s" in performance:
             gauges["train_tokens_per_s"] = performance["wall_tok_per_s"]
@@ -176,10 +175,10 @@ class MetricsLogger:
             "actor_train_time": training,
             "train_wait_time": waited,
             "wait_time_ratio": waited / (waited + seconds),
-            "actor_train_tok_per_s": batch.metrics.tokens / training,
+            "actor_train_tok_per_s": batch.metrics["tokens"] / training,
         }
         if self._last_end is not None:  # what the first step waited for is not known
-            found["wall_tok_per_s"] = batch.metrics.tokens / (waited + seconds)
+            found["wall_tok_per_s"] = batch.metrics["tokens"] / (waited + seconds)
         self._last_end = ended
         return found | self._speed.of_step([item.tokens for item in batch.partition.items], training)
 

@@ -3,7 +3,8 @@
 A group that lost samples (dropped, dead, rejected) is normalised over those it has; two groups never mix.
 """
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +13,12 @@ import torch
 from torch import Tensor
 
 from shared.config.algorithm import AlgorithmSection
-from shared.runtime.errors import MyxoError
 
+FloatArray = npt.NDArray[np.float64]
+Rewards = Sequence[float] | FloatArray
+
+STD_EPSILON = 1e-6
+WHITEN_EPSILON = 1e-8
 _BLOCK = 64
 
 
@@ -51,24 +56,6 @@ def generalized_advantages(rewards: Tensor, values: Tensor, gamma: float, lambd:
     return advantages, advantages + values
 
 
-FloatArray = npt.NDArray[np.float64]
-Rewards = Sequence[float] | FloatArray
-
-STD_EPSILON = 1e-6
-
-
-class BadReward(MyxoError):
-    """A reward for which no group can be normalised: it is not finite, or its rollout belongs to two groups.
-
-    Args:
-        rollout: its id. group: its group's id. problem: what is wrong, with the numbers.
-    """
-
-    def __init__(self, rollout: Hashable, group: Hashable, problem: str) -> None:
-        self.rollout, self.group, self.problem = rollout, group, problem
-        super().__init__(f"reward of rollout {rollout} (group {group}) {problem}")
-
-
 @dataclass(frozen=True)
 class Needs:
     """The inputs that an objective needs beside rewards, masks and the rollout's log-probs.
@@ -78,12 +65,12 @@ class Needs:
             `token_advantages`. teacher_gap: that of `distilled`. statistics: `batch_statistics` before each optimizer step.
     """
 
-    proximal: bool
-    reference: bool
-    kl: bool
-    values: bool
-    teacher_gap: bool
-    statistics: bool
+    proximal: bool = False
+    reference: bool = False
+    kl: bool = False
+    values: bool = False
+    teacher_gap: bool = False
+    statistics: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +84,7 @@ class Advantages:
 def needs(config: AlgorithmSection, optimizer_steps: int = 1) -> Needs:
     """Returns the inputs that the configured objective needs. ``optimizer_steps``: the number of steps that a batch is split into."""
     if config.loss_type == "sft_loss":
-        return Needs(False, False, False, False, False, False)
+        return Needs()
     in_reward = config.kl_coef != 0.0
     statistics = config.loss_type == "policy_loss" and (config.tis_batch_normalize or config.use_m2po)
     of_old = (in_reward or config.use_opd) and config.correction != "rollout"
@@ -120,40 +107,27 @@ def group_relative(
     all equal: their mean may differ from them in the last bit, and a division by 1e-6 would make that a gradient.
 
     Args:
-        rewards: [N], one per sample. groups: group id of each.
+        rewards: [N], one per sample, finite. groups: group id of each.
         rollout_ids: rollout of each, unique over the batch; the samples that fan out of one rollout share the group and cast one vote,
             the mean of their rewards. If not given, every sample is a rollout.
 
     Source: GRPO, Shao et al. 2024 (arXiv:2402.03300), section 4.1.2; without the std, Dr.GRPO, Liu et al. 2025
     (arXiv:2503.20783), and the baseline of REINFORCE++, Hu et al. 2025 (arXiv:2501.03262).
-
-    Raises:
-        BadReward: a reward that is not finite, or two samples of one rollout in unlike groups.
-        ValueError: rewards, groups and rollout ids of unlike length.
     """
     values = np.asarray(rewards, dtype=np.float64)
     advantages = np.zeros(values.size)
-    for samples_of_rollouts in _samples_by_group(values, groups, range(values.size) if rollout_ids is None else rollout_ids):
-        votes = np.array([_vote(values[samples]) for samples in samples_of_rollouts])
+    samples: dict[Hashable, dict[Hashable, list[int]]] = {}
+    rollouts = range(values.size) if rollout_ids is None else rollout_ids
+    for index, (_, group, rollout) in enumerate(zip(values, groups, rollouts, strict=True)):
+        samples.setdefault(group, {}).setdefault(rollout, []).append(index)
+    for of_rollouts in samples.values():
+        votes = np.array([_vote(values[indices]) for indices in of_rollouts.values()])
         if len(votes) < 2 or np.ptp(votes) == 0.0:
             continue
         scale = votes.std(ddof=1) + STD_EPSILON if normalize_std else 1.0
-        indices = [index for samples in samples_of_rollouts for index in samples]
-        advantages[indices] = (values[indices] - votes.mean()) / scale
+        of_group = [index for indices in of_rollouts.values() for index in indices]
+        advantages[of_group] = (values[of_group] - votes.mean()) / scale
     return advantages
-
-
-def _samples_by_group(values: FloatArray, groups: Sequence[Hashable], rollouts: Sequence[Hashable]) -> list[list[list[int]]]:
-    """Returns the indices of each rollout's samples as ``[group][rollout]``. Raises as `group_relative`."""
-    found: dict[Hashable, dict[Hashable, list[int]]] = {}
-    group_of: dict[Hashable, Hashable] = {}
-    for index, (value, group, rollout) in enumerate(zip(values, groups, rollouts, strict=True)):
-        if not np.isfinite(value):
-            raise BadReward(rollout, group, f"is {value}, expected a finite number")
-        if group_of.setdefault(rollout, group) != group:
-            raise BadReward(rollout, group, f"is {value}, but another sample of this rollout is in group {group_of[rollout]}")
-        found.setdefault(group, {}).setdefault(rollout, []).append(index)
-    return [list(samples_of_rollouts.values()) for samples_of_rollouts in found.values()]
 
 
 def _vote(rewards: FloatArray) -> float:
@@ -169,11 +143,10 @@ def reward_advantages(
     grpo, gspo, cispo: ``group_relative``; reinforce_plus_plus_baseline: the same without the std; ppo, reinforce_plus_plus, and all of
     them without ``normalize_rewards``: the reward as it is.
     """
-    by_std = not config.disable_grpo_std_normalization and config.advantage_estimator != "reinforce_plus_plus_baseline"
-    relative = group_relative(rewards, groups, rollout_ids, normalize_std=by_std)  # also called for the errors that it raises
     if not config.normalizes_rewards or config.advantage_estimator in ("ppo", "reinforce_plus_plus"):
-        return np.asarray(rewards, dtype=np.float64).copy()
-    return relative
+        return np.array(rewards, dtype=np.float64)
+    by_std = not config.disable_grpo_std_normalization and config.advantage_estimator != "reinforce_plus_plus_baseline"
+    return group_relative(rewards, groups, rollout_ids, normalize_std=by_std)
 
 
 def token_advantages(
@@ -231,6 +204,24 @@ def distilled(
         advantage - config.opd_kl_coef * torch.where(mask, (of_old - of_teacher).double(), 0.0)
         for advantage, of_old, of_teacher, mask in zip(advantages, old, teacher, masks, strict=True)
     ]
+
+
+def whitened(values: Sequence[Tensor], masks: Sequence[Tensor], total: Callable[[FloatArray], FloatArray]) -> list[Tensor]:
+    """Returns ``(x - mean) / sqrt(variance + 1e-8)`` where the mask is true, else 0: float64 [R] each.
+
+    Mean and Bessel-corrected variance are those of the trained tokens of all ranks.
+
+    Args:
+        values: float64 [R] of each sample of this rank. masks: bool [R] of each. total: the sum of an array over the ranks, a collective.
+
+    Source: REINFORCE++, Hu et al. 2025 (arXiv:2501.03262); slime's masked whitening.
+    """
+    trained = torch.cat([torch.empty(0, dtype=torch.float64), *(value[mask] for value, mask in zip(values, masks, strict=True))])
+    count, of_all = total(np.array([trained.numel(), float(trained.sum())])).tolist()
+    mean = of_all / max(count, 1.0)
+    (squares,) = total(np.array([float((trained - mean).square().sum())])).tolist()
+    scale = math.sqrt(squares / max(count - 1.0, 1.0) + WHITEN_EPSILON)
+    return [torch.where(mask, (value - mean) / scale, 0.0) for value, mask in zip(values, masks, strict=True)]
 
 
 def _spread(values: Tensor, mask: Tensor) -> Tensor:

@@ -1,30 +1,34 @@
-"""Weights and masks of the policy gradient's tokens by the distance between behaviour, proximal and trained policy.
+"""Off-policy correction for samples of another policy: weights, rejections and masks, never part of the gradient.
 
-Some of it needs statistics of a whole optimizer step: of every rank's tokens, once, before the step.
+Behaviour policy: the engine's, log-probs as it gave them with the tokens. Proximal policy: the trainer's at batch
+start. The decoupled objective clips around the proximal policy and weights by proximal over behaviour: Hilton et al.
+2022 (arXiv:2110.00641, "Batch size-invariance for policy optimization", section 3), AReaL (arXiv:2505.24298).
+All tensors are [T], finite everywhere. Some of it needs statistics of a whole optimizer step: of every rank's tokens, once, before it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from services.trainer.objective.importance import (
-    importance_weight,
-    level_ratio,
-    off_policy_sequence_mask,
-    second_moment_limit,
-    second_moments,
-    vetoed,
-    weight_counts,
-    within,
-)
-from services.trainer.objective.tokens import MaskedTokens, Metrics, MissingField
+from services.trainer.objective.policy_gradient import ratio_of
+from services.trainer.objective.tokens import MaskedTokens, Metrics, sequence_mean, sequence_sum
 from services.trainer.packing import PackedBatch
-from shared.config.algorithm import AlgorithmSection
+from shared.config.algorithm import AlgorithmSection, Level
 
 Gather = Callable[[Tensor], Tensor]
 """The one-dimensional float64 tensors (on the CPU, of any length) of all data-parallel ranks, end to end."""
+
+
+class ImportanceWeight(NamedTuple):
+    """weight: floats [T], detached. ratio: the same before its bounds. changed: bool [T], true where they took effect."""
+
+    weight: Tensor
+    ratio: Tensor
+    changed: Tensor
 
 
 @dataclass(frozen=True)
@@ -35,81 +39,144 @@ class Statistics:
     second_moment_limit: float | None = None
 
 
+def level_ratio(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, level: Level) -> Tensor:
+    """Returns each token's ratio (``token``), or for every token of a sequence that of all its trained tokens (``sequence``), or its
+    geometric mean over them (``geometric``): [T], detached. Log ratios are clamped to +-20 before ``exp``.
+
+    Source: MIS, Liu et al. 2025, "When speed kills stability"; the geometric mean, GSPO (arXiv:2507.18071).
+    """
+    log_ratio = log_ratio.detach()
+    if level == "sequence":
+        log_ratio = sequence_sum(log_ratio * mask.to(log_ratio.dtype), cu_seqlens)
+    elif level == "geometric":
+        log_ratio = sequence_mean(log_ratio, mask, cu_seqlens)
+    return ratio_of(log_ratio)
+
+
+def importance_weight(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, config: AlgorithmSection) -> ImportanceWeight:
+    """Returns the ratio of the config's level, bounded: ``truncate`` bounds it by ``tis_clip``, ``clip`` by ``tis_clip_low`` too, ``mask``
+    makes it 0 outside of both.
+
+    Args:
+        log_ratio: log-probs of the proximal policy less the behaviour policy's [T]. mask: bool [T]. cu_seqlens: int32 [S + 1].
+
+    Source: TIS, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; mask, IcePop, Ling
+    team 2025 (arXiv:2510.18855).
+    """
+    ratio, low, high = level_ratio(log_ratio, mask, cu_seqlens, config.tis_level), config.tis_clip_low, config.tis_clip
+    if config.tis_mode == "mask":
+        weight = torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+    else:
+        weight = ratio.clamp(min=low if config.tis_mode == "clip" else None, max=high)
+    return ImportanceWeight(weight, ratio, weight != ratio)
+
+
+def off_policy_sequence_mask(
+    log_probs: Tensor, behaviour: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor, delta: float
+) -> Tensor:
+    """Returns a mask [T], false where A < 0 and the sequence's mean of ``behaviour - log_probs`` is above delta.
+
+    Args:
+        log_probs: of the policy being trained [T]. behaviour: the rollout's [T]. delta: nats per token.
+
+    Source: DeepSeek-V3.2 (arXiv:2512.02556), section 3.1, off-policy sequence masking. As there, the distance is from
+    the engine's own log-probs, so that it holds both staleness and the engine's mismatch (slime: from its old
+    log-probs, which are the trainer's unless told otherwise).
+    """
+    distance = sequence_mean((behaviour - log_probs).detach(), mask, cu_seqlens)
+    return ~((advantages < 0) & (distance > delta))
+
+
+def second_moments(log_probs: Tensor, behaviour: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """Returns ``x^2`` where a clip could bound the token, 0 elsewhere: [T], detached. mask: bool [T].
+
+    With ``x = log pi_theta - log pi_behaviour`` a clip could bound tokens with A > 0 and x > 0, or A < 0 and x < 0. M2PO bounds their mean:
+    those with the largest x^2 are masked until the mean of the others is at most the bound.
+
+    Source: M2PO, Zheng et al. 2025, "Prosperity before collapse" (arXiv:2510.01161), algorithm 1.
+    """
+    x = (log_probs - behaviour).detach()
+    return torch.where(mask & (x * torch.sign(advantages) > 0), x.square(), 0.0)
+
+
+def second_moment_limit(moments: Tensor, bound: float) -> float:
+    """Returns the limit above which moments are masked: the largest that leaves a mean of at most ``bound``.
+
+    Args:
+        moments: of the whole batch, any shape; zeros do not count.
+
+    It lies half-way between the largest kept moment and the smallest masked, so that rounding moves no token over it. Equal ones stay or
+    go together. Returns inf where all stay, 0 where none does.
+    """
+    ordered = moments.double().flatten()
+    ordered = ordered[ordered > 0].sort().values
+    if not ordered.numel():
+        return math.inf
+    means = ordered.cumsum(0) / torch.arange(1, ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
+    last_of_equals = torch.ones_like(ordered, dtype=torch.bool)
+    last_of_equals[:-1] = ordered[:-1] < ordered[1:]
+    stays = torch.nonzero(last_of_equals & (means <= bound)).flatten()
+    if not stays.numel():
+        return 0.0
+    place = int(stays[-1])
+    return math.inf if place == ordered.numel() - 1 else float(ordered[place] + ordered[place + 1]) / 2
+
+
 def batch_statistics(config: AlgorithmSection, batches: Sequence[PackedBatch], gather: Gather = lambda values: values) -> Statistics:
-    """Returns the statistics of one optimizer step. A collective if ``gather`` is one; then every data-parallel rank calls it.
+    """Returns the statistics of one optimizer step that the config asks for. A collective if ``gather`` is one.
 
     Args:
         batches: this rank's micro-batches, with fields ``weights``, ``advantages``, ``rollout_log_probs``, ``proximal_log_probs``.
-
-    Raises:
-        MissingField: a micro-batch lacks one of these fields.
     """
-    wants_mean, wants_moments = config.tis_batch_normalize, config.use_m2po
     sums, moments = torch.zeros(2, dtype=torch.float64), [torch.zeros(0, dtype=torch.float64)]
-    for batch in batches if wants_mean or wants_moments else ():
-        if "proximal_log_probs" not in batch.fields:
-            raise MissingField("proximal_log_probs", "statistics of the batch", batch.fields)
+    for batch in batches:
         tokens = MaskedTokens(batch.fields["proximal_log_probs"], batch)
-        start, rollout = tokens.log_probs, tokens.field("rollout_log_probs", "statistics of the batch")
-        if wants_mean:
-            weights = importance_weight(
-                start, rollout, tokens.mask, batch.cu_seqlens,
-                mode=config.tis_mode, level=config.tis_level, low=config.tis_clip_low, high=config.tis_clip,
-            ).weight.double()  # fmt: skip
-            counts = weight_counts(tokens.mask, batch.cu_seqlens, config.tis_level, torch.float64)
+        start, rollout = tokens.log_probs, tokens.field("rollout_log_probs")
+        if config.tis_batch_normalize:
+            weights = importance_weight(start - rollout, tokens.mask, batch.cu_seqlens, config).weight.double()
+            counts = tokens.mask.double()
+            if config.tis_level != "token":  # a sequence is one weight
+                counts = counts / sequence_sum(counts, batch.cu_seqlens).clamp(min=1.0)
             sums += torch.stack([(counts * weights).sum(), counts.sum()]).cpu()
-        if wants_moments:
-            of_batch = second_moments(start, rollout, tokens.field("advantages", "use_m2po"), tokens.mask)
+        if config.use_m2po:
+            of_batch = second_moments(start, rollout, tokens.field("advantages"), tokens.mask)
             moments.append(of_batch[of_batch > 0].double().cpu())
     mean_weight, limit = None, None
-    if wants_mean:
+    if config.tis_batch_normalize:
         total, count = gather(sums).view(-1, 2).sum(0).tolist()
         mean_weight = total / count if total > 0.0 else 1.0  # where every weight is 0, there is nothing to scale
-    if wants_moments:
+    if config.use_m2po:
         limit = second_moment_limit(gather(torch.cat(moments)), config.m2_threshold)
     return Statistics(mean_weight, limit)
 
 
-class MissingStatistics(ValueError):
-    """A loss was called without the statistics of the whole batch that its config needs."""
-
-    def __init__(self, field: str) -> None:
-        super().__init__(f"{field} needs batch_statistics of the optimizer step, but the loss was given none")
-
-
 def weighted(
-    config: AlgorithmSection, pg: Tensor, start: Tensor, rollout: Tensor, tokens: MaskedTokens, statistics: Statistics
+    config: AlgorithmSection, pg: Tensor, log_ratio: Tensor, tokens: MaskedTokens, statistics: Statistics
 ) -> tuple[Tensor, Metrics]:
     """Returns the per-token loss times its importance weight, 0 for rejected tokens and sequences: [T]; and the metrics of both.
 
+    A veto rejects a sequence of which a trained token has a ratio below the threshold: the trainer's policy would hardly have drawn it.
+
     Args:
-        start: log-probs of the proximal policy [T]. rollout: of the behaviour policy [T].
+        log_ratio: log-probs of the proximal policy less the behaviour policy's [T].
+
+    Source: rejection sampling and vetoes of MIS, Liu et al. 2025, "When speed kills stability".
     """
     cu_seqlens = tokens.batch.cu_seqlens
-    weights = importance_weight(
-        start, rollout, tokens.mask, cu_seqlens,
-        mode=config.tis_mode, level=config.tis_level, low=config.tis_clip_low, high=config.tis_clip,
-    )  # fmt: skip
-    metrics = {"tis": tokens.mean(weights.ratio), "tis_clipfrac": tokens.mean(weights.changed.to(tokens.dtype))}
+    weights = importance_weight(log_ratio, tokens.mask, cu_seqlens, config)
+    metrics = {"tis": tokens.mean(weights.ratio), "tis_clipfrac": tokens.fraction(weights.changed)}
     pg = pg * weights.weight
     if config.tis_batch_normalize:
-        if statistics.mean_weight is None:
-            raise MissingStatistics("tis_batch_normalize")
+        assert statistics.mean_weight is not None
         pg = pg / statistics.mean_weight
     if config.use_rs:
-        ratio = level_ratio(start - rollout, tokens.mask, cu_seqlens, config.rs_level or config.tis_level)
-        stays = within(ratio, *config.rejection_bounds)
-        pg = pg * stays.to(pg.dtype)
-        metrics["rs_clipfrac"] = tokens.mean((~stays).to(tokens.dtype))
+        ratio, (low, high) = level_ratio(log_ratio, tokens.mask, cu_seqlens, config.rs_level or config.tis_level), config.rejection_bounds
+        stays = (ratio >= low) & (ratio <= high)
+        pg = pg * stays
+        metrics["rs_clipfrac"] = tokens.fraction(~stays)
     if config.rs_veto_threshold is not None:
-        gone = vetoed(start - rollout, tokens.mask, cu_seqlens, config.rs_veto_threshold)
-        pg = pg * (~gone).to(pg.dtype)
-        metrics["rs_veto_frac"] = tokens.mean(gone.to(tokens.dtype))
+        below = tokens.mask & (ratio_of(log_ratio.detach()) < config.rs_veto_threshold)
+        gone = sequence_sum(below.to(tokens.dtype), cu_seqlens) > 0
+        pg = pg * ~gone
+        metrics["rs_veto_frac"] = tokens.fraction(gone)
     return pg, metrics
-
-
-def opsm(config: AlgorithmSection, pg: Tensor, rollout: Tensor, advantages: Tensor, tokens: MaskedTokens) -> tuple[Tensor, Metrics]:
-    """Returns the per-token loss without the sequences that `off_policy_sequence_mask` drops, [T], and the fraction dropped."""
-    cu_seqlens = tokens.batch.cu_seqlens
-    stays = off_policy_sequence_mask(tokens.log_probs, rollout, advantages, tokens.mask, cu_seqlens, config.opsm_delta)
-    return pg * stays.to(pg.dtype), {"opsm_clipfrac": tokens.mean((~stays).to(tokens.dtype))}

@@ -1,7 +1,7 @@
 """The user's own functions in the objective, under slime's signatures: their arguments, and the use of their results."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -23,13 +23,13 @@ class Responses:
     """
 
     def __init__(self, batch: PackedBatch) -> None:
-        starts = batch.cu_seqlens.tolist()
-        first = [_first_trained(batch.loss_mask, start, end) for start, end in pairwise(starts)]
-        self.total_lengths = [end - start for start, end in pairwise(starts)]
-        self.response_lengths = [end - 1 - at for at, end in zip(first, starts[1:], strict=True)]
-        spans = [torch.arange(at, end - 1) for at, end in zip(first, starts[1:], strict=True)]
+        sequences = list(pairwise(batch.cu_seqlens.tolist()))
+        spans = [torch.arange(_first_trained(batch.loss_mask, start, end), end - 1) for start, end in sequences]
+        self.total_lengths = [end - start for start, end in sequences]
+        self.response_lengths = [span.numel() for span in spans]
         self._places = torch.cat(spans).to(batch.loss_mask.device)
-        self._size = int(starts[-1])
+        self.size = self._places.numel()  # F
+        self._tokens = batch.tokens.numel()
         self.loss_masks = self.lists(batch.loss_mask)
 
     def flat(self, values: Tensor) -> Tensor:
@@ -42,12 +42,7 @@ class Responses:
 
     def packed(self, values: Tensor) -> Tensor:
         """Returns ``values`` [F] in their places in the pack, 0 elsewhere: [T]. Differentiable."""
-        return values.new_zeros(self._size).index_copy(0, self._places, values)
-
-    @property
-    def size(self) -> int:
-        """Returns F."""
-        return int(self._places.numel())
+        return values.new_zeros(self._tokens).index_copy(0, self._places, values)
 
 
 def _first_trained(mask: Tensor, start: int, end: int) -> int:
@@ -70,17 +65,15 @@ class CustomFunctions:
 
     Args:
         args: the run's config as the functions get it. paths: by field, for messages.
-        denominator: the divisor of a sum over samples (``reduce.denominator``), for ``reducer``.
     """
 
     args: Any = None
-    paths: Mapping[str, str] | None = None
+    paths: Mapping[str, str] = field(default_factory=dict)
     loss: Function | None = None
     advantage: Function | None = None
     reducer: Function | None = None
     tis: Function | None = None
     rewards: Function | None = None
-    denominator: float | None = None
 
     @classmethod
     def of(cls, config: RunConfig) -> "CustomFunctions":
@@ -109,7 +102,7 @@ class CustomFunctions:
             response_lengths=responses.response_lengths,
         )
         if not isinstance(given, tuple) or len(given) != 3:
-            raise self._refused(TIS, f"gave {_kind(given)}; expected (pg_loss, masks, metrics)")
+            raise self.refused(TIS, f"gave {_kind(given)}; expected (pg_loss, masks, metrics)")
         loss, masks, metrics = given
         flat = self._numbers(TIS, "pg_loss", loss, responses.size)
         kept = self._numbers(TIS, "masks", torch.cat(list(masks)) if isinstance(masks, list | tuple) else masks, responses.size)
@@ -121,23 +114,19 @@ class CustomFunctions:
         return tokens.blank(responses.packed(flat)) * tokens.blank(responses.packed(kept.to(flat.dtype))).detach(), means
 
     def reduced(self, pg: Tensor, tokens: MaskedTokens, per_token: bool) -> Tensor:
-        """Returns the micro-batch's part of the policy loss, by ``custom_pg_loss_reducer_function_path``, from the per-token one [T].
-
-        As in slime the function gives a sum over the micro-batch's samples (or, ``per_token``, its tokens); it is divided by
-        ``denominator``, the number of the optimizer step's rollouts (tokens).
+        """Returns the per-token loss [T] as ``custom_pg_loss_reducer_function_path`` reduces it: in slime and here a sum over the
+        micro-batch's samples (or, ``per_token``, its tokens), which is yet to be divided by the number of the optimizer step's.
         """
-        if self.denominator is None:
-            raise ValueError(f"{REDUCER} needs the denominator of the optimizer step, but the loss was given none")
         responses = Responses(tokens.batch)
         reduce = self.call(REDUCER, self.reducer, responses.total_lengths, responses.response_lengths, responses.loss_masks, per_token)
         if not callable(reduce):
-            raise self._refused(REDUCER, f"gave {_kind(reduce)}; expected a function")
+            raise self.refused(REDUCER, f"gave {_kind(reduce)}; expected a function")
         total = self.call(REDUCER, reduce, responses.flat(pg))
         if not isinstance(total, Tensor) or total.dim():
-            raise self._refused(REDUCER, f"its function gave {_kind(total)}; expected a tensor of one number")
+            raise self.refused(REDUCER, f"its function gave {_kind(total)}; expected a tensor of one number")
         if not total.requires_grad:  # it left every token out; the backward pass needs a graph
             total = total + 0.0 * pg.sum()
-        return total / self.denominator
+        return total
 
     def advantages(self, masks: Sequence[Tensor], data: Mapping[str, Sequence[Any]]) -> Advantages:
         """Returns the ``advantages`` and, if set, ``returns`` that ``custom_advantage_function_path`` sets: [R] of each sample.
@@ -153,22 +142,22 @@ class CustomFunctions:
         self.call(ADVANTAGE, self.advantage, self.args, rollout_data)
         found = {field: self._per_sample(field, rollout_data.get(field), masks) for field in ("advantages", "returns")}
         if found["advantages"] is None:
-            raise self._refused(ADVANTAGE, "set no rollout_data['advantages']")
+            raise self.refused(ADVANTAGE, "set no rollout_data['advantages']")
         return Advantages(found["advantages"], found["returns"])
 
-    def post_processed(self, samples: Sequence[HookSample]) -> tuple[list[float], list[float]]:
-        """Returns (raw rewards, rewards) of the whole batch by ``custom_reward_post_process_path``; the latter replace normalised ones."""
+    def post_processed(self, samples: Sequence[HookSample]) -> list[float]:
+        """Returns the rewards of the whole batch that ``custom_reward_post_process_path`` makes in place of the normalised ones."""
         given = self.call(REWARDS, self.rewards, self.args, list(samples))
         if not isinstance(given, tuple) or len(given) != 2:
-            raise self._refused(REWARDS, f"gave {_kind(given)}; expected (raw_rewards, rewards)")
+            raise self.refused(REWARDS, f"gave {_kind(given)}; expected (raw_rewards, rewards)")
         try:
             raw, rewards = ([float(value) for value in values] for values in given)
         except (TypeError, ValueError) as error:
-            raise self._refused(REWARDS, f"gave {error}; expected two lists of numbers") from None
+            raise self.refused(REWARDS, f"gave {error}; expected two lists of numbers") from None
         for name, values in (("raw_rewards", raw), ("rewards", rewards)):
             if len(values) != len(samples) or not np.isfinite(values).all():
-                raise self._refused(REWARDS, f"{name}: {len(values)} for {len(samples)} samples, or some are not finite")
-        return raw, rewards
+                raise self.refused(REWARDS, f"{name}: {len(values)} for {len(samples)} samples, or some are not finite")
+        return rewards
 
     def call(self, field: str, function: Function | None, *args: Any, **keywords: Any) -> Any:
         """Returns the function's result. Raises HookFailed for whatever it raises."""
@@ -176,15 +165,16 @@ class CustomFunctions:
         try:
             return function(*args, **keywords)
         except Exception as error:
-            raise self._refused(field, f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+            raise self.refused(field, f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
-    def _refused(self, field: str, reason: str) -> HookFailed:
-        return HookFailed(field, (self.paths or {}).get(field, "?"), reason)
+    def refused(self, field: str, reason: str) -> HookFailed:
+        """Returns the error of a function that fails, or gives what does not fit."""
+        return HookFailed(field, self.paths[field], reason)
 
     def _numbers(self, field: str, what: str, values: object, size: int) -> Tensor:
         if not isinstance(values, Tensor) or values.shape != (size,):
             shape = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else ""
-            raise self._refused(field, f"{what} is {_kind(values)} {shape}; expected a tensor [{size}], one number a response token")
+            raise self.refused(field, f"{what} is {_kind(values)} {shape}; expected a tensor [{size}], one number a response token")
         return values
 
     def _per_sample(self, field: str, values: Any, masks: Sequence[Tensor]) -> list[Tensor] | None:
@@ -192,14 +182,14 @@ class CustomFunctions:
             return None
         tensors = [torch.as_tensor(value).detach().cpu().double() for value in values]
         if len(tensors) != len(masks):
-            raise self._refused(ADVANTAGE, f"{field}: {len(tensors)} arrays for {len(masks)} samples")
+            raise self.refused(ADVANTAGE, f"{field}: {len(tensors)} arrays for {len(masks)} samples")
         for index, (tensor, mask) in enumerate(zip(tensors, masks, strict=True)):
             if tensor.shape != mask.shape:
                 problem = f"{field} of sample {index}: shape {tuple(tensor.shape)} for {mask.numel()} response tokens"
-                raise self._refused(ADVANTAGE, problem)
+                raise self.refused(ADVANTAGE, problem)
             if not torch.isfinite(tensor[mask]).all():
-                raise self._refused(ADVANTAGE, f"{field} of sample {index} is not finite on every trained token")
-        return [torch.where(mask, tensor, torch.zeros_like(tensor)) for tensor, mask in zip(tensors, masks, strict=True)]
+                raise self.refused(ADVANTAGE, f"{field} of sample {index} is not finite on every trained token")
+        return [torch.where(mask, tensor, 0.0) for tensor, mask in zip(tensors, masks, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -222,7 +212,7 @@ class CustomLoss:
 
         def sum_of_sample_mean(values: Tensor) -> Tensor:
             packed = values if values.shape == batch.tokens.shape else responses.packed(values)
-            return (weights * torch.where(batch.loss_mask > 0, packed, torch.zeros_like(packed))).sum()
+            return (weights * torch.where(batch.loss_mask > 0, packed, 0.0)).sum()
 
         fields = {name: responses.lists(field) for name, field in batch.fields.items()}
         if "proximal_log_probs" in fields:
@@ -233,7 +223,7 @@ class CustomLoss:
         given = self.custom.call(LOSS, self.custom.loss, self.custom.args, view, logits.unsqueeze(0), sum_of_sample_mean)
         loss, metrics = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
         if not isinstance(loss, Tensor) or loss.dim() or not isinstance(metrics, Mapping):
-            raise HookFailed(LOSS, (self.custom.paths or {}).get(LOSS, "?"), f"gave {_kind(given)}; expected (loss, metrics)")
+            raise self.custom.refused(LOSS, f"gave {_kind(given)}; expected (loss, metrics)")
         numbers = {str(name): torch.as_tensor(value, device=loss.device).detach().float() for name, value in metrics.items()}
         if not loss.requires_grad:  # no token of this micro-batch counts; the backward pass needs a graph
             loss = loss + 0.0 * logits[0, 0]

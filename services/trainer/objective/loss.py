@@ -8,20 +8,16 @@ Invariants, held by tests:
 - with one optimizer step a batch the proximal policy is the policy itself: ratio exactly 1, ``ppo_kl`` exactly 0.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from services.trainer.objective import correction, policy_gradient
-from services.trainer.objective.correction import MissingStatistics, Statistics
+from services.trainer.objective.correction import Statistics, off_policy_sequence_mask, second_moments
 from services.trainer.objective.custom_objective import CustomFunctions, CustomLoss
-from services.trainer.objective.importance import second_moment_mask, second_moments
-from services.trainer.objective.policy_gradient import LOSS_KL, kl_estimate
-from services.trainer.objective.tokens import MaskedTokens, Metrics, MissingField, sequence_sum
+from services.trainer.objective.policy_gradient import LOSS_KL, PolicyGradient, kl_estimate, ratio_of
+from services.trainer.objective.tokens import MaskedTokens, Metrics, sequence_mean, sequence_sum
 from services.trainer.packing import PackedBatch
 from shared.config.algorithm import AlgorithmSection
 
@@ -46,6 +42,7 @@ class PolicyLoss:
         batch_version: weight version that the trainer holds at batch start, before the step that makes the next.
         statistics: of the optimizer step, for tis_batch_normalize and use_m2po.
         custom: functions of the user's own in place of the importance weight and of the reducer.
+        denominator: the divisor of the sum that a reducer of the user's own gives (``reduce.denominator``).
 
     T must hold whole sequences for gspo, OPSM, vetoes and the sequence levels (under context parallelism: gathered ones).
     """
@@ -54,73 +51,71 @@ class PolicyLoss:
     batch_version: int | None = None
     statistics: Statistics = field(default_factory=Statistics)
     custom: CustomFunctions = field(default_factory=CustomFunctions)
+    denominator: float = 1.0
 
     def __call__(self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Metrics]:
-        """Returns loss and metrics. ``log_probs``, ``entropy``: [T], of ``batch.labels``. Raises MissingField; HookFailed; ValueError."""
+        """Returns loss and metrics. ``log_probs``, ``entropy``: [T], of ``batch.labels``. Raises MissingField; HookFailed."""
         config, tokens = self.config, MaskedTokens(log_probs, batch)
-        current, advantages = tokens.log_probs, tokens.field("advantages", config.advantage_estimator).detach()
-        rollout = None
-        if config.correction != "none" or "rollout_log_probs" in batch.fields:
-            rollout = tokens.field("rollout_log_probs", f"off_policy {config.correction}").detach()
-        start = current.detach()
-        if "proximal_log_probs" in batch.fields:
-            start = tokens.field("proximal_log_probs", "the proximal policy").detach()
+        current, advantages = tokens.log_probs, tokens.field("advantages")
+        measured = config.correction != "none" or "rollout_log_probs" in batch.fields
+        rollout = tokens.field("rollout_log_probs") if measured else None
+        start = tokens.field("proximal_log_probs") if "proximal_log_probs" in batch.fields else current.detach()
+        d = (tokens.field("rollout_log_probs") if config.correction == "rollout" else start) - current
 
-        old = start
-        if config.correction == "rollout":
-            assert rollout is not None
-            old = rollout
-        d = old - current
         gradient, d_clipped = self._policy_gradient(d, rollout, tokens, advantages)
-        pg, metrics = gradient.loss, {"pg_clipfrac": tokens.mean(gradient.clipped.to(tokens.dtype))}
+        pg, metrics = gradient.loss, {"pg_clipfrac": tokens.fraction(gradient.clipped)}
         metrics["ppo_kl"] = tokens.mean(d_clipped.detach())
-        metrics["ois"] = tokens.mean(policy_gradient.ratio_of(-d_clipped.detach()))
-
+        metrics["ois"] = tokens.mean(ratio_of(-d_clipped.detach()))
         if rollout is not None:
             pg = self._off_policy(pg, start, rollout, tokens, advantages, metrics)
             metrics |= self._agreement(start, rollout, tokens)
-        pg_loss = tokens.mean(pg) if self.custom.reducer is None else self.custom.reduced(pg, tokens, config.reducer == "token_mean")
+        pg_loss = tokens.mean(pg)
+        if self.custom.reducer is not None:
+            pg_loss = self.custom.reduced(pg, tokens, config.reducer == "token_mean") / self.denominator
         loss = pg_loss + self._entropy(entropy, tokens, metrics) + self._reference_kl(d, tokens, metrics)
         metrics |= {"pg_loss": pg_loss.detach(), "loss": loss.detach()}
         return loss, metrics
 
     def _policy_gradient(
         self, d: Tensor, rollout: Tensor | None, tokens: MaskedTokens, advantages: Tensor
-    ) -> tuple[policy_gradient.PolicyGradient, Tensor]:
-        """Returns the per-token loss, and the d that it was clipped by."""
+    ) -> tuple[PolicyGradient, Tensor]:
+        """Returns the per-token loss, and the d that it was clipped by.
+
+        For gspo that is the mean of d over a sequence's trained tokens, on every token of it.
+
+        Source: GSPO, Zheng et al. 2025 (arXiv:2507.18071), the length-normalised sequence ratio.
+        """
         config = self.config
         if config.use_m2po:
             limit = self.statistics.second_moment_limit
-            if limit is None or rollout is None:
-                raise MissingStatistics("use_m2po")
-            stays = second_moment_mask(second_moments(tokens.log_probs, rollout, advantages, tokens.mask), limit)
+            assert limit is not None and rollout is not None
+            stays = second_moments(tokens.log_probs, rollout, advantages, tokens.mask) <= limit
             return policy_gradient.masked_surrogate(d, advantages, stays), d
         if config.advantage_estimator == "cispo":
-            terms = policy_gradient.clipped_weight(d, tokens.log_probs, advantages, *config.clip_range)
-            return terms, d
+            return policy_gradient.clipped_weight(d, tokens.log_probs, advantages, *config.clip_range), d
         if config.advantage_estimator == "gspo":
-            d = policy_gradient.sequence_log_ratio(d, tokens.mask, tokens.batch.cu_seqlens)
-        terms = policy_gradient.clipped_surrogate(d, advantages, *config.clip_range, config.eps_clip_c)
-        return terms, d
+            d = sequence_mean(d, tokens.mask, tokens.batch.cu_seqlens)
+        return policy_gradient.clipped_surrogate(d, advantages, *config.clip_range, config.eps_clip_c), d
 
     def _off_policy(self, pg: Tensor, start: Tensor, rollout: Tensor, tokens: MaskedTokens, advantages: Tensor, metrics: Metrics) -> Tensor:
-        config, found = self.config, Metrics()
-        if config.correction == "decoupled" and self.custom.tis is not None:
-            pg, found = self.custom.weighted(pg, start, rollout, tokens)
-        elif config.correction == "decoupled":
-            pg, found = correction.weighted(config, pg, start, rollout, tokens, self.statistics)
-        metrics |= found
-        if config.use_opsm:
-            pg, found = correction.opsm(config, pg, rollout, advantages, tokens)
+        config = self.config
+        if config.correction == "decoupled":
+            if self.custom.tis is not None:
+                pg, found = self.custom.weighted(pg, start, rollout, tokens)
+            else:
+                pg, found = correction.weighted(config, pg, start - rollout, tokens, self.statistics)
             metrics |= found
+        if config.use_opsm:
+            cu_seqlens = tokens.batch.cu_seqlens
+            stays = off_policy_sequence_mask(tokens.log_probs, rollout, advantages, tokens.mask, cu_seqlens, config.opsm_delta)
+            pg = pg * stays
+            metrics["opsm_clipfrac"] = tokens.fraction(~stays)
         return pg
 
     def _agreement(self, start: Tensor, rollout: Tensor, tokens: MaskedTokens) -> Metrics:
         difference = (start - rollout).abs()
         metrics = {"train_rollout_logprob_abs_diff": tokens.mean(difference)}
         if self.batch_version is not None:
-            if "versions" not in tokens.batch.fields:
-                raise MissingField("versions", "the agreement of engine and trainer", tokens.batch.fields)
             same = self._wholly_of_version(self.batch_version, tokens).to(tokens.dtype)
             metrics |= {"agreement_abs_diff": (same * difference).sum(), "agreement_tokens": same.sum()}
         return metrics
@@ -134,40 +129,36 @@ class PolicyLoss:
         other = tokens.mask & (tokens.batch.fields["versions"] != version)
         return tokens.mask & (sequence_sum(other.to(tokens.dtype), tokens.batch.cu_seqlens) == 0)
 
-    def _entropy(self, entropy: Tensor | None, tokens: MaskedTokens, metrics: Metrics) -> Tensor:
+    def _entropy(self, entropy: Tensor | None, tokens: MaskedTokens, metrics: Metrics) -> Tensor | float:
         coefficient = self.config.entropy_coef
         if entropy is None:
-            if coefficient != 0.0:
-                raise ValueError(f"entropy_coef is {coefficient}, but the loss was given no entropy")
-            return tokens.weights.new_zeros(())
+            assert coefficient == 0.0
+            return 0.0
         mean = tokens.mean(tokens.blank(entropy))
         metrics["entropy_loss"] = mean.detach()
-        return -coefficient * mean if coefficient != 0.0 else tokens.weights.new_zeros(())
+        return -coefficient * mean if coefficient != 0.0 else 0.0
 
-    def _reference_kl(self, d: Tensor, tokens: MaskedTokens, metrics: Metrics) -> Tensor:
+    def _reference_kl(self, d: Tensor, tokens: MaskedTokens, metrics: Metrics) -> Tensor | float:
         """Returns the reference KL, measured if there are reference log-probs, in the loss only with a coefficient (0 times inf is NaN)."""
         config = self.config
         if "ref_log_probs" not in tokens.batch.fields and not config.measures_kl:
-            return tokens.weights.new_zeros(())
-        reference = tokens.field("ref_log_probs", f"kl_loss_coef {config.kl_loss_coef}").detach()
-        ratio = policy_gradient.ratio_of(-d) if config.use_unbiased_kl else None
-        mean = tokens.mean(kl_estimate(tokens.log_probs, reference, config.kl_loss_type or LOSS_KL, ratio))
+            return 0.0
+        ratio = ratio_of(-d) if config.use_unbiased_kl else None
+        mean = tokens.mean(kl_estimate(tokens.log_probs, tokens.field("ref_log_probs"), config.kl_loss_type or LOSS_KL, ratio))
         metrics["kl_loss"] = mean.detach()
-        return config.kl_loss_coef * mean if config.kl_loss_coef != 0.0 else tokens.weights.new_zeros(())
+        return config.kl_loss_coef * mean if config.kl_loss_coef != 0.0 else 0.0
 
 
 @dataclass(frozen=True)
 class SftLoss:
-    """The loss ``-sum(weights log p)``; an instance is a `LossFunction`.
+    """The loss ``-sum(weights log p)``, the cross-entropy of next tokens; an instance is a `LossFunction`.
 
     With weights of reducer ``token_mean`` it is the batch's mean over trained tokens, with ``rollout_mean`` the mean of
     the samples' means (slime's default for SFT too). Metrics: loss, and entropy_loss with an entropy.
-
-    Source: maximum likelihood, the cross-entropy of next tokens.
     """
 
     def __call__(self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Metrics]:
-        """Returns loss and metrics. ``log_probs``, ``entropy``: [T], of ``batch.labels``. Raises MissingField; ValueError."""
+        """Returns loss and metrics. ``log_probs``, ``entropy``: [T], of ``batch.labels``. Raises MissingField."""
         tokens = MaskedTokens(log_probs, batch)
         loss = tokens.mean(-tokens.log_probs)
         metrics = {"loss": loss.detach()}
@@ -189,51 +180,29 @@ class ValueLoss:
     value_clip: float = 0.2
 
     def __call__(self, values: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Metrics]:
-        """Returns loss and metrics. ``values``: [T], of the states in which the labels are chosen. Raises MissingField; ValueError."""
+        """Returns loss and metrics. ``values``: [T], of the states in which the labels are chosen. Raises MissingField."""
         tokens = MaskedTokens(values, batch)
-        old = tokens.field("values", "the clip of the value loss").detach()
-        returns = tokens.field("returns", "the value loss").detach()
-        current = tokens.log_probs  # here: values
+        old, returns, current = tokens.field("values"), tokens.field("returns"), tokens.log_probs  # the last are values here
         bounded = old + (current - old).clamp(-self.value_clip, self.value_clip)
         free_error, bounded_error = (current - returns).square(), (bounded - returns).square()
         loss = tokens.mean(torch.maximum(free_error, bounded_error))
-        outside = (tokens.log_probs - old).abs() > self.value_clip  # inside the bounds, the two errors differ by rounding alone
-        clipped = (outside & (bounded_error > free_error)).to(tokens.dtype)
-        return loss, {"loss": loss.detach(), "value_loss": loss.detach(), "value_clipfrac": tokens.mean(clipped.detach())}
+        outside = (current - old).abs() > self.value_clip  # inside the bounds, the two errors differ by rounding alone
+        clipped = tokens.fraction(outside & (bounded_error > free_error))
+        return loss, {"loss": loss.detach(), "value_loss": loss.detach(), "value_clipfrac": clipped.detach()}
 
 
 ActorLoss = PolicyLoss | SftLoss | CustomLoss
 
 
-def loss_of(
-    config: AlgorithmSection,
-    custom: CustomFunctions | None = None,
-    *,
-    version: int | None = None,
-    statistics: Statistics | None = None,
-    denominator: float | None = None,
-) -> ActorLoss:
+def loss_of(config: AlgorithmSection, custom: CustomFunctions, version: int, statistics: Statistics, denominator: float) -> ActorLoss:
     """Returns the actor's loss for one optimizer step.
 
     Args:
         custom: the user's own functions. version: that of the weights at batch start. statistics: where `needs` requires them.
         denominator: ``reduce.denominator``, for a reducer of the user's own.
     """
-    custom = custom or CustomFunctions()
     if config.loss_type == "custom_loss":
         return CustomLoss(custom)
     if config.loss_type == "sft_loss":
         return SftLoss()
-    return PolicyLoss(config, version, statistics or Statistics(), replace(custom, denominator=denominator))
-
-
-def passing(config: AlgorithmSection, rewards: Sequence[float] | npt.NDArray[np.floating]) -> npt.NDArray[np.bool_]:
-    """Returns a mask of the samples of a batch that are trained: bool [N].
-
-    All of them, but for ``sft_loss``: those with a reward above ``rejection_threshold``. The others are to be left out before weights are
-    made, so that the loss is the mean over those that pass.
-
-    Source: rejection sampling fine-tuning, Yuan et al. 2023 (arXiv:2308.01825); RAFT, Dong et al. 2023 (arXiv:2304.06767).
-    """
-    values = np.asarray(rewards, dtype=np.float64)
-    return values > config.rejection_threshold if config.loss_type == "sft_loss" else np.ones(values.shape, dtype=bool)
+    return PolicyLoss(config, version, statistics, custom, denominator)

@@ -9,7 +9,6 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from services.trainer.objective.tokens import sequence_mean
 from shared.config.algorithm import KlType
 
 LOG_RATIO_LIMIT = 20.0
@@ -46,17 +45,8 @@ def clipped_surrogate(d: Tensor, advantages: Tensor, clip_low: float, clip_high:
 
 
 def masked_surrogate(d: Tensor, advantages: Tensor, stays: Tensor) -> PolicyGradient:
-    """Returns ``-rho A`` where ``stays`` [T] is true, else 0: M2PO's loss, whose mask replaces the clip (``second_moment_mask``)."""
-    loss = -ratio_of(-d) * advantages
-    return PolicyGradient(torch.where(stays, loss, torch.zeros_like(loss)), ~stays)
-
-
-def sequence_log_ratio(d: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Returns GSPO's d, for ``clipped_surrogate``: the mean of d over a sequence's trained tokens, on every token of it.
-
-    Source: GSPO, Zheng et al. 2025 (arXiv:2507.18071), the length-normalised sequence ratio.
-    """
-    return sequence_mean(d, mask, cu_seqlens)
+    """Returns ``-rho A`` where ``stays`` [T] is true, else 0: M2PO's loss, whose mask replaces the clip (``second_moments``)."""
+    return PolicyGradient(torch.where(stays, -ratio_of(-d) * advantages, 0.0), ~stays)
 
 
 def clipped_weight(d: Tensor, log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyGradient:

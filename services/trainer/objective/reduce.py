@@ -8,12 +8,13 @@ Source: per rollout, GRPO (arXiv:2402.03300), eq. 3; per token, DAPO (arXiv:2503
 Dr.GRPO, Liu et al. 2025 (arXiv:2503.20783).
 """
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from shared.config.algorithm import Reducer
+from shared.config.algorithm import AlgorithmSection, Reducer
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -31,29 +32,33 @@ def sample_weights(
         rollout_ids: the rollout of each sample; the samples that fan out of one rollout share its id.
         reducer: ``rollout_mean``: ``1 / (G max(tokens of the rollout, 1))`` for G rollouts; ``token_mean``:
             ``1 / sum over samples of max(tokens, 1)``; ``fixed_length``: ``1 / (G fixed_length)``.
-
-    Raises:
-        ValueError: no samples, unlike lengths, a negative count, or ``fixed_length`` missing where it is used.
     """
-    tokens = np.asarray(trained_tokens, dtype=np.int64)
-    if tokens.size == 0 or len(rollout_ids) != tokens.size:
-        raise ValueError(f"{tokens.size} token counts for {len(rollout_ids)} rollout ids, expected as many, at least one")
-    if tokens.min() < 0:
-        raise ValueError(f"sample {int(tokens.argmin())} has {int(tokens.min())} trained tokens")
+    divisor = denominator(trained_tokens, rollout_ids, reducer)
     if reducer == "token_mean":
-        return np.full(tokens.size, 1.0 / float(np.maximum(tokens, 1).sum()))
-    totals: dict[Hashable, int] = {}
-    for rollout, count in zip(rollout_ids, tokens.tolist(), strict=True):
-        totals[rollout] = totals.get(rollout, 0) + count
+        return np.full(len(trained_tokens), 1.0 / divisor)
     if reducer == "fixed_length":
-        if fixed_length is None or fixed_length <= 0:
-            raise ValueError(f"reducer fixed_length needs fixed_length > 0, got {fixed_length}")
-        return np.full(tokens.size, 1.0 / (len(totals) * fixed_length))
-    return np.array([1.0 / (len(totals) * max(totals[rollout], 1)) for rollout in rollout_ids])
+        assert fixed_length is not None
+        return np.full(len(trained_tokens), 1.0 / (divisor * fixed_length))
+    totals = Counter[Hashable]()
+    for rollout, count in zip(rollout_ids, trained_tokens, strict=True):
+        totals[rollout] += count
+    return np.array([1.0 / (divisor * max(totals[rollout], 1)) for rollout in rollout_ids])
 
 
 def denominator(trained_tokens: Sequence[int], rollout_ids: Sequence[Hashable], reducer: Reducer = "rollout_mean") -> float:
     """Returns the divisor of a sum over one optimizer step's samples: its rollouts, or with ``token_mean`` ``sum of max(tokens, 1)``."""
     if reducer == "token_mean":
-        return float(np.maximum(np.asarray(trained_tokens, dtype=np.int64), 1).sum())
+        return float(sum(max(tokens, 1) for tokens in trained_tokens))
     return float(len(set(rollout_ids)))
+
+
+def passing(config: AlgorithmSection, rewards: Sequence[float]) -> npt.NDArray[np.bool_]:
+    """Returns a mask of the samples of a batch that are trained: bool [N].
+
+    All of them, but for ``sft_loss``: those with a reward above ``rejection_threshold``. The others are to be left out before weights are
+    made, so that the loss is the mean over those that pass.
+
+    Source: rejection sampling fine-tuning, Yuan et al. 2023 (arXiv:2308.01825); RAFT, Dong et al. 2023 (arXiv:2304.06767).
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    return values > config.rejection_threshold if config.loss_type == "sft_loss" else np.ones(values.shape, dtype=bool)

@@ -16,12 +16,12 @@ class MissingField(MyxoError):
     """A loss needs a per-token field that its micro-batch does not carry.
 
     Args:
-        field: its name. needed_for: the loss or setting that needs it. present: the micro-batch's fields.
+        field: its name. present: the micro-batch's fields.
     """
 
-    def __init__(self, field: str, needed_for: str, present: Mapping[str, Tensor]) -> None:
+    def __init__(self, field: str, present: Mapping[str, Tensor]) -> None:
         self.field = field
-        super().__init__(f"the micro-batch has no {field}, needed for {needed_for}; it has {sorted(present)}")
+        super().__init__(f"the micro-batch has no {field}, which the objective needs; it has {sorted(present)}")
 
 
 class MaskedTokens:
@@ -31,28 +31,29 @@ class MaskedTokens:
     """
 
     def __init__(self, log_probs: Tensor, batch: PackedBatch) -> None:
-        if log_probs.shape != batch.tokens.shape:
-            raise ValueError(f"log_probs has shape {tuple(log_probs.shape)}, expected {tuple(batch.tokens.shape)}")
         self.batch = batch
         self.mask = batch.loss_mask > 0
         self.dtype = torch.promote_types(log_probs.dtype, torch.float32)
         self.log_probs = self.blank(log_probs)
-        self.weights = self.field("weights", "the reducer")
+        self.weights = self.field("weights")
 
     def blank(self, values: Tensor) -> Tensor:
         """Returns ``values`` [T] in the loss's dtype, 0 where the mask is 0."""
-        values = values.to(self.dtype)
-        return torch.where(self.mask, values, torch.zeros_like(values))
+        return torch.where(self.mask, values.to(self.dtype), 0.0)
 
-    def field(self, name: str, needed_for: str) -> Tensor:
-        """Returns field ``name`` [T], 0 where the mask is 0. Raises MissingField."""
+    def field(self, name: str) -> Tensor:
+        """Returns field ``name`` [T], 0 where the mask is 0, without gradient. Raises MissingField."""
         if name not in self.batch.fields:
-            raise MissingField(name, needed_for, self.batch.fields)
-        return self.blank(self.batch.fields[name])
+            raise MissingField(name, self.batch.fields)
+        return self.blank(self.batch.fields[name]).detach()
 
     def mean(self, values: Tensor) -> Tensor:
         """Returns this micro-batch's part of the batch's mean: ``sum(weights * values)``."""
         return (self.weights * values).sum()
+
+    def fraction(self, mask: Tensor) -> Tensor:
+        """Returns the same of a bool mask [T]: the part of the tokens where it is true."""
+        return self.mean(mask.to(self.dtype))
 
 
 class _SequenceTotal(torch.autograd.Function):

@@ -28,9 +28,8 @@ from shared.config.weights_section import WeightsSection
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import MyxoError
 from shared.runtime.failures import end_soon, log_error
-from shared.schema.messages import (
-    Accepted,
-    Message,
+from shared.schema.messages import Accepted, Message
+from shared.schema.weight_messages import (
     WeightChannelAddress,
     WeightsAbort,
     WeightsCommit,

@@ -20,7 +20,8 @@ from services.trainer.control_client import REQUEST_SECONDS, ControlClient, now
 from services.trainer.megatron.export import Bucket, copy_beside_weights, write_config
 from shared.bus.registry import BROKEN_SNAPSHOT
 from shared.config.run_config import RunConfig
-from shared.schema.messages import ServiceStatus, WeightsLive, WeightsSnapshot
+from shared.schema.messages import ServiceStatus
+from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.tensor_file import TensorBytes, TensorFileBroken
 from shared.transfer.weight_checkpoint import BrokenCheckpoint, WeightCheckpoint, WeightCheckpoints

@@ -12,7 +12,7 @@ from torch import Tensor
 from services.trainer.megatron.gather_plan import GatherPlan, GatherUnit
 from services.trainer.megatron.runtime import deadline, device
 from shared.transfer.bucket_ring import slot_view, torch_dtype
-from shared.transfer.manifest import Bucket, Manifest, Slot, lay_out, lay_out_units
+from shared.transfer.manifest import Bucket, Manifest, Slot, lay_out_units
 
 
 @dataclass
@@ -25,7 +25,7 @@ class _Copies:
 
 
 class StageExport:
-    """The export of the whole weights.
+    """The export of the whole weights, or of LoRA's adapters alone: engines apply them to the checkpoint that training started from.
 
     Args:
         bucket_bytes: the most of a bucket, unless one parameter is larger. dtype: torch's name of the sent dtype; None: as trained.
@@ -34,10 +34,11 @@ class StageExport:
 
     def __init__(self, plan: GatherPlan, bucket_bytes: int, *, dtype: str | None = None, skip_frozen: bool = False) -> None:
         self._plan = plan
-        held = [unit for unit in plan.of_stage(plan.stage) if not (skip_frozen and unit.name in plan.frozen)]
-        sent = dtype or str(plan.model.config.params_dtype).removeprefix("torch.")
+        held = [unit for unit in plan.of_stage() if not (skip_frozen and unit.name in plan.frozen)]
+        lora = plan.model.lora
+        sent = (dtype if lora is None else None) or str(plan.model.config.params_dtype).removeprefix("torch.")
         specs = [[(name, "float32" if unit.float32 else sent, shape) for name, shape in unit.tensors] for unit in held]
-        self.manifest: Manifest = lay_out_units(specs, bucket_bytes)
+        self.manifest: Manifest = lay_out_units(specs, bucket_bytes, *(() if lora is None else ("adapter", lora.scale)))
         units = iter(held)
         self._units = [list(_units_of(bucket, units)) for bucket in self.manifest.buckets]
         self._copies: dict[int, _Copies] = {}
@@ -69,24 +70,6 @@ class StageExport:
                     found.sources += parts
                     found.targets += [slot_view(flat, slot).view(part.shape) for part, slot in zip(parts, slots, strict=True)]
         return found
-
-
-class AdapterExport:
-    """The export of LoRA's adapters alone: engines apply them to their own checkpoint, the one that training started from."""
-
-    def __init__(self, plan: GatherPlan, bucket_bytes: int) -> None:
-        self._plan = plan
-        self.manifest: Manifest = lay_out(plan.adapters.tensors(), bucket_bytes, "adapter", plan.adapters.scale)
-
-    @torch.no_grad()
-    def fill(self, index: int, flat: Tensor | None) -> None:
-        """Fills as `StageExport.fill` does; each data-parallel replica gathers for itself, and the source belongs to the first."""
-        with deadline("the export of the adapters"):
-            for slot in self.manifest.buckets[index].slots:
-                tensor = self._plan.adapters.gather(slot.name, self._plan.groups.tensor)
-                if flat is not None:
-                    assert tensor is not None  # the stage's source is the first of its tensor-parallel group
-                    slot_view(flat, slot).copy_(tensor)
 
 
 def _target(flat: Tensor | None, slot: Slot) -> Tensor:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from services.trainer.megatron import runtime
 from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
 from services.trainer.megatron.gpt_model import MegatronModel
-from services.trainer.weights.stage_export import AdapterExport, StageExport
+from services.trainer.weights.stage_export import StageExport
 from shared.runtime.own_address import own_address
-from shared.schema.messages import WeightChannelAddress
+from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_hashing import ManifestHasher
 from shared.transfer.digest import TensorDigest
 from shared.transfer.group_channel import GroupSender
@@ -43,7 +43,7 @@ class StageSender:
         self.plan = GatherPlan(model, GatherGroups.own())
         self._kind, self._bucket_bytes, self._dtype = kind, bucket_bytes, dtype
         self._life = secrets.token_hex(4)  # a channel of an earlier process must not be mistaken for one of this
-        self._exports: dict[bool, tuple[StageExport | AdapterExport, ManifestHasher]] = {}
+        self._exports: dict[bool, tuple[StageExport, ManifestHasher]] = {}
         self._channel: ChannelSender | None = None
         limit = datetime.timedelta(seconds=seconds + runtime.timeout_seconds())
         self._ranks = dist.new_group(backend="gloo", timeout=limit) if dist.get_world_size() > 1 else None
@@ -111,13 +111,9 @@ class StageSender:
             dist.destroy_process_group(self._ranks)
             self._ranks = None
 
-    def _export(self, partial: bool) -> tuple[StageExport | AdapterExport, ManifestHasher]:
+    def _export(self, partial: bool) -> tuple[StageExport, ManifestHasher]:
         if partial not in self._exports:
-            export: StageExport | AdapterExport
-            if self.plan.adapters.lora is not None:
-                export = AdapterExport(self.plan, self._bucket_bytes)
-            else:
-                export = StageExport(self.plan, self._bucket_bytes, dtype=self._dtype, skip_frozen=partial)
+            export = StageExport(self.plan, self._bucket_bytes, dtype=self._dtype, skip_frozen=partial)
             self._exports[partial] = export, ManifestHasher(export.manifest, runtime.device())
         return self._exports[partial]
 

@@ -13,7 +13,8 @@ from shared.bus.streams import generated_consumer
 from shared.bus.subjects import Subjects
 from shared.bus.work_queue import WorkQueue
 from shared.config.sections import BusSection
-from shared.schema.messages import Accepted, Durable, Generated, WeightsLive
+from shared.schema.messages import Accepted, Durable, Generated
+from shared.schema.weight_messages import WeightsLive
 from tests.support import intended_rights as intended
 from tests.support.guarded_servers import GuardedServers
 from tests.support.waiting import until

@@ -20,20 +20,9 @@ from shared.bus.registry import Registry
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import TRAIN, Subjects
 from shared.bus.work_queue import WorkQueue
-from shared.schema.messages import (
-    Accepted,
-    Batch,
-    Generated,
-    ServiceEvent,
-    ServiceStatus,
-    Task,
-    Trained,
-    TrainerStep,
-    WeightChannelAddress,
-    WeightsLive,
-    WeightsPrepare,
-)
-from shared.schema.messages import WeightsReady as Ready
+from shared.schema.messages import Accepted, Batch, Generated, ServiceEvent, ServiceStatus, Task, Trained
+from shared.schema.weight_messages import WeightChannelAddress, WeightsLive, WeightsPrepare
+from shared.schema.weight_messages import WeightsReady as Ready
 from shared.store.payload_store import BlockingStore, Store
 from tests.integration.buffer.player import Player
 from tests.support.guarded_servers import GuardedServers
@@ -167,7 +156,7 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
             now = time.time()
             report = Trained(step=step, version=step + 1, started=now, ended=now, metrics={})
             await trainer.request(NAMES.trained, report, Accepted, deadline=60, awaited_from="the buffer")
-            await trainer.publish(NAMES.event("trainer", "step"), TrainerStep(step=step, version=step, started=now, ended=now, metrics={}))
+            await trainer.publish(NAMES.event("trainer", "step"), Trained(step=step, version=step, started=now, ended=now, metrics={}))
             if step == 0:  # a killed buffer reads its ledger again
                 buffer.kill()
                 buffer.__init__("buffer", tmp_path / "buffer.log", servers.environment("buffer") | {"MYXO_INSTANCE": "buffer-0"})  # type: ignore[misc]
@@ -209,7 +198,7 @@ async def test_the_trainers_own_link_works_with_its_account(
     def live() -> list[str]:
         with ControlClient() as link:
             link.weights_live(WeightsLive(version=3, replicas=["r"], seconds=0.1, bytes=1, at=time.time()))
-            link.report_step(TrainerStep(step=0, version=0, started=1.0, ended=2.0, metrics={}))
+            link.report_step(Trained(step=0, version=0, started=1.0, ended=2.0, metrics={}))
             return [link.config.run.name, link.service.redis_url]
 
     monkeypatch.setattr("signal.signal", lambda *_: None)  # a link takes the signals of the process's main thread, which this is not

@@ -24,14 +24,13 @@ from shared.schema.messages import (
     Durable,
     Outcome,
     Payload,
-    Score,
     Scored,
     Task,
     Trained,
-    WeightsLive,
 )
 from shared.schema.sample import Sample
 from shared.schema.versions import is_pushed, version_after
+from shared.schema.weight_messages import WeightsLive
 from shared.store.payload_store import Store
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
@@ -109,7 +108,7 @@ class Player:
             attempt=task.attempt,
             payload=Payload(keys=keys, bytes=sum(map(len, blobs))),
             samples=[one.meta() for one in samples],
-            scores=[Score(reward=float(index % 2)) for index in range(task.n)],
+            rewards=[float(index % 2) for index in range(task.n)],
             replica="replica-1",
             environment=task.environment,
             started=time.time(),

@@ -235,14 +235,14 @@ async def test_failures_repeats_and_garbage(served: Served) -> None:
     await player.say(scored.model_copy(update={"attempt": 1}))
     await player.say(scored.model_copy(update={"group": "g99999999"}))
     short = await player.generate(third)
-    await player.say(short.model_copy(update={"scores": short.scores[:1]}))
+    await player.say(short.model_copy(update={"rewards": short.rewards[:1]}))
     await player.say(await player.generate(fourth))
     batch = await player.batch(0)
     assert [group.group for group in batch.groups] == [second.group, fourth.group]
     records = await player.records()
     assert [record.reason for record in records if isinstance(record, GroupDead)] == [
         "reward-1: the verifier hung",
-        "2 samples and 1 scores came back for 2",
+        "2 samples of 2 rollouts, with 1 rewards, came back for 2 rollouts",
     ]
     assert sum(len(record.groups) for record in records if isinstance(record, GroupsScored)) == 2
 

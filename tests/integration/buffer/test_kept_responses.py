@@ -46,7 +46,7 @@ async def test_what_became_of_every_group_is_kept_with_its_responses(served: Ser
     await player.say(Failed(group=dead.message.group, attempt=0, reason="too long", by="rollout-0"))
     filtered = await player.generate(dropped.message)
     filtered.filtered = "all equal"
-    filtered.scores[1].parts = {"form": 0.5}
+    filtered.parts = ({}, {"form": 0.5})
     await player.say(filtered)
     for lease in (dead, dropped):
         await lease.ack()
@@ -68,7 +68,7 @@ async def test_what_became_of_every_group_is_kept_with_its_responses(served: Ser
     await player.say(Failed(group=failed.message.group, attempt=0, reason="no room", by="rollout-0"))
     for lease in others:
         scored = await player.generate(lease.message)
-        scored.scores[0].parts = {"form": 1.0}
+        scored.parts = ({"form": 1.0},)
         await player.say(scored)
     for lease in (failed, *others):
         await lease.ack()

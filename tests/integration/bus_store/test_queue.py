@@ -13,6 +13,7 @@ from shared.bus.streams import Consumer, scored_consumer, task_consumer
 from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.bus.work_queue import FETCH_BYTES, MessageLease, WorkQueue
 from shared.config.run_config import RunConfig
+from shared.config.sections import BusSection
 from shared.runtime.embedded_servers import EmbeddedNats
 from shared.schema.messages import Failed, Outcome
 from tests.support.run_config import run_config
@@ -156,7 +157,7 @@ async def test_what_cannot_be_read_is_removed_and_blocks_nobody(bus: Bus, consum
 
 
 async def test_a_queue_that_does_not_exist_gives_nothing(bus: Bus, consumer: Consumer) -> None:
-    nowhere = Consumer("nowhere", "nobody", "nowhere.x", 30, 3, 10)
+    nowhere = Consumer("nowhere", "nobody", "nowhere.x", BusSection())
     assert await WorkQueue(bus, nowhere, Outcome).fetch(1, seconds=0.2) == []
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from shared.schema.messages import WeightsAbort, WeightsCommit, WeightsPrepare, WeightsReceive, WeightsReceived
+from shared.schema.weight_messages import WeightsAbort, WeightsCommit, WeightsPrepare, WeightsReceive, WeightsReceived
 from shared.transfer import digest
 from shared.transfer.digest import TensorDigest
 from tests.integration.engine.bench import Bench

@@ -11,7 +11,7 @@ from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
 from services.trainer.actor import Actor
 from services.trainer.weights.stage_sender import SentPush, StageSender
-from shared.schema.messages import WeightsReceived
+from shared.schema.weight_messages import WeightsReceived
 from shared.transfer.digest import version_digest
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.load import SAMPLING, prompts
@@ -52,7 +52,7 @@ async def test_adapters_alone_make_the_engine_compute_what_the_trainer_does(
         await client.set_weight_version(version)
         await client.resume()
         assert sent.error is None and received.digest == version_digest(sent.known) and received.bytes == sent.bytes
-        assert set(sent.known) == {name for name, _, _ in sender.plan.adapters.tensors()}
+        assert set(sent.known) == {unit.name for unit in sender.plan.of_stage()}
         return received
 
     try:

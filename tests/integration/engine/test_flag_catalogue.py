@@ -42,13 +42,13 @@ def test_another_version_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path
     listed = json.dumps({"sglang": "0.0.1", "flags": [{"spellings": ["of-tomorrow"], "kind": "int"}]})
     (tmp_path / "listing.py").write_text(f"print('a warning of a library')\nprint({listed!r})\n")  # importing SGLang takes seconds
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("MYXO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sglang_flags, "installed", lambda: "0.0.1")
     monkeypatch.setattr(sglang_flags, "LISTING", "listing")
     assert sglang_flags.of_installed() == EngineFlags.of_json(listed)
     monkeypatch.setattr(sglang_flags, "LISTING", "no.such.module")
     assert sglang_flags.of_installed() == EngineFlags.of_json(listed), "the second time it is read from the cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    monkeypatch.setenv("MYXO_CACHE", str(tmp_path / "none"))
     with pytest.raises(sglang_flags.NoCatalogue, match="could not be asked for its flags"):
         sglang_flags.of_installed()
 

@@ -8,8 +8,9 @@ import pytest
 
 from services.rollout.weight_receiver import PushRefused
 from shared.schema import sample
-from shared.schema.messages import Interrupted, Payload, Sampling, WeightsCommit, WeightsOffer, WeightsReady
+from shared.schema.messages import Interrupted, Payload, Sampling
 from shared.schema.sample import Sample
+from shared.schema.weight_messages import WeightsCommit, WeightsOffer, WeightsReady
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.load import LONG, load

@@ -22,7 +22,7 @@ from shared.bus.connection import Bus
 from shared.runtime.cancellation import cancelled
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.service_base import Service
-from shared.schema.messages import WeightsLive, WeightsSnapshot
+from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.tensor_file import TensorFiles
 from shared.transfer.weight_checkpoint import WeightCheckpoint, WeightCheckpoints

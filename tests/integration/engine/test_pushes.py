@@ -9,7 +9,7 @@ from services.rollout import weight_receiver as protocol
 from services.rollout.engine.receiver_client import ReceiverError
 from services.rollout.served_version import NO_WEIGHTS
 from services.rollout.weight_receiver import PushRefused
-from shared.schema.messages import WeightsOffer, WeightsReady, WeightsReceive
+from shared.schema.weight_messages import WeightsOffer, WeightsReady, WeightsReceive
 from tests.integration.engine.bench import Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.source import SECONDS, Source

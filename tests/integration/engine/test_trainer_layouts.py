@@ -20,7 +20,8 @@ from services.trainer.actor import Actor
 from services.trainer.megatron.export import copy_beside_weights
 from services.trainer.weights.snapshot_writer import on_host
 from services.trainer.weights.stage_sender import ChannelKind, StageSender
-from shared.schema.messages import Sampling, WeightChannelAddress
+from shared.schema.messages import Sampling
+from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.digest import TensorDigest, decoded_digests, version_digest
 from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.weight_checkpoint import WeightCheckpoint, WeightCheckpoints

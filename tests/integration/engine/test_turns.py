@@ -10,7 +10,8 @@ import pytest
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_memory import EVERYTHING, WEIGHTS
 from services.rollout.engine.generation import GenerationRequest
-from shared.schema.messages import Accepted, Message, Sampling, WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
+from shared.schema.messages import Accepted, Message, Sampling
+from shared.schema.weight_messages import WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.load import LONG, asked, load

@@ -52,7 +52,7 @@ async def test_an_http_environment_scores_with_its_parts(bench: NewBench, tmp_pa
         group = await desk.generated("g00000007", *CARRIES)
         outcome = (await desk.outcomes(1))["g00000007"]
         assert isinstance(outcome, Scored)
-        assert [(score.reward, score.parts) for score in outcome.scores] == [
+        assert list(zip(outcome.rewards, outcome.parts, strict=True)) == [
             (1.0, {"worked": 1.0}),
             (0.0, {"worked": 0.0}),
             (1.0, {"worked": 0.0}),
@@ -79,7 +79,7 @@ async def test_a_named_reward_may_count(bench: NewBench, tmp_path: Path) -> None
         await desk.generated("g00000007", *CARRIES)
         outcome = (await desk.outcomes(1))["g00000007"]
         assert isinstance(outcome, Scored), outcome
-        assert [(score.reward, score.parts) for score in outcome.scores] == [
+        assert list(zip(outcome.rewards, outcome.parts, strict=True)) == [
             (1.0, {"reward": 1.0, "worked": 1.0}),
             (0.0, {"reward": 0.0, "worked": 0.0}),
             (0.0, {"reward": 1.0, "worked": 0.0}),
@@ -110,7 +110,7 @@ async def test_every_environment_of_a_run_is_served(bench: NewBench, nats: Embed
     got = {}
     for outcome in outcomes.values():
         assert isinstance(outcome, Scored), outcome
-        got[outcome.environment] = [score.reward for score in outcome.scores]
+        got[outcome.environment] = outcome.rewards
     assert got == {
         "exact": [0.0, 0.0, 1.0, 0.0],
         "math": [1.0, 0.0, 1.0, 0.0],
@@ -206,7 +206,7 @@ async def test_an_environment_on_the_bus_may_come_later_too(bench: NewBench, nat
     with page_example(nats.url, desk.config.run.name, tmp_path):
         outcome = (await desk.outcomes(1))["g0"]
     assert isinstance(outcome, Scored)
-    assert [score.reward for score in outcome.scores] == [1.0, 0.0]
+    assert outcome.rewards == [1.0, 0.0]
 
 
 async def test_no_group_is_lost_when_an_environment_restarts_in_the_middle(bench: NewBench, tmp_path: Path) -> None:

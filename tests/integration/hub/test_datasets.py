@@ -9,7 +9,6 @@ import pyarrow.parquet
 import pytest
 
 from shared.config.run_config import RunConfig
-from shared.data.data_files import files
 from shared.data.rows import open_rows
 from shared.hub import hub_resolve
 from shared.runtime.errors import ConfigError
@@ -43,7 +42,7 @@ def named(tmp_path: Path, *names: str) -> RunConfig:
 
 
 def rows(config: RunConfig) -> list[dict[str, Any]]:
-    opened = open_rows(files(hub_resolve.local(config, hub_resolve.DATA).data.prompt_data), "data.prompt_data")
+    opened = open_rows(hub_resolve.local(config, hub_resolve.DATA).data.prompt_data or [], "data.prompt_data")
     return [opened[row] for row in range(len(opened))]
 
 
@@ -59,7 +58,7 @@ def test_lines_stay_as_they_are(hub: HubServer, tmp_path: Path, monkeypatch: pyt
     lines = b'{"prompt": "1+1=", "metadata": {"a": 1}}\n\n{"prompt": "1+2=", "metadata": {"b": [2]}, "x": 1e400}'
     commit = hub.commit("datasets", "org/sums", {"train.jsonl": lines, "test.jsonl": b'{"prompt": "2+2="}\n', "extra.bin": b"large"})
     config = named(tmp_path, "hf:org/sums:train@[1:]*2", "hf:org/sums:test")
-    assert [str(file) for file in files(config.data.prompt_data)] == [
+    assert [str(file) for file in config.data.prompt_data or ()] == [
         f"hf:org/sums@main={commit}:train@[1:]*2.0",
         f"hf:org/sums@main={commit}:test",
     ]

@@ -17,8 +17,9 @@ from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.runtime.service_base import Service, run
 from shared.schema import sample
-from shared.schema.messages import Failed, Generated, Payload, Task, WeightsLive, outcome_id
+from shared.schema.messages import Failed, Generated, Payload, Task, outcome_id
 from shared.schema.sample import Sample
+from shared.schema.weight_messages import WeightsLive
 
 GENERATE_SECONDS = 0.02
 RESPONSE_TOKENS = 8

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from shared.runtime.service_base import Service, run
 from shared.schema import sample
-from shared.schema.messages import Accepted, Batch, BatchAnswer, BatchRequest, Durable, RunDone, Trained, TrainerStep, WeightsLive
+from shared.schema.messages import Accepted, Batch, BatchAnswer, BatchRequest, Durable, RunDone, Trained
 from shared.schema.versions import version_after
+from shared.schema.weight_messages import WeightsLive
 
 STEP_SECONDS = 0.05
 
@@ -63,7 +64,7 @@ class Trainer:
         await self._ask(service.subjects.trained, Trained(step=batch.step, version=batch.version, started=started, ended=ended), Accepted)
         metrics = {"agreement_abs_diff": 0.5, "agreement_tokens": 100.0}
         await service.event(
-            "trainer", "step", TrainerStep(step=batch.step, version=batch.version, started=started, ended=ended, metrics=metrics)
+            "trainer", "step", Trained(step=batch.step, version=batch.version, started=started, ended=ended, metrics=metrics)
         )
         service.metrics.set("step", batch.step + 1)
         service.metrics.set("reward", sum(rewards) / len(rewards))

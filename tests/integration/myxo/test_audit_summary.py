@@ -25,11 +25,10 @@ from shared.schema.ledger import (
     GroupsScored,
     LedgerRecord,
     RunFinished,
-    ScoredGroup,
     VersionLive,
     group_id,
 )
-from shared.schema.messages import Payload, SampleMeta, ServiceEvent, TrainerStep
+from shared.schema.messages import Payload, SampleMeta, ScoredGroup, ServiceEvent, Trained
 from tests.integration.myxo.command import Myxo
 from tests.support.run_config import run_config
 
@@ -84,7 +83,7 @@ async def write(bus: Bus, config: RunConfig, ledger: Sequence[LedgerRecord]) -> 
         await bus.publish(names.ledger(record.event()), record)
     for step, diff in ((0, 1.0), (0, 99.0), (1, 3.0)):
         metrics = {"agreement_abs_diff": diff, "agreement_tokens": 20.0}
-        await bus.publish(names.event("trainer", "step"), TrainerStep(step=step, version=step, started=0, ended=1, metrics=metrics))
+        await bus.publish(names.event("trainer", "step"), Trained(step=step, version=step, started=0, ended=1, metrics=metrics))
     event = ServiceEvent(service="trainer", instance="trainer-0", what="restarted", at=BEGIN)
     await bus.publish(names.event("service", "restarted"), event)
     await bus.publish(names.event("service", "joined"), event.model_copy(update={"what": "joined"}))

@@ -26,11 +26,10 @@ from shared.schema.ledger import (
     GroupsAdmitted,
     GroupsScored,
     LedgerRecord,
-    ScoredGroup,
     VersionLive,
     group_id,
 )
-from shared.schema.messages import Payload
+from shared.schema.messages import Payload, ScoredGroup
 from shared.schema.sample import Sample
 from shared.store.payload_store import Store
 from tests.integration.myxo.command import Myxo
@@ -215,16 +214,13 @@ async def test_given_servers(
 async def test_a_live_runs_own_servers(myxo: Myxo, tmp_path: Path) -> None:
     config = run_config(tmp_path)
     files = RunDirectory(config.run.root)
-    files.hold()
-    try:
+    with files.held():
         async with embedded(config) as (bus, store, servers):
             await fill(bus, store, config, servers.redis_url)
             files.write_servers(servers)
             await asyncio.to_thread(check_list, myxo, config.run.root)
             await asyncio.to_thread(check_sample, myxo, config.run.root)
             files.remove_servers()
-    finally:
-        files.release()
 
 
 async def test_a_given_bus_beside_a_stopped_runs_own_store(myxo: Myxo, bus: Bus, nats: EmbeddedNats, run_name: str, tmp_path: Path) -> None:

@@ -63,6 +63,10 @@ def ticks_until(supervisor: Supervisor, condition: Callable[[], object]) -> Stop
     return verdict[0] if verdict else None
 
 
+def restarts(supervisor: Supervisor) -> dict[str, int]:
+    return {status.instance: status.restarts for status in supervisor.statuses(time.monotonic())}
+
+
 def alive(pid: int) -> bool:
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -76,15 +80,14 @@ def card(instance: str, state: str = "ready", at: float | None = None) -> Servic
 
 
 def test_a_service_that_is_killed_comes_back(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
-    told: list[tuple[str, str]] = []
-    supervisor = supervise(spec(SLEEP), spec(SLEEP, "buffer-0"), on_restart=lambda one, why: told.append((one.instance, why)))
+    supervisor = supervise(spec(SLEEP), spec(SLEEP, "buffer-0"))
     victim, bystander = (status.pid for status in supervisor.statuses(time.monotonic()))
     log = tmp_path / "trainer-0.log"
     wait_for("the first life's output", lambda: "up" in log.read_text())
     os.kill(victim, signal.SIGKILL)
-    assert ticks_until(supervisor, lambda: told) is None
-    assert told == [("trainer-0", "signal 9")]
-    assert supervisor.restarts() == {"trainer-0": 1, "buffer-0": 0}
+    assert ticks_until(supervisor, lambda: supervisor.restarted) is None
+    assert [(event.instance, event.what, event.detail) for event in supervisor.restarted] == [("trainer-0", "restarted", "after signal 9")]
+    assert restarts(supervisor) == {"trainer-0": 1, "buffer-0": 0}
     trainer, buffer = supervisor.statuses(time.monotonic())
     assert trainer.pid != victim
     assert alive(trainer.pid)
@@ -125,8 +128,6 @@ def test_a_service_that_dies_three_times_of_the_same_is_given_up(supervise: Call
     """Although each life was ready: numbers in the error differ, the error does not."""
     code = f"import pathlib, sys, time\nwhile not pathlib.Path({str(tmp_path)!r}, 'go').exists(): time.sleep(0.01)\n"
     supervisor = supervise(spec(code + "sys.exit(f'no GPU {time.time()}')"))
-    told: list[str] = []
-    supervisor._on_restart = lambda one, why: told.append(why)
     (tmp_path / "go").touch()
     verdict: StopReason | None = None
 
@@ -139,7 +140,8 @@ def test_a_service_that_dies_three_times_of_the_same_is_given_up(supervise: Call
     wait_for("the verdict", look)
     assert verdict is not None and verdict.deaths == 3
     assert "trainer-0 ended 3 times with the same error, and no training step in between: exit code 1: no GPU" in verdict.reason
-    assert len(told) == 2 and all(why.startswith("exit code 1: no GPU") for why in told)
+    assert len(supervisor.restarted) == 2
+    assert all(event.detail.startswith("after exit code 1: no GPU") for event in supervisor.restarted)
 
 
 def test_the_same_death_is_forgiven_where_steps_are_trained_in_between_or_the_bus_was_away(supervise: Callable[..., Supervisor]) -> None:
@@ -150,11 +152,11 @@ def test_the_same_death_is_forgiven_where_steps_are_trained_in_between_or_the_bu
         nonlocal steps
         steps += 1
         for supervisor in (progressing, excused):
-            for instance in supervisor.restarts():
+            for instance in restarts(supervisor):
                 supervisor.note_ready([card(instance)])
         assert progressing.tick(time.monotonic(), steps) is None
         assert excused.tick(time.monotonic()) is None
-        return min(*progressing.restarts().values(), *excused.restarts().values()) >= 4
+        return min(*restarts(progressing).values(), *restarts(excused).values()) >= 4
 
     wait_for("four restarts of both", look)
 
@@ -165,7 +167,7 @@ def test_a_service_that_was_ready_is_not_given_up(supervise: Callable[..., Super
     for life in range(1, 7):
         supervisor.note_ready([card("trainer-0")])
         os.kill(supervisor.statuses(time.monotonic())[0].pid, signal.SIGKILL)
-        assert ticks_until(supervisor, lambda life=life: supervisor.restarts()["trainer-0"] == life) is None
+        assert ticks_until(supervisor, lambda life=life: restarts(supervisor)["trainer-0"] == life) is None
 
 
 def test_a_card_of_the_life_before_does_not_count(supervise: Callable[..., Supervisor]) -> None:
@@ -187,12 +189,12 @@ def test_bad_input_ends_the_run(supervise: Callable[..., Supervisor], tmp_path: 
 
 def test_an_exit_with_2_while_the_bus_was_away_is_a_death_like_any_other(supervise: Callable[..., Supervisor]) -> None:
     supervisor = supervise(spec("raise SystemExit(2)"), excused=lambda since: True)
-    assert ticks_until(supervisor, lambda: supervisor.restarts()["trainer-0"] == 2) is None
+    assert ticks_until(supervisor, lambda: restarts(supervisor)["trainer-0"] == 2) is None
 
 
 def test_a_clean_exit_before_the_end_is_a_death_too(supervise: Callable[..., Supervisor]) -> None:
     supervisor = supervise(spec("pass"))
-    assert ticks_until(supervisor, lambda: supervisor.restarts()["trainer-0"] == 1) is None
+    assert ticks_until(supervisor, lambda: restarts(supervisor)["trainer-0"] == 1) is None
 
 
 def test_what_a_dead_service_started_dies_with_it(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
@@ -202,7 +204,7 @@ def test_what_a_dead_service_started_dies_with_it(supervise: Callable[..., Super
     grandchild = int(log.read_text())
     assert alive(grandchild)
     os.kill(supervisor.statuses(time.monotonic())[0].pid, signal.SIGKILL)
-    assert ticks_until(supervisor, lambda: supervisor.restarts()["trainer-0"] == 1) is None
+    assert ticks_until(supervisor, lambda: restarts(supervisor)["trainer-0"] == 1) is None
     wait_for("the grandchild's end", lambda: not alive(grandchild))
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.reward.hooks_pool import HooksPool
-from services.reward.worker_pool import WorkerFailed
+from services.reward.worker_pool import HooksPool
+from services.reward.worker_process import WorkerFailed
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.sample import Sample
 from tests.support.run_config import run_config

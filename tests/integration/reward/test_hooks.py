@@ -1,4 +1,4 @@
-"""The real reward process with functions of the user's own."""
+"""The real reward service with functions of the user's own, in processes; the service itself mostly in the process of the tests."""
 
 import json
 from pathlib import Path
@@ -22,22 +22,30 @@ def scored(outcome: Outcome) -> Scored:
 
 
 def rewards(outcome: Outcome) -> list[float]:
-    return [score.reward for score in scored(outcome).scores]
+    return scored(outcome).rewards
 
 
 def removed(outcome: Outcome) -> list[bool]:
-    return [score.removed for score in scored(outcome).scores]
+    group = scored(outcome)
+    return [index in group.removed for index in range(len(group.samples))]
 
 
-async def launched(bench: NewBench, reward: dict[str, Any], **rollout: Any) -> Bench:
+async def launched(bench: NewBench, reward: dict[str, Any], process: bool = False, **rollout: Any) -> Bench:
     paths = {field: f"{HOOKS}:{value}" if field.endswith("_path") and value != "nonzero_std" else value for field, value in rollout.items()}
     named = {field: f"{HOOKS}:{value}" if field == "custom_rm_path" else value for field, value in reward.items()}
     desk = await bench(reward={"reward_timeout": PATIENT, **named}, rollout=paths)
-    await desk.launch()
+    await (desk.launch() if process else desk.serve())
     return desk
 
 
-async def test_a_function_scores_each_sample_and_what_it_does_is_its_groups_fate(bench: NewBench) -> None:
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.reward.worker_process.LOOP_SECONDS", 1.0)
+
+
+async def test_a_function_scores_each_sample_and_what_it_does_is_its_groups_fate(bench: NewBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NATS_URL", "nats://of-the-service")
+    monkeypatch.setenv("MYXO_RUN", "also-for-functions")
     desk = await launched(bench, {"custom_rm_path": "length", "reward_timeout": 2.0})
     await desk.generated("g0", "four", "", "chatter", label=None)
     outcome = (await desk.outcomes(1))["g0"]
@@ -84,10 +92,12 @@ async def test_what_a_function_started_is_killed_with_it(bench: NewBench, tmp_pa
 
 
 async def test_named_rewards_of_which_one_counts(bench: NewBench) -> None:
-    desk = await launched(bench, {"custom_rm_path": "seen", "reward_key": "match"}, dynamic_sampling_filter_path="keep_by_numpy")
+    desk = await launched(
+        bench, {"custom_rm_path": "seen", "reward_key": "match"}, process=True, dynamic_sampling_filter_path="keep_by_numpy"
+    )
     await desk.generated("g0", "42", "41!")
     outcome = scored((await desk.outcomes(1))["g0"])
-    assert [(score.reward, score.parts) for score in outcome.scores] == [
+    assert list(zip(outcome.rewards, outcome.parts, strict=True)) == [
         (1.0, {"match": 1.0, "length": 2.0}),
         (0.0, {"match": 0.0, "length": 3.0}),
     ]

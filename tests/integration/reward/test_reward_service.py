@@ -28,7 +28,7 @@ async def test_groups_are_scored_in_order_and_keep_what_is_known_of_them(
     group = await desk.generated("g00000007", *texts)
     outcome = (await desk.outcomes(1))["g00000007"]
     assert isinstance(outcome, Scored)
-    assert [score.reward for score in outcome.scores] == rewards
+    assert outcome.rewards == rewards
     assert (outcome.payload, outcome.samples, outcome.environment) == (group.payload, group.samples, verifier)
     assert (outcome.attempt, outcome.replica, outcome.started, outcome.ended) == (0, "replica-1", 1.0, 2.0)
     assert outcome.samples[0] == SampleMeta(tokens=2, oldest=3, newest=3, finish="stop")
@@ -48,7 +48,7 @@ async def test_a_verifier_that_hangs_is_killed_at_its_deadline_and_the_next_grou
     assert hung.reason == "3 rewards did not come from verifier math within 1 s; its process was killed, the group is given up"
     assert hung.by == "reward-1"
     assert hung.payload is not None and hung.payload.keys == [desk.names.payload_key("g00000000", 0, 0)]
-    assert [score.reward for score in fine.scores] == [0.0, 1.0]
+    assert fine.rewards == [0.0, 1.0]
     assert time.monotonic() - start > 1.0
 
 
@@ -93,7 +93,7 @@ async def test_work_of_a_killed_service_is_done_by_the_next_and_every_group_come
     await desk.launch("reward-2")
     found |= await desk.outcomes(len(names) - len(found))
     assert sorted(found) == names
-    assert all(isinstance(outcome, Scored) and [score.reward for score in outcome.scores] == [1.0, 0.0] for outcome in found.values())
+    assert all(isinstance(outcome, Scored) and outcome.rewards == [1.0, 0.0] for outcome in found.values())
 
 
 async def test_verifier_processes_end_with_their_service(bench: NewBench) -> None:

@@ -51,7 +51,7 @@ def test_another_run_and_encryption_take_effect_and_passwords_stay(tmp_path: Pat
     assert passwords(tmp_path) == before
     assert found["trainer/nats_url"].startswith("tls://trainer.other:") and found["trainer/nats_url"].endswith("@10.0.0.1:4333\n")
     assert found["trainer/redis_url"].startswith("rediss://trainer.other:") and found["trainer/redis_url"].endswith("@[::1]:6380/0\n")
-    assert 'user: "trainer.other"' in found["nats/nats.conf"] and "demo" not in found["nats/nats.conf"] + found["redis/redis.conf"]
+    assert '"user": "trainer.other"' in found["nats/nats.conf"] and "demo" not in found["nats/nats.conf"] + found["redis/redis.conf"]
     assert 'listen: "0.0.0.0:4333"' in found["nats/nats.conf"] and "tls-port 6380" in found["redis/redis.conf"]
     assert '"/credentials/key.pem"' in found["nats/nats.conf"]
     assert make(tmp_path, PLAIN)[0] == "passwords: 0 made, 12 kept"

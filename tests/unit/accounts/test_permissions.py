@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 
-from shared.accounts.permissions import ROLES, Rights, allowed, covers, rights
+from shared.accounts.permissions import ROLES, Rights, rights
 from shared.bus.subjects import Subjects
 from tests.support import intended_rights as intended
+from tests.support.intended_rights import allowed, covers
 
 RUN, OTHER = "demo", "demo-2"
 TABLE = intended.everything(RUN, OTHER)

@@ -1,7 +1,9 @@
 """Config texts: what must be in them, and what must not."""
 
 import hashlib
+import json
 import re
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,10 @@ from shared.accounts.render import MAX_PAYLOAD, NatsSettings, RedisSettings, nat
 PASSWORDS = {role: f"{role}-secret" for role in (*ROLES, "health")}
 
 
-def nats(settings: NatsSettings | None = None) -> str:
-    return nats_conf(rights("demo"), PASSWORDS, settings or NatsSettings())
+def nats(settings: NatsSettings | None = None) -> dict[str, Any]:
+    """The settings of nats.conf, in order."""
+    text = nats_conf(rights("demo"), PASSWORDS, settings or NatsSettings())
+    return {key: json.loads(value) for key, value in re.findall(r"^(\w+): (.*?)(?=^\w|\Z)", text, re.MULTILINE | re.DOTALL)}
 
 
 def redis(settings: RedisSettings | None = None) -> str:
@@ -24,24 +28,21 @@ def directive(text: str, name: str) -> list[str]:
 
 
 def test_nats_listens_stores_and_is_watched_from_inside_only() -> None:
-    lines = nats().splitlines()
-    assert lines[:4] == [
-        'listen: "0.0.0.0:4222"',
-        'http: "127.0.0.1:8222"',
-        f"max_payload: {MAX_PAYLOAD}",
-        'jetstream { store_dir: "/data" }',
-    ]
-    assert "max_payload: 4096" in nats(NatsSettings(max_payload=4096))
-    assert "tls" not in nats()
-    assert 'tls { cert_file: "/x/certificate.pem", key_file: "/x/key.pem", timeout: 5 }' in nats(NatsSettings(tls="/x"))
+    found = nats()
+    assert found.pop("authorization")
+    assert found == {"listen": "0.0.0.0:4222", "http": "127.0.0.1:8222", "max_payload": MAX_PAYLOAD, "jetstream": {"store_dir": "/data"}}
+    assert nats(NatsSettings(max_payload=4096))["max_payload"] == 4096
+    assert nats(NatsSettings(tls="/x"))["tls"] == {"cert_file": "/x/certificate.pem", "key_file": "/x/key.pem", "timeout": 5}
 
 
 def test_every_role_has_one_user_of_nats_with_rights_of_its_own() -> None:
-    text = nats()
-    assert re.findall(r'user: "([^"]+)", password: "([^"]+)"', text) == [(f"{role}.demo", f"{role}-secret") for role in ROLES]
-    assert text.count("subscribe: { allow: [") == len(ROLES)
-    assert text.count("publish: { allow: [") == len(ROLES) - 1  # an environment only answers
-    assert text.count("allow_responses: { max: 1, expires: ") == 3
+    users = nats()["authorization"]["users"]
+    assert [(user["user"], user["password"]) for user in users] == [(f"{role}.demo", f"{role}-secret") for role in ROLES]
+    permissions = [user["permissions"] for user in users]
+    assert all(found["subscribe"]["allow"] for found in permissions)
+    assert [role for role, found in zip(ROLES, permissions, strict=True) if "publish" not in found] == ["environment"], "it only answers"
+    assert all(found["publish"]["allow"] for found in permissions if "publish" in found)
+    assert [found["allow_responses"]["max"] for found in permissions if "allow_responses" in found] == [1, 1, 1]
 
 
 def test_redis_has_no_user_without_a_password_and_no_password_in_the_clear() -> None:

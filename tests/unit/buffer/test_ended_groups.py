@@ -13,11 +13,10 @@ from shared.schema.ledger import (
     GroupsDropped,
     GroupsScored,
     LedgerRecord,
-    ScoredGroup,
     eval_group_id,
     group_id,
 )
-from shared.schema.messages import Payload, SampleMeta
+from shared.schema.messages import Payload, SampleMeta, ScoredGroup
 
 
 def scored(number: int, removed: tuple[int, ...] = ()) -> ScoredGroup:

@@ -25,19 +25,19 @@ from shared.schema.ledger import (
     eval_group_parts,
     group_id,
 )
-from shared.schema.messages import Failed, Payload, SampleMeta, Score, Scored
+from shared.schema.messages import Failed, Payload, SampleMeta, Scored
 from tests.support.buffer_config import buffer_config
 
 LIMITS = buffer_config(steps=4, groups=2, samples=2, max_staleness=1, interval=1)
 
 
-def came_back(group: str, attempt: int = 0, samples: int = 2, scores: int | None = None, oldest: int = 0, reward: float = 1.0) -> Scored:
+def came_back(group: str, attempt: int = 0, samples: int = 2, rewards: int | None = None, oldest: int = 0, reward: float = 1.0) -> Scored:
     return Scored(
         group=group,
         attempt=attempt,
         payload=Payload(keys=[f"{group}:{attempt}"], bytes=1),
         samples=[SampleMeta(tokens=1, oldest=oldest, newest=oldest, finish="stop")] * samples,
-        scores=[Score(reward=reward)] * (samples if scores is None else scores),
+        rewards=[reward] * (samples if rewards is None else rewards),
         replica="r",
         environment="math",
         started=0.0,
@@ -208,12 +208,18 @@ def test_repeats_late_attempts_and_strangers_give_no_record() -> None:
         assert policy.failed(state, Failed(group=group, attempt=attempt, reason="x", by="r"), 0.0) == []
 
 
-@pytest.mark.parametrize(("samples", "scores"), [(1, 1), (2, 1), (1, 2), (0, 0), (3, 3)])
-def test_a_group_that_came_back_with_other_numbers_is_dead(samples: int, scores: int) -> None:
+@pytest.mark.parametrize(("samples", "rewards"), [(1, 1), (2, 1), (1, 2), (0, 0), (3, 3)])
+def test_a_group_that_came_back_with_other_numbers_is_dead(samples: int, rewards: int) -> None:
     state = started()
-    [record] = policy.scored(state, LIMITS, [came_back(group_id(0), samples=samples, scores=scores)], 0.0)
+    [record] = policy.scored(state, LIMITS, [came_back(group_id(0), samples=samples, rewards=rewards)], 0.0)
     assert isinstance(record, GroupDead)
-    assert record.reason == f"{samples} samples and {scores} scores came back for 2"
+    assert record.reason == f"{samples} samples of {samples} rollouts, with {rewards} rewards, came back for 2 rollouts"
+
+
+@pytest.mark.parametrize("changes", [{"parts": ({"format": 1.0},)}, {"removed": (2,)}, {"removed": (-1,)}])
+def test_a_group_whose_named_rewards_or_removed_samples_do_not_fit_is_dead(changes: dict[str, object]) -> None:
+    [record] = policy.scored(started(), LIMITS, [came_back(group_id(0)).model_copy(update=changes)], 0.0)
+    assert isinstance(record, GroupDead) and record.reason.endswith("came back for 2 samples")
 
 
 def test_a_lost_payload_has_its_group_generated_anew_once() -> None:
@@ -294,7 +300,7 @@ def test_a_held_out_prompt_without_scores_counts_as_failed() -> None:
     state = started(EVALUATED)
     [record] = fold(state, policy.scored(state, EVALUATED, [came_back("eval.heldout.0.0", samples=0)], 0.0))
     assert isinstance(record, EvalScored) and record.rewards == []
-    assert state.evaluations[0].failed == {"eval.heldout.0.0"}
+    assert (state.evaluations[0].failed, list(state.evaluations[0].pending)) == (1, ["eval.heldout.0.1"])
 
 
 def test_ids_of_held_out_prompts_are_read_back_and_no_other() -> None:

@@ -21,7 +21,7 @@ from shared.schema.ledger import (
     VersionLive,
     group_id,
 )
-from shared.schema.messages import Batch, Interrupted, Payload, SampleMeta, Score, Scored
+from shared.schema.messages import Batch, Interrupted, Payload, SampleMeta, Scored
 from tests.support.buffer_config import buffer_config
 
 Ages = Sequence[tuple[int, int]]
@@ -38,7 +38,7 @@ def scored(number: int, ages: Ages = ((0, 0), (0, 0)), attempt: int = 0, **chang
         attempt=attempt,
         payload=Payload(keys=[f"{number}:{attempt}"], bytes=1),
         samples=[SampleMeta(tokens=4, oldest=oldest, newest=newest, finish="stop") for oldest, newest in ages],
-        scores=changes.pop("scores", [Score(reward=1.0)] * len(ages)),
+        rewards=changes.pop("rewards", [1.0] * len(ages)),
         replica="r",
         environment="math",
         started=0.0,
@@ -190,10 +190,9 @@ def test_over_sampling_keeps_a_surplus_under_way() -> None:
 
 def test_a_filtered_group_is_recorded_with_its_rewards_and_dropped() -> None:
     run = limits()
-    gone = [Score(reward=1.0, removed=True), Score(reward=0.0, removed=True)]
     state = at_step(run, 0, scored(0), scored(1))
-    half = [gone[0], Score(reward=0.5)]
-    lot = [scored(2, filtered="zero_std"), scored(3, scores=gone), scored(4, filtered="zero_std"), scored(5, scores=half)]
+    gone, half = scored(3, rewards=[1.0, 0.0], removed=(0, 1)), scored(5, rewards=[1.0, 0.5], removed=(0,))
+    lot = [scored(2, filtered="zero_std"), gone, scored(4, filtered="zero_std"), half]
     records = fold(state, policy.scored(state, run, lot, 0.0))
     assert [record.rewards for record in records[0].groups] == [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0], [1.0, 0.5]]  # type: ignore[attr-defined]
     ends = {record.reason: record.groups for record in records[1:] if isinstance(record, GroupsDropped)}
@@ -209,7 +208,7 @@ def test_a_filtered_group_is_recorded_with_its_rewards_and_dropped() -> None:
 def test_rewards_of_many_samples_are_recorded_in_several_messages() -> None:
     run = limits(samples=1500)
     state = at_step(run, 0)
-    lot = [scored(number, ((0, 0),) * 1500, scores=[Score(reward=1.0, parts={"format": 0.5})] * 1500) for number in range(2)]
+    lot = [scored(number, ((0, 0),) * 1500, parts=({"format": 0.5},) * 1500) for number in range(2)]
     records = policy.scored(state, run, lot, 0.0)
     lots = [[group.group for group in record.groups] for record in records if isinstance(record, GroupsScored)]
     assert lots == [[group_id(0)], [group_id(1)]]
@@ -218,9 +217,9 @@ def test_rewards_of_many_samples_are_recorded_in_several_messages() -> None:
 
 def test_named_rewards_reach_the_trainer_as_a_few_numbers_a_name() -> None:
     run = limits(samples=3)
-    one = [Score(reward=1.0, parts={"format": 1.0, "length": 10.0}), Score(reward=0.0), Score(reward=0.0, parts={"format": 0.0})]
-    many = [Score(reward=1.0, parts={f"x{number}": 1.0 for number in range(40)} | {"format": 0.5})] * 3
-    state = at_step(run, 0, scored(0, ((0, 0),) * 3, scores=one), scored(1, ((0, 0),) * 3, scores=many))
+    one = ({"format": 1.0, "length": 10.0}, {}, {"format": 0.0})
+    many = ({f"x{number}": 1.0 for number in range(40)} | {"format": 0.5},) * 3
+    state = at_step(run, 0, scored(0, ((0, 0),) * 3, parts=one), scored(1, ((0, 0),) * 3, parts=many))
     formed(state, run, 0)
     batch = policy.batch(state, 0)
     assert batch is not None
@@ -234,8 +233,8 @@ def test_named_rewards_reach_the_trainer_as_a_few_numbers_a_name() -> None:
 
 def test_names_of_rewards_without_end_do_not_fill_a_message() -> None:
     run = limits(samples=100)
-    scores = [Score(reward=1.0, parts={f"{sample}.{name}": 1.0 for name in range(9)}) for sample in range(200)]
-    lots = [scored(group, ((0, 0),) * 100, scores=scores[100 * group : 100 * group + 100]) for group in range(2)]
+    parts = tuple({f"{sample}.{name}": 1.0 for name in range(9)} for sample in range(200))
+    lots = [scored(group, ((0, 0),) * 100, parts=parts[100 * group : 100 * group + 100]) for group in range(2)]
     state = at_step(run, 0, *lots)
     formed(state, run, 0)
     batch = policy.batch(state, 0)
@@ -244,7 +243,7 @@ def test_names_of_rewards_without_end_do_not_fill_a_message() -> None:
 
 def test_removed_samples_do_not_age_and_reach_the_trainer_as_removed() -> None:
     run = limits()
-    old_and_gone = scored(0, ((0, 0), (3, 3)), scores=[Score(reward=1.0, removed=True), Score(reward=0.0)])
+    old_and_gone = scored(0, ((0, 0), (3, 3)), removed=(0,))
     state = at_step(run, 3, old_and_gone, scored(1, FRESH))
     assert in_batch(formed(state, run, 3)) == [0, 1]
     batch = policy.batch(state, 3)

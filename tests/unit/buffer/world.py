@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from services.buffer import evaluation, policy
+from services.buffer import policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState, GroupState
 from shared.schema.ledger import (
@@ -25,7 +25,7 @@ from shared.schema.ledger import (
     group_id,
 )
 from shared.schema.ledger_audit import Audit
-from shared.schema.messages import Batch, Failed, Interrupted, Payload, SampleMeta, Score, Scored
+from shared.schema.messages import Batch, Failed, Interrupted, Payload, SampleMeta, Scored
 from shared.schema.versions import admissible_steps, is_lost, is_pushed, version_after
 
 
@@ -98,7 +98,7 @@ class World:
             case GroupRequeued(group=name):
                 self._send(self.state.groups[name])
             case EvalStarted(version=version):
-                for name, _ in evaluation.groups(self.state.evaluations[version]):
+                for name in self.state.evaluations[version].pending:
                     self.jobs.append(Job(name, 0, 1, version))
 
     def _send(self, group: GroupState) -> None:
@@ -181,7 +181,7 @@ class World:
             job = self.dice.choice(begun)
             self.jobs.remove(job)
             short = self._scored(job)
-            self._deliver([short.model_copy(update={"samples": short.samples[1:], "scores": short.scores[1:]})] * 2)
+            self._deliver([short.model_copy(update={"samples": short.samples[1:], "rewards": short.rewards[1:], "removed": ()})] * 2)
 
     def interrupt(self) -> None:
         """A replica leaves, or stops what is stale, and hands back what it has; perhaps it says so twice."""
@@ -281,7 +281,7 @@ class World:
         for group in self.state.outstanding:
             self._send(group)
         for current in self.state.evaluations.values():
-            self.jobs += [Job(name, 0, 1, current.version) for name, _ in evaluation.groups(current)]
+            self.jobs += [Job(name, 0, 1, current.version) for name in current.pending]
 
     def _samples(self, job: Job) -> list[SampleMeta]:
         """Samples as a replica makes them on the live weights: new ones, and those it goes on with."""
@@ -307,10 +307,8 @@ class World:
             attempt=job.attempt,
             payload=Payload(keys=[key], bytes=1),
             samples=samples,
-            scores=[
-                Score(reward=float(self.dice.randint(0, 1)), removed=self.filters and training and self.dice.random() < 0.2)
-                for _ in samples
-            ],
+            rewards=[float(self.dice.randint(0, 1)) for _ in samples],
+            removed=tuple(index for index in range(len(samples)) if self.filters and training and self.dice.random() < 0.2),
             filtered="zero_std" if self.filters and training and self.dice.random() < 0.1 else None,
             replica="r",
             environment="math",

@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from examples.hooks import objective
-from services.trainer.objective import CustomFunctions, CustomLoss, PolicyLoss, denominator, loss_of, reward_advantages, sample_weights
+from services.trainer.objective.advantage import reward_advantages
+from services.trainer.objective.correction import Statistics
+from services.trainer.objective.custom_objective import CustomFunctions, CustomLoss
+from services.trainer.objective.loss import PolicyLoss, loss_of
+from services.trainer.objective.reduce import denominator, sample_weights
 from services.trainer.packing import PackedBatch, pack, spread
 from shared.hooks import HookSample
 from tests.support.run_config import run_config
@@ -31,21 +35,19 @@ def loaded(directory: Path, **algorithm: Any) -> tuple[Any, CustomFunctions]:
 
 def micro_batch(advantages: list[torch.Tensor], weights: Sequence[float]) -> PackedBatch:
     samples = [train_sample([1], [2] * len(advantage), index=index) for index, advantage in enumerate(advantages)]
-    return pack(samples, weights, 100).with_fields(advantages=spread(samples, advantages, "advantages"))
+    return pack(samples, weights).with_fields(advantages=spread(samples, advantages, "advantages"))
 
 
 def test_rewards_to_loss_by_functions_of_ones_own(tmp_path: Path) -> None:
     config, custom = loaded(tmp_path, **{field: f"{MODULE}:{name}" for field, name in FUNCTIONS.items()})
-    raw, rewards = custom.post_processed(
-        [HookSample(reward=1.0, response_length=2 * objective.LONG), HookSample(reward=0.0, response_length=3)]
-    )
-    assert (raw, rewards) == ([1.0, 0.0], [0.8, 0.0])
+    rewards = custom.post_processed([HookSample(reward=1.0, response_length=2 * objective.LONG), HookSample(reward=0.0, response_length=3)])
+    assert rewards == [0.8, 0.0]
     masks = [torch.ones(3, dtype=torch.bool), torch.ones(2, dtype=torch.bool)]
     of_own = reward_advantages(config, rewards, ["g", "g"], [0, 1])
     found = custom.advantages(masks, {"rewards": of_own.tolist()})
     np.testing.assert_allclose(found.advantages[0], [0.2, 0.4, 0.8])  # the rewards are as the function made them, not compared
     batch = micro_batch(found.advantages, sample_weights([3, 2], [0, 1]).tolist())
-    loss = loss_of(config, custom, denominator=denominator([3, 2], [0, 1]))
+    loss = loss_of(config, custom, 0, Statistics(), denominator([3, 2], [0, 1]))
     assert isinstance(loss, PolicyLoss)
     value, metrics = loss(log_probs(batch, [[-1.0, -1.0, -0.8], [-1.0, -1.0]]), None, batch)
     # the last token's weight is sqrt(e^0.2), within tis_clip; the ratio to the policy itself is 1
@@ -58,7 +60,7 @@ def test_rewards_to_loss_by_functions_of_ones_own(tmp_path: Path) -> None:
 
 def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     config, custom = loaded(tmp_path, loss_type="custom_loss", custom_loss_function_path=f"{MODULE}:weighted_likelihood")
-    loss = loss_of(config, custom)
+    loss = loss_of(config, custom, 0, Statistics(), 1.0)
     assert isinstance(loss, CustomLoss)
     batch = micro_batch([torch.full((2,), 2.0), torch.full((1,), -1.0)], sample_weights([2, 1], [0, 1]).tolist())
     logits = torch.zeros(5, 4, requires_grad=True)  # every token has probability 1/4

@@ -64,7 +64,7 @@ def test_durations(seconds: float, text: str) -> None:
 
 def lines(*shown: tuple[RunView, float]) -> list[str]:
     out = io.StringIO()
-    plain = PlainDisplay(out.write, out.flush, started=0.0)
+    plain = PlainDisplay(out, started=0.0)
     for view, now in shown:
         plain.show(view, now)
     return out.getvalue().splitlines()

@@ -16,9 +16,9 @@ HOLD = """
 import sys, pathlib
 from myxo.run.run_directory import RunDirectory
 directory = RunDirectory(pathlib.Path(sys.argv[1]))
-directory.hold()
-print("held", flush=True)
-sys.stdin.read()
+with directory.held():
+    print("held", flush=True)
+    sys.stdin.read()
 """
 
 
@@ -81,20 +81,20 @@ def test_input_beside_the_state_is_fine(tmp_path: Path) -> None:
 def test_two_holders_refuse_each_other(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     directory = RunDirectory(tmp_path / "run")
     assert directory.is_held()
-    with pytest.raises(RunHeld, match=f"in use by process {holder.pid}"):
-        directory.hold()
+    with pytest.raises(RunHeld, match=f"in use by process {holder.pid}"), directory.held():
+        pass
     holder.kill()
     holder.wait()
     assert not directory.is_held()
-    directory.hold()
-    directory.release()
+    with directory.held():
+        pass
 
 
 def test_looking_at_the_lock_does_not_take_it(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     assert not directory.is_held()
-    directory.hold()
-    directory.release()
+    with directory.held():
+        pass
     assert not directory.is_held()
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from rich.console import Console
 from myxo import main as command_line
 from myxo.commands.samples import group_named, target
 from myxo.display.sample_list import ORDERS, SampleList, WantedGroups, table
-from myxo.display.sample_page import as_plain, page, prompt_text, token_lines
+from myxo.display.sample_page import Pieces, ShownGroup, as_plain, json_line, page, prompt_text, token_lines
 from myxo.display.text import printable
 from myxo.run.group_history import STATUSES, GroupProvenance, GroupRecord
 from shared.runtime.errors import ConfigError
@@ -28,12 +29,11 @@ from shared.schema.ledger import (
     GroupsScored,
     LedgerRecord,
     RunFinished,
-    ScoredGroup,
     VersionLive,
     eval_group_id,
     group_id,
 )
-from shared.schema.messages import Payload, SampleMeta
+from shared.schema.messages import Payload, SampleMeta, ScoredGroup
 from shared.schema.sample import Sample
 
 
@@ -207,7 +207,7 @@ def test_the_provenance_of_a_trained_group() -> None:
         (14, "checkpoint_durable"),
     ]
     assert "rewards 0 1" in found.steps[1].what
-    assert found.gone() == "its samples were freed: step 0 is trained and in a durable checkpoint"
+    assert gone(found) == "its samples were freed: step 0 is trained and in a durable checkpoint"
 
 
 def test_the_provenance_of_a_group_that_was_made_twice() -> None:
@@ -219,18 +219,18 @@ def test_the_provenance_of_a_group_that_was_made_twice() -> None:
         "attempt 1 back from rollout-0 after 3.5 s, rewards 0.5 -1",
     ]
     assert found.record is not None and found.record.payload is not None and found.record.payload.keys == ["k6.1"]
-    assert found.gone() is None
+    assert gone(found) is None
 
 
 @pytest.mark.parametrize(("number", "why"), [(4, "dropped"), (5, "given up"), (7, "still with"), (8, "still with")])
 def test_why_a_group_has_no_samples(number: int, why: str) -> None:
-    gone = life(number).gone()
-    assert gone is not None and why in gone
+    reason = gone(life(number))
+    assert reason is not None and why in reason
 
 
 def test_a_group_in_a_batch_and_one_trained_but_not_durable_have_their_samples() -> None:
-    assert life(2).gone() is None
-    assert life(0, LEDGER[:13]).gone() is None
+    assert gone(life(2)) is None
+    assert gone(life(0, LEDGER[:13])) is None
 
 
 def test_a_group_that_was_never_admitted() -> None:
@@ -264,10 +264,25 @@ def printed(number: int, samples: list[Sample], index: int | None, absent: str |
     return shown(life(number), samples, index, absent)
 
 
+def found_of(life: GroupProvenance, samples: list[Sample], absent: str | None = None) -> ShownGroup:
+    assert life.record is not None
+    return ShownGroup("r", life.record, samples, absent, life.history.durable(life.record), life.steps)
+
+
 def shown(life: GroupProvenance, samples: list[Sample], index: int | None, absent: str | None = None) -> str:
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(page("r", life, samples, index, absent, 100))
+    console.print(page(found_of(life, samples, absent), index, 100))
     return console.export_text()
+
+
+def plain_of(life: GroupProvenance, samples: list[Sample], index: int | None = None, pieces: Pieces | None = None) -> dict[str, Any]:
+    """The JSON of a group, read back."""
+    return json.loads(json_line(as_plain(found_of(life, samples), index, pieces)))
+
+
+def gone(life: GroupProvenance) -> str | None:
+    assert life.record is not None
+    return life.history.gone(life.record)
 
 
 def test_a_samples_page_has_all_of_it() -> None:
@@ -301,7 +316,7 @@ def test_tokens_have_their_text_where_there_is_a_tokenizer() -> None:
 
     lines = [line.split() for line in token_lines(sample(), 40, pieces)]
     assert lines[2] == ["text", "␣a\\n", "\\x1b", "a␣longe…"]
-    plain = as_plain("r", life(2), [sample(), sample(1)], 0, None, pieces)
+    plain = plain_of(life(2), [sample(), sample(1)], 0, pieces)
     assert plain["samples"][0]["response_pieces"] == [" a\n", "\x1b", "a longer one", "x", "x"]
 
 
@@ -343,12 +358,12 @@ def test_the_page_of_a_held_out_prompt() -> None:
     for sequence, record in enumerate(EVALUATION, 1):
         found.apply(sequence, record)
     assert [step.what for step in found.steps] == ["sent out for the evaluation of version 2", "scored, rewards 1"]
-    assert found.gone() == "its samples were freed when it was evaluated"
+    assert gone(found) == "its samples were freed when it was evaluated"
     kept = sample(group=found.group, prompt=np.array([], np.int32), response=np.array([], np.int32), text="sieben")
     assert "sieben" in shown(found, [kept], None)
     text = shown(found, [kept], 0)
     assert "sieben" in text and "5 response" in text and "keep_rollouts_tokens" in text
-    (plain,) = as_plain("r", found, [kept], None, None)["samples"]
+    (plain,) = plain_of(found, [kept])["samples"]
     assert (plain["response"], plain["mask"], plain["text"], plain["reward_parts"]) == (None, None, "sieben", {"form": 0.5})
 
 
@@ -368,7 +383,7 @@ def test_what_was_masked_and_removed_and_the_parts_of_a_reward_are_shown() -> No
     samples = [sample(0, segments=[(0, 3, 1), (3, 5, 2)]), sample(1)]
     assert "reward answer" in shown(found, samples, 0) and "5 response, 2 of them trained" in shown(found, samples, 0)
     assert "0 of them trained" in shown(found, samples, 1) and "0.5 (removed)" in shown(found, samples, None)
-    plain = as_plain("r", found, samples, None, None)
+    plain = plain_of(found, samples)
     assert plain["mask_below"] == 2
     assert [(one["reward_parts"]["answer"], one["removed"]) for one in plain["samples"]] == [(1.0, False), (0.0, True)]
 
@@ -381,14 +396,14 @@ def test_the_page_of_a_group_lists_its_samples() -> None:
 
 
 def test_json_has_whole_arrays_and_no_number_that_is_none() -> None:
-    plain = json.loads(json.dumps(as_plain("r", life(2), [sample(), sample(1)], 0, None), allow_nan=False))
+    plain = plain_of(life(2), [sample(), sample(1)], 0)
     assert (plain["status"], plain["step"], plain["durable"], plain["rewards"]) == ("batched", 1, False, [0.25, 0.25])
     (only,) = plain["samples"]
     assert only["log_probs"] == [-0.5, -1.25, None, -2.0, -0.125]
     assert (only["response"], only["mask"], only["versions"]) == ([11, 12, 13, 14, 15], [1, 1, 0, 1, 1], [0, 0, 0, 1, 1])
     assert only["metadata"] == {"level": 2, "odd": None, "array": [1, 2]}
     assert [step["event"] for step in plain["provenance"]][-1] == "batch_formed"
-    assert len(as_plain("r", life(2), [sample(), sample(1)], None, None)["samples"]) == 2
+    assert len(plain_of(life(2), [sample(), sample(1)])["samples"]) == 2
 
 
 def test_prompts_of_messages_are_shown_under_their_roles() -> None:

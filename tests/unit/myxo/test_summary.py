@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,10 @@ from shared.schema.ledger import (
     GroupsScored,
     LedgerRecord,
     RunFinished,
-    ScoredGroup,
     VersionLive,
     group_id,
 )
-from shared.schema.messages import Payload, SampleMeta, ServiceEvent, TrainerStep, WarmStartEnded
+from shared.schema.messages import Payload, SampleMeta, ScoredGroup, ServiceEvent, Trained, WarmStartEnded
 from tests.support.run_config import run_config
 
 
@@ -142,11 +142,11 @@ def test_a_step_without_known_rewards_is_a_gap(config: RunConfig) -> None:
     result.apply(second)  # of a batch that no record tells of
     result.apply(second)
     assert result.rewards[0] == 0.25 and math.isnan(result.rewards[1]) and len(result.rewards) == 2
-    json.dumps(result.summary().as_json(), allow_nan=False)
+    json.dumps(asdict(result.summary()), allow_nan=False)
 
 
 def test_the_keys_of_the_file(config: RunConfig) -> None:
-    content = json.loads(json.dumps(tally(config, RECORDS).summary().as_json()))
+    content = json.loads(json.dumps(asdict(tally(config, RECORDS).summary())))
     assert {
         "run",
         "steps",
@@ -228,8 +228,8 @@ def test_edges_are_a_tenth_of_the_steps(tmp_path: Path) -> None:
     assert summary.finished
 
 
-def step_event(step: int, **metrics: float) -> TrainerStep:
-    return TrainerStep(step=step, version=step, started=0.0, ended=1.0, metrics=metrics)
+def step_event(step: int, **metrics: float) -> Trained:
+    return Trained(step=step, version=step, started=0.0, ended=1.0, metrics=metrics)
 
 
 def test_agreement_of_engine_and_trainer_is_weighed_by_tokens(config: RunConfig) -> None:
@@ -256,5 +256,5 @@ def test_no_tokens_in_agreement_is_no_figure(config: RunConfig) -> None:
 def test_restarts_are_counted_by_instance(config: RunConfig) -> None:
     result = tally(config, RECORDS)
     for instance in ("trainer-0", "rollout-1", "trainer-0"):
-        result.failures.restarted(ServiceEvent(service="x", instance=instance, what="restarted", at=0.0))
+        result.failures.take(ServiceEvent(service="x", instance=instance, what="restarted", at=0.0))
     assert result.summary().restarts == {"trainer-0": 2, "rollout-1": 1}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from services.reward import rewards
-from shared.schema.messages import Score
+from shared.schema.sample import Score
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver
 from shared.runtime.embedded_servers import free_port
-from shared.schema.messages import WeightChannelAddress
+from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.weight_channel import TransferDeadline
 
 

@@ -16,12 +16,11 @@ from shared.schema.ledger import (
     GroupsScored,
     LedgerRecord,
     RunFinished,
-    ScoredGroup,
     VersionLive,
     group_id,
 )
 from shared.schema.ledger_audit import audit
-from shared.schema.messages import Payload, SampleMeta
+from shared.schema.messages import Payload, SampleMeta, ScoredGroup
 
 BOUND, SIZE = 1, 2
 

@@ -12,6 +12,7 @@ from myxo.preflight import data_checks, model_checks
 from myxo.preflight.inspection import Inspection
 from shared.config.run_config import RunConfig, changes, field_sections, load, parse, section_model
 from shared.config.section import Section
+from shared.data.data_files import DataFile
 from shared.runtime.errors import ConfigError, Problems
 from tests.support.run_config import run_config, values
 
@@ -328,7 +329,7 @@ def test_a_file_is_read_with_overrides_on_top_and_paths_made_absolute(tmp_path: 
     assert config.rollout.sglang == {"mem-fraction-static": 0.8, "page-size": "16"}
     assert config.model.hf_checkpoint == Path(os.getcwd()) / "model"
     assert config.run.dir == Path(os.getcwd()) / "runs"
-    assert config.data.prompt_data == Path("/absolute/prompts.jsonl")
+    assert config.data.prompt_data == [DataFile(Path("/absolute/prompts.jsonl"))]
     assert config.eval.eval_prompt_data is None
 
 

@@ -8,6 +8,7 @@ import pytest
 from myxo.run import config_toml
 from shared.config import flags
 from shared.config.run_config import load
+from shared.data.data_files import DataFile
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 
@@ -95,7 +96,7 @@ def test_what_the_file_itself_says_wrong_is_not_laid_to_its_base(plain: Path, tm
 
 
 def test_a_file_of_prompts_is_one_value(plain: Path, tmp_path: Path) -> None:
-    prompts = tomllib.loads(plain.read_text())["data"]["prompt_data"]
+    [prompts] = tomllib.loads(plain.read_text())["data"]["prompt_data"]
     write(tmp_path / "base.toml", f'[data]\nprompt_data = {{ path = "{prompts}", weight = 3.0 }}\n')
     path = write(tmp_path / "run.toml", f'base = ["plain.toml", "base.toml"]\n[data]\nprompt_data = {{ path = "{prompts}" }}\n')
-    assert load(path).data.prompt_data == Path(prompts)
+    assert load(path).data.prompt_data == [DataFile(Path(prompts))]

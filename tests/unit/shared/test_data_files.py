@@ -15,7 +15,7 @@ from myxo.run.run_directory import RunDirectory
 from shared.config import flags
 from shared.config.run_config import RunConfig, changes
 from shared.config.run_config import parse as parse_config
-from shared.data.data_files import DataFile, files, parse
+from shared.data.data_files import DataFile, parse
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, values
 
@@ -51,11 +51,11 @@ def test_a_slice_is_pythons(length: int, start: int | None, stop: int | None) ->
     assert list(DataFile(Path("a"), start, stop).rows(length)) == list(range(length))[start:stop]
 
 
-def test_a_single_plain_path_stays_one(tmp_path: Path) -> None:
+def test_a_single_plain_path_is_a_list_of_one(tmp_path: Path) -> None:
     for given_value in ("/a.jsonl", ["/a.jsonl"], [{"path": "/a.jsonl"}], "/a.jsonl@[:]", [{"path": "/a.jsonl", "weight": 1}]):
         config = run_config(tmp_path, data={"prompt_data": given_value})
-        assert config.data.prompt_data == Path("/a.jsonl")
-        assert '"prompt_data":"/a.jsonl"' in config.model_dump_json(), "as in configs that were frozen before"
+        assert config.data.prompt_data == [DataFile(Path("/a.jsonl"))]
+        assert '"prompt_data":["/a.jsonl"]' in config.model_dump_json()
 
 
 def test_lists_keep_their_form_in_json_toml_and_paths(tmp_path: Path) -> None:
@@ -66,8 +66,8 @@ def test_lists_keep_their_form_in_json_toml_and_paths(tmp_path: Path) -> None:
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
     assert parse_config(tomllib.loads(config_toml.dump(config))) == config
     absolute = config.absolute(Path("/base"))
-    assert [str(file) for file in files(absolute.data.prompt_data)] == ["/base/a.jsonl", "/base/b.parquet@[2:-1]*2.5", "/c.jsonl@[:]*3.0"]
-    assert [str(file) for file in files(absolute.eval.eval_prompt_data)] == ["/base/a.jsonl@[:3]"]
+    assert [str(file) for file in absolute.data.prompt_data or ()] == ["/base/a.jsonl", "/base/b.parquet@[2:-1]*2.5", "/c.jsonl@[:]*3.0"]
+    assert [str(file) for file in absolute.eval.eval_prompt_data or ()] == ["/base/a.jsonl@[:3]"]
 
 
 def test_flags_name_one_file_or_several(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_flags_name_one_file_or_several(tmp_path: Path) -> None:
             nested.setdefault(section, {}).update(fields)
         return parse_config(nested)
 
-    assert config("--prompt-data /x.jsonl").data.prompt_data == Path("/x.jsonl")
-    assert config("--prompt-data=/x.jsonl").data.prompt_data == Path("/x.jsonl")
+    assert config("--prompt-data /x.jsonl").data.prompt_data == [DataFile(Path("/x.jsonl"))]
+    assert config("--prompt-data=/x.jsonl").data.prompt_data == [DataFile(Path("/x.jsonl"))]
     several = config("--prompt-data /x.jsonl /y.jsonl@[1:5]*2 --lr 1").data.prompt_data
     assert several == [DataFile(Path("/x.jsonl")), DataFile(Path("/y.jsonl"), 1, 5, 2.0)]
     assert config("--eval-prompt-data none").eval.eval_prompt_data is None

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.environment.protocol import MAX_PARTS, EnvironmentFailed, ScoreRequest, read_description, read_scores, words
-from shared.schema.messages import Score
+from shared.schema.sample import Score
 
 WHOM = "environment judge at http://judge:8080"
 GOOD = {"protocol": 1, "name": "judge", "verbs": ["score"]}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shared.config import flags, megatron_flags, slime_flags
+from shared.config import flags, megatron_flags
 from shared.config.run_config import RunConfig, field_sections, parse, section_model
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import values
@@ -131,10 +131,10 @@ def test_every_flag_that_cannot_be_taken_is_told() -> None:
 
 
 def test_slimes_flags_are_told_apart_from_ours_and_name_fields_that_exist() -> None:
-    for name in [*slime_flags._ALWAYS, *slime_flags._INSTEAD, *slime_flags._ABSENT]:
-        assert name not in field_sections() and megatron_flags.find(name) is None, f"{name} is taken, or refused by name"
-        words = slime_flags.advice(f"--{name.replace('_', '-')}")
-        assert words is not None and words.startswith("a flag of slime's"), name
+    for flag in megatron_flags.catalogue().values():
+        if not (words := flag.reason).startswith("a flag of slime's"):
+            continue
+        assert flag.name not in field_sections() and not flag.groups, f"{flag.name} is taken"
         assert {word.rstrip(".,:;") for word in words.split() if word.startswith("--")} <= set(flags.flags()), words
 
 

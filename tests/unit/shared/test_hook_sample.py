@@ -12,8 +12,8 @@ from shared.hooks.sample_conversion import Bounds, Served, from_stored, group_in
 from shared.runtime.errors import BadMessage
 from shared.schema import sample as stored_sample
 from shared.schema.ledger import is_evaluation
-from shared.schema.messages import Score
 from shared.schema.sample import Sample as StoredSample
+from shared.schema.sample import Score
 from tests.unit.shared.test_sample import samples
 
 SERVED = Served(begun=3, newest=5)

@@ -95,5 +95,5 @@ def test_names_stay_names_when_paths_are_made_absolute(tmp_path: Path) -> None:
     values = config.model_dump(mode="json")
     assert values["model"]["hf_checkpoint"] == "hf:org/model"
     assert values["data"]["prompt_data"] == ["hf:org/data:train@[0:100]*0.5", f"{tmp_path}/b.jsonl"]
-    assert values["sft"]["sft_data"] == "hf:a/b:c"
+    assert values["sft"]["sft_data"] == ["hf:a/b:c"]
     assert type(config).model_validate(values) == config

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shared.runtime.errors import BadMessage
-from shared.schema import codec, ledger, messages
+from shared.schema import codec, ledger, messages, weight_messages
 from shared.schema.messages import SCHEMA, Message, Outcome, Scored, Task
 
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 8}
@@ -50,7 +50,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "attempt": 0,
         "payload": PAYLOAD,
         "samples": [SAMPLE],
-        "scores": [{"reward": 1.0, "parts": {"format": 0.5}}],
+        "rewards": [1.0],
+        "parts": [{"format": 0.5}],
         "replica": "r",
         "environment": "math",
         "started": 1.0,
@@ -94,7 +95,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "digest": "0f",
         "channels": [CHANNEL],
     },
-    "TrainerStep": {"step": 0, "version": 1, "started": 1.0, "ended": 2.0, "metrics": {"loss": 0.5}},
     "WarmStartEnded": {"steps": 3, "every": 2, "losses": [2.0, 1.0]},
     "ServiceEvent": {"service": "buffer", "instance": "b", "what": "joined", "at": 1.0},
     "ServiceStatus": {"service": "buffer", "instance": "b", "host": "h", "pid": 1, "http": "127.0.0.1:1", "state": "ready", "at": 1.0},
@@ -124,7 +124,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 CONCRETE = {
     name: kind
     for name, kind in Message.kinds.items()
-    if not kind.__subclasses__() and kind.__module__ in (messages.__name__, ledger.__name__)
+    if not kind.__subclasses__() and kind.__module__ in (messages.__name__, weight_messages.__name__, ledger.__name__)
 }
 
 
@@ -205,8 +205,8 @@ def test_every_missing_field_is_named() -> None:
         ("Durable", {"extra": 1}, r"^Durable\.extra: "),
         ("Durable", {"steps": -1}, r"^Durable\.steps: "),
         ("Durable", {"steps": "many"}, r"^Durable\.steps: "),
-        ("Scored", {"scores": [{"reward": float("nan")}]}, r"^Scored\.scores\.0\.reward: "),
-        ("Scored", {"scores": [{"reward": float("inf")}]}, r"^Scored\.scores\.0\.reward: "),
+        ("Scored", {"rewards": [float("nan")]}, r"^Scored\.rewards\.0: "),
+        ("Scored", {"rewards": [float("inf")]}, r"^Scored\.rewards\.0: "),
         ("Scored", {"samples": [SAMPLE, {**SAMPLE, "finish": "maybe"}]}, r"^Scored\.samples\.1\.finish: "),
         ("Scored", {"payload": {"keys": [], "bytes": 0}}, r"^Scored\.payload\.keys: "),
         ("Task", {"sampling": {**SAMPLING, "top_p": 0.0}}, r"^Task\.sampling\.top_p: "),

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.config.sections import DataSection, RewardSection
 from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts
-from shared.data.rows import JsonlRows
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, write_jsonl
@@ -24,9 +22,17 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
     return Tokenizer(tiny_model)
 
 
-def prompts(tmp_path: Path, tokenizer: Tokenizer, *rows: object, longest: int | None = None, **data: Any) -> PromptFile:
+def prompts(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    *rows: object,
+    longest: int | None = None,
+    reward: dict[str, Any] | None = None,
+    **data: Any,
+) -> PromptFile:
     path = write_jsonl(tmp_path / "prompts.jsonl", rows)
-    return PromptFile(JsonlRows(path, "data.prompt_data"), DataSection(prompt_data=path, **data), tokenizer, longest)
+    sections = {"data": {"prompt_data": str(path), **data}, "reward": reward or {}, "rollout": {"rollout_max_prompt_len": longest}}
+    return TrainingPrompts(run_config(tmp_path, **sections), tokenizer)
 
 
 def test_text_is_taken_as_it_stands(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -49,10 +55,8 @@ def test_other_keys_and_numbers_as_labels(tmp_path: Path, tokenizer: Tokenizer) 
     row = {"question": "a", "answer": 42, "extra": {"x": 1}}
     assert prompts(tmp_path, tokenizer, row, input_key="question", label_key="answer", metadata_key="extra")[0].label == "42"
     assert prompts(tmp_path, tokenizer, row, input_key="question", label_key="answer", metadata_key="extra")[0].metadata == {"x": 1}
-    path = write_jsonl(tmp_path / "prompts.jsonl", [row])
-    data = DataSection(prompt_data=path, input_key="question", label_key=None)
-    reward = RewardSection(rm_type="remote_rm", rm_url="http://judge:8080")
-    assert PromptFile(JsonlRows(path, "data.prompt_data"), data, tokenizer, None, reward)[0].label is None
+    reward = {"rm_type": "remote_rm", "rm_url": "http://judge:8080"}
+    assert prompts(tmp_path, tokenizer, row, reward=reward, input_key="question", label_key=None)[0].label is None
 
 
 @pytest.mark.parametrize(
@@ -97,17 +101,13 @@ def test_the_run_says_which_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 def test_a_prompt_may_name_its_environment(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = [{"prompt": "a", "label": "2", "metadata": metadata} for metadata in ({}, {"rm_type": "exact"}, {"rm_type": "judge"}, None)]
-    path = write_jsonl(tmp_path / "prompts.jsonl", rows)
-    reward = RewardSection(environments={"judge": "http://judge:8080"})
-    file = PromptFile(JsonlRows(path, "data.prompt_data"), DataSection(prompt_data=path), tokenizer, None, reward)
+    file = prompts(tmp_path, tokenizer, *rows, reward={"environments": {"judge": "http://judge:8080"}})
     assert [file[row].environment for row in range(4)] == ["math", "exact", "judge", "math"]
 
 
 def test_a_function_of_the_users_own_scores_every_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = [{"prompt": "a", "label": None, "metadata": metadata} for metadata in ({}, {"rm_type": "exact"}, {"rm_type": "deepscaler"})]
-    path = write_jsonl(tmp_path / "prompts.jsonl", rows)
-    reward = RewardSection(custom_rm_path="my.rewards:score")
-    file = PromptFile(JsonlRows(path, "data.prompt_data"), DataSection(prompt_data=path), tokenizer, None, reward)
+    file = prompts(tmp_path, tokenizer, *rows, reward={"custom_rm_path": "my.rewards:score"})
     assert [file[row].environment for row in range(3)] == ["custom_rm"] * 3
     assert file[2].metadata == {"rm_type": "deepscaler"}, "for the function to see"
 
@@ -244,7 +244,7 @@ def test_what_is_left_out_is_kept_for_the_next_start_and_only_for_the_same_input
     def facts(prompts: TrainingPrompts) -> tuple[Any, ...]:
         return [prompts.at(number).label for number in range(6)], prompts.left_out, str(prompts.first_left_out)
 
-    path, kept = write_jsonl(tmp_path / "prompts.jsonl", ROWS), tmp_path / "runs" / "test" / "prompts" / "training.kept"
+    path, kept = write_jsonl(tmp_path / "prompts.jsonl", ROWS), tmp_path / "runs" / "test" / "prompts" / "data.prompt_data.kept"
     first = facts(opened())
     assert not (tmp_path / "runs").exists(), "looking at a config makes nothing"
     (tmp_path / "runs" / "test").mkdir(parents=True)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from shared.data import rollout_files
-from shared.data.rollout_files import RolloutHead, RolloutReader, RolloutRecord
+from shared.data.rollout_files import RolloutReader, RolloutRecord
 from shared.schema.sample import Sample
 
 
@@ -54,7 +54,8 @@ def write(directory: Path, *contents: bytes) -> RolloutReader:
 
 def test_a_record_is_a_line_and_comes_back(tmp_path: Path) -> None:
     reader = write(tmp_path, record().line())
-    assert list(reader.heads()) == [RolloutHead("g00000001", 0, "trained", None, 3, 5)]
+    [head] = reader.heads()
+    assert (head.group, head.attempt, head.status, head.dataset, head.step, head.version) == ("g00000001", 0, "trained", None, 3, 5)
     (back,) = reader.records()
     assert (back.group, back.step, back.prompt, back.label) == ("g00000001", 3, [{"role": "user", "content": "2+3="}], "5")
     assert back.metadata == {"level": 2, "odd": None, "array": [1, 2]}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer import batch_metrics
-from services.trainer.batch_metrics import LOOP_LONGEST, LOOP_TIMES, LOOP_TOKENS, SampleStats, StatColumn, empty_table, token_means
+from services.trainer.batch_metrics import LOOP_LONGEST, LOOP_TIMES, LOOP_TOKENS, StatColumn, Table, empty_table, token_means
 from services.trainer.packing import PackedBatch, pack, spread
 from shared.schema.messages import Batch, BatchGroup, Payload
 from tests.support.train_samples import train_sample
@@ -45,7 +45,7 @@ def test_random_text_does_not_loop() -> None:
     assert not any(batch_metrics.loops(row) for row in tokens)
 
 
-def batch_of(rewards: list[list[float]], lengths: list[int], truncated: list[int], looping: list[int]) -> tuple[Batch, SampleStats]:
+def batch_of(rewards: list[list[float]], lengths: list[int], truncated: list[int], looping: list[int]) -> tuple[Batch, Table]:
     groups = [
         BatchGroup(group=f"g{index}", payload=Payload(keys=["k"], bytes=1, tokens=(2,) * len(of_group)), rewards=of_group)
         for index, of_group in enumerate(rewards)
@@ -53,7 +53,7 @@ def batch_of(rewards: list[list[float]], lengths: list[int], truncated: list[int
     table = empty_table(len(lengths))
     for column, values in ((StatColumn.RESPONSE, lengths), (StatColumn.TRUNCATED, truncated), (StatColumn.LOOPING, looping)):
         table[:, column] = values
-    return Batch(step=0, version=0, groups=groups), SampleStats(table)
+    return Batch(step=0, version=0, groups=groups), table
 
 
 def test_metrics_of_the_samples() -> None:
@@ -103,7 +103,7 @@ def micro_batch(seed: int, mask: list[int]) -> PackedBatch:
     response = len(mask)
     sample = train_sample([1], range(response), mask=np.array(mask, np.uint8))
     values = torch.as_tensor(np.random.default_rng(seed).normal(size=response))
-    packed = pack([sample], [1.0], 100)
+    packed = pack([sample], [1.0])
     return packed.with_fields(kl=spread([sample], [values], "kl"), advantages=spread([sample], [2 * values], "advantages"))
 
 

@@ -34,7 +34,7 @@ def test_the_count_is_that_of_the_model_itself(tmp_path: Path, family: str) -> N
     length = 24
     pairs_of_all, pairs_seen = length * length, length * (length + 1) / 2
     unseen = (pairs_of_all - pairs_seen) * architecture.num_layers * flops._attention(architecture)
-    rotated = architecture.latent.rope_head_dim if architecture.latent else architecture.head_dim
+    rotated = architecture.latent.qk_pos_emb_head_dim if architecture.latent else architecture.head_dim
     rotation = 2 * (rotated // 2) * length  # HF makes its angles by a matrix product
     assert counted(tmp_path, length) - unseen - rotation == pytest.approx(flops.forward(architecture, [length]), rel=1e-12)
 
@@ -59,7 +59,7 @@ def test_experts_count_as_many_as_a_token_takes() -> None:
 
 
 def test_latent_attention_counts_its_low_ranks() -> None:
-    latent = LatentAttention(query_rank=24, key_value_rank=20, nope_head_dim=12, rope_head_dim=4, value_head_dim=10)
+    latent = LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_head_dim=12, qk_pos_emb_head_dim=4, v_head_dim=10)
     model = Architecture(**{**vars(DENSE), "latent": latent})
     query, key_value, out = 64 * 24 + 24 * 8 * 16, 64 * (20 + 4) + 20 * 8 * (12 + 10), 8 * 10 * 64
     plain = 64 * 16 * (8 + 2 + 2 + 8)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from services.trainer import batch_metrics
-from services.trainer.batch_metrics import TOKEN_MEANS, SampleStats, empty_table
+from services.trainer.batch_metrics import TOKEN_MEANS, empty_table
 from services.trainer.metrics_logger import RewardParts
 from shared.schema.messages import Batch, BatchGroup, Payload, RewardPart
 
@@ -19,7 +19,7 @@ def documented(prefix: str) -> set[str]:
 
 def test_every_rollout_metric_has_its_line() -> None:
     group = BatchGroup(group="g", payload=Payload(keys=["k"], bytes=1, tokens=(3, 4)), rewards=[1.0, 1.0])
-    found = batch_metrics.rollout_metrics(Batch(step=0, version=0, groups=[group]), SampleStats(empty_table(2)), [0.0, 0.0])
+    found = batch_metrics.rollout_metrics(Batch(step=0, version=0, groups=[group]), empty_table(2), [0.0, 0.0])
     names = {re.sub("count_.*", "count_<reward>", name) for name in found}
     assert documented("rollout") == names | set(TOKEN_MEANS)
     assert documented("passrate") == {re.sub(r"@\d+", "@<k>", name) for name in batch_metrics.passrate([[1.0, 0.0]])}
@@ -27,7 +27,8 @@ def test_every_rollout_metric_has_its_line() -> None:
 
 def test_every_metric_of_the_losses_has_its_line() -> None:
     sources = "\n".join(path.read_text() for path in (ROOT / "services" / "trainer" / "objective").glob("*.py"))
-    made = set(re.findall(r'metrics\["(\w+)"\] = ', sources)) | set(re.findall(r'"(\w+)": (?:tokens\.mean|\w+\.detach|\(?same)', sources))
+    assigned, listed = r'metrics\["(\w+)"\] = ', r'"(\w+)": (?:tokens\.(?:mean|fraction)|\w+\.detach|\(?same)'
+    made = set(re.findall(assigned, sources)) | set(re.findall(listed, sources))
     critic = {name for name in made if name.startswith("value_")}
     assert len(made) > 12
     assert documented("train") == (made - critic) | {"grad_norm", "lr"}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.trainer.batches import demonstration_micro_batches
 from services.trainer.packing import BadSample, check_vocabulary, collect, pack, spread
-from services.trainer.placement import BadBatch, SampleTooLong
+from services.trainer.placement import SampleTooLong
 from shared.config.algorithm import AlgorithmSection
 from tests.support.train_samples import train_sample
 
@@ -50,7 +50,7 @@ def unpack(batch):
 @given(batch_samples=st.lists(samples(), min_size=1, max_size=6))
 def test_packing_reads_back(batch_samples):
     weights = [1.0 / (3 + i) for i in range(len(batch_samples))]
-    batch = pack(batch_samples, weights, 200)
+    batch = pack(batch_samples, weights)
     total = sum(s.length for s in batch_samples)
     assert {name: (x.dtype, tuple(x.shape)) for name, x in vars(batch).items() if isinstance(x, torch.Tensor)} == {
         "tokens": (torch.int64, (total,)),
@@ -79,7 +79,7 @@ def test_values_spread_over_a_pack_are_collected_again(batch_samples, seed):
     generator = np.random.default_rng(seed)
     values = [torch.as_tensor(np.where(s.mask == 1, generator.normal(size=s.mask.size), np.nan)) for s in batch_samples]
     packed = spread(batch_samples, values, "kl")
-    assert packed.shape == pack(batch_samples, [1.0] * len(batch_samples), 200).tokens.shape and packed.dtype == torch.float32
+    assert packed.shape == pack(batch_samples, [1.0] * len(batch_samples)).tokens.shape and packed.dtype == torch.float32
     for s, given_values, found in zip(batch_samples, values, collect(batch_samples, packed), strict=True):
         np.testing.assert_array_equal(found.numpy(), np.where(s.mask == 1, given_values.float().numpy(), 0))
 
@@ -105,7 +105,7 @@ def test_ranks_together_hold_every_demonstration_once(batch_samples, dp_size, bu
 
 
 def test_a_filler_has_the_fields_of_any_micro_batch_and_trains_nothing():
-    filler, other = pack([], [], 10), pack([sample()], [1.0], 10)
+    filler, other = pack([], []), pack([sample()], [1.0])
     assert filler.fields.keys() == other.fields.keys()
     assert all(filler.fields[name].dtype == other.fields[name].dtype for name in other.fields)
     assert (filler.tokens.numel(), filler.cu_seqlens.tolist(), filler.max_seqlen) == (2, [0, 2], 2)
@@ -115,7 +115,7 @@ def test_a_filler_has_the_fields_of_any_micro_batch_and_trains_nothing():
 
 
 def test_moving_and_adding_fields_leave_the_original_alone():
-    batch = pack([sample()], [1.0], 10)
+    batch = pack([sample()], [1.0])
     more = batch.with_fields(proximal_log_probs=torch.zeros(5))
     assert "proximal_log_probs" in more.fields
     assert "proximal_log_probs" not in batch.fields
@@ -124,8 +124,6 @@ def test_moving_and_adding_fields_leave_the_original_alone():
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert moved.fields.keys() == more.fields.keys()
     assert batch.tokens.device.type == "cpu"
-    with pytest.raises(BadBatch, match=r"ref_log_probs has shape \(4,\), expected \(5,\)"):
-        batch.with_fields(ref_log_probs=torch.zeros(4))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +155,5 @@ def test_values_that_do_not_fit_their_sample_are_refused_by_name(values, problem
 
 
 def test_what_is_over_the_budget_is_refused():
-    with pytest.raises(BadBatch, match="2 samples have 10 tokens together, a micro-batch holds at most 9"):
-        pack([sample(), sample()], [1.0, 1.0], 9)
     with pytest.raises(SampleTooLong, match="has 5 tokens, a micro-batch holds at most 4: raise max_tokens_per_gpu"):
         demonstration_micro_batches([sample()], AlgorithmSection(), dp_rank=0, dp_size=1, max_tokens=4)

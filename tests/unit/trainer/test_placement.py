@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.placement import APART, BadBatch, SampleTooLong, balance, differencing
+from services.trainer.placement import APART, SampleTooLong, balance, differencing
 
 many = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 lengths_and_budget = st.integers(1, 60).flatmap(
@@ -122,20 +122,3 @@ def test_a_sample_over_the_budget_is_refused_with_its_numbers():
     with pytest.raises(SampleTooLong, match="number 1 of the batch has 11 tokens, a micro-batch holds at most 10"):
         balance([5, 11], 1, 10)
     assert balance([5, 10], 1, 10) == [[[1], [0]]]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "dp_size", "costs", "problem"),
-    [
-        ([], 1, None, "0 samples on 1"),
-        ([1], 0, None, "1 samples on 0"),
-        ([1, 0], 1, None, "number 1 has length 0"),
-        ([1, 1], 1, [1.0], "1 costs for 2 samples"),
-        ([1, 1], 1, [1.0, 0.0], r"number 1 has length 1 and cost 0\.0"),
-        ([1, 1], 1, [float("nan"), 1.0], "number 0 has length 1 and cost nan"),
-        ([1, 1], 1, [float("inf"), 1.0], "number 0 has length 1 and cost inf"),
-    ],
-)
-def test_bad_input_is_refused(lengths, dp_size, costs, problem):
-    with pytest.raises(BadBatch, match=problem):
-        balance(lengths, dp_size, 10, costs=costs)

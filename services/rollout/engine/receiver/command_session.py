@@ -21,7 +21,7 @@ from services.rollout.engine.receiver.peer_transfer import receive_from_peer, se
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver, said_by
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.failures import SupervisedThread
-from shared.schema.messages import WeightChannelAddress
+from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.digest import decoded_digests
 from shared.transfer.weight_channel import TransferDeadline
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver, said_by
 from shared.runtime.errors import BadMessage, MyxoError
-from shared.schema.messages import WeightChannelAddress
+from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_hashing import ManifestHasher
 from shared.transfer.bucket_ring import bucket_views
 from shared.transfer.digest import decoded_digests

@@ -20,7 +20,7 @@ from services.rollout.engine.receiver import load_plan
 from services.rollout.engine.receiver.lora_adapter import merged
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
-from shared.schema.messages import WeightChannelAddress
+from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_hashing import ManifestHasher
 from shared.transfer.bucket_ring import BucketRing, bucket_views
 from shared.transfer.digest import TensorDigest, version_digest

@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from services.trainer.actor import Actor
-from services.trainer.megatron.adapters import Adapters
+from services.trainer.megatron.adapters import silence_adapters
+from services.trainer.megatron.export import Exporter
 from services.trainer.megatron.frozen_weights import FrozenWeights
 from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
-from services.trainer.weights.stage_export import AdapterExport
+from services.trainer.weights.stage_export import StageExport
 from shared.transfer.bucket_ring import slot_view
 from shared.transfer.manifest import Manifest
 from tests.unit.trainer.megatron.rank_steps import actor, exported, steps
@@ -20,8 +20,9 @@ from tests.unit.trainer.megatron.tiny import pack, sequences
 
 def adapters(model: Actor) -> dict[str, Tensor] | None:
     """All of them on rank 0, under PEFT's names."""
-    found = Adapters(model.model).collect(parallel_state.get_tensor_model_parallel_group())
-    return None if found is None else {name: tensor.clone() for name, tensor in found.items()}
+    exporter = Exporter(model.model)
+    found = exporter.bucket(exporter.plan.adapter_units)
+    return {name: tensor.clone() for name, tensor in found if tensor is not None} or None
 
 
 def train(hf_dir: Path, config: dict[str, Any], count: int = 3) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def train(hf_dir: Path, config: dict[str, Any], count: int = 3) -> dict[str, Any
     results = steps(model, count)
     report = {"steps": results, "weights": exported(model), "adapters": adapters(model), "first": first}
     report["log_probs"] = model.log_probs([pack(sequences(6, seed=9))])[0]
-    Adapters(model.model).silence()
+    silence_adapters(model.model)
     return {**report, "base": exported(model)}
 
 
@@ -73,7 +74,7 @@ def pushed(hf_dir: Path, config: dict[str, Any]) -> tuple[Manifest, dict[str, Te
     steps(model, 1)
     groups = GatherGroups.own()
     plan = GatherPlan(model.model, groups)
-    export, sent = AdapterExport(plan, bucket_bytes=1500), {}
+    export, sent = StageExport(plan, bucket_bytes=1500), {}
     for number, bucket in enumerate(export.manifest.buckets):
         flat = torch.empty(bucket.nbytes, dtype=torch.uint8) if plan.is_source else None
         export.fill(number, flat)

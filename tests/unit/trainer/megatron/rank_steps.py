@@ -18,8 +18,7 @@ from services.trainer.megatron.checkpoint_writer import StagedShards
 from services.trainer.megatron.frozen_weights import FrozenWeights
 from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
 from services.trainer.megatron.likelihood import VocabularySlice, log_probs_and_entropy
-from services.trainer.objective import PolicyLoss
-from services.trainer.objective.loss import ValueLoss
+from services.trainer.objective.loss import PolicyLoss, ValueLoss
 from services.trainer.packing import PackedBatch
 from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights.stage_export import StageExport
@@ -228,21 +227,6 @@ def fail_to_save(hf_dir: Path, root: Path) -> list[tuple[str, str, str]]:
         errors.append((type(error).__name__, str(error), type(error.__cause__).__name__))
     model.save_checkpoint(root, 5)
     return errors
-
-
-def frozen_of_checkpoint(hf_dir: Path, before: dict[str, Any], after: dict[str, Any], root: Path) -> list[Tensor]:
-    """Log-probs of: weights after two steps; fresh ones; fresh ones with the checkpoint's in their place; fresh ones again."""
-    trained = actor(hf_dir, **before)
-    steps(trained, 2)
-    trained.save_checkpoint(root, 2)
-    batch = [pack(sequences(6, seed=9))]
-    report = trained.log_probs(batch)
-    model = actor(hf_dir, **after)
-    report += model.log_probs(batch)
-    frozen = FrozenWeights.from_checkpoint(model.model, root)
-    with frozen.in_place_of(model.model):
-        report += model.log_probs(batch)
-    return report + model.log_probs(batch)
 
 
 def load_and_train(hf_dir: Path, config: dict[str, Any], root: Path, count: int) -> list[StepResult]:

@@ -108,15 +108,6 @@ def test_a_checkpoint_that_cannot_be_published_is_raised_with_its_cause(make_act
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
 
 
-@pytest.mark.parametrize(
-    "after", [pytest.param({}, marks=pytest.mark.extra), {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": False}]
-)
-def test_a_checkpoints_weights_stand_in_for_the_models_own(after, hf, two_ranks, tmp_path):
-    for trained, own, frozen, restored in two_ranks.run(rank_steps.frozen_of_checkpoint, hf("qwen3_tied"), TP2_SP, after, tmp_path):
-        assert (frozen - trained).abs().max() < 1e-5 < (own - trained).abs().max()
-        assert torch.equal(restored, own)
-
-
 def test_resetting_the_optimizer_loads_the_weights_only(make_actor, tmp_path):
     actor = make_actor("qwen3", lr_warmup_iters=4)
     rank_steps.steps(actor, 2)
@@ -267,11 +258,6 @@ def test_extra_must_be_json(extra, make_actor, tmp_path):
     with pytest.raises(ConfigError, match="JSON"):
         make_actor("qwen3").save_checkpoint(tmp_path, 1, extra)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_keeping_none_is_refused(make_actor, tmp_path):
-    with pytest.raises(ConfigError, match="keep"):
-        make_actor("qwen3").save_checkpoint(tmp_path, 1, keep=0)
 
 
 def test_saving_starts_no_process(make_actor, tmp_path, monkeypatch):

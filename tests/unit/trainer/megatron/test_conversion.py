@@ -67,7 +67,7 @@ def test_little_is_in_memory_at_a_time(hf, tmp_path, monkeypatch):
 
 
 def test_in_buckets_and_several_files(hf, loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf_conversion, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(hf_conversion.StoredModel, "file_bytes", 20_000)
     hf_conversion.to_torch_dist(hf("qwen3"), tmp_path / "dist", None, quiet)
     hf_conversion.to_hf(tmp_path / "dist" / STEP, tmp_path / "hf", None, None, quiet)
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
@@ -118,7 +118,7 @@ def test_a_trainers_checkpoint_becomes_a_hugging_face_one(hf, make_actor, tmp_pa
         hf_conversion.to_hf(tmp_path / "run", tmp_path / "out", hf("moonlight"), 7, quiet)
     with pytest.raises(ConfigError) as error:
         hf_conversion.to_hf(tmp_path / "run", tmp_path / "out", hf("deepseek_v3"), None, quiet)
-    assert "latent.query_rank" in str(error.value) or "experts.groups" in str(error.value)
+    assert "latent.q_lora_rank" in str(error.value) or "experts.groups" in str(error.value)
     hf_conversion.to_hf(tmp_path / "run", tmp_path / "out", hf("moonlight"), None, quiet)
     assert same(load_file(tmp_path / "out" / "model.safetensors"), exported)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.megatron import export
+from services.trainer.megatron.export import Exporter
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import pack, sequences
@@ -111,7 +111,7 @@ def test_saving_replaces_an_older_model_and_states_the_dtype(hf, make_actor, tmp
 
 
 def test_a_large_model_is_saved_in_several_files(hf, make_actor, tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "_SHARD_BYTES", 20_000)
+    monkeypatch.setattr(Exporter, "file_bytes", 20_000)
     make_actor("qwen3").save_hf(tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     loaded = load_file(hf("qwen3") / "model.safetensors")

@@ -224,7 +224,7 @@ def test_a_layout_that_does_not_fit_is_refused(kind, config, names, make_actor):
 def test_both_implementations_names_mean_the_same_tensors(local, transformer_engine, hf):
     architecture = read_architecture(hf("qwen3_moe"))
     assert recipe(local, architecture) == recipe(transformer_engine, architecture)
-    assert set(recipe(local, architecture).hf_names) <= set(hf_tensors(architecture))
+    assert set(recipe(local, architecture).names) <= set(hf_tensors(architecture))
 
 
 def test_an_unknown_parameter_is_a_gap_in_the_table(hf):
@@ -237,9 +237,9 @@ def test_fusing_and_splitting_are_undone(layout, size, hf):
     architecture = read_architecture(hf("qwen3"))
     shapes = {"plain": [(8, 3)], "qkv": [(64, 3), (32, 3), (32, 3)], "glu": [(8, 3), (8, 3)], "vocabulary": [(67, 3)]}
     tensors = [torch.randn(shape) for shape in shapes[layout]]
-    how = Recipe(tuple(f"t{i}" for i in range(len(tensors))), layout)
+    how = Recipe(tuple((f"t{i}", tuple(tensor.shape)) for i, tensor in enumerate(tensors)), layout)
     full = how.fuse(tensors, architecture, rows=68 if layout == "vocabulary" else 0)
     shards = [how.shard(full, 0, rank, size) for rank in range(size)]
     assert len({shard.shape for shard in shards}) == 1
-    for tensor, back in zip(tensors, how.unfuse(how.unshard(shards, 0), architecture), strict=True):
-        assert torch.equal(tensor, back)
+    for tensor, back in zip(tensors, how.parts(how.unshard(shards, 0), architecture), strict=True):
+        assert torch.equal(tensor, back.reshape(tensor.shape))

@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file
 
 from services.trainer.megatron import hf_conversion
-from services.trainer.megatron.adapters import Adapters
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import lora_steps, rank_steps
 from tests.unit.trainer.megatron.test_checkpoint import assert_exact
@@ -243,7 +242,7 @@ def test_a_checkpoint_is_converted_to_the_merged_model(hf, two_ranks, tmp_path):
     changed = {name for name, tensor in converted.items() if not torch.equal(tensor, base[name])}
     assert changed == {name for name in base if "_proj." in name}
     held = load_file(tmp_path / "hf" / "adapter" / "adapter_model.safetensors")
-    assert held.keys() == {name for name, _, _ in Adapters(actor.model).tensors()}
+    assert held.keys() == lora_steps.adapters(actor).keys()
 
 
 @pytest.mark.parametrize("config", [TP2, PP2])

@@ -6,7 +6,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from services.trainer.objective import PolicyLoss, batch_statistics, needs, sample_weights
+from services.trainer.objective.advantage import needs
+from services.trainer.objective.correction import batch_statistics
+from services.trainer.objective.loss import PolicyLoss
+from services.trainer.objective.reduce import sample_weights
 from services.trainer.packing import PackedBatch, pack
 from services.trainer.packing import spread as layout
 from shared.config.algorithm import AlgorithmSection
@@ -14,9 +17,6 @@ from shared.schema.sample import Sample
 from tests.support.train_samples import train_sample
 
 from .reference import Sequence
-
-BUDGET = 10_000
-"""Tokens: no micro-batch of these tests comes near."""
 
 
 def draw_sequences(seed: int, count: int, scale: float, proximal: bool, zero_advantages: bool = False) -> list[Sequence]:
@@ -156,7 +156,7 @@ def plainly_packed(sequences: list[Sequence], weights: Iterable[float]) -> Packe
     """The micro-batch that ``pack`` makes, with the advantages."""
     samples = train_samples(sequences)
     advantages = [torch.full((len(s.mask),), s.advantage, dtype=torch.float64) for s in sequences]
-    packed = pack(samples, [float(weight) for weight in weights], BUDGET)
+    packed = pack(samples, [float(weight) for weight in weights])
     return packed.with_fields(advantages=layout(samples, advantages, "advantages"))
 
 

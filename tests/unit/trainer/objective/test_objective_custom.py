@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from services.trainer.objective import CustomFunctions, CustomLoss, PolicyLoss, SftLoss
-from services.trainer.objective.custom_objective import ADVANTAGE, LOSS, REDUCER, REWARDS, TIS, Responses
+from services.trainer.objective.custom_objective import ADVANTAGE, LOSS, REDUCER, REWARDS, TIS, CustomFunctions, CustomLoss, Responses
+from services.trainer.objective.loss import PolicyLoss, SftLoss
 from shared.config.algorithm import AlgorithmSection
 from shared.hooks import HookFailed, HookSample
 
@@ -85,14 +85,11 @@ def test_a_reducer_of_ones_own_equals_the_one_it_is_written_as():
     rollouts = len({s.rollout_id for s in sequences})
     current, again = batches.currents(sequences), batches.currents(sequences)
     loss = PolicyLoss(config)(current, None, batch)[0]
-    custom = CustomFunctions(ARGS, PATHS, reducer=by_length, denominator=float(rollouts))
-    own = PolicyLoss(AlgorithmSection(), custom=custom)(again, None, batch)[0]
+    own = PolicyLoss(AlgorithmSection(), custom=functions(reducer=by_length), denominator=float(rollouts))(again, None, batch)[0]
     loss.backward()
     own.backward()
     assert own.item() == pytest.approx(loss.item(), rel=1e-9)
     torch.testing.assert_close(again.grad, current.grad)
-    with pytest.raises(ValueError, match="needs the denominator"):
-        PolicyLoss(AlgorithmSection(), custom=functions(reducer=by_length))(again, None, batch)
 
 
 def likelihood(args, batch, logits, sum_of_sample_mean):
@@ -146,7 +143,7 @@ def test_rewards_of_ones_own():
         raw = [sample.reward for sample in samples]
         return raw, [reward - sum(raw) / len(raw) for reward in raw]
 
-    assert functions(rewards=centred).post_processed(samples) == ([1.0, 3.0], [-1.0, 1.0])
+    assert functions(rewards=centred).post_processed(samples) == [-1.0, 1.0]
 
 
 def call(field, given):
@@ -164,7 +161,7 @@ def call(field, given):
     if field == TIS:
         PolicyLoss(AlgorithmSection(), custom=functions(tis=function))(current, None, batch)
     elif field == REDUCER:
-        PolicyLoss(AlgorithmSection(), custom=CustomFunctions(ARGS, PATHS, reducer=function, denominator=1.0))(current, None, batch)
+        PolicyLoss(AlgorithmSection(), custom=functions(reducer=function))(current, None, batch)
     elif field == LOSS:
         CustomLoss(functions(loss=function))(torch.zeros(batch.tokens.numel(), 8, requires_grad=True), batch)
     elif field == ADVANTAGE:

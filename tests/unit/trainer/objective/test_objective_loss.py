@@ -9,7 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.objective import MissingField, MissingStatistics, PolicyLoss
+from services.trainer.objective.loss import PolicyLoss
+from services.trainer.objective.tokens import MissingField
 from services.trainer.placement import balance
 from shared.config.algorithm import AlgorithmSection
 
@@ -275,7 +276,6 @@ def test_agreement_counts_only_sequences_wholly_of_the_batch_version():
         ("rollout_log_probs", AlgorithmSection()),
         ("rollout_log_probs", AlgorithmSection(off_policy="rollout")),
         ("ref_log_probs", AlgorithmSection(kl_loss_coef=0.1)),
-        ("versions", AlgorithmSection()),
     ],
 )
 def test_a_missing_field_is_named(field, config):
@@ -294,20 +294,3 @@ def test_on_policy_objective_needs_no_rollout_log_probs():
     kept = {name: batch.fields[name] for name in ("weights", "advantages")}
     _, metrics = PolicyLoss(AlgorithmSection(off_policy="none"))(batches.currents(sequences), None, dataclasses.replace(batch, fields=kept))
     assert metrics.keys() == {"loss", "pg_loss", "pg_clipfrac", "ppo_kl", "ois"}
-
-
-@pytest.mark.parametrize("field", ["use_m2po", "tis_batch_normalize"])
-def test_statistics_that_were_not_given_are_missed(field):
-    sequences = batches.draw_sequences(seed=1, count=3, scale=0.3, proximal=True)
-    batch = batches.packed(sequences, batches.weights_of(sequences, AlgorithmSection()))
-    with pytest.raises(MissingStatistics, match=f"{field} needs batch_statistics"):
-        PolicyLoss(AlgorithmSection(**{field: True}))(batches.currents(sequences), None, batch)
-
-
-def test_wrong_inputs_are_refused():
-    sequences = batches.draw_sequences(seed=1, count=3, scale=0.3, proximal=False)
-    batch = batches.packed(sequences, batches.weights_of(sequences, AlgorithmSection()))
-    with pytest.raises(ValueError, match="log_probs has shape"):
-        PolicyLoss(AlgorithmSection())(batches.currents(sequences)[:-1], None, batch)
-    with pytest.raises(ValueError, match=r"entropy_coef is 0\.5"):
-        PolicyLoss(AlgorithmSection(entropy_coef=0.5))(batches.currents(sequences), None, batch)

@@ -7,18 +7,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.objective import (
-    CustomLoss,
-    MissingField,
-    PolicyLoss,
-    SftLoss,
-    Statistics,
-    batch_statistics,
-    denominator,
-    loss_of,
-    passing,
-)
-from services.trainer.objective.importance import second_moment_limit
+from services.trainer.objective.correction import Statistics, batch_statistics, second_moment_limit
+from services.trainer.objective.custom_objective import CustomFunctions, CustomLoss
+from services.trainer.objective.loss import PolicyLoss, SftLoss, loss_of
+from services.trainer.objective.reduce import denominator, passing
 from shared.config.algorithm import AlgorithmSection
 
 from . import batches, reference
@@ -77,19 +69,18 @@ def test_nothing_is_gathered_that_nothing_asks_for():
 def test_a_batch_without_trained_tokens_has_statistics():
     config = AlgorithmSection(use_m2po=True, tis_batch_normalize=True)
     filler = batches.plainly_packed([], [])
-    with pytest.raises(MissingField, match="proximal_log_probs"):
-        batch_statistics(config, [filler])
     filler = filler.with_fields(proximal_log_probs=torch.zeros(filler.tokens.shape))
     assert batch_statistics(config, [filler]) == Statistics(1.0, math.inf)
 
 
 def test_which_loss_a_run_has():
     config, statistics = AlgorithmSection(), Statistics(1.5, None)
-    loss = loss_of(config, version=3, statistics=statistics, denominator=4.0)
+    rest = CustomFunctions(), 3, statistics, 4.0
+    loss = loss_of(config, *rest)
     assert isinstance(loss, PolicyLoss)
-    assert (loss.config, loss.batch_version, loss.statistics, loss.custom.denominator) == (config, 3, statistics, 4.0)
-    assert isinstance(loss_of(AlgorithmSection(loss_type="sft_loss")), SftLoss)
-    custom = loss_of(AlgorithmSection(loss_type="custom_loss", custom_loss_function_path="m:f"))
+    assert (loss.config, loss.batch_version, loss.statistics, loss.denominator) == (config, 3, statistics, 4.0)
+    assert isinstance(loss_of(AlgorithmSection(loss_type="sft_loss"), *rest), SftLoss)
+    custom = loss_of(AlgorithmSection(loss_type="custom_loss", custom_loss_function_path="m:f"), *rest)
     assert isinstance(custom, CustomLoss)
     assert custom.takes_logits
 

@@ -7,9 +7,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.objective.importance import importance_weight, off_policy_sequence_mask
-from services.trainer.objective.policy_gradient import clipped_surrogate, clipped_weight, kl_estimate, ratio_of, sequence_log_ratio
+from services.trainer.objective.correction import importance_weight, off_policy_sequence_mask
+from services.trainer.objective.policy_gradient import clipped_surrogate, clipped_weight, kl_estimate, ratio_of
 from services.trainer.objective.tokens import sequence_mean, sequence_sum
+from shared.config.algorithm import AlgorithmSection
 
 TWO_SEQUENCES = torch.tensor([0, 3, 5], dtype=torch.int32)
 
@@ -58,7 +59,6 @@ def test_sums_stay_inside_their_sequence():
     values, mask = tensor(1, 2, 3, 10, 20), torch.tensor([True, False, True, True, True])
     torch.testing.assert_close(sequence_sum(values, TWO_SEQUENCES), tensor(6, 6, 6, 30, 30))
     torch.testing.assert_close(sequence_mean(values, mask, TWO_SEQUENCES), tensor(2, 2, 2, 15, 15))
-    torch.testing.assert_close(sequence_log_ratio(values, mask, TWO_SEQUENCES), tensor(2, 2, 2, 15, 15))
     untrained = sequence_mean(values, torch.zeros(5, dtype=torch.bool), TWO_SEQUENCES)
     assert untrained.tolist() == [0.0] * 5
 
@@ -75,10 +75,11 @@ def test_sequence_mean_has_the_gradient_of_finite_differences(lengths, seed):
 
 
 def test_tis_clamps_and_icepop_pops():
-    proximal, behaviour = torch.log(tensor(0.1, 0.9, 3.0, 0.5, 1.0)), torch.zeros(5, dtype=torch.float64)
+    log_ratio = torch.log(tensor(0.1, 0.9, 3.0, 0.5, 1.0))
     mask = torch.ones(5, dtype=torch.bool)
-    tis = importance_weight(proximal, behaviour, mask, TWO_SEQUENCES, mode="clip", low=0.5, high=2.0)
-    icepop = importance_weight(proximal, behaviour, mask, TWO_SEQUENCES, mode="mask", low=0.5, high=2.0)
+    tis, icepop = (
+        importance_weight(log_ratio, mask, TWO_SEQUENCES, AlgorithmSection(tis_mode=mode, tis_clip_low=0.5)) for mode in ("clip", "mask")
+    )
     torch.testing.assert_close(tis.weight, tensor(0.5, 0.9, 2.0, 0.5, 1.0))
     torch.testing.assert_close(icepop.weight, tensor(0.0, 0.9, 0.0, 0.5, 1.0))
     torch.testing.assert_close(tis.ratio, tensor(0.1, 0.9, 3.0, 0.5, 1.0))
@@ -86,10 +87,9 @@ def test_tis_clamps_and_icepop_pops():
 
 
 def test_importance_levels():
-    proximal = torch.log(tensor(2.0, 7.0, 4.0, 3.0, 3.0))
-    mask, behaviour = torch.tensor([True, False, True, True, True]), torch.zeros(5, dtype=torch.float64)
+    log_ratio, mask = torch.log(tensor(2.0, 7.0, 4.0, 3.0, 3.0)), torch.tensor([True, False, True, True, True])
     of = {
-        level: importance_weight(proximal, behaviour, mask, TWO_SEQUENCES, level=level, high=100.0).weight
+        level: importance_weight(log_ratio, mask, TWO_SEQUENCES, AlgorithmSection(tis_level=level, tis_clip=100.0)).weight
         for level in ("token", "sequence", "geometric")
     }
     torch.testing.assert_close(of["token"], tensor(2, 7, 4, 3, 3))
@@ -101,7 +101,7 @@ def test_importance_levels():
 def test_importance_weights_carry_no_gradient(level):
     proximal = tensor(-1, -2, -3, -4, -5).requires_grad_()
     mask = torch.ones(5, dtype=torch.bool)
-    weighted = importance_weight(proximal, tensor(-1, -1, -1, -1, -1), mask, TWO_SEQUENCES, level=level)
+    weighted = importance_weight(proximal + 1.0, mask, TWO_SEQUENCES, AlgorithmSection(tis_level=level))
     assert not weighted.weight.requires_grad
     assert not weighted.ratio.requires_grad
 

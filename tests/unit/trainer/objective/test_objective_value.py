@@ -7,7 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.objective import MissingField, ValueLoss
+from services.trainer.objective.loss import ValueLoss
+from services.trainer.objective.tokens import MissingField
 from shared.config.algorithm import AlgorithmSection
 
 from . import batches, reference

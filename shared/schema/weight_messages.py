@@ -1,0 +1,176 @@
+"""The messages about weights: of a push, of GPUs that trainer and replica share, of one replica to another, and what is live or on disk."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from shared.schema.messages import Message, Part
+
+
+class WeightChannelAddress(Part):
+    """One stream of buckets, from one of the trainer's ranks to every replica of a push.
+
+    ``kind``: ``group``, a process group over ``backend`` (gloo or nccl) in which the source is rank 0; ``memory``, buffers that both sides
+    map (`colocate`). ``address``, ``port``: of the source's TCP store, which has manifests and buffers; ``name``: the channel's, new
+    whenever it is made. ``world_size``: the source and all engines' ranks.
+    """
+
+    kind: Literal["group", "memory"]
+    name: str
+    address: str
+    port: int
+    backend: str
+    world_size: int
+
+
+class WeightsOffer(Message):
+    """Trainer asks whether a replica can take ``version`` now, before it builds a group.
+
+    Subject ``<run>.rollout.<replica>.weights.offer``.
+    """
+
+    version: int
+
+
+class WeightsReady(Message):
+    """Replica's answer: it holds ``version`` now (-1: none yet) and can take part; to a `WeightsPrepare`: its engine joins the channels.
+
+    ``digest``: of the version that it holds, as its engine knows it; empty where it does not know every tensor's.
+    """
+
+    replica: str
+    version: int
+    digest: str = ""
+
+
+class WeightsPrepare(Message):
+    """Trainer names the channels that will carry ``version``, and the replica's ``rank`` in all of them, of its engine's first process.
+
+    The engine joins in the background and goes on generating. Subject ``<run>.rollout.<replica>.weights.prepare``.
+    """
+
+    version: int
+    channels: list[WeightChannelAddress] = Field(min_length=1)
+    rank: int = Field(ge=1)
+    deadline: float = Field(gt=0)
+
+
+class WeightsReceive(Message):
+    """Replica stops generating and takes every bucket of ``version`` from the channels that it has joined.
+
+    ``push``: number of this push in the trainer's life; the channels' stores have its manifests under it. ``check``: compare with what the
+    engine holds instead of loading. Subject ``<run>.rollout.<replica>.weights.receive``.
+    """
+
+    version: int
+    push: int
+    channels: list[str] = Field(min_length=1)
+    check: bool = False
+    deadline: float = Field(gt=0)
+
+
+class WeightsReceived(Message):
+    """Replica's answer to a `WeightsReceive`: every bucket has been loaded (or compared).
+
+    ``digest``: of the version, over all tensors that the engine knows (`shared.transfer.digest`). ``bytes``: received. ``seconds``: from
+    the first wait for a bucket to the last one's loading. ``differences``: of a check, name of a tensor → elements that differ.
+    """
+
+    digest: str
+    bytes: int
+    seconds: float
+    differences: dict[str, int] = {}
+
+
+class WeightsCommit(Message):
+    """Every bucket of ``version`` is loaded: serve it, if its digest is ``digest``.
+
+    Subject ``<run>.rollout.<replica>.weights.commit``.
+    """
+
+    version: int
+    digest: str
+    deadline: float = Field(gt=0)
+
+
+class WeightsAbort(Message):
+    """The push of ``version`` failed for ``reason``: the replica is fenced until one succeeds."""
+
+    version: int
+    reason: str
+
+
+class WeightsLive(Message):
+    """Event and KV value ``weights/live``: ``version`` is served by ``replicas``; ``seconds``, ``bytes`` of its push, ``digest`` of it."""
+
+    version: int
+    replicas: list[str]
+    seconds: float
+    bytes: int
+    digest: str = ""
+    at: float
+
+
+class WeightsSnapshot(Message):
+    """KV value ``weights/snapshot``: the newest version on disk (`shared.transfer.weight_checkpoint`).
+
+    ``form``: a whole checkpoint, or what changed. ``path``: of its directory, where the trainer sees it; the others of its chain lie
+    beside it. ``bytes``: written for it. ``seconds``: that writing took.
+    """
+
+    version: int
+    digest: str
+    form: Literal["full", "delta"]
+    path: str
+    bytes: int
+    seconds: float
+    at: float
+
+
+class PeerTransferRequest(Message):
+    """A replica, the destination, asks another, which serves ``version``, for its engine's parameters.
+
+    ``ranks``: of the asking engine; rank r takes from rank r. ``deadline``: seconds for all of it. Subject
+    ``<run>.rollout.<replica>.weights.transfer``.
+    """
+
+    destination: str
+    version: int
+    ranks: int = Field(ge=1)
+    deadline: float = Field(gt=0)
+
+
+class PeerTransferOffer(Message):
+    """The source's answer to a `PeerTransferRequest`: where its engine's ranks wait for the asking engine's, and what they will send."""
+
+    source: str
+    version: int
+    digest: str
+    channels: list[WeightChannelAddress] = Field(min_length=1)
+
+
+class WeightsSleep(Message):
+    """Trainer takes the GPUs that it shares with the replica, which stops generating, keeps what it has and gives memory back.
+
+    ``lasts``: seconds after which a replica that was not asked again takes the trainer for gone, and wakes. ``deadline``: for the engine to
+    be idle and out of the way. Subject ``<run>.rollout.<replica>.weights.sleep``.
+    """
+
+    lasts: float = Field(gt=0)
+    deadline: float = Field(gt=0)
+
+
+class WeightsAsleep(Message):
+    """Replica's answer: its engine computes nothing; it holds ``version`` (-1: what it held went with its memory)."""
+
+    replica: str
+    version: int
+
+
+class WeightsWake(Message):
+    """Trainer gives the GPUs back: the replica takes its memory again and serves what it holds; without weights it stays fenced.
+
+    Subject ``<run>.rollout.<replica>.weights.wake``.
+    """
+
+    deadline: float = Field(gt=0)
