@@ -185,13 +185,13 @@ class WeightCatchUp:
             try:
                 offer = await self._offer_of(source, live, seconds)
                 started = time.monotonic()
+                await client.join_channels(offer.channels, 0, timeout=seconds, deadline=seconds)
                 await client.pause("abort", deadline=seconds)
                 await client.begin_weight_update(deadline=seconds)
-                channels = [channel.model_dump(mode="json") for channel in offer.channels]
-                order = {"verb": "receive_from_peer", "version": offer.version, "channels": channels}
-                answers = await client.load_by(order, deadline=seconds)
-                if {answer["digest"] for answer in answers} != {offer.digest}:
+                report = await client.receive(offer.version, offer.version, [offer.channels[0].name], deadline=seconds)
+                if report.digest != offer.digest:
                     raise MyxoError(f"what came as version {offer.version} has another digest than was promised")
+                await client.leave_channels(deadline=seconds)
                 await client.end_weight_update(deadline=seconds)
                 await self._serve(client, offer.version, offer.digest)
             except MyxoError as error:
@@ -199,7 +199,7 @@ class WeightCatchUp:
                 await self._resume(client)
                 self._service.log.warning("peer_failed", replica=source, version=live.version, error=str(error))
                 return
-        figures = {"bytes": sum(answer["bytes"] for answer in answers), "seconds": round(time.monotonic() - started, 3)}
+        figures = {"bytes": report.bytes * len(offer.channels), "seconds": round(time.monotonic() - started, 3)}
         self._service.log.info("caught_up", source="peer", replica=source, version=offer.version, **figures)
 
     async def _offer_of(self, source: str, live: WeightsLive, seconds: float) -> PeerTransferOffer:

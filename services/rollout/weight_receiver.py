@@ -9,7 +9,6 @@ is served whose digest is not the one that the commit names.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
 
 from services.rollout.colocated_engine import ColocatedEngine
 from services.rollout.engine.engine_client import EngineClient
@@ -62,11 +61,11 @@ class WeightsReceiver:
     async def listen(self) -> None:
         """Subscribes to this replica's subjects."""
         bus, subjects, instance = self._service.bus, self._service.subjects, self._service.instance
-        await bus.serve(subjects.replica_weights(instance, "offer"), WeightsOffer, self._offer)
-        await bus.serve(subjects.replica_weights(instance, "prepare"), WeightsPrepare, self._prepare)
-        await bus.serve(subjects.replica_weights(instance, "receive"), WeightsReceive, self._receive)
-        await bus.serve(subjects.replica_weights(instance, "commit"), WeightsCommit, self._commit)
-        await bus.serve(subjects.replica_weights(instance, "abort"), WeightsAbort, self._abort)
+        await bus.serve(subjects.replica_weights(instance, "offer"), WeightsOffer, self.offer)
+        await bus.serve(subjects.replica_weights(instance, "prepare"), WeightsPrepare, self.prepare)
+        await bus.serve(subjects.replica_weights(instance, "receive"), WeightsReceive, self.receive)
+        await bus.serve(subjects.replica_weights(instance, "commit"), WeightsCommit, self.commit)
+        await bus.serve(subjects.replica_weights(instance, "abort"), WeightsAbort, self.abort)
         await self.colocation.listen()
 
     def expects_push(self) -> bool:
@@ -82,7 +81,7 @@ class WeightsReceiver:
 
     # --- requests
 
-    async def _offer(self, offer: WeightsOffer) -> Message:
+    async def offer(self, offer: WeightsOffer) -> Message:
         """Answers at once whether a push may begin, even while an earlier one still waits."""
         self._client()
         if self._service.stopping.is_set():
@@ -92,7 +91,7 @@ class WeightsReceiver:
         self._agree(AGREED_SECONDS)
         return self._ready()
 
-    async def _prepare(self, request: WeightsPrepare) -> Message:
+    async def prepare(self, request: WeightsPrepare) -> Message:
         """Has the engine begin to join the channels that will carry the version, unless it is in them already."""
         async with self._replica.update_lock:
             client = self._client()
@@ -109,7 +108,7 @@ class WeightsReceiver:
             self._agree(request.deadline)  # its receive comes when all the others have joined
             return self._ready()
 
-    async def _receive(self, request: WeightsReceive) -> Message:
+    async def receive(self, request: WeightsReceive) -> Message:
         """Pauses the engine and receives every bucket. While it waits for the first of them, an abort leaves the replica as it was.
 
         A check of the received weights is made in the same pause.
@@ -127,7 +126,7 @@ class WeightsReceiver:
             try:
                 if not again:
                     await self._begin(client, request)
-                report = await self._taken(client, request)
+                report = await self._received(client, request)
             except MyxoError as error:
                 # an engine that did not answer may hold some of the failed push; one that was never asked still holds its earlier weights
                 served.touched |= not isinstance(error, ReceiverError | DeadlineExceeded) or getattr(error, "touched", False)
@@ -139,7 +138,8 @@ class WeightsReceiver:
                 served.loaded(report.digest)
             return report
 
-    async def _commit(self, request: WeightsCommit) -> Message:
+    async def commit(self, request: WeightsCommit) -> Message:
+        """Serves what was received, if it is what the trainer has sent. A replica whose engine fails at it is fenced."""
         async with self._replica.update_lock:
             client, served, seconds = self._client(), self._served, request.deadline
             if served.target != request.version:
@@ -148,14 +148,20 @@ class WeightsReceiver:
                 reason = f"version {request.version} has digest {request.digest}, the engine has {served.received or 'something else'}"
                 await self._break_off(reason)
                 raise PushRefused(reason)
-            await self._or_fence(lambda: client.end_weight_update(deadline=seconds))
-            await self._or_fence(lambda: client.set_weight_version(request.version, deadline=seconds))
-            await self._or_fence(lambda: client.resume(deadline=seconds))
-            self._end()
-            await self._or_fence(lambda: self._replica.serve(request.version, request.digest))
+            try:
+                await client.end_weight_update(deadline=seconds)
+                await client.set_weight_version(request.version, deadline=seconds)
+                await client.resume(deadline=seconds)
+                self._end()
+                await self._replica.serve(request.version, request.digest)
+            except MyxoError as error:
+                self._end()
+                await self._replica.fence(str(error))
+                raise
             return Accepted()
 
-    async def _abort(self, request: WeightsAbort) -> Message:
+    async def abort(self, request: WeightsAbort) -> Message:
+        """Ends the push of that version, at whichever step it is."""
         served = self._served
         if served.target not in (None, request.version):
             return Accepted()  # a late message of another push
@@ -198,7 +204,7 @@ class WeightsReceiver:
         await client.pause(self._mode, deadline=request.deadline)
         await client.begin_weight_update(deadline=request.deadline)
 
-    async def _taken(self, client: EngineClient, request: WeightsReceive) -> WeightsReceived:
+    async def _received(self, client: EngineClient, request: WeightsReceive) -> WeightsReceived:
         self._receiving = True
         try:
             return await client.receive(request.version, request.push, request.channels, check=request.check, deadline=request.deadline)
@@ -246,15 +252,6 @@ class WeightsReceiver:
         if self._expiry is not None and self._expiry is not asyncio.current_task():
             self._expiry.cancel()
         self._expiry = None
-
-    async def _or_fence(self, step: Callable[[], Awaitable[object]]) -> None:
-        """Runs one step of a push; when it fails, the replica is fenced and the trainer is told."""
-        try:
-            await step()
-        except MyxoError as error:
-            self._end()
-            await self._replica.fence(str(error))
-            raise
 
     async def _leave_channels(self, client: EngineClient) -> None:
         channels, self._channels = self._channels, frozenset()

@@ -20,7 +20,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 """Bytes per element of the dtypes that a bucket may hold, by torch's names."""
 
-Kind = Literal["weights", "adapter"]
+Kind = Literal["weights", "adapter", "parameters"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Manifest:
 
     Args:
         kind: ``weights``: tensors under their own names. ``adapter``: LoRA's matrices, to be laid over the base weights with ``scale``.
+            ``parameters``: an engine's own tensors, for another engine of the same model.
     """
 
     buckets: tuple[Bucket, ...]

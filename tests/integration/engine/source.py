@@ -36,7 +36,7 @@ class Source:
 
     async def prepare(self) -> None:
         """Has the replica join, and joins if nobody else is to come."""
-        await self.weights._prepare(WeightsPrepare(version=self.version, channels=[self.group.address], rank=1, deadline=SECONDS))
+        await self.weights.prepare(WeightsPrepare(version=self.version, channels=[self.group.address], rank=1, deadline=SECONDS))
         if self.group.world_size == 2:
             await asyncio.to_thread(self.group.join, SECONDS)
 
@@ -54,17 +54,17 @@ class Source:
         self.group.announce(push, self.manifest, deadline)
         sending = asyncio.create_task(asyncio.to_thread(self.group.push, self.manifest, self.tensors, only, then))
         try:
-            answer = await self.weights._receive(order)
+            answer = await self.weights.receive(order)
         finally:
             await sending
         assert isinstance(answer, WeightsReceived)
         return answer
 
     async def commit(self, digest: str) -> None:
-        await self.weights._commit(WeightsCommit(version=self.version, digest=digest, deadline=SECONDS))
+        await self.weights.commit(WeightsCommit(version=self.version, digest=digest, deadline=SECONDS))
 
     async def abort(self, version: int | None = None) -> None:
-        await self.weights._abort(WeightsAbort(version=self.version if version is None else version, reason="the test says so"))
+        await self.weights.abort(WeightsAbort(version=self.version if version is None else version, reason="the test says so"))
 
     def leave(self) -> None:
         self.group.die()

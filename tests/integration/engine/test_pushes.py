@@ -38,7 +38,7 @@ async def test_from_offer_to_commit(new_bench: NewBench, checkpoint: Checkpoints
     await source.commit(received.digest)
     assert desk.replica.serving and desk.replica.version == 1
     ready = WeightsReady(replica="rollout-1", version=1, digest=source.digest)
-    assert await source.weights._offer(WeightsOffer(version=2)) == ready
+    assert await source.weights.offer(WeightsOffer(version=2)) == ready
 
     newer = Source(desk, checkpoint(2).model, 2)
     newer.group.die()
@@ -62,7 +62,7 @@ async def test_a_version_with_another_digest_is_not_served(new_bench: NewBench, 
     with pytest.raises(PushRefused, match=f"has digest 0123, the engine has {received.digest}"):
         await source.commit("0123")
     assert not desk.replica.serving and desk.replica.version == NO_WEIGHTS and desk.service.state == "fenced"
-    assert await source.weights._offer(WeightsOffer(version=1)) == WeightsReady(replica="rollout-1", version=NO_WEIGHTS)
+    assert await source.weights.offer(WeightsOffer(version=1)) == WeightsReady(replica="rollout-1", version=NO_WEIGHTS)
     with pytest.raises(PushRefused, match="the engine is in none"):
         await source.receive(2, only=slice(0))
     source.leave()
@@ -129,6 +129,6 @@ async def test_pushes_that_do_not_fit(new_bench: NewBench, checkpoint: Checkpoin
     with pytest.raises(PushRefused, match="version 4 was sent, this replica serves 5"):
         await source.receive(only=slice(0))
     with pytest.raises(PushRefused, match=r"version 6 comes over channels \['unheard-of'\]; the engine is in none"):
-        await source.weights._receive(WeightsReceive(version=6, push=1, channels=["unheard-of"], deadline=SECONDS))
+        await source.weights.receive(WeightsReceive(version=6, push=1, channels=["unheard-of"], deadline=SECONDS))
     assert desk.replica.serving and desk.replica.version == 5
     source.leave()

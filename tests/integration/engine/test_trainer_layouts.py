@@ -149,9 +149,11 @@ async def transferred(joiner: EngineClient, source: EngineClient) -> str:
     """Returns the digest of what the joiner has taken from the source."""
     order = {"verb": "send_to_peer", "version": DELTA, "name": "transfer-0-1-1", "address": "127.0.0.1", "seconds": SECONDS}
     channels = [answer["channel"] for answer in await source.receivers.ask(order, SECONDS)]
-    (answer,) = await joiner.load_by({"verb": "receive_from_peer", "version": DELTA, "channels": channels}, deadline=SECONDS)
+    await joiner.join_channels([WeightChannelAddress.model_validate(channel) for channel in channels], 0, timeout=SECONDS)
+    received = await joiner.receive(DELTA, DELTA, ["transfer-0-1-1"], deadline=SECONDS)
+    await joiner.leave_channels()
     await joiner.set_weight_version(DELTA)
-    return str(answer["digest"])
+    return received.digest
 
 
 def prompts() -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine.receiver.peer_transfer import receive_from_peer, send_to_peer
+from services.rollout.engine.receiver.peer_transfer import send_to_peer
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver, said_by
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.failures import SupervisedThread
@@ -48,7 +48,7 @@ def receive(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> 
 
 
 def join(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dict[str, Any]:
-    """Begins to join ``channels``; ``rank``: of the engine's first process; ``timeout``: for all of it."""
+    """Begins to join ``channels``; ``rank``: of the engine's first process, see `Receiver.join`; ``timeout``: for all of it."""
     addresses = [WeightChannelAddress.model_validate(address) for address in command["channels"]]
     receiver.join(addresses, int(command["rank"]), float(command["timeout"]))
     return {}
@@ -56,7 +56,7 @@ def join(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dic
 
 def leave(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dict[str, Any]:
     """Leaves all channels."""
-    receiver.leave()
+    receiver.leave(free=True)
     return {}
 
 
@@ -75,7 +75,7 @@ Verb = Callable[[Receiver, Fields, TransferDeadline], dict[str, Any]]
 """A command's function: the receiver, the command, its deadline → the answer's fields. Raises MyxoError."""
 
 AT_ONCE: dict[str, Verb] = {"join": join, "leave": leave, "state": state, "adopt": adopt, "send_to_peer": send_to_peer}
-QUEUED: dict[str, Verb] = {"receive": receive, "receive_from_peer": receive_from_peer}
+QUEUED: dict[str, Verb] = {"receive": receive}
 """Verbs by the thread that runs them: the one that owns the model, or the connection's own."""
 
 

@@ -5,6 +5,7 @@ are forgotten; a push of a part keeps the digests of the rest.
 """
 
 import contextlib
+import json
 import logging
 import threading
 import time
@@ -23,16 +24,21 @@ from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_hashing import ManifestHasher
 from shared.transfer.bucket_ring import BucketRing, bucket_views
-from shared.transfer.digest import TensorDigest, version_digest
+from shared.transfer.digest import TensorDigest, decoded_digests, version_digest
 from shared.transfer.group_channel import GroupReceiver
 from shared.transfer.manifest import Manifest, lay_out
 from shared.transfer.memory_channel import MemoryReceiver
-from shared.transfer.weight_channel import ChannelReceiver, TransferAborted, TransferDeadline
+from shared.transfer.weight_channel import ChannelBroken, ChannelReceiver, TransferAborted, TransferDeadline
 
 log = logging.getLogger(__name__)
 
 KEPT_LAYOUTS = 16
 """The number of manifests whose plans are kept: for each channel that of a whole push, and that of a part."""
+
+
+PEER_PROOF, PEER_DONE = "proof", "done"
+"""The store's keys in a transfer between engines: the digests of the version's tensors and of the sent ones, and the receiver's sign that
+it has read them."""
 
 
 class ReceiveError(MyxoError):
@@ -113,17 +119,22 @@ class Receiver:
         """Leaves its present channels and joins these on a thread; `receive` waits for it.
 
         Args:
-            first_rank: of the engine's first process, in all channels. seconds: for joining.
+            first_rank: of the engine's first process, in all channels; 0: each process joins one of them, as its only reader.
+            seconds: for joining.
         """
         self.leave()
+        if first_rank == 0:
+            addresses, first_rank = addresses[self.rank : self.rank + 1], 1 - self.rank
         while len(self._rings) < len(addresses):
             self._rings.append(BucketRing(self.device))
         channels = [self._end(address, first_rank + self.rank, ring) for address, ring in zip(addresses, self._rings, strict=False)]
         self._channels = _JoinedChannels(channels, TransferDeadline(seconds, "the channels are given up"))
 
-    def leave(self) -> None:
-        """Leaves all channels, and frees their buffers."""
+    def leave(self, *, free: bool = False) -> None:
+        """Leaves all channels. ``free``: also gives up the buffers that the next ones would take over."""
         channels, self._channels = self._channels, None
+        if free:
+            self._rings = []
         if channels is not None:
             channels.leave()
         for layout in list(self._layouts.values()):
@@ -250,6 +261,7 @@ class _Stream:
     channel: ChannelReceiver
     layout: ManifestLayout
     adapter: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # of the model, where these are sent
 
 
 class _Reception:
@@ -266,6 +278,9 @@ class _Reception:
         with receiver.on_stream():  # before any broadcast is issued: beginning waits for the device, and a broadcast may never end
             manifests = [channel.manifest(self._push, self._deadline) for channel in channels]
             self._streams = [_Stream(channel, receiver.layout(manifest)) for channel, manifest in zip(channels, manifests, strict=True)]
+            for stream in self._streams:
+                if stream.layout.manifest.kind == "parameters":
+                    stream.parameters = _same_tensors(receiver.model, stream.layout.manifest)
             self._take_all()
             for stream in self._streams:
                 self._merge(stream)
@@ -279,7 +294,9 @@ class _Reception:
         """Records the tensors that the model holds now. Returns the version's digest."""
         receiver = self._receiver
         found = {name: known for stream in self._streams for name, known in stream.layout.hasher.digests().items()}
-        if not self._check and any(stream.adapter for stream in self._streams):
+        if any(stream.parameters for stream in self._streams):
+            receiver.adopt(self._version, _proven(self._streams[0].channel, found, self._deadline))
+        elif not self._check and any(stream.adapter for stream in self._streams):
             receiver.adopt(self._version, found)  # adapters are merged into the engine's own checkpoint: their digests are complete
         elif not self._check:
             receiver.learn(self._version, found)
@@ -307,6 +324,11 @@ class _Reception:
         bucket = stream.layout.manifest.buckets[index]
         if stream.layout.manifest.kind == "adapter":
             stream.adapter |= {name: tensor.clone() for name, tensor in bucket_views(bucket, flat)}
+        elif stream.parameters:
+            self.touched = True
+            with torch.inference_mode():
+                for name, sent in bucket_views(bucket, flat):
+                    stream.parameters[name].copy_(sent)
         elif self._check:
             for name, count in load_plan.compare(self._receiver.model, bucket, flat).items():
                 self._differences[name] = self._differences.get(name, 0) + count
@@ -347,3 +369,26 @@ class _Reception:
     def _poll(self) -> None:
         for stream in self._streams:
             stream.layout.hasher.poll()
+
+
+def _same_tensors(model: Any, manifest: Manifest) -> dict[str, Tensor]:
+    """Returns the model's own tensors by name. Raises BadMessage where the manifest of another engine's are not alike."""
+    tensors = load_plan.tensors_of(model)
+    own, theirs = load_plan.specs_of(tensors), {slot.name: (slot.dtype, slot.shape) for slot in manifest.slots()}
+    for name in own.keys() | theirs.keys():
+        if own.get(name) != theirs.get(name):
+            raise BadMessage(f"{name} is {own.get(name, 'not there')} in this engine, {theirs.get(name, 'not there')} in the source's")
+    return tensors
+
+
+def _proven(channel: ChannelReceiver, found: Mapping[str, TensorDigest], deadline: TransferDeadline) -> dict[str, TensorDigest]:
+    """Returns the digests of the tensors of a version that another engine has sent. Raises BadMessage, ChannelBroken."""
+    try:
+        known, sent = map(decoded_digests, json.loads(channel.read(PEER_PROOF, "the digests of what was sent", deadline)))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BadMessage(f"{channel.source}: digests that cannot be read: {error}") from error
+    if differing := [name for name in found if sent.get(name) != found[name]]:
+        raise ChannelBroken(f"{len(differing)} tensors did not arrive as they were sent, {differing[0]} among them")
+    with contextlib.suppress(RuntimeError):  # the source need not wait any longer; it would only wait for a limited time anyway
+        channel.store.set(PEER_DONE, "1")
+    return known
