@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from myxo.commands.command_arguments import add_json, add_run
-from myxo.display.progress_display import display, panel
+from myxo.display.progress_display import Display, panel
 from myxo.launch import exit_report
 from myxo.run.run_access import BUS_ERRORS, Access, reach
 from myxo.run.run_summary import collect
@@ -124,7 +124,7 @@ async def _until_end(access: Access, console: Console) -> None:
     config, run, bus = access.config, access.run, access.bus
     began = await runs.trained_steps(bus, run)
     view = RunView.at_start(config, began)
-    registry, shown, phase = Registry(bus, run), display(console, time.monotonic()), runs.RUNNING
+    registry, shown, phase = Registry(bus, run), Display(console, time.monotonic()), runs.RUNNING
     try:
         while True:
             try:

@@ -2,9 +2,7 @@
 
 import itertools
 import re
-from abc import ABC, abstractmethod
 from collections import deque
-from typing import IO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -54,66 +52,44 @@ class Pace:
         return max(0.0, (of - last) * (ended - began) / (last - first))
 
 
-class Display(ABC):
-    """Shows one view after another. ``started``: monotonic seconds."""
+class Display:
+    """Shows one view after another: on a terminal in a panel that is drawn over again, elsewhere by a plain line where something changed.
 
-    def __init__(self, started: float) -> None:
-        self._started, self._pace = started, Pace()
+    Args:
+        started: monotonic seconds.
+    """
+
+    def __init__(self, console: Console, started: float) -> None:
+        self._console, self._started, self._pace = console, started, Pace()
+        self._last, self._shown_at = "", float("-inf")
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+            self._live.start()
 
     def show(self, view: RunView, now: float) -> None:
         """Shows the run as it is at ``now`` (monotonic seconds)."""
         self._pace.note(now, view.steps)
-        self._draw(view, now, now - self._started, self._pace.left(view.of))
-
-    @abstractmethod
-    def _draw(self, view: RunView, now: float, elapsed: float, left: float | None) -> None:
-        """Shows the view, and the seconds since the start and until the end."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leaves the last view standing."""
-
-
-def display(console: Console, started: float) -> Display:
-    """Returns the display that fits the console: live on a terminal, plain lines elsewhere. ``started``: monotonic seconds."""
-    return LiveDisplay(console, started) if console.is_terminal else PlainDisplay(console.file, started)
-
-
-class LiveDisplay(Display):
-    """A panel that is drawn over again."""
-
-    def __init__(self, console: Console, started: float) -> None:
-        super().__init__(started)
-        self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        self._live.start()
-
-    def _draw(self, view: RunView, now: float, elapsed: float, left: float | None) -> None:
-        self._live.update(panel(view, elapsed, left), refresh=True)
-
-    def close(self) -> None:
-        self._live.stop()
-
-
-class PlainDisplay(Display):
-    """One line when something changed, at most every `PLAIN_SECONDS`."""
-
-    def __init__(self, file: IO[str], started: float) -> None:
-        super().__init__(started)
-        self._file, self._last, self._shown_at = file, "", float("-inf")
-
-    def _draw(self, view: RunView, now: float, elapsed: float, left: float | None) -> None:
+        elapsed, left = now - self._started, self._pace.left(view.of)
+        if self._live is not None:
+            self._live.update(panel(view, elapsed, left), refresh=True)
+            return
         said = what_happened(view)
         news = _SECONDS.sub("", said)  # seconds pass without anything happening
-        if news == self._last or (now - self._shown_at < PLAIN_SECONDS and view.steps < view.of):
-            return
-        self._last, self._shown_at = news, now
-        rates = [text for text in (_rate("gen", view.generated_per_s), _rate("train", view.trained_per_s)) if text]
-        queues = " ".join(f"{name} {waiting}+{held}" for name, (waiting, held) in view.queues.items())
-        line = "  ".join([said, *rates, *([f"queues {queues}"] if queues else []), _times(elapsed, left)])
-        print(line, file=self._file, flush=True)
+        if news != self._last and (now - self._shown_at >= PLAIN_SECONDS or view.steps >= view.of):
+            self._last, self._shown_at = news, now
+            print("  ".join([said, *_speeds(view), _times(elapsed, left)]), file=self._console.file, flush=True)
 
     def close(self) -> None:
-        self._file.flush()
+        """Leaves the last view standing."""
+        if self._live is not None:
+            self._live.stop()
+
+
+def _speeds(view: RunView) -> list[str]:
+    rates = [text for text in (_rate("gen", view.generated_per_s), _rate("train", view.trained_per_s)) if text]
+    queues = " ".join(f"{name} {waiting}+{held}" for name, (waiting, held) in view.queues.items())
+    return [*rates, f"queues {queues}"] if queues else rates
 
 
 def what_happened(view: RunView) -> str:

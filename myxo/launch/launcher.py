@@ -11,7 +11,7 @@ import structlog
 from redis.exceptions import RedisError
 from rich.console import Console
 
-from myxo.display.progress_display import Display, display
+from myxo.display.progress_display import Display
 from myxo.launch import erase, exit_report
 from myxo.launch.run_servers import RunServers
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
@@ -131,7 +131,7 @@ class Launch:
             excused=lambda since: max(self._away, self._servers.troubled) >= since,
         )
         polling = asyncio.create_task(self._poll(bus, supervisor))
-        shown = display(self._console, self._started)
+        shown = Display(self._console, self._started)
         stopped: StopReason | None = None
         try:
             stopped = await self._until_end(bus, supervisor, polling, shown)

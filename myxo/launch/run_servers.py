@@ -48,18 +48,12 @@ class RunServers:
         self.managed: list[ManagedServer] = []
         self.troubled = float("-inf")
         """The time when an embedded server was last found dead, in `time.monotonic` seconds."""
-        self.nats_url, self.redis_url = given.nats_url or "", given.redis_url or ""
-        if given.nats_url is None:
-            nats = EmbeddedNats(directory.nats)
-            self.nats_url = nats.url
-            self._manage(nats)
-        if given.redis_url is None:
-            valkey = EmbeddedValkey(directory.valkey, appendfsync)
-            self.redis_url = valkey.url
-            self._manage(valkey)
+        self.nats_url = given.nats_url or self._managed(EmbeddedNats(directory.nats))
+        self.redis_url = given.redis_url or self._managed(EmbeddedValkey(directory.valkey, appendfsync))
 
-    def _manage(self, server: EmbeddedServer) -> None:
+    def _managed(self, server: EmbeddedServer) -> str:
         self.managed.append(ManagedServer(server, BackOff(at_once=True), time.monotonic()))
+        return server.url
 
     def start(self) -> None:
         """Starts the embedded ones. Raises MyxoError with the reason of the first that does not start."""

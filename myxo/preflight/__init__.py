@@ -91,6 +91,7 @@ def inspect(inspection: Inspection) -> list[BadInput]:
     """Returns the problems that all checks find, in their order; where there are none, tells the notes on standard error."""
     problems: list[BadInput] = []
     notes: list[str] = []
+    known = 0
     for check in (*INPUT_CHECKS, *(MACHINE_CHECKS if inspection.starts else ()), *DATA_CHECKS):
         try:
             for finding in check(inspection):
@@ -100,6 +101,8 @@ def inspect(inspection: Inspection) -> list[BadInput]:
                     problems.append(finding)
         except BadInput as error:
             problems += problems_of(error)
+        problems += inspection.problems[known:]
+        known = len(inspection.problems)
     for line in [] if problems else notes:
         print(f"myxo: {line if len(line) <= LONGEST_NOTE else line[:LONGEST_NOTE] + ' …'}", file=sys.stderr)
     return problems

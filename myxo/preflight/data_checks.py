@@ -94,7 +94,7 @@ def check_demonstrations(inspection: Inspection) -> Findings:
 def check_overlap(inspection: Inspection) -> Findings:
     """Notes how many held-out prompts are training prompts too: their rewards would say little."""
     heldout, training = inspection.heldout, inspection.training
-    if not isinstance(heldout, PromptFile) or not isinstance(training, TrainingPrompts):
+    if heldout is None or training is None:
         return
     end, key = time.monotonic() + OVERLAP_SECONDS, inspection.config.data.input_key
     trained = {hash(content) for _, content in _contents(training.rows, key, end)}
@@ -115,12 +115,8 @@ def _contents(rows: Rows, key: str, end: float) -> Iterator[tuple[int, str]]:
             return
 
 
-def _check(
-    inspection: Inspection, prompts: TrainingPrompts | PromptFile | ConfigError | None, field: str, named: list[DataFile]
-) -> Findings:
-    if isinstance(prompts, ConfigError):
-        yield prompts
-    if prompts is None or isinstance(prompts, ConfigError):
+def _check(inspection: Inspection, prompts: TrainingPrompts | PromptFile | None, field: str, named: list[DataFile]) -> Findings:
+    if prompts is None:
         return
     config = inspection.config
 

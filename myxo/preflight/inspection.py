@@ -45,7 +45,7 @@ class ModelSize:
 
 @dataclass
 class Inspection:
-    """A config under inspection."""
+    """A config under inspection. What cannot be loaded is None, and stands once among ``problems``, whichever checks ask for it."""
 
     config: RunConfig
     starts: bool = False
@@ -56,36 +56,30 @@ class Inspection:
     """The config as the run keeps it, where that is not ``config``: with names on the hub in the place of paths."""
     longest_prompts: dict[str, int] = field(default_factory=dict)
     """``data.prompt_data``, ``eval.eval_prompt_data`` → tokens of the longest prompt that was read."""
+    problems: list[ConfigError] = field(default_factory=list)
+    """What was wrong with what could not be loaded."""
 
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Returns the model's tokenizer; None where it cannot be loaded, which `tokenizer_problem` explains."""
-        return self._tokenizer if isinstance(self._tokenizer, Tokenizer) else None
-
-    @property
-    def tokenizer_problem(self) -> ConfigError | None:
-        return self._tokenizer if isinstance(self._tokenizer, ConfigError) else None
+        """Returns the model's tokenizer; None where it cannot be loaded."""
+        directory = self.config.model.hf_checkpoint
+        return self._loaded(lambda: Tokenizer(directory)) if (directory / "tokenizer.json").is_file() else None
 
     @cached_property
-    def _tokenizer(self) -> Tokenizer | ConfigError:
-        return attempted(lambda: Tokenizer(self.config.model.hf_checkpoint))
+    def training(self) -> TrainingPrompts | None:
+        """Returns the training prompts; None where they cannot be opened, or the run draws from a source."""
+        return self._opened(TrainingPrompts, self.config.data.prompt_data) if self.config.data.data_source is None else None
 
     @cached_property
-    def training(self) -> TrainingPrompts | ConfigError | None:
-        """Returns the training prompts, or their files' error; None where the run draws from a source, or another check reports it."""
-        there = self.config.data.data_source is None and self.there(self.config.data.prompt_data)
-        return self._opened(TrainingPrompts) if there else None
+    def heldout(self) -> PromptFile | None:
+        """Returns the held-out prompts; None where they cannot be opened, or the run has none."""
+        return self._opened(eval_prompts, self.config.eval.eval_prompt_data)
 
-    @cached_property
-    def heldout(self) -> PromptFile | ConfigError | None:
-        """Returns the held-out prompts, or their files' error; None where the run has none, or another check reports it."""
-        return self._opened(eval_prompts) if self.there(self.config.eval.eval_prompt_data) else None
-
-    def _opened(self, opener: Callable[[RunConfig, Tokenizer], Result | None]) -> Result | ConfigError | None:
+    def _opened(self, opener: Callable[[RunConfig, Tokenizer], Result | None], files: object) -> Result | None:
         tokenizer = self.tokenizer
-        if tokenizer is None or (self.config.data.apply_chat_template and not tokenizer.has_chat_template):
+        if tokenizer is None or not self.there(files) or (self.config.data.apply_chat_template and not tokenizer.has_chat_template):
             return None
-        return attempted(lambda: opener(self.config, tokenizer))
+        return self._loaded(lambda: opener(self.config, tokenizer))
 
     @cached_property
     def model_config(self) -> dict[str, Any] | None:
@@ -97,42 +91,46 @@ class Inspection:
         return values if isinstance(values, dict) else None
 
     @cached_property
-    def architecture(self) -> Architecture | ConfigError | None:
-        """Returns the actor's architecture, or why its ``config.json`` describes no model that can be trained; None without one."""
+    def architecture(self) -> Architecture | None:
+        """Returns the actor's architecture; None where its ``config.json`` describes no model that can be trained."""
         directory = self.config.model.hf_checkpoint
-        return architecture_of(directory) if (directory / "config.json").is_file() else None
+        return self._loaded(lambda: read_architecture(directory)) if (directory / "config.json").is_file() else None
 
     @cached_property
-    def weight_headers(self) -> tuple[Headers, list[ConfigError]]:
-        """Returns the headers of the actor's files, and the errors of the files."""
-        try:
-            return hf_checkpoint.read_headers(self.config.model.hf_checkpoint)
-        except ConfigError as error:
-            return {}, [error]
+    def critic(self) -> Architecture | None:
+        """Returns the architecture of the critic's own checkpoint; None where it has none, or one that cannot be trained."""
+        directory = self.config.trainer.critic_load if self.config.algorithm.has_critic else None
+        return self._loaded(lambda: read_architecture(directory), "trainer.critic_load") if directory is not None else None
+
+    @cached_property
+    def weight_headers(self) -> Headers:
+        """Returns the headers of the actor's files; none where one of them cannot be read."""
+        headers, problems = self._loaded(lambda: hf_checkpoint.read_headers(self.config.model.hf_checkpoint)) or ({}, [])
+        self.problems += problems
+        return {} if problems else headers
 
     @cached_property
     def model_size(self) -> ModelSize | None:
-        """Returns the model's size; None where its files cannot be read, which the check of the weight files reports."""
-        headers, problems = self.weight_headers
-        if problems or not headers:
+        """Returns the model's size; None where its files cannot be read."""
+        if self.architecture is None or not self.weight_headers:
             return None
-        sizes = [(math.prod(shape), ITEM_BYTES[dtype]) for dtype, shape in headers.values()]
+        sizes = [(math.prod(shape), ITEM_BYTES[dtype]) for dtype, shape in self.weight_headers.values()]
         return ModelSize(sum(count for count, _ in sizes), sum(count * width for count, width in sizes))
 
     @staticmethod
     def there(files: object) -> bool:
         """Returns whether all files of a config's field exist; the check of the files reports those that do not."""
-        return all(path.is_file() for path in data_files.paths(files))
+        paths = data_files.paths(files)
+        return bool(paths) and all(path.is_file() for path in paths)
 
-
-def attempted(load: Callable[[], Result]) -> Result | ConfigError:
-    """Returns what ``load`` returns, or the ConfigError that it raises."""
-    try:
-        return load()
-    except ConfigError as error:
-        return error
-
-
-def architecture_of(directory: Path) -> Architecture | ConfigError:
-    """Returns the architecture of the model in a directory, or why it cannot be trained."""
-    return attempted(lambda: read_architecture(directory))
+    def _loaded(self, load: Callable[[], Result], field: str = "model.hf_checkpoint") -> Result | None:
+        """Returns what ``load`` returns; None, and notes the problem, where that is a ConfigError. ``field``: the model's own."""
+        try:
+            return load()
+        except ConfigError as error:
+            if error.field == "model.hf_checkpoint":
+                error = ConfigError(field, error.value, error.expected)
+            met = [known.value for known in self.problems]  # a file that two things are read from is broken for both
+            if error.value not in met or not Path(str(error.value)).is_file():
+                self.problems.append(error)
+            return None

@@ -45,9 +45,7 @@ class Label:
 def check(inspection: Inspection) -> Findings:
     """Yields a problem for each set of prompts of which most labels can never be matched."""
     sets = {"data.prompt_data": inspection.training, "eval.eval_prompt_data": inspection.heldout}
-    labels = {
-        field: first_labels(inspection, prompts) for field, prompts in sets.items() if isinstance(prompts, TrainingPrompts | PromptFile)
-    }
+    labels = {field: first_labels(inspection, prompts) for field, prompts in sets.items() if prompts is not None}
     interleaved = (label for several in zip_longest(*labels.values()) for label in several if label is not None)
     distinct = list(dict.fromkeys((label.verifier, label.text) for label in interleaved))
     results, failure = ask(distinct) if distinct else ({}, None)

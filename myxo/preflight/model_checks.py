@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from myxo.preflight.inspection import Findings, Headers, Inspection, Note, architecture_of, attempted
+from myxo.preflight.inspection import Findings, Headers, Inspection, Note
 from shared.config import megatron_flags, sglang_flags
 from shared.config.engine_limits import context_length
 from shared.config.learning_rate import LearningRateSchedule
@@ -37,27 +37,21 @@ def check_files(inspection: Inspection) -> Findings:
 
 
 def check_tokenizer(inspection: Inspection) -> Findings:
-    """Yields what is wrong with the model's tokenizer."""
+    """Yields a chat template that is asked for and missing."""
     model = inspection.config.model.hf_checkpoint
-    if (model / "tokenizer.json").is_file() and inspection.tokenizer_problem is not None:
-        yield inspection.tokenizer_problem
-    elif inspection.tokenizer is not None and inspection.config.data.apply_chat_template and not inspection.tokenizer.has_chat_template:
+    if inspection.tokenizer is not None and inspection.config.data.apply_chat_template and not inspection.tokenizer.has_chat_template:
         expected = f"the model has no chat template; put a chat_template.jinja into {model}, or leave it out and give prompts as text"
         yield ConfigError("data.apply_chat_template", True, expected)
 
 
 def check_actor(inspection: Inspection) -> Findings:
-    """Yields what is wrong with the policy's config.json, its weights, and its tokenizer's size."""
-    architecture, config = inspection.architecture, inspection.config
-    if isinstance(architecture, ConfigError):
-        tokenizers = inspection.tokenizer_problem  # it may have met the same file
-        if tokenizers is None or tokenizers.value != architecture.value:
-            yield architecture
-        return
+    """Yields what is wrong with the policy's weights, and its tokenizer's size."""
+    architecture, tokenizer, config = inspection.architecture, inspection.tokenizer, inspection.config
     if architecture is None:
         return
-    yield from _weights(config.model.hf_checkpoint, inspection.weight_headers, architecture, "model.hf_checkpoint")
-    rows, tokenizer = architecture.vocab_size, inspection.tokenizer
+    if inspection.weight_headers:
+        yield from _tensors(config.model.hf_checkpoint, inspection.weight_headers, architecture, "model.hf_checkpoint")
+    rows = architecture.vocab_size
     if tokenizer is not None and tokenizer.vocabulary_size > rows:
         wanted = f"a tokenizer of at most {rows} tokens, vocab_size in config.json; its tokenizer.json has {tokenizer.vocabulary_size}"
         yield ConfigError("model.hf_checkpoint", str(config.model.hf_checkpoint), wanted)
@@ -68,41 +62,37 @@ def check_actor(inspection: Inspection) -> Findings:
 def check_other_models(inspection: Inspection) -> Findings:
     """Yields what is wrong with the checkpoints of the critic and of the teacher, where these differ from the policy's."""
     config, actor = inspection.config, inspection.architecture
-    if config.algorithm.has_critic and (critic := config.trainer.critic_load) is not None:
-        found = architecture_of(critic)
-        if isinstance(found, ConfigError):
-            yield found if found.field != "model.hf_checkpoint" else ConfigError("trainer.critic_load", found.value, found.expected)
-        else:
-            yield from _weights(critic, hf_checkpoint.read_headers(critic, "trainer.critic_load"), found, "trainer.critic_load")
-    if (teacher := config.algorithm.opd_teacher_load) is not None and isinstance(actor, Architecture):
+    if inspection.critic is not None and config.trainer.critic_load is not None:
+        yield from _weights(config.trainer.critic_load, inspection.critic, "trainer.critic_load")
+    if (teacher := config.algorithm.opd_teacher_load) is not None and actor is not None:
         if not teacher.is_dir():
             yield ConfigError("algorithm.opd_teacher_load", str(teacher), "no such directory; give a checkpoint of the policy's shape")
         else:  # it runs in the actor's own modules
-            field = "algorithm.opd_teacher_load"
-            yield from _weights(teacher, hf_checkpoint.read_headers(teacher, field), actor, field)
+            yield from _weights(teacher, actor, "algorithm.opd_teacher_load")
 
 
-def _weights(directory: Path, read: tuple[Headers, list[ConfigError]], architecture: Architecture, field: str) -> Iterator[ConfigError]:
-    """Yields the problems of reading a checkpoint's files; where there are none, which tensors differ from the architecture's."""
-    headers, problems = read
+def _weights(directory: Path, architecture: Architecture, field: str) -> Iterator[ConfigError]:
+    headers, problems = hf_checkpoint.read_headers(directory, field)  # raises ConfigError
+    yield from problems or _tensors(directory, headers, architecture, field)
+
+
+def _tensors(directory: Path, headers: Headers, architecture: Architecture, field: str) -> Iterator[ConfigError]:
     shapes = {name: shape for name, (_, shape) in headers.items()}
     unread = hf_checkpoint.draft_prefixes(architecture)
-    yield from problems or hf_checkpoint.tensor_problems(directory, shapes, hf_tensors(architecture), unread, field)
+    yield from hf_checkpoint.tensor_problems(directory, shapes, hf_tensors(architecture), unread, field)
 
 
 def check_ranks(inspection: Inspection) -> Findings:
     """Yields where the layout divides neither the ranks nor the models."""
-    config, trainer, actor = inspection.config, inspection.config.trainer, inspection.architecture
+    config, trainer, actor, critic = inspection.config, inspection.config.trainer, inspection.architecture, inspection.critic
     layout = ParallelLayout.of(trainer)
     yield from layout.world_problems(trainer.ranks("actor"))
     if config.algorithm.has_critic and trainer.ranks("critic") != trainer.ranks("actor"):
         yield from _of_critic(layout.world_problems(trainer.ranks("critic")), "critic_num_gpus_per_node")
-    if isinstance(actor, Architecture):
+    if actor is not None:
         yield from division_problems(actor, layout, trainer.megatron)
-    if config.algorithm.has_critic and trainer.critic_load is not None:
-        critic = architecture_of(trainer.critic_load)
-        if isinstance(critic, Architecture) and critic != actor:
-            yield from _of_critic(division_problems(critic, layout, trainer.megatron), "critic_load")
+    if critic is not None and critic != actor:
+        yield from _of_critic(division_problems(critic, layout, trainer.megatron), "critic_load")
 
 
 def _of_critic(problems: Iterable[ConfigError], field: str) -> Iterator[ConfigError]:
@@ -124,12 +114,14 @@ def check_training(inspection: Inspection) -> Findings:
                 LearningRateSchedule(rate, trainer.min_lr, trainer.lr_warmup_iters, steps, trainer.lr_decay_style)
     except ConfigError as error:
         yield error
-    if not isinstance(actor, Architecture):
+    if actor is None:
         return
     if not (patterns := Freezing.of(trainer)).nothing:
         names = megatron_parameters(actor, trainer.megatron.get("transformer_impl") == "transformer_engine")
-        if isinstance(problem := attempted(lambda: patterns.check(names)), ConfigError):
-            yield problem
+        try:
+            patterns.check(names)
+        except ConfigError as error:
+            yield error
     if (lora := Lora.of(trainer)) is not None:
         lora.check(actor, ParallelLayout.of(trainer), trainer.megatron)
 
@@ -137,7 +129,7 @@ def check_training(inspection: Inspection) -> Findings:
 def check_megatron_flags(inspection: Inspection) -> Findings:
     """Yields which of Megatron's architecture flags differ from the checkpoint, and what needs Transformer Engine where that is missing."""
     given, catalogue = inspection.config.trainer.megatron, megatron_flags.catalogue()
-    if isinstance(architecture := inspection.architecture, Architecture):
+    if (architecture := inspection.architecture) is not None:
         described = {name: value for name, value in given.items() if name in catalogue and "architecture" in catalogue[name].groups}
         yield from architecture_flags.differences(described, architecture)
     if inspection.starts:
@@ -147,7 +139,7 @@ def check_megatron_flags(inspection: Inspection) -> Findings:
 def check_engines(inspection: Inspection) -> Findings:
     """Yields where an engine's GPUs cannot share the model's heads: SGLang divides query heads, and divides or copies the others."""
     gpus, model = inspection.config.rollout.rollout_num_gpus_per_engine, inspection.architecture
-    if not isinstance(model, Architecture):
+    if model is None:
         return
     heads = {"attention heads": model.num_attention_heads}
     if model.latent is None and model.num_key_value_heads > gpus:

@@ -59,14 +59,12 @@ async def check_store(url: str) -> None:
     expected = "give redis://[user:password@]host:port or unix:///path/to/socket, or unset it for an embedded Valkey"
     try:
         store = Store(url)
-    except ValueError as error:
+        try:
+            await store.ping(deadline=ANSWER_SECONDS)
+        finally:
+            await store.close()
+    except (ValueError, StoreUnreachable, RedisError) as error:
         raise ConfigError("REDIS_URL", redacted(url), f"{error}; {expected}") from error
-    try:
-        await store.ping(deadline=ANSWER_SECONDS)
-    except (StoreUnreachable, RedisError) as error:
-        raise ConfigError("REDIS_URL", redacted(url), f"{error}; {expected}") from error
-    finally:
-        await store.close()
 
 
 def pinned(config: RunConfig, hub: Hub, *, fresh: bool) -> RunConfig:

@@ -95,7 +95,7 @@ class RolloutWriter:
             self._file = None
         self._directory.mkdir(parents=True, exist_ok=True)
         there = rollout_files.files(self._directory)
-        path = rollout_files.path_of(self._directory, rollout_files.file_index(there[-1]) + 1 if there else 0)
+        path = rollout_files.path_of(self._directory, int(there[-1].stem) + 1 if there else 0)
         self._file = path.open("xb", buffering=0)
         self._sizes = {other: other.stat().st_size for other in there} | {path: 0}
         return self._file, path

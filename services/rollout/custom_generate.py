@@ -8,6 +8,7 @@ import asyncio
 import copy
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,7 +43,6 @@ class CustomGenerate:
         self._takes_evaluation = "evaluation" in parameters
         self._plain = not inspect.iscoroutinefunction(self._function)
         self._service, self._replica, self._config = service, replica, service.config
-        self._arguments: tuple[str, Arguments] | None = None
         self._vocabulary = 0
         self._loop = asyncio.new_event_loop()
         SupervisedThread(self._loop.run_forever, "custom-generate").start()
@@ -78,7 +78,7 @@ class CustomGenerate:
         while True:
             client = await replica.wait_serving(task.min_version, self._config.rollout.generate_timeout)
             begun, life = replica.version, replica.incarnation
-            self._vocabulary = client.capabilities.limits.vocab_size
+            self._vocabulary = client.capabilities.vocab_size
             try:
                 given = self._checked(await self._call(task, rollout, client))
             except Exception as error:  # an exception of the user's function fails its group, not this service
@@ -94,13 +94,12 @@ class CustomGenerate:
             await asyncio.sleep(RETRY_PAUSE)  # the push that ended the engine's requests is still in progress
 
     def _checked(self, given: object) -> list[hooks.HookSample]:
-        samples: list[hooks.HookSample] = []
-        for sample in given if isinstance(given, list) else [given]:
+        samples: list[Any] = given if isinstance(given, list) else [given]
+        for sample in samples:
             if not isinstance(sample, hooks.HookSample):
                 raise self._refusal(f"gave a {type(sample).__name__}; expected a shared.hooks.Sample or a list of them")
             if sample.status is Status.FAILED:
                 raise self._refusal("gave a sample of status FAILED")
-            samples.append(sample)
         if not samples:
             raise self._refusal("gave an empty list; expected at least one sample")
         return samples
@@ -116,16 +115,17 @@ class CustomGenerate:
             label=task.label,
             metadata=copy.deepcopy(task.metadata),
         )
+        engine = urlsplit(client.url)
+        args = Arguments(self._config, sglang_router_ip=engine.hostname, sglang_router_port=engine.port)
         evaluation = {"evaluation": is_evaluation(task.group)} if self._takes_evaluation else {}
-        work = self._guarded(self._args(client.url), sample, _parameters(task.sampling), evaluation)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        call = functools.partial(self._function, args, sample, _parameters(task.sampling), **evaluation)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._guarded(call), self._loop))
 
-    async def _guarded(self, args: Arguments, sample: hooks.HookSample, parameters: dict[str, Any], evaluation: dict[str, Any]) -> object:
+    async def _guarded(self, call: Callable[[], Any]) -> object:
         """Makes the call on the thread's loop; no exception of it may end the loop, or be mistaken for a cancellation by the service."""
         this = asyncio.current_task()
         assert this is not None
         try:
-            call = functools.partial(self._function, args, sample, parameters, **evaluation)
             result = await asyncio.wrap_future(run_in_thread(call, "custom-generate-call")) if self._plain else call()
             return await result if inspect.isawaitable(result) else result
         except asyncio.CancelledError:
@@ -135,22 +135,10 @@ class CustomGenerate:
         except (SystemExit, KeyboardInterrupt) as error:
             raise self._refusal(f"{type(error).__name__}: {error}") from error
 
-    def _args(self, url: str) -> Arguments:
-        """Returns ``args`` with the engine's present address."""
-        if self._arguments is None or self._arguments[0] != url:
-            engine = urlsplit(url)
-            self._arguments = (url, Arguments(self._config, sglang_router_ip=engine.hostname, sglang_router_port=engine.port))
-        return self._arguments[1]
-
     def _refusal(self, reason: str) -> HookFailed:
         return HookFailed(FIELD, self._path, reason)
 
 
 def _parameters(sampling: Sampling) -> dict[str, Any]:
     """Returns ``sampling_params`` as slime passes them, in SGLang's names. Stop strings stay in the text, as do their tokens."""
-    return {
-        **sampling.model_dump(),
-        "skip_special_tokens": False,
-        "no_stop_trim": True,
-        "spaces_between_special_tokens": False,
-    }
+    return {**sampling.model_dump(), "skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}

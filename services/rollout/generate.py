@@ -37,10 +37,12 @@ async def generate_group(replica: Replica, task: Task, partials: list[Partial], 
     while open_partials := [partial for partial in partials if partial.finish is None]:
         client = await replica.wait_serving(task.min_version, deadline)
         requests = _requests(task, open_partials)
-        began = loop.time()
+        began, life = loop.time(), replica.incarnation
         try:
             with in_flight.asked(task.group, partials, requests, replica.version) if in_flight else nullcontext():
                 generations = await client.generate_group(requests, task.sampling, deadline=max(deadline - spent, 1.0))
+            if replica.incarnation != life:
+                raise EngineError(client.url, "its weights became untrusted while it generated this, which is discarded")
             failures = 0
         except EngineError:
             failures += 1

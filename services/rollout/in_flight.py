@@ -6,7 +6,6 @@ A group that is too old to be trained (`shared.schema.versions.is_lost`) is not 
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
@@ -29,20 +28,12 @@ class Stopped(MyxoError):
         super().__init__(f"{group} was stopped {'for its age' if stale else 'because this replica leaves'}")
 
 
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    """The requests of one group. ``oldest``: the version that its oldest token may be of."""
-
-    rids: list[str]
-    oldest: int
-
-
 class InFlight:
     """The requests that the engine holds. A group may have two attempts among them: one whose lease expired, and its successor."""
 
     def __init__(self, config: RunConfig) -> None:
         self._max_staleness, self._policy = config.rollout.max_staleness, config.rollout.staleness_policy
-        self._asked: set[_Asked] = set()
+        self._oldest: dict[tuple[str, ...], int] = {}  # a group's request ids → the version that its oldest token may be of
         self.leaving = False
 
     @contextlib.contextmanager
@@ -56,16 +47,16 @@ class InFlight:
             raise Stopped(group, stale=True)
         if self.leaving:
             raise Stopped(group, stale=False)
-        asked = _Asked([request.rid for request in requests], oldest)
-        self._asked.add(asked)
+        rids = tuple(request.rid for request in requests)
+        self._oldest[rids] = oldest
         try:
             yield
         finally:
-            self._asked.remove(asked)
+            del self._oldest[rids]
 
     async def stop_stale(self, client: EngineClient, version: int) -> None:
         """Has the engine abort the requests that are stale once ``version`` is served. Raises as `EngineClient.abort`."""
-        if stale := [rid for asked in self._asked if self._is_lost(asked.oldest, version) for rid in asked.rids]:
+        if stale := [rid for rids, oldest in self._oldest.items() if self._is_lost(oldest, version) for rid in rids]:
             await client.abort(stale)
 
     async def leave(self, client: EngineClient | None) -> None:
@@ -73,7 +64,7 @@ class InFlight:
         self.leaving = True
         with contextlib.suppress(TimeoutError, MyxoError):
             async with asyncio.timeout(LEAVE_SECONDS):
-                while self._asked and client is not None:
+                while self._oldest and client is not None:
                     await client.abort_all()
                     await asyncio.sleep(LEAVE_PAUSE)  # a request may still have been in transit
 

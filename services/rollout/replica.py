@@ -1,10 +1,11 @@
 """A replica: its engine, the weight version that it serves, and the gate at which generation waits.
 
-The gate is open while `ServedVersion` says that the replica serves. An update closes it. After a failed update or the engine's death it
-stays closed (the replica is fenced) until a version has been loaded.
+The gate, `wait_serving`, is open while `ServedVersion` says that the replica serves. An update closes it. After a failed update or the
+engine's death it stays closed (the replica is fenced) until a version has been loaded.
 """
 
 import asyncio
+import contextlib
 import os
 import zlib
 from collections.abc import Awaitable, Callable
@@ -14,11 +15,12 @@ from typing import Any
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.launch_command import EngineCommand, engine_command
-from services.rollout.router import reached_at, router_url
+from services.rollout.router import router_url
 from services.rollout.served_version import ServedVersion
 from shared.runtime import devices, failure_summary
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.own_address import own_address
 from shared.runtime.service_base import Service
 
 WATCH_SECONDS = 1.0
@@ -28,10 +30,6 @@ OPEN_SECONDS = 60.0
 STOP_SECONDS = 3.0
 RESTART_SECONDS = 2.0
 """The pause before a dead engine is started again."""
-
-
-async def _nothing() -> None:
-    pass
 
 
 class Replica:
@@ -51,11 +49,11 @@ class Replica:
         self.served = ServedVersion()
         self.update_lock = asyncio.Lock()
         self.engine_up = asyncio.Event()
-        self.before_start: Callable[[], Awaitable[None]] = _nothing
-        self.after_start: Callable[[], Awaitable[None]] = _nothing
+        self.before_start: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
+        self.after_start: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self._exposed = bool(router_url())
         self._life = service.incarnation
-        self._gate = asyncio.Event()
+        self._shown = asyncio.Event()
         self._process: EngineProcess | None = None
 
     # --- the served version
@@ -76,30 +74,24 @@ class Replica:
         """Waits until the replica serves ``min_version`` or newer. Raises DeadlineExceeded."""
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline
-        while True:
+        while not self.serving or self.version < min_version or self.client is None:
             if self.served.asleep:  # no deadline runs while the trainer computes on the same GPUs
                 end = loop.time() + deadline
-            remaining = end - loop.time()
-            if remaining <= 0:
+            if (remaining := end - loop.time()) <= 0:
                 next_action = f"it serves version {self.version} ({self._service.state}); the work goes back to the queue"
                 raise DeadlineExceeded(f"weights of version {min_version} or newer", "the trainer", deadline, next_action)
-            try:
-                await asyncio.wait_for(self._gate.wait(), timeout=min(remaining, WATCH_SECONDS))
-            except TimeoutError:
-                continue
-            if self.version >= min_version and self.client is not None:
-                return self.client
-            await asyncio.sleep(min(remaining, 0.05))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(remaining, WATCH_SECONDS)):
+                    await self._shown.wait()
+        return self.client
 
     def show(self) -> None:
-        """Sets the gate and the service's status from `served`."""
+        """Shows the service's status as `served` has it, and lets those look who wait for a version."""
         served, service = self.served, self._service
         service.state, service.version = served.state, served.version
         service.incarnation = f"{self._life}.{served.incarnation}"
-        if served.serving:
-            self._gate.set()
-        else:
-            self._gate.clear()
+        self._shown.set()
+        self._shown = asyncio.Event()
 
     async def publish(self) -> None:
         """Publishes the served version in the registry."""
@@ -130,13 +122,12 @@ class Replica:
         """Starts the engine, watches it, and restarts it when it dies. Runs until cancelled; then it stops the engine."""
         try:
             while True:
-                await self._start()
-                assert self._process is not None  # set by _start
-                while self._process.alive():
+                engine = await self._start()
+                while engine.alive():
                     await asyncio.sleep(WATCH_SECONDS)
                 self.engine_up.clear()
                 self.served.engine_died()
-                await self.fence(f"the engine died: {failure_summary.of_log(self._process.process.last_lines())}")
+                await self.fence(f"the engine died: {failure_summary.of_log(engine.process.last_lines())}")
                 await self._close()
                 await asyncio.sleep(RESTART_SECONDS)
         finally:
@@ -155,39 +146,39 @@ class Replica:
         self.engine_up.set()
         await self.publish()
 
-    async def _start(self) -> None:
-        service, rollout = self._service, self._rollout
+    async def _start(self) -> EngineProcess:
+        service = self._service
         self.show()
         await self.before_start()
         command = self._command()
-        self._process = EngineProcess(command, self._log_file())
-        seconds = await self._process.wait_ready(rollout.engine_start_timeout)
-        self.client = client = await EngineClient.connect(command.url, admin_key=command.admin_key, deadline=60)
-        await client.open_receiver(self._process.receiver, deadline=60)
-        service.engine = reached_at(command) if self._exposed else ""
+        self._process = engine = EngineProcess(command, self._log_file())
+        seconds = await engine.wait_ready(self._rollout.engine_start_timeout)
+        self.client = client = await EngineClient.connect(command.url, engine.receiver, admin_key=command.admin_key, deadline=60)
+        await client.open_receivers(deadline=60)
+        service.engine = f"http://{own_address()}:{command.port}" if self._exposed else ""
         service.log.info("engine_ready", seconds=round(seconds, 1), url=command.url, release=client.capabilities.release)
         service.metrics.set("engine_start_seconds", seconds)
         await self.attach(client)
         await self.after_start()
+        return engine
 
     def _command(self) -> EngineCommand:
-        rollout = self._rollout
+        rollout, config = self._rollout, self._service.config
         device = devices.resolve(rollout.rollout_device)
         flags: dict[str, Any] = {"tp-size": rollout.rollout_num_gpus_per_engine} if device == "cuda" else {}
         # keys and values that old weights made must not serve requests that begin under new ones: seen as differences of 1e-4 and more
         # between engine and trainer as soon as prompts repeat. `disable-radix-cache = false` in [rollout.sglang] takes the cache back
         flags["disable-radix-cache"] = True
-        if devices.engines_release(self._service.config):
-            flags["enable-memory-saver"] = True
-            flags["enable-weights-cpu-backup"] = devices.engines_back_up(self._service.config)
-        flags |= rollout.sglang
+        if devices.engines_release(config):
+            flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}
+        # replicas draw different samples
+        seed = config.data.rollout_seed + zlib.crc32(self._service.instance.encode()) % 2**20
         return engine_command(
-            self._service.config.model.hf_checkpoint,
+            config.model.hf_checkpoint,
             free_port(),
             device=device,
-            random_seed=self._service.config.data.rollout_seed + _seed(self._service.instance),
-            flags=flags,
-            threads=1 if device == "cpu" else None,
+            random_seed=seed,
+            flags=flags | rollout.sglang,
             exposed=self._exposed,
         )
 
@@ -207,8 +198,3 @@ class Replica:
             except MyxoError as error:
                 self._service.log.error("engine_not_stopped", error=str(error))
             self._process = None
-
-
-def _seed(instance: str) -> int:
-    """Returns a random seed that differs between instances, so that replicas draw different samples."""
-    return zlib.crc32(instance.encode()) % 2**20

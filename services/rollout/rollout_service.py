@@ -48,7 +48,7 @@ class Rollout:
     """The rollout service of one replica.
 
     Attributes:
-        tokens: generated tokens of the groups that have ended. running: the groups in hand.
+        tokens: generated tokens of the groups that have ended. running: the groups in hand, each with its number of samples.
     """
 
     def __init__(self, service: Service) -> None:
@@ -60,8 +60,7 @@ class Rollout:
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
         custom = self._config.rollout.custom_generate_function_path
         self._custom = None if custom is None else CustomGenerate(service, self.replica)
-        self.running: set[asyncio.Task[None]] = set()
-        self._samples_running = 0
+        self.running: dict[asyncio.Task[None], int] = {}
         self.tokens = 0
 
     async def run(self) -> None:
@@ -69,11 +68,9 @@ class Rollout:
         service = self._service
         await self.weights.listen()
         await self._catch_up.listen()
-        work = [self.replica.keep_engine(), self._catch_up.keep(), self.take(EVAL), self.take(TRAIN)]
-        work += [self.measure(), self.stop_stale()]
-        router = Router(service, url) if (url := router_url()) else None
-        if router is not None:
-            work.append(router.keep())
+        routers = [Router(service, url)] if (url := router_url()) else []
+        work = [self.replica.keep_engine(), self._catch_up.keep(), self.take(EVAL), self.take(TRAIN), self.measure(), self.stop_stale()]
+        work += [router.keep() for router in routers]
         async with service.background(*work):
             try:
                 await service.stopping.wait()
@@ -82,7 +79,7 @@ class Rollout:
                 if self.running:
                     await asyncio.wait(self.running, timeout=HAND_ON_SECONDS)
                 await cancelled(self.running)
-                if router is not None:
+                for router in routers:
                     await router.leave()
 
     async def take(self, task_class: str) -> None:
@@ -95,11 +92,12 @@ class Rollout:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
             for lease in await queue.fetch(room):
-                self.running.add(handling := asyncio.create_task(self._handle(lease)))
+                handling = asyncio.create_task(self._handle(lease))
+                self.running[handling] = lease.message.n
                 handling.add_done_callback(self._handled)
 
     def _handled(self, handling: asyncio.Task[None]) -> None:
-        self.running.discard(handling)
+        del self.running[handling]
         if not handling.cancelled() and (error := handling.exception()) is not None:
             self._service.log.error("task_failed", error=f"{type(error).__name__}: {error}", exc_info=error)
 
@@ -107,7 +105,6 @@ class Rollout:
         task, service = lease.message, self._service
         in_flight = None if is_evaluation(task.group) else self.in_flight
         log = service.log.bind(group=task.group, attempt=task.attempt)
-        self._samples_running += task.n
         try:
             async with lease.held():
                 if lease.exhausted:
@@ -127,8 +124,6 @@ class Rollout:
             log.warning("group_refused", error=str(error))
             await self._give_up(task, str(error))
             await lease.ack()
-        finally:
-            self._samples_running -= task.n
 
     async def _generate(self, task: Task, in_flight: InFlight | None) -> Generated | Interrupted:
         started = time.time()
@@ -210,23 +205,16 @@ class Rollout:
             metrics.set("generated_tokens_per_s", rate.note(time.monotonic(), tokens))
             metrics.set("generated_tokens", tokens)
             metrics.set("running_groups", len(self.running))
-            metrics.set("running_samples", self._samples_running)
+            metrics.set("running_samples", sum(self.running.values()))
             await asyncio.sleep(RATE_SECONDS)
 
 
 async def serve(service: Service) -> None:
     """Runs the rollout service. Raises ConfigError, or Problems, for flags that the installed SGLang does not take."""
-    await _check_engine_flags(service)
+    if given := service.config.rollout.sglang:
+        try:
+            flags = await asyncio.to_thread(sglang_flags.of_installed)
+            raise_problems([] if flags is None else list(flags.problems(given)))
+        except sglang_flags.NoCatalogue as error:
+            service.log.warning("engine_flags_not_checked", error=str(error))
     await Rollout(service).run()
-
-
-async def _check_engine_flags(service: Service) -> None:
-    if not (given := service.config.rollout.sglang):
-        return
-    try:
-        flags = await asyncio.to_thread(sglang_flags.of_installed)
-    except sglang_flags.NoCatalogue as error:
-        service.log.warning("engine_flags_not_checked", error=str(error))
-        return
-    if flags is not None:
-        raise_problems(list(flags.problems(given)))

@@ -11,10 +11,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from services.rollout.engine.launch_command import EngineCommand
 from shared.bus.connection import TRANSIENT
 from shared.runtime.errors import ConfigError, MyxoError
-from shared.runtime.own_address import own_address
 from shared.runtime.service_base import Service
 
 ROUTER_VARIABLE = "MYXO_ROUTER_URL"
@@ -22,7 +20,10 @@ ROUTER_VARIABLE = "MYXO_ROUTER_URL"
 POLL_INTERVAL_S = 3.0
 """The interval at which the router's workers are compared with the engines that are alive."""
 
-CALL_SECONDS = 5.0
+CALL_SECONDS, LEAVE_SECONDS = 5.0, 1.0
+"""The deadlines for one call to the router, while the replica works and when it leaves."""
+
+FAILURES = (aiohttp.ClientError, TimeoutError, ValueError)
 
 
 def router_url() -> str | None:
@@ -33,51 +34,44 @@ def router_url() -> str | None:
     return url or None
 
 
-def reached_at(command: EngineCommand) -> str:
-    """Returns the engine's URL for other machines."""
-    return f"http://{own_address()}:{urlsplit(command.url).port}"
-
-
 class Router:
     """Keeps ``service.engine`` among the workers of the router at ``url``."""
 
     def __init__(self, service: Service, url: str) -> None:
         self._service, self._url = service, url
         self._known = ""
-        self._away = False
 
     async def keep(self) -> None:
         """Runs until cancelled. A router that is unreachable is waited for, since nothing else depends on it."""
-        timeout = aiohttp.ClientTimeout(total=CALL_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        away = False
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_SECONDS)) as session:
             while True:
                 try:
                     await self._settle(session)
-                    self._away = False
-                except (aiohttp.ClientError, TimeoutError, ValueError, MyxoError, *TRANSIENT) as error:
-                    if not self._away:
+                    away = False
+                except (*FAILURES, MyxoError, *TRANSIENT) as error:
+                    if not away:
                         self._service.log.warning("router_away", url=self._url, error=str(error) or type(error).__name__)
-                    self._away = True
+                    away = True
                 await asyncio.sleep(POLL_INTERVAL_S)
 
     async def leave(self) -> None:
         """Removes this replica's engine from the router. A router that does not answer is ignored."""
         self._service.engine = ""
         try:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1.0)) as session:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LEAVE_SECONDS)) as session:
                 for worker in await self._workers(session):
                     if worker["url"] == self._known:
                         await self._remove(session, worker)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except FAILURES as error:
             self._service.log.warning("router_not_left", url=self._url, error=str(error) or type(error).__name__)
 
     async def _settle(self, session: aiohttp.ClientSession) -> None:
         own, workers = self._service.engine, await self._workers(session)
         if own and own not in {worker["url"] for worker in workers}:
             await self._service.announce()  # first the registry: others remove workers that are not in it
-            async with session.post(f"{self._url}/workers", json={"url": own}) as answer:
-                answer.raise_for_status()
-            self._service.log.info("router_joined", url=self._url, engine=own)
+            async with session.post(f"{self._url}/workers", json={"url": own}, raise_for_status=True):
+                self._service.log.info("router_joined", url=self._url, engine=own)
         self._known = own or self._known
         alive = {status.engine for status in await self._service.registry.alive("rollout")} | {own}
         for worker in workers:
@@ -85,8 +79,7 @@ class Router:
                 await self._remove(session, worker)
 
     async def _workers(self, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
-        async with session.get(f"{self._url}/workers") as answer:
-            answer.raise_for_status()
+        async with session.get(f"{self._url}/workers", raise_for_status=True) as answer:
             return list((await answer.json())["workers"])
 
     async def _remove(self, session: aiohttp.ClientSession, worker: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ A count of finished groups would jump when several end together; the engine coun
 
 from collections import deque
 
+import numpy as np
+
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_errors import EngineError
 from shared.runtime.errors import DeadlineExceeded
@@ -16,30 +18,23 @@ READ_SECONDS = 5.0
 
 
 class TokenRate:
-    """Measures tokens a second over the last ``window_s`` seconds.
+    """Measures tokens a second over the last `WINDOW_SECONDS`.
 
     A reading divides the tokens of the window by the whole window, also at the start, so that the rate's integral over a run is the run's
     tokens; it is 0 once a window has had no tokens. Between two readings tokens count as evenly drawn.
     """
 
-    def __init__(self, window_s: float = WINDOW_SECONDS) -> None:
-        self._window_s = window_s
+    def __init__(self) -> None:
         self._readings: deque[tuple[float, float]] = deque()
 
     def note(self, now: float, tokens: float) -> float:
         """Returns the rate at ``now`` (monotonic seconds), when ``tokens`` have been drawn in all."""
         self._readings.append((now, tokens))
-        begin = now - self._window_s
+        begin = now - WINDOW_SECONDS
         while len(self._readings) > 1 and self._readings[1][0] <= begin:
             self._readings.popleft()
-        return (tokens - self._at(begin)) / self._window_s
-
-    def _at(self, moment: float) -> float:
-        """Returns the tokens that had been drawn at ``moment``, which is not after the second of the remaining readings."""
-        (earlier, low), (later, high) = self._readings[0], self._readings[min(1, len(self._readings) - 1)]
-        if moment <= earlier or later == earlier:
-            return low
-        return low + (high - low) * (moment - earlier) / (later - earlier)
+        times, counts = zip(*self._readings, strict=True)
+        return (tokens - float(np.interp(begin, times, counts))) / WINDOW_SECONDS
 
 
 class DrawnTokens:
@@ -70,8 +65,8 @@ class DrawnTokens:
             return self.total
         if drawn is None:
             self.total += ended
-        elif client is self._engine:
+            return self.total
+        if client is self._engine:  # tokens that a new engine has drawn before were its own warm-up
             self.total += max(0, drawn - self._last)
-        if drawn is not None:  # tokens that a new engine has drawn before were its own warm-up
-            self._engine, self._last = client, drawn
+        self._engine, self._last = client, drawn
         return self.total

@@ -61,11 +61,11 @@ class WeightsReceiver:
     async def listen(self) -> None:
         """Subscribes to this replica's subjects."""
         bus, subjects, instance = self._service.bus, self._service.subjects, self._service.instance
-        await bus.serve(subjects.replica_weights(instance, "offer"), WeightsOffer, self.offer)
-        await bus.serve(subjects.replica_weights(instance, "prepare"), WeightsPrepare, self.prepare)
-        await bus.serve(subjects.replica_weights(instance, "receive"), WeightsReceive, self.receive)
-        await bus.serve(subjects.replica_weights(instance, "commit"), WeightsCommit, self.commit)
-        await bus.serve(subjects.replica_weights(instance, "abort"), WeightsAbort, self.abort)
+        await bus.serve(subjects.replica_weights(instance, "offer"), WeightsOffer, self._offer)
+        await bus.serve(subjects.replica_weights(instance, "prepare"), WeightsPrepare, self._prepare)
+        await bus.serve(subjects.replica_weights(instance, "receive"), WeightsReceive, self._receive)
+        await bus.serve(subjects.replica_weights(instance, "commit"), WeightsCommit, self._commit)
+        await bus.serve(subjects.replica_weights(instance, "abort"), WeightsAbort, self._abort)
         await self.colocation.listen()
 
     def expects_push(self) -> bool:
@@ -81,7 +81,7 @@ class WeightsReceiver:
 
     # --- requests
 
-    async def offer(self, offer: WeightsOffer) -> Message:
+    async def _offer(self, offer: WeightsOffer) -> Message:
         """Answers at once whether a push may begin, even while an earlier one still waits."""
         self._client()
         if self._service.stopping.is_set():
@@ -91,7 +91,7 @@ class WeightsReceiver:
         self._agree(AGREED_SECONDS)
         return self._ready()
 
-    async def prepare(self, request: WeightsPrepare) -> Message:
+    async def _prepare(self, request: WeightsPrepare) -> Message:
         """Has the engine begin to join the channels that will carry the version, unless it is in them already."""
         async with self._replica.update_lock:
             client = self._client()
@@ -108,7 +108,7 @@ class WeightsReceiver:
             self._agree(request.deadline)  # its receive comes when all the others have joined
             return self._ready()
 
-    async def receive(self, request: WeightsReceive) -> Message:
+    async def _receive(self, request: WeightsReceive) -> Message:
         """Pauses the engine and receives every bucket. While it waits for the first of them, an abort leaves the replica as it was.
 
         A check of the received weights is made in the same pause.
@@ -138,8 +138,7 @@ class WeightsReceiver:
                 served.loaded(report.digest)
             return report
 
-    async def commit(self, request: WeightsCommit) -> Message:
-        """Serves what was received, if it is what the trainer has sent. A replica whose engine fails at it is fenced."""
+    async def _commit(self, request: WeightsCommit) -> Message:
         async with self._replica.update_lock:
             client, served, seconds = self._client(), self._served, request.deadline
             if served.target != request.version:
@@ -160,8 +159,7 @@ class WeightsReceiver:
                 raise
             return Accepted()
 
-    async def abort(self, request: WeightsAbort) -> Message:
-        """Ends the push of that version, at whichever step it is."""
+    async def _abort(self, request: WeightsAbort) -> Message:
         served = self._served
         if served.target not in (None, request.version):
             return Accepted()  # a late message of another push

@@ -83,67 +83,53 @@ def _make(directory: Path, deployment: Deployment) -> list[str]:
     for name in (NATS, REDIS, *ROLES):
         (directory / name).mkdir(mode=0o755 if name in (NATS, REDIS) else 0o700, exist_ok=True)
     said = _certificates(directory, deployment) if deployment.tls else []
-    bus, made_bus = _passwords(directory, NATS_URL, [role.role for role in roles])
-    store, made_store = _passwords(directory, REDIS_URL, [role.role for role in roles if role.store is not None])
-    store[HEALTH], made_health = _health(directory)
-    made = made_bus + made_store + made_health
-    said.append(f"passwords: {made} made, {len(bus) + len(store) - made} kept")
-
+    places = [directory / role.role / NATS_URL for role in roles]
+    places += [directory / role.role / REDIS_URL for role in roles if role.store is not None]
+    places.append(directory / REDIS / HEALTH)
+    known = {path: password for path in places if (password := _password(path))}
+    passwords = {path: known.get(path) or secrets.token_urlsafe(PASSWORD_BYTES) for path in places}
+    said.append(f"passwords: {len(places) - len(known)} made, {len(known)} kept")
     written = []
-    for role in roles:
-        written += _urls(directory, deployment, role, bus[role.role], store.get(role.role))
-    tls = deployment.mounted if deployment.tls else None
-    nats_settings = deployment.nats_settings or NatsSettings(listen=f"0.0.0.0:{deployment.nats.port}")
-    redis_settings = deployment.redis_settings or RedisSettings(port=deployment.redis.port)
-    configs = {
-        directory / NATS / "nats.conf": nats_conf(roles, bus, replace(nats_settings, tls=tls)),
-        directory / REDIS / "redis.conf": redis_conf(roles, store, replace(redis_settings, tls=tls)),
-        directory / REDIS / HEALTH: store[HEALTH],
-    }
-    written += [str(path.relative_to(directory)) for path, text in configs.items() if write(path, text.encode(), EVERYBODY)]
+    for path, text in _texts(directory, deployment, roles, passwords).items():
+        if write(path, text.encode(), OWNER_ONLY if path.name in (NATS_URL, REDIS_URL) else EVERYBODY):
+            written.append(str(path.relative_to(directory)))
     said.append(f"files: {', '.join(written) or 'all as they were'}")
     said.append(f"run {deployment.run}: {len(roles)} accounts, {'TLS' if deployment.tls else 'no TLS'}")
     return said
 
 
-def _urls(directory: Path, deployment: Deployment, role: Rights, bus: str, store: str | None) -> list[str]:
-    """Writes the role's URLs. Returns the files that changed."""
+def _texts(directory: Path, deployment: Deployment, roles: tuple[Rights, ...], passwords: dict[Path, str]) -> dict[Path, str]:
+    """Returns the content of every file with a password in it: the roles' URLs and the servers' configs."""
     bus_scheme, store_scheme = ("tls", "rediss") if deployment.tls else ("nats", "redis")
-    urls = {NATS_URL: f"{bus_scheme}://{role.user}:{bus}@{deployment.nats}"}
-    if store is not None:
-        urls[REDIS_URL] = f"{store_scheme}://{role.user}:{store}@{deployment.redis}/0"
-    home = directory / role.role
-    return [f"{role.role}/{name}" for name, url in urls.items() if write(home / name, url.encode() + b"\n", OWNER_ONLY)]
-
-
-def _passwords(directory: Path, file: str, roles: list[str]) -> tuple[dict[str, str], int]:
-    """Returns the passwords by role, from their URL files or newly made, and how many are new."""
-    found = {role: _password(directory / role / file) for role in roles}
-    known = {role: password for role, password in found.items() if password is not None}
-    return {role: known.get(role) or _new_password() for role in roles}, len(found) - len(known)
+    texts, bus, store = {}, {}, {HEALTH: passwords[directory / REDIS / HEALTH]}
+    for role in roles:
+        home = directory / role.role
+        bus[role.role] = passwords[home / NATS_URL]
+        texts[home / NATS_URL] = f"{bus_scheme}://{role.user}:{bus[role.role]}@{deployment.nats}\n"
+        if role.store is not None:
+            store[role.role] = passwords[home / REDIS_URL]
+            texts[home / REDIS_URL] = f"{store_scheme}://{role.user}:{store[role.role]}@{deployment.redis}/0\n"
+    tls = deployment.mounted if deployment.tls else None
+    nats_settings = deployment.nats_settings or NatsSettings(listen=f"0.0.0.0:{deployment.nats.port}")
+    redis_settings = deployment.redis_settings or RedisSettings(port=deployment.redis.port)
+    texts[directory / NATS / "nats.conf"] = nats_conf(roles, bus, replace(nats_settings, tls=tls))
+    texts[directory / REDIS / "redis.conf"] = redis_conf(roles, store, replace(redis_settings, tls=tls))
+    texts[directory / REDIS / HEALTH] = store[HEALTH]
+    return texts
 
 
 def _password(path: Path) -> str | None:
+    """Returns the password in a file; None where there is none yet."""
     try:
-        url = path.read_text().strip()
+        text = path.read_text().strip()
+        password = text if path.name == HEALTH else urlsplit(text).password
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise ConfigError(str(path), "…", "expected a URL with a password; remove the file to have a new one made") from error
-    with contextlib.suppress(ValueError):
-        if password := urlsplit(url).password:
-            return password
-    raise ConfigError(str(path), "…", "expected a URL with a password; remove the file to have a new one made")
-
-
-def _health(directory: Path) -> tuple[str, int]:
-    path = directory / REDIS / HEALTH
-    known = path.read_text().strip() if path.exists() else ""
-    return known or _new_password(), int(not known)
-
-
-def _new_password() -> str:
-    return secrets.token_urlsafe(PASSWORD_BYTES)
+    except ValueError:
+        password = None
+    if not password and path.name != HEALTH:
+        raise ConfigError(str(path), "…", "expected a URL with a password; remove the file to have a new one made")
+    return password or None
 
 
 def _certificates(directory: Path, deployment: Deployment) -> list[str]:

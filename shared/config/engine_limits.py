@@ -29,8 +29,7 @@ def longest_sequence(context: int, cache_tokens: int, page: int = 1) -> int:
 def cpu_token_capacity(model_config: Mapping[str, Any]) -> int:
     """Returns how many tokens of float32 keys and values ``CPU_KV_BYTES`` hold for a model, within the two bounds above.
 
-    Args:
-        model_config: its ``config.json``. Raises KeyError where that lacks a size.
+    ``model_config``: its ``config.json``. Raises KeyError where that lacks a size.
     """
     heads = model_config["num_attention_heads"]
     head_dim = model_config.get("head_dim") or model_config["hidden_size"] // heads

@@ -21,8 +21,7 @@ class LearningRateSchedule:
         decay_steps: update at which the decay reaches ``min_lr``, counted from 0, warm-up included; unused if constant.
         decay_style: ``constant``, ``linear`` or ``cosine``.
 
-    Raises:
-        ConfigError: the decay does not fit its rates or its steps.
+    Raises ConfigError where the decay does not fit its rates or its steps.
     """
 
     lr: float

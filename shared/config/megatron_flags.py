@@ -112,10 +112,7 @@ def names() -> list[str]:
 def canonical(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
     """Returns a config's ``[trainer.megatron]``, keys with dashes or underscores in any spelling, as name → plain value.
 
-    Args:
-        own: fields of Myxo's own config, which are refused here.
-
-    Raises ConfigError: an unknown or refused flag, a wrong value, two spellings that contradict one another.
+    Raises ConfigError: one of Myxo's ``own`` fields, an unknown or refused flag, a wrong value, two spellings that contradict one another.
     """
     result: dict[str, Any] = {}
     for key, value in given.items():

@@ -1,8 +1,7 @@
 """SGLang's own flags as a config's ``[rollout.sglang]`` holds them, and the check that the installed SGLang's parser takes them.
 
 Importing that parser takes seconds, so its flags are read from a catalogue: ``sglang_flags.json`` for the version that Myxo is made with.
-For another version a separate process makes one at the first use, with the rollout service's code, and it is kept in the user's
-cache.
+For another version a process of the rollout service's code makes one at the first use, for the user's cache.
 """
 
 import contextlib
@@ -44,7 +43,6 @@ RESERVED = {
 
 OF_FIELDS = {"tp-size": "set rollout.rollout_num_gpus_per_engine", "config": "give each of its flags here"}
 """Flags that follow from other fields of the config, or that would pass others unchecked; and what to do instead."""
-
 
 SHARES = ("mem-fraction-static",)
 """Flags whose value is a share, which the parser does not check."""
@@ -92,9 +90,7 @@ class EngineFlag:
         values = value if isinstance(value, list) else [value]
         if len(values) > 1 and not self.several:
             return f"one value: {self._wanted}"
-        if (not values and not self.bare) or not all(map(self._fits, values)):
-            return self._wanted
-        return None
+        return None if (values or self.bare) and all(map(self._fits, values)) else self._wanted
 
     @property
     def _wanted(self) -> str:

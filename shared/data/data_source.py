@@ -12,7 +12,6 @@ file and continues from the last state; a source without states is first asked f
 import json
 import os
 from array import array
-from collections.abc import Callable
 from typing import Any
 
 from shared.config.run_config import RunConfig
@@ -29,12 +28,6 @@ REPLAYED_AT_ONCE = 256
 
 MOST_LEFT_OUT = 10_000
 """The most consecutive prompts that may be left out before the source is given up."""
-
-
-def load(config: RunConfig) -> Callable[[RunConfig], Any]:
-    """Returns the function that makes the source. Raises ConfigError where there is none."""
-    assert config.data.data_source is not None  # only called for runs that have one
-    return loading.load(FIELD, config.data.data_source)
 
 
 class DrawnFile:
@@ -92,7 +85,8 @@ class DrawnPrompts:
     """The prompts of a custom source. Raises ConfigError."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
-        self._config, self._make = config, load(config)
+        assert config.data.data_source is not None  # only made for runs that have one
+        self._config, self._make = config, loading.load(FIELD, config.data.data_source)
         self._reader = PromptReader(config, tokenizer)
         self._drawn = DrawnFile(config)
         self._drawn.catch_up()
@@ -163,17 +157,16 @@ class DrawnPrompts:
 
     def _candidate(self, number: int) -> RowEntry:
         """Returns the next prompt that the source gives."""
-        samples = self._source.get_samples(1)
-        sample = samples[0] if isinstance(samples, list) and samples else None
-        while isinstance(sample, list) and sample:
-            sample = sample[0]
-        if sample is None or isinstance(sample, list):
+        samples = given = self._source.get_samples(1)
+        while isinstance(given, list) and given:
+            given = given[0]
+        if not isinstance(samples, list) or given is None or isinstance(given, list):
             raise self._refusal(f"get_samples(1) gave {samples!r} for prompt {number}; it must give a list of one")
-        if not isinstance(sample, dict):
-            data, given = self._config.data, sample
+        if not isinstance(given, dict):
+            data, sample = self._config.data, given
             keys = {"prompt": data.input_key, "label": data.label_key, "metadata": data.metadata_key, "tools": data.tool_key}
-            sample = {key: getattr(given, name) for name, key in keys.items() if key is not None and hasattr(given, name)}
-        return RowEntry(sample, FIELD, lambda: f"{self._config.data.data_source}: prompt {number}")
+            given = {key: getattr(sample, name) for name, key in keys.items() if key is not None and hasattr(sample, name)}
+        return RowEntry(given, FIELD, lambda: f"{self._config.data.data_source}: prompt {number}")
 
     def _refusal(self, expected: str) -> ConfigError:
         return ConfigError(FIELD, self._config.data.data_source, expected)

@@ -1,7 +1,7 @@
 """The prompts of files that a run uses, by row, cached in the run's directory and in the user's cache.
 
-The cache is only a shortcut, so that a run that is started again need not read ten million prompts anew: where a file of it is missing, is
-of other input, or cannot be written, the prompts are filtered again, to the same end.
+The cache is only a shortcut for a run that is started again: where a file of it is missing, is of other input, or cannot be written, the
+prompts are filtered again, to the same end.
 """
 
 import contextlib
@@ -38,11 +38,8 @@ class FilteredRows(NamedTuple):
 
 
 class FilterCache:
-    """Keeps the result for some files, under what it depends on: for any run in the user's cache and, once this run has a directory, there.
-
-    Args:
-        field: names the files in the config. size: rows of the files together.
-    """
+    """Keeps the result for the files of a config's ``field``, of ``size`` rows together, under what it depends on: for any run in the
+    user's cache and, once this run has a directory, there."""
 
     def __init__(self, config: RunConfig, field: str, files: list[DataFile], size: int) -> None:
         self._root, self._size = config.run.root, size
@@ -87,10 +84,7 @@ class FilterCache:
 
 
 def fingerprint(model: Path, files: Sequence[DataFile], settings: object) -> str:
-    """Returns a digest of files by path, size and time, of the model's tokenizer and template by content, and of the settings.
-
-    Args:
-        settings: a JSON value.
+    """Returns a digest of files by path, size and time, of the model's tokenizer and template by content, and of settings, a JSON value.
 
     Raises OSError for a file that is not there.
     """

@@ -154,10 +154,7 @@ def _is_chat_message(message: object) -> bool:
 
 
 def chat_tools(entry: RowEntry, key: str) -> dict[str, Any]:
-    """Returns the template's variable for a row's tools, where it has some: a list, or JSON text of one, as Parquet files often hold them.
-
-    Raises ConfigError.
-    """
+    """Returns the template's variable for a row's tools, where it has some: a list, or JSON text of one. Raises ConfigError."""
     tools = entry.values.get(key)
     if isinstance(tools, str):
         try:
@@ -179,10 +176,7 @@ def reason_to_leave_out(error: ConfigError, data: DataSection) -> str | None:
 
 
 class PromptFile:
-    """The prompts of files by number, without those that the config leaves out.
-
-    Args:
-        field: the config field that names the files.
+    """The prompts of the files that a config's ``field`` names, by number, without those that the config leaves out.
 
     ``left_out``: how many are left out, by reason. ``longest``: tokens of the longest prompt that was read one after another.
     Raises ConfigError where nothing is left.

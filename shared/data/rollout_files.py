@@ -8,13 +8,12 @@ group that was written by two buffers is told by its id and attempt.
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pydantic_core
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shared.schema.sample import Sample
@@ -111,11 +110,7 @@ class RolloutRecord(BaseModel):
 
 
 class RolloutReader:
-    """Reads the files of a run. ``torn``: lines that were cut off or are no record, as far as has been read.
-
-    Args:
-        directory: ``rollouts/`` of the run; need not exist.
-    """
+    """Reads the files in ``rollouts/`` of a run, which need not exist. ``torn``: lines that were cut off or are no record, so far."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -139,17 +134,6 @@ class RolloutReader:
                 continue
             seen.add((head.group, head.attempt))
             yield record
-
-    def groups(self, names: Sequence[str]) -> dict[str, RolloutRecord]:
-        """Returns the records of some groups, by id; those that are not kept are absent."""
-        missing, found = set(names), {}
-        if missing:
-            for record in self.records(lambda head: head.group in missing):
-                found[record.group] = record
-                missing.discard(record.group)
-                if not missing:
-                    break
-        return found
 
     def _lines(self) -> Iterator[tuple[bytes, RolloutRecord]]:
         for path in files(self._directory):
@@ -176,17 +160,12 @@ def files(directory: Path) -> list[Path]:
     """Returns the files of a run's responses, oldest first; none without the directory. Raises OSError where it cannot be read."""
     if not directory.is_dir():
         return []
-    return sorted((path for path in directory.iterdir() if _FILE.match(path.name)), key=file_index)
+    return sorted((path for path in directory.iterdir() if _FILE.match(path.name)), key=lambda path: int(path.stem))
 
 
 def path_of(directory: Path, index: int) -> Path:
     """Returns the path of the file with a number, from 0."""
     return directory / f"{index:06d}.jsonl"
-
-
-def file_index(path: Path) -> int:
-    """Returns the number of one of `files`."""
-    return int(path.name.partition(".")[0])
 
 
 def sample_of(
@@ -203,10 +182,11 @@ def sample_of(
         value = getattr(sample, name)
         return None if sample is group or _same(value, getattr(group, name)) else value
 
-    arrays: dict[str, NDArray[Any]] = {}
+    arrays: dict[str, Any] = {}
     if tokens:
         log_probs = sample.log_probs.astype(np.float64).round(6)  # float32 has no more, and would be written with 17 digits
-        arrays = {"prompt_ids": sample.prompt, "response_ids": sample.response, "log_probs": log_probs, "mask": sample.mask}
+        arrays = {"prompt_ids": sample.prompt.tolist(), "response_ids": sample.response.tolist()}
+        arrays |= {"log_probs": log_probs.tolist(), "mask": sample.mask.tolist()}
     return RolloutSample.model_construct(
         index=sample.index,
         reward=reward,
@@ -221,7 +201,7 @@ def sample_of(
         prompt=other("prompt_text"),
         label=other("label"),
         metadata=other("metadata"),
-        **{name: array.tolist() for name, array in arrays.items()},
+        **arrays,
     )
 
 

@@ -92,10 +92,7 @@ class Rows(ABC):
 
 
 class JsonlRows(Rows):
-    """A JSONL file; empty lines do not count. The text stays on disk, and the index in memory does not grow with the file.
-
-    Args:
-        entries: bound of the index.
+    """A JSONL file; empty lines do not count. The text stays on disk, and the index in memory is bound by ``entries``.
 
     Raises ConfigError for a file that cannot be read or is not JSONL.
     """
@@ -227,11 +224,7 @@ class ParquetRows(Rows):
 
 
 class FileRows(Rows):
-    """Slices of files, one after the other.
-
-    Args:
-        parts: each file with the rows of it that are meant, none of them empty.
-    """
+    """Slices of files, one after the other. ``parts``: each file with the rows of it that are meant, none of them empty."""
 
     def __init__(self, parts: Sequence[tuple[Rows, range]], field: str) -> None:
         self.field, self._parts = field, parts

@@ -17,11 +17,8 @@ from shared.runtime.errors import ConfigError
 
 
 class Tokenizer:
-    """Text ↔ token ids, chat messages → text.
-
-    Args:
-        model: an HF checkpoint directory with tokenizer.json (and tokenizer_config.json, chat_template.jinja, generation_config.json).
-    """
+    """Text ↔ token ids, chat messages → text. ``model``: an HF checkpoint directory with tokenizer.json (and tokenizer_config.json,
+    chat_template.jinja, generation_config.json)."""
 
     def __init__(self, model: Path) -> None:
         path = model / "tokenizer.json"
@@ -33,6 +30,7 @@ class Tokenizer:
         self._special = {name: _content(settings[name]) for name in ("bos_token", "eos_token", "pad_token") if settings.get(name)}
         template_file = model / "chat_template.jinja"
         self._template: str | None = template_file.read_text() if template_file.is_file() else settings.get("chat_template")
+        self.has_chat_template = self._template is not None
         self.vocabulary_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.stop_ids = self._stop_ids(model)
 
@@ -58,9 +56,7 @@ class Tokenizer:
         """Renders chat messages by the model's chat template, with the generation prompt.
 
         ``variables``: more of the template's variables; ``tools`` and ``documents`` are none unless they are among them, as templates
-        expect of transformers.
-
-        Raises ConfigError where the model has no template or it does not take these messages.
+        expect of transformers. Raises ConfigError where the model has no template or it does not take these messages.
         """
         if self._template is None:
             expected = "the model has no chat template; give it a chat_template.jinja, or prompts as text"
@@ -70,11 +66,6 @@ class Tokenizer:
             return self._compiled.render(**{**given, **self._special, **variables})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # a template can raise any of them
             raise ConfigError("data.apply_chat_template", messages, f"the chat template refuses it: {error}") from None
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Returns whether the model comes with a chat template."""
-        return self._template is not None
 
     @cached_property
     def _compiled(self) -> jinja2.Template:

@@ -55,8 +55,7 @@ class Hub:
 
     Args:
         endpoint: the hub's URL. home, cache: where files are kept; ``home`` holds what is made of them. offline: whether the network must
-            not be used. listings: the repositories seen so far, by kind, repository and commit. current: the commits that revisions had
-            when the hub was asked for them.
+            not be used. listings: the repositories seen so far, by kind, repository, and revision or commit.
     """
 
     endpoint: str
@@ -64,7 +63,6 @@ class Hub:
     cache: Path
     offline: bool
     listings: dict[tuple[str, str, str], RepositoryListing] = field(default_factory=dict)
-    current: dict[tuple[str, str, str], str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> "Hub":
@@ -93,8 +91,8 @@ class Hub:
         """Notes in the cache which commit a revision has, where the hub has just said so or nothing is noted: the name can then be read
         without a network. A cache that cannot be written does without."""
         assert name.commit is not None
-        noted, current = self.cached_commit(name), self.current.get((name.kind, name.repo, name.revision))
-        if name.commit not in (name.revision, noted) and (noted is None or current == name.commit):
+        noted, current = self.cached_commit(name), self.listings.get((name.kind, name.repo, name.revision))
+        if name.commit not in (name.revision, noted) and (noted is None or (current is not None and current.commit == name.commit)):
             ref = self.storage(name) / "refs" / name.revision
             with contextlib.suppress(OSError):
                 ref.parent.mkdir(parents=True, exist_ok=True)
@@ -111,29 +109,26 @@ class Hub:
 
     def listing(self, name: HubName) -> RepositoryListing:
         """Returns what the repository holds now, or at the name's commit. Raises Unreachable, HubError."""
-        known = self.listings.get((name.kind, name.repo, name.commit or ""))
-        if known is not None:
+        asked = name.commit or name.revision
+        if (known := self.listings.get((name.kind, name.repo, asked))) is not None:
             return known
         if self.offline:
             raise Unreachable("HF_HUB_OFFLINE is set")
         require("huggingface_hub")
-        info = self._info(name)
+        info = self._info(name, asked)
         if not info.sha:
             raise HubError(f"{self.endpoint} names no commit of it")
         files = {file.rfilename: file.size for file in info.siblings or []}
         if unsafe := [path for path in files if path.startswith("/") or ".." in path.split("/")]:
             raise HubError(f"the repository has a file called {unsafe[0]!r}")
         found = RepositoryListing(info.sha, files)
-        self.listings[name.kind, name.repo, found.commit] = found
-        if name.commit is None:
-            self.current[name.kind, name.repo, name.revision] = found.commit
+        self.listings[name.kind, name.repo, asked] = self.listings[name.kind, name.repo, found.commit] = found
         return found
 
-    def _info(self, name: HubName) -> Any:
+    def _info(self, name: HubName, revision: str) -> Any:
         from huggingface_hub import HfApi
 
         def ask() -> Any:
-            revision = name.commit or name.revision
             api = HfApi(endpoint=self.endpoint)
             return api.repo_info(name.repo, repo_type=name.kind, revision=revision, files_metadata=True, timeout=REQUEST_SECONDS)
 
@@ -150,18 +145,16 @@ class Hub:
                     raise self.in_words(error, name) from error
                 time.sleep(RETRY_SECONDS)
 
-    def cached_listing(self, name: HubName, reason: Unreachable) -> RepositoryListing | None:
-        """Returns what huggingface_hub has noted of a repository that it downloaded as a whole; None where it has not.
-
-        Args:
-            reason: why the hub itself cannot be asked.
-        """
+    def noted_listing(self, name: HubName) -> RepositoryListing:
+        """Returns `listing`, or without a network what huggingface_hub has noted of a repository that it downloaded as a whole."""
         assert name.commit is not None
         try:
-            noted = json.loads((self.storage(name) / "trees" / f"{name.commit}.json").read_text())["files"]
-            return RepositoryListing(name.commit, {path: entry["size"] for path, entry in noted.items()}, reason)
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+            return self.listing(name)
+        except Unreachable as unreachable:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                noted = json.loads((self.storage(name) / "trees" / f"{name.commit}.json").read_text())["files"]
+                return RepositoryListing(name.commit, {path: entry["size"] for path, entry in noted.items()}, unreachable)
+            raise
 
     def in_words(self, error: Exception, name: HubName) -> HubError:
         """Returns the error that tells a person what went wrong with a repository, and what would help."""

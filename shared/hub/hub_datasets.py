@@ -11,11 +11,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from shared.hub.hub_client import Hub, HubError, RepositoryListing, Unreachable, one_line, require
+from shared.hub.hub_client import Hub, HubError, RepositoryListing, one_line, require
 from shared.hub.hub_download import download
 from shared.hub.hub_names import HubName
 from shared.runtime.atomic_files import replacement
@@ -36,7 +36,7 @@ def rows_file(hub: Hub, name: HubName) -> Path:
     path = folder / f"{name.split}.jsonl"
     if name.split is not None and path.is_file():
         return path
-    listing = _listing(hub, name)
+    listing = hub.noted_listing(name)
     for package in ("huggingface_hub", "datasets"):
         require(package)
     download(hub, name, listing, [file for file in _CARDS if file in listing.files])
@@ -52,15 +52,6 @@ def rows_file(hub: Hub, name: HubName) -> Path:
             reason = error.strerror or str(error)
             raise HubError(f"its rows cannot be written to {folder}: {reason}; set HF_HOME to a directory with room") from error
     return path
-
-
-def _listing(hub: Hub, name: HubName) -> RepositoryListing:
-    try:
-        return hub.listing(name)
-    except Unreachable as unreachable:
-        if (cached := hub.cached_listing(name, unreachable)) is None:
-            raise
-        return cached
 
 
 @contextmanager
@@ -88,7 +79,9 @@ def _builder(directory: Path, name: HubName, listing: RepositoryListing) -> Any:
     try:
         return datasets.load_dataset_builder(str(directory), name.config, cache_dir=str(directory.parent / "cache"))
     except Exception as error:  # `datasets` and those below it raise anything, over the card or the files' names
-        configs = _configs(directory)
+        configs: list[str] = []
+        with suppress(Exception):  # the first error counts
+            configs = list(datasets.get_dataset_config_names(str(directory)))
         if len(configs) > 1 and name.config not in configs:
             problem = "a config has to be named" if name.config is None else f"it has no config {name.config!r}"
             raise HubError(f"{problem}; it has {', '.join(configs)}: give {_example(name, configs[0])}") from None
@@ -96,15 +89,6 @@ def _builder(directory: Path, name: HubName, listing: RepositoryListing) -> Any:
             converted = f"hf:{name.repo}@refs/convert/parquet:{name.split or 'train'}"
             raise HubError(f"it is made by a script, which is not run; try the hub's own conversion: {converted}") from error
         raise HubError(f"it holds no files that `datasets` reads: {_reason(error, directory)}") from error
-
-
-def _configs(directory: Path) -> list[str]:
-    import datasets
-
-    try:
-        return list(datasets.get_dataset_config_names(str(directory)))
-    except Exception:  # the caller has the error that counts
-        return []
 
 
 def _split_files(directory: Path, builder: Any, name: HubName) -> list[str]:

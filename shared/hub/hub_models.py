@@ -16,10 +16,8 @@ _SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")
 
 
 def directory(hub: Hub, name: HubName, *, weights: bool = True) -> Path:
-    """Returns the directory of a pinned name's files on this machine; what is not in the cache is downloaded.
-
-    Args:
-        weights: whether the weights are needed, or config and tokenizer alone.
+    """Returns the directory of a pinned name's files on this machine; what is not in the cache is downloaded. ``weights``: whether they are
+    needed, or config and tokenizer alone.
 
     Raises HubError: no such repository or file, no network, no room.
     """

@@ -1,5 +1,6 @@
 """The devices that services compute on, resolved without torch, and assigned where several services of a run are on one machine."""
 
+import itertools
 from pathlib import Path
 
 from shared.config.run_config import RunConfig
@@ -15,7 +16,7 @@ def resolve(wanted: str) -> str:
 
 def gpus() -> int:
     """Returns how many NVIDIA devices this machine shows."""
-    return len([entry for entry in Path("/dev").glob("nvidia[0-9]*") if entry.name.removeprefix("nvidia").isdigit()])
+    return sum(entry.name.removeprefix("nvidia").isdigit() for entry in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def trainer_offloads(config: RunConfig) -> bool:
@@ -56,17 +57,12 @@ def assign_gpus(config: RunConfig) -> dict[str, str]:
     needed, present = sum(count for _, count in wanted), gpus()
     if needed > present:
         parts = ", ".join(f"{instance} {count}" for instance, count in wanted)
-        raise ConfigError(
-            "rollout.rollout_replicas", rollout.rollout_replicas, f"the run needs {needed} GPUs ({parts}), this machine has {present}"
-        )
-    assigned: dict[str, list[int]] = {}
-    first = 0
-    for instance, count in wanted:
-        assigned[instance] = list(range(first, first + count))
-        first += count
+        expected = f"the run needs {needed} GPUs ({parts}), this machine has {present}"
+        raise ConfigError("rollout.rollout_replicas", rollout.rollout_replicas, expected)
+    free = iter(range(present))
+    assigned = {instance: list(itertools.islice(free, count)) for instance, count in wanted}
     if trainer.colocate:
-        train, generate = resolve(trainer.train_device), resolve(rollout.rollout_device)
-        if train != generate:
+        if (train := resolve(trainer.train_device)) != (generate := resolve(rollout.rollout_device)):
             raise ConfigError("rollout.rollout_device", generate, f"{train}, where the trainer it is colocated with computes")
         for index in range(rollout.rollout_replicas if "trainer-0" in assigned else 0):
             own, size = assigned["trainer-0"], rollout.rollout_num_gpus_per_engine

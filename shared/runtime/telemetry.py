@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -75,8 +75,9 @@ def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO"
         ids,
         _note_error,
     ]
+    rendering: list[structlog.typing.Processor] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     structlog.configure(
-        processors=[*shared, structlog.processors.format_exc_info, structlog.processors.JSONRenderer(sort_keys=False)],
+        processors=[*shared, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
         logger_factory=structlog.PrintLoggerFactory(stream),
         cache_logger_on_first_use=False,
@@ -84,11 +85,7 @@ def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO"
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.processors.format_exc_info,
-                structlog.processors.JSONRenderer(),
-            ],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
             foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
         )
     )
@@ -112,27 +109,27 @@ class Metrics:
 
     def __init__(self, run: str, instance: str) -> None:
         self.registry = CollectorRegistry()
-        self._labels = {"run": run, "instance": instance}
-        self._gauges: dict[str, Gauge] = {}
-        self._counters: dict[str, Counter] = {}
         self.values: dict[str, float] = {}
+        self._labels = {"run": run, "instance": instance}
+        self._made: dict[str, Any] = {}
 
     def set(self, name: str, value: float, *, in_status: bool = True, **labels: str) -> None:
         """Sets a gauge. ``in_status``: it stands in `values`, too, which the service's status in the registry carries."""
-        legal = _legal(name)  # names that differ in other characters only are one gauge
-        if legal not in self._gauges:
-            self._gauges[legal] = Gauge(f"myxo_{legal}", name, [*self._labels, *labels], registry=self.registry)
-        self._gauges[legal].labels(**self._labels, **labels).set(value)
+        self._metric(Gauge, name, labels).set(value)
         if in_status:
             self.values[".".join([name, *labels.values()])] = float(value)
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
         """Adds to a counter."""
-        if name not in self._counters:
-            self._counters[name] = Counter(f"myxo_{_legal(name)}", name, [*self._labels, *labels], registry=self.registry)
-        self._counters[name].labels(**self._labels, **labels).inc(amount)
+        self._metric(Counter, name, labels).inc(amount)
         key = ".".join([name, *labels.values()])
         self.values[key] = self.values.get(key, 0.0) + amount
+
+    def _metric(self, kind: type[Gauge | Counter], name: str, labels: dict[str, str]) -> Any:
+        legal = _legal(name)  # names that differ in other characters only are one metric
+        if legal not in self._made:
+            self._made[legal] = kind(f"myxo_{legal}", name, [*self._labels, *labels], registry=self.registry)
+        return self._made[legal].labels(**self._labels, **labels)
 
 
 def _legal(name: str) -> str:

@@ -16,14 +16,9 @@ KEEP_SECONDS = 30 * 86400.0
 
 def directory() -> Path | None:
     """Returns where results are kept; None for a user without a home."""
-    if own := os.environ.get("MYXO_CACHE"):
-        return Path(own)
-    if given := os.environ.get("XDG_CACHE_HOME"):
-        return Path(given) / "myxo"
-    try:
-        return Path.home() / ".cache" / "myxo"
-    except RuntimeError:
-        return None
+    with contextlib.suppress(RuntimeError):
+        return Path(os.environ.get("MYXO_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "myxo"))
+    return None
 
 
 def read(name: str) -> bytes | None:

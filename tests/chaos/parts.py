@@ -16,7 +16,6 @@ import torch
 
 from services.rollout.engine.capabilities import Capabilities
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.generation import SequenceLimits
 from services.rollout.engine.receiver.command_session import CommandSession
 from services.rollout.engine.receiver.receiver import Receiver
 from services.rollout.replica import Replica
@@ -81,9 +80,9 @@ def replica(instance: str, directory: str, model: str, environment: dict[str, st
     async def live() -> None:
         service = await connect("rollout")
         serving = Replica(service)
-        limits = SequenceLimits(vocab_size=1, max_sequence=1)
-        client = EngineClient(Yes(), Capabilities("none", model, limits, weight_sessions=False, overlaps=False), -1)  # type: ignore[arg-type]
-        await client.open_receiver(place, deadline=60)
+        capabilities = Capabilities("none", vocab_size=1, max_sequence=1, weight_sessions=False, overlaps=False)
+        client = EngineClient(Yes(), capabilities, -1, place)  # type: ignore[arg-type]
+        await client.open_receivers(deadline=60)
         await serving.attach(client)
         await WeightsReceiver(service, serving).listen()
         async with attended(service):

@@ -1,6 +1,5 @@
 """Real servers with the configs and accounts that `myxo accounts` makes: what a deployment runs, on free ports of this machine."""
 
-import socket
 import tempfile
 from pathlib import Path
 
@@ -13,49 +12,30 @@ class GuardedNats(EmbeddedServer):
     """nats-server with a rendered nats.conf."""
 
     name = "nats-server"
+    answer = b"INFO"
 
     def __init__(self, directory: Path, config: Path, port: int) -> None:
         super().__init__(directory)
         self._config, self.port = config, port
-
-    @property
-    def url(self) -> str:
-        return f"nats://127.0.0.1:{self.port}"
+        self.address, self.url = ("127.0.0.1", port), f"nats://127.0.0.1:{port}"
 
     def _command(self) -> list[str]:
         return [str(nats_binary()), "-c", str(self._config)]
-
-    def _answers(self) -> bool:
-        return _says(self.port, b"", b"INFO")
 
 
 class GuardedValkey(EmbeddedServer):
     """valkey-server with a rendered redis.conf."""
 
     name = "valkey-server"
+    question, answer = b"PING\r\n", b"-NOAUTH"
 
     def __init__(self, directory: Path, config: Path, port: int) -> None:
         super().__init__(directory)
         self._config, self.port = config, port
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}"
+        self.address, self.url = ("127.0.0.1", port), f"redis://127.0.0.1:{port}"
 
     def _command(self) -> list[str]:
         return [str(valkey_binary()), str(self._config)]
-
-    def _answers(self) -> bool:
-        return _says(self.port, b"PING\r\n", b"-NOAUTH")
-
-
-def _says(port: int, word: bytes, answer: bytes) -> bool:
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1) as link:
-            link.sendall(word)
-            return link.recv(len(answer)) == answer
-    except OSError:
-        return False
 
 
 class GuardedServers:

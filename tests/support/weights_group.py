@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -125,11 +125,6 @@ class Pusher:
         for client in self.clients:
             await client.set_weight_version(version)
         return taken
-
-
-async def held_weights(client: EngineClient) -> dict[str, Any]:
-    """What the receiver of the engine's first rank says that it holds: version, digest, channels."""
-    return (await client.receivers.ask({"verb": "state"}, JOIN_SECONDS))[0]
 
 
 def parameters(tensors: Tensors | torch.nn.Module) -> Tensors:

@@ -8,14 +8,10 @@ import json
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
 from services.rollout.engine.engine_errors import EngineError
-from services.rollout.engine.generation import SequenceLimits
 from services.rollout.engine.transport import EngineTransport
 from shared.config.engine_limits import longest_sequence
-
-NOT_CHANGED = "nothing was changed"
 
 DRAWN, BEGUN = "sglang:realtime_tokens_total", "sglang:queue_time_seconds_count"
 """Metrics of an engine: tokens by the kind of step that processed them, and requests whose prefill has begun."""
@@ -26,16 +22,16 @@ class Capabilities:
     """The capabilities that an engine has reported.
 
     Args:
-        release: SGLang's version, ``0.5.20``. model_path: the checkpoint that it was launched with, or last loaded from disk.
-        limits: vocabulary and longest sequence.
+        release: SGLang's version, ``0.5.20``.
+        vocab_size: token ids are from 0 to this, exclusive. max_sequence: tokens of one request, input and output together.
         weight_sessions: a push must lie between begin and end.
         overlaps: a step is computed while the results of the one before are processed. A pause in place leaves that step unfinished.
         ranks: processes that each hold a part of the model (tensor parallelism).
     """
 
     release: str
-    model_path: str
-    limits: SequenceLimits
+    vocab_size: int
+    max_sequence: int
     weight_sessions: bool
     overlaps: bool
     ranks: int = 1
@@ -67,37 +63,32 @@ async def read_capabilities(transport: EngineTransport, deadline: float) -> Capa
         deadline: seconds, for each of the four requests.
 
     Raises:
-        EngineError: an answer lacks a needed field, or there is no ``config.json``. DeadlineExceeded, EngineUnreachable.
+        EngineError: an answer lacks a needed field, or there is no readable ``config.json``. DeadlineExceeded, EngineUnreachable.
     """
-    info = await transport.get("/server_info", deadline, NOT_CHANGED)
-    model = await transport.get("/model_info", deadline, NOT_CHANGED)
-    served = await transport.get("/v1/models", deadline, NOT_CHANGED)
-    # Without a body and by GET nothing happens: an endpoint for POST alone answers 405, a missing one 404.
-    begin = await transport.status("GET", "/begin_weight_update", deadline)
+    info = await transport.get("/server_info", deadline)
+    model = await transport.get("/model_info", deadline)
+    served = await transport.get("/v1/models", deadline)
     try:
+        config = json.loads(Path(model["model_path"], "config.json").read_text())
+        context = served["data"][0]["max_model_len"]
         return Capabilities(
             release=info["version"],
-            model_path=model["model_path"],
-            limits=SequenceLimits(
-                vocab_size=_vocab_size(Path(model["model_path"]), transport.url),
-                max_sequence=_longest_sequence(info, served["data"][0]["max_model_len"]),
-            ),
-            weight_sessions=begin != HTTPStatus.NOT_FOUND,
+            vocab_size=int((config if "vocab_size" in config else config["text_config"])["vocab_size"]),
+            max_sequence=longest_sequence(context, info["max_total_num_tokens"], info.get("page_size") or 1),
+            weight_sessions=await _has_weight_sessions(transport, deadline),
             overlaps=not info["disable_overlap_schedule"],
             ranks=int(info.get("tp_size") or 1),
         )
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, OSError, json.JSONDecodeError) as error:
         raise EngineError(transport.url, f"its description lacks something: {type(error).__name__} {error}") from error
 
 
-def _longest_sequence(info: dict[str, Any], context: int) -> int:
-    return longest_sequence(context, info["max_total_num_tokens"], info.get("page_size") or 1)
-
-
-def _vocab_size(model_path: Path, url: str) -> int:
+async def _has_weight_sessions(transport: EngineTransport, deadline: float) -> bool:
+    """Returns whether there is an endpoint for it. By GET nothing happens: an endpoint for POST alone answers 405, a missing one 404."""
     try:
-        config = json.loads((model_path / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        reason = f"its vocabulary is unknown: no readable config.json in {model_path}"
-        raise EngineError(url, reason) from error
-    return int(config["vocab_size"] if "vocab_size" in config else config["text_config"]["vocab_size"])
+        await transport.get("/begin_weight_update", deadline)
+    except EngineError as error:
+        if error.status is None:
+            raise
+        return error.status != HTTPStatus.NOT_FOUND
+    return True

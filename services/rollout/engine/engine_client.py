@@ -6,18 +6,19 @@ are known to kill an engine are refused here, before they are sent, as ``Invalid
 
 import asyncio
 import base64
+import functools
 import pickle
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from services.rollout.engine.capabilities import NOT_CHANGED, Capabilities, parse_drawn_tokens, read_capabilities
-from services.rollout.engine.engine_errors import EngineError, InvalidRequest
+from services.rollout.engine.capabilities import Capabilities, parse_drawn_tokens, read_capabilities
+from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.engine_memory import EngineMemory
 from services.rollout.engine.generation import Generation, GenerationRequest, group_body, parse_group, parse_version, wire_rid
 from services.rollout.engine.launch_command import RECEIVER_LOADER
-from services.rollout.engine.receiver_client import ReceiverClient, ReceiverError, report_of
+from services.rollout.engine.receiver_client import ReceiverClient, report_of
 from services.rollout.engine.transport import EngineTransport
 from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.failures import log_failure
@@ -52,57 +53,39 @@ class EngineClient:
     ``EngineUnreachable``.
 
     Attributes:
-        version: the weight version that the engine serves, as far as this client has set or read it.
+        url: the engine's address. version: the weight version that it serves, as far as this client has set or read it.
+        late_versions: those whose first token of a request may still be the previous one's; see `services.rollout.engine.generation`.
         paused: the mode of the present pause, or None.
-        memory: releases the engine's memory and takes it again. generating: groups that the engine generates for this client now.
-        half_loaded: the engine was resumed after weights whose push was never finished. It generates for nobody until a whole push has gone
-            through: ``receive``, then ``set_weight_version``.
+        generating: groups that the engine generates for this client now.
+        memory: releases the engine's memory and takes it again. receivers: the parts of the engine's ranks that receive weights.
     """
 
-    def __init__(self, transport: EngineTransport, capabilities: Capabilities, version: int) -> None:
+    def __init__(self, transport: EngineTransport, capabilities: Capabilities, version: int, receiver: Path) -> None:
         self._transport, self.capabilities = transport, capabilities
-        self.version = version
+        self.url, self.version = transport.url, version
         self.paused: PauseMode | None = None
-        self.half_loaded = self._session_open = False
-        self._loading = False  # weights were received, or may have been; their version has not been set yet
-        self._resumed_half_loaded = 0  # times
-        self._late_versions: set[int] = set()  # see generation
-        self._receivers: ReceiverClient | None = None
-        self._background: set[asyncio.Task[None]] = set()
+        self.late_versions: set[int] = set()
         self.generating = self._retractions = 0
         self.memory = EngineMemory(transport, lambda: self.generating)
+        self.receivers = ReceiverClient(receiver, capabilities.ranks)
+        self._session_open = False
+        self._background: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def connect(cls, url: str, *, admin_key: str | None = None, deadline: float = CONTROL_SECONDS) -> Self:
+    async def connect(cls, url: str, receiver: Path, *, admin_key: str | None = None, deadline: float = CONTROL_SECONDS) -> Self:
         """Connects to a ready engine and reads what it can do.
 
         Args:
-            admin_key: the key that the engine was launched with, if any.
+            receiver: `EngineProcess.receiver`. admin_key: the key that the engine was launched with, if any.
         """
         transport = EngineTransport(url, admin_key)
         try:
             capabilities = await read_capabilities(transport, deadline)
-            model = await transport.get("/model_info", deadline, NOT_CHANGED)
-            # An engine that was launched without a version reports "default": its weights are the initial ones, so 0.
-            named = model.get("weight_version")
-            version = 0 if named == "default" else parse_version(named, transport.url)
-            client = cls(transport, capabilities, version)
-            if named == "default":
-                await client.set_weight_version(version, deadline=deadline)
+            model = await transport.get("/model_info", deadline)
+            return cls(transport, capabilities, parse_version(model.get("weight_version"), transport.url), receiver)
         except BaseException:
             await transport.close()
             raise
-        return client
-
-    @property
-    def url(self) -> str:
-        """Returns the engine's address."""
-        return self._transport.url
-
-    @property
-    def late_versions(self) -> frozenset[int]:
-        """Returns the versions whose first token of a request may still be the previous one's; see `services.rollout.engine.generation`."""
-        return frozenset(self._late_versions)
 
     async def close(self) -> None:
         """Waits for the background tasks (each has its deadline) and closes the connections."""
@@ -116,7 +99,7 @@ class EngineClient:
     async def __aexit__(self, *_exception: object) -> None:
         await self.close()
 
-    # ------------------------------------------------------------------------------------------------- generation
+    # --- generation
 
     async def generate_group(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, *, deadline: float = GENERATE_SECONDS
@@ -126,36 +109,25 @@ class EngineClient:
         Prefixes are shared among requests that were sent under the same weight version only, so no request reuses keys and values of
         another version's weights. If the call is cancelled or its deadline passes, the engine is told to abort these requests.
 
-        Args:
-            requests: one for each sample, usually of the same prompt.
-
-        Raises:
-            InvalidRequest: nothing was sent.
-            EngineError: also if the engine was resumed half-loaded in the meantime, since those tokens belong to no version.
+        Raises InvalidRequest: nothing was sent.
         """
-        if self.half_loaded:
-            raise InvalidRequest(f"the engine at {self.url} holds half-loaded weights; push to it before generating")
-        version, resumed_half_loaded = self.version, self._resumed_half_loaded
-        body = group_body(requests, sampling, self.capabilities.limits, cache_key=f"v{version}")
+        version = self.version
+        body = group_body(requests, sampling, self.capabilities, cache_key=f"v{version}")
         self.generating += 1
         try:
             answer = await self._transport.post("/generate", body, deadline, "its requests are being aborted")
         except (DeadlineExceeded, asyncio.CancelledError):
-            self._abandon([request.rid for request in requests])
+            self._abandon(requests)
             raise
         finally:
             self.generating -= 1
-        where = f"{self.url}/generate"
-        if resumed_half_loaded != self._resumed_half_loaded:
-            raise EngineError(where, "went on with half-loaded weights while it generated this; it is discarded")
-        generations = parse_group(answer, requests, version, self._late_versions, where)
+        generations = parse_group(answer, requests, version, self.late_versions, f"{self.url}/generate")
         self._retractions += sum(generation.retractions for generation in generations)
         return generations
 
     async def abort(self, rids: Sequence[str], *, deadline: float = CONTROL_SECONDS) -> None:
         """Ends these requests; each returns to its caller with its partial output. Unknown ids are ignored."""
-        bodies = [{"rid": wire_rid(rid)} for rid in rids]
-        await asyncio.gather(*(self._abort(body, deadline) for body in bodies))
+        await asyncio.gather(*(self._abort({"rid": wire_rid(rid)}, deadline) for rid in rids))
 
     async def abort_all(self, *, deadline: float = CONTROL_SECONDS) -> None:
         """Ends all requests; each returns to its caller with its partial output."""
@@ -164,9 +136,9 @@ class EngineClient:
     async def _abort(self, body: dict[str, Any], deadline: float) -> None:
         await self._transport.post("/abort_request", body, deadline, "requests may go on to their ends")
 
-    def _abandon(self, rids: Sequence[str]) -> None:
+    def _abandon(self, requests: Sequence[GenerationRequest]) -> None:
         """Has the engine abort requests whose caller has left. A failure is not raised, since the caller has its own error already."""
-        task = asyncio.create_task(self.abort(rids, deadline=ABANDON_SECONDS))
+        task = asyncio.create_task(self.abort([request.rid for request in requests], deadline=ABANDON_SECONDS))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         log_failure(task, "ending abandoned requests")
@@ -177,7 +149,7 @@ class EngineClient:
         A retracted sample draws its next token in a prefill again, which the engine does not count.
         """
         try:
-            page = await self._transport.get("/metrics", deadline, NOT_CHANGED)
+            page = await self._transport.get("/metrics", deadline)
         except EngineError as error:
             if error.status == HTTPStatus.NOT_FOUND:  # launched without --enable-metrics
                 return None
@@ -194,35 +166,21 @@ class EngineClient:
         self.paused = mode
 
     async def resume(self, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Resumes generation; does nothing to an engine that is not paused, nor to one that is asleep: see `EngineMemory.wake`.
-
-        In the middle of a push, the callers of running requests get an error; see ``half_loaded``.
-        """
+        """Resumes generation; does nothing to an engine that is not paused, nor to one that is asleep: see `EngineMemory.wake`."""
         if self.memory.asleep:
             return
-        if self._loading:
-            self.half_loaded = True
-            self._resumed_half_loaded += 1
         body = {"torch_empty_cache": False}
         await self._transport.post("/continue_generation", body, deadline, "the engine may still be paused")
         self.paused = None
 
     # --- weights
 
-    async def open_receiver(self, directory: Path, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Has every rank listen for commands in ``directory``; once, while nothing runs in the engine.
-
-        Args:
-            directory: ``EngineProcess.receiver``.
-        """
-        if self.capabilities.weight_sessions:
-            await self.begin_weight_update(deadline=deadline)
+    async def open_receivers(self, *, deadline: float = CONTROL_SECONDS) -> None:
+        """Has every rank listen for commands; once, while nothing runs in the engine."""
+        await self.begin_weight_update(deadline=deadline)
         await self._call_loader(deadline)
-        if self.capabilities.weight_sessions:
-            await self.end_weight_update(deadline=deadline)
-        receivers = ReceiverClient(directory, self.capabilities.ranks)
-        await receivers.wait_open(deadline)
-        self._receivers = receivers
+        await self.end_weight_update(deadline=deadline)
+        await self.receivers.wait_open(deadline)
 
     async def join_channels(
         self, channels: Sequence[WeightChannelAddress], rank: int, *, timeout: float = WEIGHTS_SECONDS, deadline: float = CONTROL_SECONDS
@@ -260,48 +218,16 @@ class EngineClient:
             push: the index of its manifests in the channels' stores. check: compare with the engine's weights and load nothing.
 
         Raises:
-            InvalidRequest: nothing was sent.
             ReceiverError, DeadlineExceeded: ``touched`` says whether the engine may hold some of the new weights: fence it then, until a
                 whole push has succeeded.
         """
-        if self.capabilities.weight_sessions and not self._session_open:
-            raise InvalidRequest("a push without begin_weight_update, which this engine wants first")
         command = {"verb": "receive", "version": version, "push": push, "channels": list(channels), "check": check}
-        answers = await self.load_by(command, deadline=deadline, loads=not check)
-        return report_of(answers, self.url)
-
-    async def load_by(self, command: dict[str, Any], *, deadline: float, loads: bool = True) -> list[dict[str, Any]]:
-        """Has every rank's scheduler run a command of its receiver, and returns the answers by rank. The engine must be paused or idle.
-
-        Args:
-            loads: the command changes weights: until a version is set, the engine is half-loaded.
-
-        Raises ReceiverError, DeadlineExceeded.
-        """
-        before = self._loading
-        self._loading = before or loads
-        try:
-            return await self.receivers.have_done(command, deadline, lambda: self._call_loader(deadline + LOADER_MARGIN))
-        except ReceiverError as error:
-            self._loading = before or (loads and error.touched)
-            raise
-        except DeadlineExceeded:  # the command was not accepted, so not begun
-            self._loading = before
-            raise
-
-    @property
-    def receivers(self) -> ReceiverClient:
-        """Returns the client of the engine's receivers. Raises InvalidRequest before ``open_receiver``."""
-        if self._receivers is None:
-            raise InvalidRequest(f"the engine at {self.url} has no receiver of weights; open_receiver comes first")
-        return self._receivers
+        wake = functools.partial(self._call_loader, deadline + LOADER_MARGIN)
+        return report_of(await self.receivers.have_done(command, deadline, wake), self.url)
 
     async def _call_loader(self, deadline: float) -> None:
-        body = {
-            "serialized_named_tensors": [NO_TENSORS] * self.capabilities.ranks,
-            "load_format": RECEIVER_LOADER,
-            "flush_cache": False,
-        }
+        tensors = [NO_TENSORS] * self.capabilities.ranks
+        body = {"serialized_named_tensors": tensors, "load_format": RECEIVER_LOADER, "flush_cache": False}
         await self._transport.post("/update_weights_from_tensor", body, deadline, "its receivers go on to their own deadline")
 
     async def begin_weight_update(self, *, deadline: float = CONTROL_SECONDS) -> None:
@@ -328,9 +254,7 @@ class EngineClient:
         prefixes stay, since requests of the new version share none with the old one's, and a flush would kill an engine that is paused with
         requests in it.
         """
-        if self._receivers is not None:
-            await self.adopt(-1, {}, deadline=min(deadline, CONTROL_SECONDS))
-        self._loading = True
+        await self.adopt(-1, {}, deadline=min(deadline, CONTROL_SECONDS))
         body = {"model_path": path, "weight_version": str(version), "flush_cache": False}
         next_action = "the engine may be half-loaded: restart it, or load anew"
         await self._transport.post("/update_weights_from_disk", body, deadline, next_action)
@@ -344,5 +268,5 @@ class EngineClient:
 
     def _loaded(self, version: int) -> None:
         if self.paused == "in_place" and self.capabilities.overlaps and version != self.version:
-            self._late_versions.add(version)
-        self.version, self._loading, self.half_loaded = version, False, False
+            self.late_versions.add(version)
+        self.version = version

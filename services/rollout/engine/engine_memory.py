@@ -5,8 +5,8 @@ released while it holds a request, or if a token is generated without its memory
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
 
 from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.transport import EngineTransport
@@ -39,28 +39,23 @@ class EngineMemory:
         Raises:
             DeadlineExceeded, EngineError, EngineUnreachable: the engine is in an unknown state and must be killed.
         """
-        end = time.monotonic() + deadline
         self.asleep = True
-        while self._running():  # a request may still have been in transit
-            await self._transport.post("/abort_request", {"abort_all": True}, self._left(end, deadline), "requests may go on")
-            await asyncio.sleep(POLL_INTERVAL_S)
-        # stops new requests, and ends those that others have sent: agents through a router
-        await self._transport.post("/pause_generation", {"mode": "abort"}, self._left(end, deadline), "the engine may be paused or not")
-        while not await self._is_idle(self._left(end, deadline)):
-            await asyncio.sleep(POLL_INTERVAL_S)
-        wanted = [tag for tag in release if tag not in self.released]
-        if wanted:
-            next_action = "it may have released some of its memory"
-            await self._transport.post("/release_memory_occupation", {"tags": wanted}, self._left(end, deadline), next_action)
-            self.released |= set(wanted)
+        try:
+            async with asyncio.timeout(deadline):
+                await self._end_requests(deadline)
+                if wanted := [tag for tag in release if tag not in self.released]:
+                    next_action = "it may have released some of its memory"
+                    await self._transport.post("/release_memory_occupation", {"tags": wanted}, deadline, next_action)
+                    self.released |= set(wanted)
+        except TimeoutError:
+            raise DeadlineExceeded("an idle engine", f"the engine at {self._transport.url}", deadline, "it should be ended") from None
 
     async def take_back(self, *tags: str, deadline: float) -> None:
         """Takes memory again for the released parts among ``tags``. The weights' memory then has no defined content, unless backed up.
 
         Raises as `sleep`.
         """
-        wanted = [tag for tag in tags if tag in self.released]
-        if wanted:
+        if wanted := [tag for tag in tags if tag in self.released]:
             next_action = "it may have taken some of its memory"
             await self._transport.post("/resume_memory_occupation", {"tags": wanted}, deadline, next_action)
             self.released -= set(wanted)
@@ -71,18 +66,18 @@ class EngineMemory:
         self.asleep = False
         await self._transport.post("/continue_generation", {"torch_empty_cache": False}, deadline, "the engine may still be paused")
 
-    async def _is_idle(self, deadline: float) -> bool:
-        """Returns whether the engine holds no request: it refuses to flush its cache while it holds any."""
-        try:
-            await self._transport.post("/flush_cache", None, deadline, "nothing was changed")
-        except EngineError as error:
-            if error.status == 400:
-                return False
-            raise
-        return True
-
-    def _left(self, end: float, deadline: float) -> float:
-        left = end - time.monotonic()
-        if left <= 0:
-            raise DeadlineExceeded("an idle engine", f"the engine at {self._transport.url}", deadline, "it should be ended")
-        return left
+    async def _end_requests(self, deadline: float) -> None:
+        """Returns once the engine holds no request: it refuses to flush its cache while it holds any."""
+        while self._running():  # a request may still have been in transit
+            await self._transport.post("/abort_request", {"abort_all": True}, deadline, "requests may go on")
+            await asyncio.sleep(POLL_INTERVAL_S)
+        # stops new requests, and ends those that others have sent: agents through a router
+        await self._transport.post("/pause_generation", {"mode": "abort"}, deadline, "the engine may be paused or not")
+        while True:
+            try:
+                await self._transport.post("/flush_cache", None, deadline, "nothing was changed")
+                return
+            except EngineError as error:
+                if error.status != HTTPStatus.BAD_REQUEST:
+                    raise
+            await asyncio.sleep(POLL_INTERVAL_S)

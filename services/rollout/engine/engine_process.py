@@ -11,7 +11,6 @@ import os
 import socket
 import tempfile
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from services.rollout.engine.launch_command import EngineCommand
 from shared.runtime.child_process import ChildProcess
@@ -41,11 +40,10 @@ class EngineProcess:
     """
 
     def __init__(self, command: EngineCommand, log_file: Path) -> None:
-        self.url = command.url
-        self._host, self._port = urlsplit(command.url).hostname or "", urlsplit(command.url).port or 80
+        self.url, self._port = command.url, command.port
         with socket.socket() as probe:
             probe.settimeout(1.0)
-            if probe.connect_ex((self._host, self._port)) == 0:
+            if probe.connect_ex(("127.0.0.1", self._port)) == 0:
                 raise MyxoError(f"the engine cannot be started at {self.url}: somebody listens there; give it another port")
         self.receiver = Path(tempfile.mkdtemp(prefix="myxo-engine-"))
         metrics = self.receiver / "metrics"  # SGLang's own temporary directory would stay behind when the engine is killed
@@ -71,7 +69,7 @@ class EngineProcess:
         await asyncio.to_thread(self.process.stop, deadline)
 
     def _answers(self) -> bool:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=PROBE_SECONDS)
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PROBE_SECONDS)
         try:
             connection.request("POST", "/generate", _ONE_TOKEN, {"Content-Type": "application/json"})
             return connection.getresponse().status == 200

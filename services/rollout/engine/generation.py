@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from services.rollout.engine.capabilities import Capabilities
 from services.rollout.engine.engine_errors import EngineError, InvalidRequest
 from shared.schema.messages import Sampling
 
@@ -74,23 +75,14 @@ class Generation:
     retractions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceLimits:
-    """The limits of an engine's input.
-
-    Args:
-        vocab_size: ids from 0 to this, exclusive. max_sequence: tokens of one request, input and output together.
-    """
-
-    vocab_size: int
-    max_sequence: int
-
-
-def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, limits: SequenceLimits, cache_key: str) -> dict[str, Any]:
+def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine: Capabilities, cache_key: str) -> dict[str, Any]:
     """Returns the body of one ``/generate`` call for a group.
 
+    Log-probs come from the temperature-scaled distribution over the whole vocabulary; ``top_p`` and ``top_k`` limit which tokens are
+    drawn, without renormalising the log-probs.
+
     Args:
-        cache_key: prefixes are shared among requests of the same key only.
+        engine: the limits of its input. cache_key: prefixes are shared among requests of the same key only.
 
     Raises:
         InvalidRequest: an id out of the vocabulary (it would kill the engine), a sequence over the limit (the engine
@@ -98,16 +90,17 @@ def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, limits
     """
     if not requests:
         raise InvalidRequest("a group without requests")
-    outside = [token for token in sampling.stop_token_ids if not 0 <= token < limits.vocab_size]
-    if outside:
-        raise InvalidRequest(f"stop token {outside[0]} is not in [0, {limits.vocab_size})")
+    if outside := [token for token in sampling.stop_token_ids if not 0 <= token < engine.vocab_size]:
+        raise InvalidRequest(f"stop token {outside[0]} is not in [0, {engine.vocab_size})")
     rids = [request.rid for request in requests]
     if len(set(rids)) < len(rids):
         raise InvalidRequest(f"the group has a request id twice: {sorted(rids)}")
     return {
         "rid": [wire_rid(rid) for rid in rids],
-        "input_ids": [_checked_tokens(request, limits) for request in requests],
-        "sampling_params": [_sampling_parameters(request, sampling) for request in requests],
+        "input_ids": [_checked_tokens(request, engine) for request in requests],
+        "sampling_params": [
+            {**sampling.model_dump(), "max_new_tokens": request.max_new_tokens, "ignore_eos": request.ignore_eos} for request in requests
+        ],
         "return_logprob": True,
         "extra_key": cache_key,
     }
@@ -199,40 +192,20 @@ def _begun_late(spans: tuple[Span, ...], version_before: int, late: Set[int]) ->
     return tuple(Span(start, end, version) for (start, version), end in zip(starts, ends, strict=True) if start < end)
 
 
-def _sampling_parameters(request: GenerationRequest, sampling: Sampling) -> dict[str, Any]:
-    """Returns SGLang's ``sampling_params`` of one sample.
-
-    Log-probs come from the temperature-scaled distribution over the whole vocabulary; ``top_p`` and ``top_k`` limit which
-    tokens are drawn, without renormalising the log-probs.
-    """
-    parameters: dict[str, Any] = {
-        "max_new_tokens": request.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "ignore_eos": request.ignore_eos,
-    }
-    if sampling.stop:
-        parameters["stop"] = list(sampling.stop)
-    if sampling.stop_token_ids:
-        parameters["stop_token_ids"] = list(sampling.stop_token_ids)
-    return parameters
-
-
-def _checked_tokens(request: GenerationRequest, limits: SequenceLimits) -> NDArray[np.int32]:
+def _checked_tokens(request: GenerationRequest, engine: Capabilities) -> NDArray[np.int32]:
     """Returns the request's tokens as int32 [P]. Raises InvalidRequest that names the request and its error."""
     ids, name = np.asarray(request.tokens), f"request {request.rid}"
     if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
         raise InvalidRequest(f"{name}: token ids are integers [P], P at least 1, not {ids.dtype} {list(ids.shape)}")
-    bad = np.flatnonzero((ids < 0) | (ids >= limits.vocab_size))
+    bad = np.flatnonzero((ids < 0) | (ids >= engine.vocab_size))
     if bad.size:
         at = int(bad[0])
-        raise InvalidRequest(f"{name}: token id {ids[at]} at {at} is not in [0, {limits.vocab_size})")
+        raise InvalidRequest(f"{name}: token id {ids[at]} at {at} is not in [0, {engine.vocab_size})")
     if request.max_new_tokens < 1:
         raise InvalidRequest(f"{name}: max_new_tokens = {request.max_new_tokens}, at least 1")
-    if ids.size + request.max_new_tokens > limits.max_sequence:
+    if ids.size + request.max_new_tokens > engine.max_sequence:
         raise InvalidRequest(
             f"{name}: {ids.size} input tokens and {request.max_new_tokens} new ones are more than the "
-            f"{limits.max_sequence} that the engine holds for one sequence"
+            f"{engine.max_sequence} that the engine holds for one sequence"
         )
     return np.ascontiguousarray(ids, np.int32)

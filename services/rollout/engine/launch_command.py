@@ -1,8 +1,7 @@
 """Makes the command that launches an engine, argv and environment, from the run's configuration. Nothing is started here.
 
-Precedence, lowest first: the defaults below for the device, the arguments of ``engine_command``, the run's ``sglang`` table. A flag of that
-table goes through verbatim, also one that this module has never heard of, and its value wins. Only what the rollout service itself must
-know (where the engine listens, what it serves) cannot be overridden.
+Precedence, lowest first: the defaults below for the device, the run's ``sglang`` table, what the rollout service itself must know (where
+the engine listens, what it serves). A flag of that table goes through verbatim, also one that this module has never heard of.
 """
 
 import importlib.util
@@ -11,13 +10,13 @@ import os
 import secrets
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import shared
 from shared.config.engine_limits import cpu_token_capacity
-from shared.config.sglang_flags import RESERVED, plain_name
+from shared.config.sglang_flags import plain_name
 from shared.runtime.errors import ConfigError
 
 FlagValue = bool | int | float | str | list[str] | list[int] | None
@@ -45,20 +44,39 @@ COMMON_FLAGS: dict[str, FlagValue] = {
     "enable-metrics": True,  # at /metrics, from which the service reads how many tokens were drawn
 }
 
+COMMON_VARIABLES = {
+    "TOKENIZERS_PARALLELISM": "false",
+    # its server would close idle connections after 5 s, and a request sent into that moment looks like a dead engine
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
+}
+CPU_VARIABLES = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # threads that spin while they wait for each other starve each other on busy cores: seen 8 to 30 times slower
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "OMP_NUM_THREADS": "1",
+}
+CUDA_VARIABLES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""Both ends of a push of weights must agree on these."""
+
 
 @dataclass(frozen=True)
 class EngineCommand:
     """The launch command of one engine.
 
     Args:
-        argv: the command. env: variables to set beside the inherited environment. url: the engine's address.
+        argv: the command. env: variables to set beside the inherited environment. port: on which the engine listens.
         admin_key: the key for its control calls, if it has one.
     """
 
     argv: list[str]
     env: dict[str, str]
-    url: str
+    port: int
     admin_key: str | None = None
+
+    @property
+    def url(self) -> str:
+        """Returns the engine's address on this machine."""
+        return f"http://127.0.0.1:{self.port}"
 
 
 def engine_command(
@@ -66,50 +84,26 @@ def engine_command(
     port: int,
     *,
     device: str,
-    random_seed: int | None = None,
+    random_seed: int = 0,
     flags: Mapping[str, FlagValue] | None = None,
-    threads: int | None = None,
     exposed: bool = False,
 ) -> EngineCommand:
     """Returns the launch command of an engine. It labels its tokens with weight version 0 until it is told another.
 
     Args:
         model_path: a Hugging Face checkpoint: a directory, or on CUDA also a name of the hub.
-        port: of 127.0.0.1, free. device: ``cpu`` or ``cuda``.
-        random_seed: of the engine's sampling; None lets SGLang draw one.
+        port: of 127.0.0.1, free. device: ``cpu`` or ``cuda``. random_seed: of the engine's sampling.
         flags: the run's ``sglang`` table, names with or without the leading dashes, ``-`` or ``_``.
-        threads: torch's threads per engine process on a CPU; None leaves it to torch.
         exposed: listen on all addresses, for a router; control calls (one of them unpickles) then need a key.
 
-    Raises:
-        ConfigError: a reserved flag, a flag given twice, no checkpoint at ``model_path``, or on a CPU no engine site.
+    Raises ConfigError: on a CPU, no checkpoint at ``model_path``, or no engine site.
     """
-    if device not in ("cpu", "cuda"):
-        raise ConfigError("rollout.rollout_device", device, "'cpu' or 'cuda'")
-    given = _normalised(flags or {})
-    chosen: dict[str, FlagValue] = COMMON_FLAGS | {"random-seed": random_seed}
-    env: dict[str, str] = {
-        "TOKENIZERS_PARALLELISM": "false",
-        # its server would close idle connections after 5 s, and a request sent into that moment looks like a dead engine
-        "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
-        "PYTHONPATH": _engine_path(device),
-    }
+    admin_key = secrets.token_urlsafe(24) if exposed else None
+    chosen = COMMON_FLAGS | {"random-seed": random_seed}
     if device == "cpu":
         chosen |= CPU_FLAGS | {"max-total-tokens": _cpu_token_capacity(Path(model_path))}
-        launcher = [str(CPU_LAUNCHER)]
-        env["SGLANG_USE_CPU_ENGINE"] = "1"
-        # Threads that spin while they wait for each other starve each other on busy cores: seen 8 to 30 times slower.
-        env["OMP_WAIT_POLICY"] = "PASSIVE"
-        if threads is not None:
-            env["OMP_NUM_THREADS"] = str(threads)
-    else:
-        launcher = ["-m", "sglang.launch_server"]
-        env |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}  # both ends of a weight push must agree on them
-    chosen |= given
-    if chosen.get("enable-memory-saver") and (runtime := _cuda_runtime()):
-        env["LD_LIBRARY_PATH"] = os.pathsep.join([*runtime, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
-    admin_key = secrets.token_urlsafe(24) if exposed else None
-    fixed: dict[str, FlagValue] = {
+    chosen |= {plain_name(name): value for name, value in (flags or {}).items()}
+    chosen |= {
         "model-path": str(model_path),
         "host": "0.0.0.0" if exposed else "127.0.0.1",
         "port": port,
@@ -118,8 +112,11 @@ def engine_command(
         "admin-api-key": admin_key,
         "custom-weight-loader": RECEIVER_LOADER,
     }
-    argv = [sys.executable, *launcher, *_arguments(fixed | chosen)]
-    return EngineCommand(argv=argv, env=env, url=f"http://127.0.0.1:{port}", admin_key=admin_key)
+    launcher = [str(CPU_LAUNCHER)] if device == "cpu" else ["-m", "sglang.launch_server"]
+    env = COMMON_VARIABLES | (CPU_VARIABLES if device == "cpu" else CUDA_VARIABLES) | {"PYTHONPATH": _engine_path(device)}
+    if chosen.get("enable-memory-saver") and (runtime := _cuda_runtime()):
+        env["LD_LIBRARY_PATH"] = os.pathsep.join([*runtime, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
+    return EngineCommand([sys.executable, *launcher, *_arguments(chosen)], env, port, admin_key)
 
 
 def engine_site() -> Path:
@@ -144,39 +141,22 @@ def _cuda_runtime() -> list[str]:
     return sorted({str(library.parent) for root in roots for library in Path(root).glob("*/lib/libcudart.so.*")})
 
 
-def _normalised(flags: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
-    """Returns the flags with names as SGLang spells them, without the leading dashes."""
-    result: dict[str, FlagValue] = {}
-    for name, value in flags.items():
-        flag = plain_name(name)
-        if flag in RESERVED:
-            raise ConfigError(f"rollout.sglang.{name}", value, f"the rollout service sets this one; {RESERVED[flag]}")
-        if flag in result:
-            raise ConfigError(f"rollout.sglang.{name}", value, f"--{flag} is given twice in [rollout.sglang]")
-        result[flag] = value
-    return result
-
-
-def _arguments(flags: Mapping[str, FlagValue]) -> list[str]:
-    """Returns the flags as command line arguments, in order."""
-    arguments: list[str] = []
+def _arguments(flags: Mapping[str, FlagValue]) -> Iterator[str]:
+    """Yields the flags as command line arguments, in order."""
     for name, value in flags.items():
         if value is None or value is False:
             continue
-        arguments.append(f"--{name}")
+        yield f"--{name}"
         if value is not True:
-            arguments += [str(item) for item in (value if isinstance(value, list) else [value])]
-    return arguments
+            yield from map(str, value if isinstance(value, list) else [value])
 
 
 def _engine_path(device: str) -> str:
     """Returns an engine's PYTHONPATH: on a CPU the engine site, then the inherited entries, then the receiver's directory."""
-    inherited = os.environ.get("PYTHONPATH")
     own = str(Path(shared.__file__).parents[1])
     installed = own in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # then the receiver is found anyway
-    return os.pathsep.join(
-        [*([str(engine_site())] if device == "cpu" else []), *([inherited] if inherited else []), *([] if installed else [own])]
-    )
+    entries = [str(engine_site()) if device == "cpu" else "", os.environ.get("PYTHONPATH", ""), "" if installed else own]
+    return os.pathsep.join(filter(None, entries))
 
 
 def _cpu_token_capacity(model_path: Path) -> int:

@@ -34,7 +34,8 @@ def text() -> str:
 
 def _row(action: argparse.Action) -> dict[str, Any]:
     """Returns the fields of `shared.config.sglang_flags.EngineFlag` that differ from its defaults."""
-    kind = "switch" if action.nargs == 0 else _kind(action.type)
+    counts = getattr(action.type, "__name__", "") == "human_readable_int"
+    kind = "switch" if action.nargs == 0 else "count" if counts else KINDS.get(action.type, "text")
     row: dict[str, Any] = {"spellings": [word.removeprefix("--") for word in action.option_strings if word.startswith("--")], "kind": kind}
     if action.nargs in ("+", "*"):
         row["several"] = True
@@ -45,27 +46,20 @@ def _row(action: argparse.Action) -> dict[str, Any]:
     return row
 
 
-def _kind(reader: Any) -> str:
-    return "count" if getattr(reader, "__name__", "") == "human_readable_int" else KINDS.get(reader, "text")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m services.rollout.engine.sglang_catalogue", description=__doc__.split("\n\n")[0])
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--write", action="store_true", help=f"write {sglang_flags.CATALOGUE.name}")
     what.add_argument("--check", action="store_true", help="exit 1 where it is not current")
-    given, path = parser.parse_args(arguments), sglang_flags.CATALOGUE
-    made = text()
+    given, path, made = parser.parse_args(arguments), sglang_flags.CATALOGUE, text()
+    if given.check and path.read_text() != made:
+        print(f"{path.name} is not what this SGLang's parser says; run `make docs`", file=sys.stderr)
+        return 1
     if given.write:
         path.write_text(made)
-    elif given.check:
-        if not path.is_file() or path.read_text() != made:
-            print(f"{path.name} is not what this SGLang's parser says; run `make docs`", file=sys.stderr)
-            return 1
-        print(f"{path.name} is current")
     else:
-        print(made)
+        print(f"{path.name} is current" if given.check else made)
     return 0
 
 

@@ -30,19 +30,15 @@ class EngineTransport:
         """Closes the session and its connections."""
         await self._session.close()
 
-    async def get(self, path: str, deadline: float, next_action: str) -> Any:
-        """Sends a GET; see `call`."""
-        return await self.call("GET", path, None, deadline, next_action)
+    async def get(self, path: str, deadline: float) -> Any:
+        """Sends a GET, which changes nothing in the engine. Otherwise as `post`."""
+        return await self._call("GET", path, None, deadline, "nothing was changed")
 
     async def post(self, path: str, body: Any, deadline: float, next_action: str) -> Any:
-        """Sends a POST; see `call`."""
-        return await self.call("POST", path, body, deadline, next_action)
-
-    async def call(self, method: str, path: str, body: Any, deadline: float, next_action: str) -> Any:
-        """Sends one request and returns the parsed JSON, None for an empty answer, or the text of an answer that is not JSON.
+        """Sends a POST and returns the parsed JSON, None for an empty answer, or the text of an answer that is not JSON.
 
         Args:
-            method: GET or POST. path: with its leading slash. body: anything that orjson takes, also numpy arrays; None for none.
+            body: anything that orjson takes, also numpy arrays; None for none.
             deadline: seconds for everything, connecting and reading included.
             next_action: what happens should the deadline pass, for its error.
 
@@ -51,16 +47,9 @@ class EngineTransport:
             EngineError: the status is other than 2xx; with the engine's message.
             EngineUnreachable: there is no connection, or it broke.
         """
-        status, answer = await self._exchange(method, path, body, deadline, next_action)
-        if not 200 <= status < 300:
-            raise EngineError(self.url + path, message_of(answer), status)
-        return answer
+        return await self._call("POST", path, body, deadline, next_action)
 
-    async def status(self, method: str, path: str, deadline: float) -> int:
-        """Returns the HTTP status of a request without a body, whatever it is. Otherwise raises as `call` does."""
-        return (await self._exchange(method, path, None, deadline, "nothing was changed"))[0]
-
-    async def _exchange(self, method: str, path: str, body: Any, deadline: float, next_action: str) -> tuple[int, Any]:
+    async def _call(self, method: str, path: str, body: Any, deadline: float, next_action: str) -> Any:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:
@@ -68,11 +57,14 @@ class EngineTransport:
                 asyncio.timeout(deadline),
                 self._session.request(method, self.url + path, data=data, headers=headers) as response,
             ):
-                return response.status, _parsed(await response.read())
+                answer = _parsed(await response.read())
         except TimeoutError:
             raise DeadlineExceeded(f"the answer to {method} {path}", f"the engine at {self.url}", deadline, next_action) from None
         except aiohttp.ClientError as error:
             raise EngineUnreachable(self.url + path, f"{type(error).__name__}: {error}") from error
+        if not response.ok:
+            raise EngineError(self.url + path, message_of(answer), response.status)
+        return answer
 
 
 def message_of(answer: Any) -> str:

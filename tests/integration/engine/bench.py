@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.rollout_service import Rollout
@@ -11,12 +11,14 @@ from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import WorkQueue
 from shared.runtime.service_base import Service
 from shared.schema import sample
-from shared.schema.messages import Failed, Generated, Outcome, Sampling, Task
+from shared.schema.messages import Failed, Generated, Message, Outcome, Sampling, Task
 from shared.schema.sample import Sample
 from tests.integration.engine.load import load, prompts
 from tests.support.waiting import until
 
 PROMPT = prompts(1)[0]
+
+Reply = TypeVar("Reply", bound=Message)
 
 
 class Bench:
@@ -78,6 +80,11 @@ class Bench:
         """As after a push."""
         await self.client.set_weight_version(version)
         await self.replica.serve(version)
+
+    async def ask(self, verb: str, request: Message, reply: type[Reply] = Message) -> Reply:  # type: ignore[assignment]
+        """The replica's answer to a request of the trainer's. Raises RequestRefused."""
+        subject = self.service.subjects.replica_weights(self.service.instance, verb)
+        return await self.service.bus.request(subject, request, reply, deadline=240, awaited_from="the replica", patient=False)
 
 
 NewBench = Callable[..., Awaitable[Bench]]

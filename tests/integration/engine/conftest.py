@@ -64,7 +64,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @contextmanager
 def running_engine(model: Path, directory: Path, flags: dict[str, FlagValue]) -> Iterator[EngineProcess]:
-    command = engine_command(model, free_port(), device="cpu", random_seed=1, threads=1, flags=flags)
+    command = engine_command(model, free_port(), device="cpu", random_seed=1, flags=flags)
     process = EngineProcess(command, directory / "engine.log")
     try:
         asyncio.run(process.wait_ready(START_SECONDS))
@@ -76,10 +76,10 @@ def running_engine(model: Path, directory: Path, flags: dict[str, FlagValue]) ->
 @asynccontextmanager
 async def fresh_client(engine: EngineProcess, checkpoint: Checkpoint) -> AsyncIterator[EngineClient]:
     """A client of an engine that is idle, not paused, and serves ``checkpoint`` as version 0."""
-    async with await EngineClient.connect(engine.url) as client:
+    async with await EngineClient.connect(engine.url, engine.receiver) as client:
         await client.abort_all()
         await client.resume()
-        await client.open_receiver(engine.receiver)
+        await client.open_receivers()
         await client.update_weights_from_disk(str(checkpoint.path), 0)
         await asked(client, "POST", "/flush_cache")
         yield client
@@ -128,6 +128,7 @@ async def new_bench(
         await runs.create(bus, config, valkey.url)
         service = Service("rollout", "rollout-1", run_name, bus, config, valkey.url)
         rollout = Rollout(service)
+        await rollout.weights.listen()
         await rollout.replica.attach(client)
         await rollout.replica.serve(0)
         made.append(Bench(service, rollout, client))

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
@@ -67,6 +67,20 @@ async def load(client: EngineClient) -> Load:
 async def served_version(client: EngineClient) -> str:
     """The weight version that the engine itself names."""
     return str((await asked(client, "GET", "/model_info"))["weight_version"])
+
+
+class WeightsState(NamedTuple):
+    """What the engine's first rank knows of its weights."""
+
+    version: int
+    digest: str
+    channels: frozenset[str]
+
+
+async def weights_state(client: EngineClient) -> WeightsState:
+    """What the engine itself knows of its weights."""
+    answer = (await client.receivers.ask({"verb": "state"}, 30))[0]
+    return WeightsState(answer["version"], answer["digest"], frozenset(answer["channels"]))
 
 
 @dataclass

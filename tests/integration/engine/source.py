@@ -1,4 +1,4 @@
-"""The trainer, as a replica sees it in a push: requests by its handlers, bytes by one channel."""
+"""The trainer, as a replica sees it in a push: requests over the bus, bytes by one channel."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ class Source:
     """
 
     def __init__(self, desk: Bench, model: torch.nn.Module, version: int, world_size: int = 2) -> None:
-        self.weights, self.version = desk.rollout.weights, version
+        self._desk, self.version = desk, version
         self.group = WeightsGroup(f"source-{next(NUMBERS)}", world_size)
         self.tensors = parameters(model)
         self.manifest = manifest_of(self.tensors)
@@ -36,7 +36,7 @@ class Source:
 
     async def prepare(self) -> None:
         """Has the replica join, and joins if nobody else is to come."""
-        await self.weights.prepare(WeightsPrepare(version=self.version, channels=[self.group.address], rank=1, deadline=SECONDS))
+        await self._desk.ask("prepare", WeightsPrepare(version=self.version, channels=[self.group.address], rank=1, deadline=SECONDS))
         if self.group.world_size == 2:
             await asyncio.to_thread(self.group.join, SECONDS)
 
@@ -54,17 +54,15 @@ class Source:
         self.group.announce(push, self.manifest, deadline)
         sending = asyncio.create_task(asyncio.to_thread(self.group.push, self.manifest, self.tensors, only, then))
         try:
-            answer = await self.weights.receive(order)
+            return await self._desk.ask("receive", order, WeightsReceived)
         finally:
             await sending
-        assert isinstance(answer, WeightsReceived)
-        return answer
 
     async def commit(self, digest: str) -> None:
-        await self.weights.commit(WeightsCommit(version=self.version, digest=digest, deadline=SECONDS))
+        await self._desk.ask("commit", WeightsCommit(version=self.version, digest=digest, deadline=SECONDS))
 
     async def abort(self, version: int | None = None) -> None:
-        await self.weights.abort(WeightsAbort(version=self.version if version is None else version, reason="the test says so"))
+        await self._desk.ask("abort", WeightsAbort(version=self.version if version is None else version, reason="the test says so"))
 
     def leave(self) -> None:
         self.group.die()

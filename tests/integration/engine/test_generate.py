@@ -2,6 +2,7 @@
 
 import asyncio
 from importlib.metadata import version
+from pathlib import Path
 
 import aiohttp
 import numpy as np
@@ -35,8 +36,8 @@ async def idle(client: EngineClient) -> bool:
 async def test_the_engine_says_what_it_can_do(client: EngineClient) -> None:
     capabilities = client.capabilities
     assert capabilities.release == version("sglang")
-    assert capabilities.limits.vocab_size == 4 + len(PRINTABLE)
-    assert capabilities.limits.max_sequence == 2046
+    assert capabilities.vocab_size == 4 + len(PRINTABLE)
+    assert capabilities.max_sequence == 2046
     assert not capabilities.overlaps
 
 
@@ -157,7 +158,7 @@ async def test_a_group_is_checked_as_a_whole(client: EngineClient) -> None:
 
 
 async def test_the_longest_sequence_is_generated_in_full(client: EngineClient) -> None:
-    longest = client.capabilities.limits.max_sequence
+    longest = client.capabilities.max_sequence
     prompt = prompts(1, longest - 20)[0]
     (generation,) = await client.generate_group([GenerationRequest(prompt, 20, ignore_eos=True)], SAMPLING)
     assert generation.finish == "length" and len(generation.tokens) == 20
@@ -193,7 +194,7 @@ async def test_a_pause_holds_new_requests_back(client: EngineClient) -> None:
 
 async def test_nobody_answers() -> None:
     with pytest.raises(EngineUnreachable, match=r"http://127.0.0.1:\d+/server_info: ClientConnectorError"):
-        await EngineClient.connect(f"http://127.0.0.1:{free_port()}")
+        await EngineClient.connect(f"http://127.0.0.1:{free_port()}", Path())
 
 
 async def test_a_control_call_has_a_deadline(client: EngineClient) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.weight_receiver import PushRefused
+from shared.bus.bus_errors import RequestRefused
 from shared.schema import sample
 from shared.schema.messages import Interrupted, Payload, Sampling
 from shared.schema.sample import Sample
@@ -133,18 +133,18 @@ async def test_a_group_whose_earlier_samples_are_lost_begins_anew(new_bench: New
 async def test_a_replica_that_stops_keeps_its_word_and_gives_no_other(new_bench: NewBench, checkpoint: Checkpoints) -> None:
     desk = await new_bench()
     weights = desk.rollout.weights
-    assert await weights.offer(WeightsOffer(version=1)) == WeightsReady(replica="rollout-1", version=0)
+    assert await desk.ask("offer", WeightsOffer(version=1)) == WeightsReady(replica="rollout-1", version=0)
     staying = asyncio.create_task(weights.settled(60))  # for what may follow the answer
     desk.service.stopping.set()
     await asyncio.sleep(0)
     assert not staying.done()
-    with pytest.raises(PushRefused, match="about to stop"):
-        await weights.offer(WeightsOffer(version=1))
+    with pytest.raises(RequestRefused, match="about to stop"):
+        await desk.ask("offer", WeightsOffer(version=1))
     source = Source(desk, checkpoint(1).model, 1)
     await source.prepare()
     received = await source.receive()
     assert not staying.done()
-    await weights.commit(WeightsCommit(version=1, digest=received.digest, deadline=60))
+    await desk.ask("commit", WeightsCommit(version=1, digest=received.digest, deadline=60))
     await asyncio.wait_for(staying, 60)
     source.leave()
     assert desk.replica.version == 1

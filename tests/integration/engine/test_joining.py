@@ -28,11 +28,10 @@ from shared.transfer.tensor_file import TensorFiles
 from shared.transfer.weight_checkpoint import WeightCheckpoint, WeightCheckpoints
 from shared.transfer.weight_checkpoint_writer import WeightCheckpointWriter
 from tests.integration.engine.conftest import Checkpoint, Checkpoints
-from tests.integration.engine.load import LONG, SAMPLING, generating, prompts
+from tests.integration.engine.load import LONG, SAMPLING, generating, prompts, weights_state
 from tests.integration.engine.reference import log_probs
 from tests.support.run_config import run_config
 from tests.support.waiting import until
-from tests.support.weights_group import held_weights
 
 EXACT = 1e-5
 SECONDS = 120
@@ -122,7 +121,7 @@ async def test_versions_from_disk(
         await announce(service, first)
         await serving(rollout, 1)
         await draws(client, checkpoint(1), 1)
-        assert (await held_weights(client))["digest"] == first.digest
+        assert (await weights_state(client)).digest == first.digest
 
         async with generating(client, 2) as running:
             second = write(snapshots, 2, checkpoint(2), current)
@@ -132,7 +131,7 @@ async def test_versions_from_disk(
             for _, generation in await running.result():
                 assert len(generation.tokens) == LONG and {span.version for span in generation.spans} == {1, 2}
         await draws(client, checkpoint(2), 2)
-        assert (await held_weights(client))["digest"] == second.digest
+        assert (await weights_state(client)).digest == second.digest
 
         third = write(snapshots, 3, checkpoint(1), current)
         file = third.tensor_files()[0]
@@ -180,6 +179,6 @@ async def test_weights_from_another_engine(
             for _, generation in await running.result():
                 assert generation.spans == (Span(0, LONG, 5),)
         await draws(overlapping_client, checkpoint(1), 5)
-        assert (await held_weights(overlapping_client))["digest"] == digest
+        assert (await weights_state(overlapping_client)).digest == digest
         cards = {card.instance: card.state for card in await joiner.service.registry.alive("rollout")}
         assert cards == {"rollout-1": "ready", "rollout-2": "ready"}

@@ -37,7 +37,7 @@ time.sleep(600)
 
 async def test_nothing_of_an_engine_outlives_a_killed_service(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """kill -9 of the service, with a real engine that is generating: its scheduler and detokenizer end too."""
-    command = engine_command(checkpoint(0).path, free_port(), device="cpu", threads=1)
+    command = engine_command(checkpoint(0).path, free_port(), device="cpu")
     code = SERVICE.format(command=command, log=str(tmp_path / "engine.log"), seconds=START_SECONDS)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -49,7 +49,7 @@ async def test_nothing_of_an_engine_outlives_a_killed_service(checkpoint: Checkp
             assert receiver.stat().st_mode & 0o777 == 0o700  # whoever gets in there can change weights
             assert any("scheduler" in " ".join(psutil.Process(pid).cmdline()) for pid in group_members(group))
             assert len(group_members(group)) == 4  # watchdog, server, scheduler, detokenizer
-            async with await EngineClient.connect(command.url) as client, generating(client, 2) as running:
+            async with await EngineClient.connect(command.url, receiver) as client, generating(client, 2) as running:
                 process.kill()
                 process.wait(60)
                 await until(lambda: not group_members(group), "the end of the engine's processes")
@@ -62,7 +62,7 @@ async def test_nothing_of_an_engine_outlives_a_killed_service(checkpoint: Checkp
 
 async def test_an_engine_that_ends_on_sigterm_is_given_the_time(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """A graceful stop of a real engine, which looks for the signal every 5 s."""
-    engine = EngineProcess(engine_command(checkpoint(0).path, free_port(), device="cpu", threads=1), tmp_path / "engine.log")
+    engine = EngineProcess(engine_command(checkpoint(0).path, free_port(), device="cpu"), tmp_path / "engine.log")
     try:
         await engine.wait_ready(START_SECONDS)
         await engine.stop(120)
@@ -89,7 +89,5 @@ async def test_what_ends_an_engine_at_its_start_is_quoted(flags: dict, words: st
 
 
 async def test_a_taken_port_is_noticed(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(MyxoError, match="somebody listens there"):
-            EngineProcess(EngineCommand(["true"], {}, url), tmp_path / "log")
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(MyxoError, match="somebody listens there"):
+        EngineProcess(EngineCommand(["true"], {}, taken.getsockname()[1]), tmp_path / "log")

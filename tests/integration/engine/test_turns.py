@@ -10,11 +10,12 @@ import pytest
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_memory import EVERYTHING, WEIGHTS
 from services.rollout.engine.generation import GenerationRequest
-from shared.schema.messages import Accepted, Message, Sampling
+from shared.runtime import devices
+from shared.schema.messages import Sampling
 from shared.schema.weight_messages import WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
-from tests.integration.engine.load import LONG, asked, load
+from tests.integration.engine.load import LONG, asked, load, weights_state
 from tests.integration.engine.reference import log_probs
 from tests.support.waiting import until
 
@@ -31,20 +32,13 @@ MINUTES = 240.0
 async def desk(new_bench: NewBench) -> AsyncIterator[Bench]:
     """A replica that serves version 0 and shares its device."""
     desk = await new_bench(**COLOCATED)
-    await desk.rollout.weights.listen()
     yield desk
     if desk.replica.served.asleep:
-        await ask(desk, "wake", WeightsWake(deadline=MINUTES), WeightsReady)
-
-
-async def ask(desk: Bench, verb: str, request: Message, reply: type[Message] = Accepted) -> Any:
-    subject = desk.service.subjects.replica_weights(desk.service.instance, verb)
-    return await desk.service.bus.request(subject, request, reply, deadline=MINUTES, awaited_from="the replica")
+        await desk.ask("wake", WeightsWake(deadline=MINUTES), WeightsReady)
 
 
 async def sleep(desk: Bench, lasts: float = MINUTES) -> WeightsAsleep:
-    answer: WeightsAsleep = await ask(desk, "sleep", WeightsSleep(lasts=lasts, deadline=MINUTES), WeightsAsleep)
-    return answer
+    return await desk.ask("sleep", WeightsSleep(lasts=lasts, deadline=MINUTES), WeightsAsleep)
 
 
 async def test_what_was_running_waits_for_the_turns_end_and_goes_on_from_its_tokens(desk: Bench, checkpoint: Checkpoints) -> None:
@@ -54,7 +48,7 @@ async def test_what_was_running_waits_for_the_turns_end_and_goes_on_from_its_tok
             asleep = await sleep(desk)
             if desk.rollout.running:
                 break
-            await ask(desk, "wake", WeightsWake(deadline=MINUTES), WeightsReady)
+            await desk.ask("wake", WeightsWake(deadline=MINUTES), WeightsReady)
         await desk.generated()  # it was over before the engine could be asked
     else:
         raise AssertionError("five groups in a row were over before the engine could be asked")
@@ -73,7 +67,7 @@ async def test_what_was_running_waits_for_the_turns_end_and_goes_on_from_its_tok
     await desk.client.set_weight_version(1)  # as a push in the trainer's turn does
     await desk.replica.serve(1)
     assert not desk.replica.serving
-    awake = await ask(desk, "wake", WeightsWake(deadline=MINUTES), WeightsReady)
+    awake = await desk.ask("wake", WeightsWake(deadline=MINUTES), WeightsReady)
     assert awake.version == 1
     assert desk.service.state == "ready"
     assert len((await late)[0].tokens) >= 1
@@ -104,27 +98,20 @@ async def test_each_word_of_the_trainer_counts_from_when_it_was_said(desk: Bench
     await until(lambda: desk.replica.serving, "a replica that has woken", MINUTES)
 
 
-async def test_weights_that_went_with_the_memory_come_back_by_a_push_only(desk: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_weights_that_went_with_the_memory_come_back_by_a_push_only(new_bench: NewBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is told to release its memory as on a GPU; on a CPU it keeps it, so that only the protocol is seen here."""
-    turns = desk.rollout.weights.colocation
-    monkeypatch.setattr(turns, "_releases", True)
-    monkeypatch.setattr(turns, "_loses", True)
-    adopted: list[int] = []
-
-    async def adopt(version: int, *_: Any, **__: Any) -> str:  # this bench's engine has no receiver
-        adopted.append(version)
-        return ""
-
-    monkeypatch.setattr(desk.client, "adopt", adopt)
+    monkeypatch.setattr(devices, "engines_release", lambda config: True)
+    desk = await new_bench(**COLOCATED)
+    await desk.client.adopt(0, {})
     assert (await sleep(desk)).version == -1
-    assert adopted == [-1]
+    assert (await weights_state(desk.client)).version == -1
     occupation = desk.client.memory
     assert occupation.released == set(EVERYTHING)
-    assert (await ask(desk, "wake", WeightsWake(deadline=MINUTES), WeightsReady)).version == -1
+    assert (await desk.ask("wake", WeightsWake(deadline=MINUTES), WeightsReady)).version == -1
     assert not desk.replica.serving
     assert desk.service.state == "fenced"
     assert occupation.released == set(EVERYTHING), "an engine without weights takes no memory"
-    await turns.make_room(MINUTES)
+    await desk.rollout.weights.colocation.make_room(MINUTES)
     assert occupation.released == set(EVERYTHING) - {WEIGHTS}
     await desk.client.set_weight_version(3)
     await desk.replica.serve(3)

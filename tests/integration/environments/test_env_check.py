@@ -77,6 +77,11 @@ async def answering(url: str, bus: Bus | None = None, run: str = "") -> None:
     await environment.close()
 
 
+@pytest.fixture
+def short_describe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.environment.conformance.DESCRIBE_SECONDS", 1.0)
+
+
 @pytest.mark.parametrize("example", [python_example, node_example], ids=["python", "node"])
 async def test_the_examples_keep_the_protocol(example: Callable[[int, Path], EnvironmentProcess], tmp_path: Path) -> None:
     port = free_port()
@@ -121,7 +126,7 @@ async def test_an_environment_that_is_right_passes_and_says_what_it_gave(capsys:
         ("bool", "one sample", "rewards[0] is True; expected a finite number"),
         ("no-reward", "a group of 4", "rewards[3].reward is missing"),
         ("late", "one sample", "late: the answer to score did not come within 1 s"),
-        ("late-describe", "describe", "late: the answer to describe did not come within 5 s"),
+        ("late-describe", "describe", "late: the answer to describe did not come within 1 s"),
         ("error-500", "one sample", "answered score with HTTP 500: the judge is ill"),
         ("error-in-200", "one sample", "says: no such task"),
         ("bare-500", "one sample", "answered score with HTTP 500"),
@@ -137,6 +142,7 @@ async def test_an_environment_that_is_right_passes_and_says_what_it_gave(capsys:
         ("strict", "unknown fields in the request", "answered score with HTTP 422: unknown field"),
     ],
 )
+@pytest.mark.usefixtures("short_describe")
 async def test_a_fault_is_found_and_named(capsys: pytest.CaptureFixture[str], odd: str, fault: str, check: str, words: str) -> None:
     code, out, err = await checked(capsys, f"{odd}/{fault}")
     assert (code, err) == (1, ""), out
@@ -152,6 +158,7 @@ async def test_what_an_environment_only_should_do_is_a_warning(capsys: pytest.Ca
     assert "checks: 12, failed: 0, warnings: 1" in out
 
 
+@pytest.mark.usefixtures("short_describe")
 async def test_nobody_there_and_nobody_who_answers(capsys: pytest.CaptureFixture[str], bus: Bus, nats: EmbeddedNats, run_name: str) -> None:
     code, out, _ = await checked(capsys, f"http://127.0.0.1:{free_port()}", "--json")
     assert code == 1
@@ -162,7 +169,7 @@ async def test_nobody_there_and_nobody_who_answers(capsys: pytest.CaptureFixture
     async with mute_server() as url:
         code, out, _ = await checked(capsys, url)
     assert (code, len(out.splitlines())) == (1, 2), out
-    assert "late: the answer to describe did not come within 5 s" in out
+    assert "late: the answer to describe did not come within 1 s" in out
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""The real reward service with environments outside of it: over HTTP and NATS, down, hung, restarted, wrong."""
+"""The real reward service with environments outside of it: over HTTP and NATS, down, hung, restarted, wrong.
+
+Where its logs or its exit matter it is a process, else it runs in the process of the tests.
+"""
 
 import asyncio
 import json
@@ -22,6 +25,9 @@ from tests.support.waiting import until
 
 PATIENT = 120.0
 """A reward_timeout that no slow machine reaches."""
+
+QUICK = {"registry_ttl": 4.0}
+"""An environment is asked to describe itself every 0.8 s, and has 2 s for it."""
 
 CARRIES = ["(03 04)42", "41", "42"]
 
@@ -75,7 +81,7 @@ async def test_a_named_reward_may_count(bench: NewBench, tmp_path: Path) -> None
     reward = {"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}", "reward_timeout": PATIENT}
     desk = await bench(reward={**reward, "reward_key": "worked"})
     with python_example(port, tmp_path / "example.log"):
-        await desk.launch()
+        await desk.serve()
         await desk.generated("g00000007", *CARRIES)
         outcome = (await desk.outcomes(1))["g00000007"]
         assert isinstance(outcome, Scored), outcome
@@ -91,7 +97,7 @@ async def test_a_named_reward_that_is_not_given_fails_the_group(bench: NewBench,
     reward = {"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}", "reward_timeout": PATIENT}
     desk = await bench(reward={**reward, "reward_key": "speed"})
     with python_example(port, tmp_path / "example.log"):
-        await desk.launch()
+        await desk.serve()
         await desk.generated("g00000007", *CARRIES)
         assert "no reward is named speed; there are reward, worked" in await desk.failure("g00000007")
 
@@ -101,7 +107,7 @@ async def test_every_environment_of_a_run_is_served(bench: NewBench, nats: Embed
     table = {"node": f"http://127.0.0.1:{port}", "on-the-bus": "nats:judge"}
     desk = await bench(reward={"rm_type": "exact", "environments": table, "reward_timeout": PATIENT})
     with node_example(port, tmp_path / "node.log"), page_example(nats.url, desk.config.run.name, tmp_path):
-        await desk.launch()
+        await desk.serve()
         for name in table:
             await desk.card(name, "ready")
         for name in ("exact", "math", *table):
@@ -122,8 +128,8 @@ async def test_every_environment_of_a_run_is_served(bench: NewBench, nats: Embed
 async def test_a_hung_environment_holds_up_nobody_else(bench: NewBench) -> None:
     async with mute_server() as url:
         reward = {"rm_type": "exact", "environments": {"mute": url}, "reward_timeout": PATIENT, "environment_concurrency": 2}
-        desk = await bench(reward=reward)
-        await desk.launch()
+        desk = await bench(reward=reward, bus=QUICK)
+        await desk.serve()
         for number in range(3):
             await desk.generated(f"mute-{number}", "42", environment="mute")
 
@@ -131,7 +137,7 @@ async def test_a_hung_environment_holds_up_nobody_else(bench: NewBench) -> None:
             return await waiting(desk, "mute") == (1, 2)
 
         await until(in_hand, "as many groups in the environment's hands as it may have")
-        assert (await desk.card("mute", "late")).detail == "describe was not answered within 5 s"
+        assert (await desk.card("mute", "late")).detail == "describe was not answered within 2 s"
         fine = [f"fine-{number}" for number in range(8)]
         for name in fine:
             await desk.generated(name, "42")
@@ -162,7 +168,7 @@ async def test_an_environment_that_stays_away_loses_only_what_was_in_its_hands(b
     desk = await bench(reward={"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}", "reward_timeout": 3.0})
     posted = asyncio.Event()
     async with mute_server(port, posted):
-        await desk.launch()
+        await desk.serve()
         await desk.generated("in-hand", "42")
         await until(posted.is_set, "the group in the environment's hands")
     await desk.card("remote_rm", "away")
@@ -199,7 +205,7 @@ async def test_groups_wait_for_an_environment_that_comes_later(bench: NewBench, 
 @pytest.mark.extra
 async def test_an_environment_on_the_bus_may_come_later_too(bench: NewBench, nats: EmbeddedNats, tmp_path: Path) -> None:
     desk = await bench(reward={"rm_type": "judge", "environments": {"judge": "nats:judge"}, "reward_timeout": PATIENT})
-    await desk.launch()
+    await desk.serve()
     card = await desk.card("judge", "away")
     assert (card.detail, card.http) == (f"nobody answers on {desk.config.run.name}.environment.judge.describe", "nats:judge")
     await desk.generated("g0", "42", "41")
@@ -215,7 +221,7 @@ async def test_no_group_is_lost_when_an_environment_restarts_in_the_middle(bench
         reward={"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}", "reward_timeout": PATIENT, "environment_concurrency": 4}
     )
     with node_example(port, tmp_path / "node.log") as environment:
-        await desk.launch()
+        await desk.serve()
         await desk.card("remote_rm", "ready")
         for number in range(60):
             await desk.generated(f"g{number}", *CARRIES)
@@ -239,14 +245,14 @@ async def test_no_group_is_lost_when_an_environment_restarts_in_the_middle(bench
 )
 async def test_an_answer_that_does_not_fit_fails_the_group_by_name(bench: NewBench, odd: str, fault: str, words: str) -> None:
     desk = await bench(reward={"rm_type": "remote_rm", "rm_url": f"{odd}/{fault}", "reward_timeout": PATIENT})
-    await desk.launch()
+    await desk.serve()
     await desk.generated("g0", *CARRIES)
     assert await desk.failure("g0") == f"environment remote_rm at {odd}/{fault}: {words}"
 
 
 async def test_what_is_no_environment_of_this_version_gets_no_group(bench: NewBench, odd: str) -> None:
     table = {"new": f"{odd}/other-version", "meta": "http://0xa9fea9fe", "elsewhere": f"{odd}/redirected-describe"}
-    desk = await bench(reward={"rm_type": "exact", "environments": table})
+    desk = await bench(reward={"rm_type": "exact", "environments": table}, bus=QUICK)
     process = await desk.launch()
     for name in table:
         await desk.generated(f"of-{name}", "42", environment=name)
@@ -258,7 +264,7 @@ async def test_what_is_no_environment_of_this_version_gets_no_group(bench: NewBe
     first = await desk.card("new", "refused")
 
     async def described_again() -> bool:
-        return (await desk.card("new", "refused")).at > first.at + 3
+        return (await desk.card("new", "refused")).at > first.at + 1
 
     await until(described_again, "another look at the environment")
     assert [await waiting(desk, name) for name in table] == [(1, 0)] * 3

@@ -11,10 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+from myxo.launch.service_plan import SERVICE_MODULES
 from myxo.main import main
 from shared.runtime.child_process import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[3]
+
+STANDINS = {service: f"tests.integration.myxo.standin_{service}" for service in ("rollout", "trainer")}
+"""The modules in the places of rollout and trainer; everything else is the real thing."""
 
 COMMAND_SECONDS = 240
 """What a command may take on a machine that is busy with other things."""
@@ -46,12 +50,11 @@ class Myxo:
     def run(self, *words: str | Path, standins: bool = False, environment: dict[str, str] | None = None) -> tuple[int, str, str]:
         """Runs a command to its end: exit code, standard output, standard error.
 
-        One that starts no services runs in this process, for a process of its own costs each a second of imports.
+        It runs in this process, for a process of its own costs each a second of imports.
         """
-        if standins:
-            return ended(self.start(*words, standins=True, environment=environment))
         out, err = io.StringIO(), io.StringIO()
         with (
+            mock.patch.dict(SERVICE_MODULES, STANDINS if standins else {}),
             mock.patch.dict(os.environ, {**self.environment, **(environment or {})}, clear=True),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),

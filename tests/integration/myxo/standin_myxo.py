@@ -4,9 +4,9 @@ import sys
 
 from myxo.launch.service_plan import SERVICE_MODULES
 from myxo.main import main
+from tests.integration.myxo.command import STANDINS
 
-SERVICE_MODULES["rollout"] = "tests.integration.myxo.standin_rollout"
-SERVICE_MODULES["trainer"] = "tests.integration.myxo.standin_trainer"
+SERVICE_MODULES.update(STANDINS)
 
 if __name__ == "__main__":
     sys.exit(main())

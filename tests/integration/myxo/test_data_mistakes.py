@@ -1,5 +1,6 @@
 """Data, labels and the machine before a start: what is refused, what is told only, and what is read."""
 
+import asyncio
 import resource
 import shutil
 import time
@@ -12,7 +13,11 @@ import pytest
 from myxo.main import main
 from myxo.preflight import inspect, machine_checks
 from myxo.preflight.inspection import Inspection, ModelSize, Note
-from shared.config.run_config import load
+from myxo.run.run_directory import RunDirectory
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.config.run_config import RunConfig, load
+from shared.runtime.embedded_servers import EmbeddedNats
 from tests.integration.myxo.command import Myxo
 from tests.integration.myxo.mistakes import Input
 from tests.integration.myxo.mistakes_of_data import GOOD, MATH, RATIONALE, Change, labels
@@ -125,10 +130,22 @@ def test_long_files_are_read_in_part_and_the_same_files_once(
 
 
 @pytest.mark.slow
+async def put_on_its_bus(config: RunConfig) -> None:
+    """Makes the run as a launcher does that was stopped before anything was trained."""
+    files = RunDirectory(config.run.root)
+    server = EmbeddedNats(files.nats)
+    server.start()
+    bus = await Bus.connect(server.url, "test")
+    await runs.create(bus, config, None)
+    files.freeze(config)
+    await bus.close()
+    server.stop()
+
+
 def test_a_run_of_that_name_with_another_config(myxo: Myxo, given: Input, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = myxo.run("up", given.write(), "--num-rollout", "2", standins=True)
-    assert (code, err) == (0, ""), f"{out}\n{err}"
-    summary = (given.directory / "runs" / "test" / "summary.json").read_bytes()
+    asyncio.run(put_on_its_bus(load(given.write(), {"rollout": {"num_rollout": 2}})))
+    summary = b"{}"
+    (given.directory / "runs" / "test" / "summary.json").write_bytes(summary)
     other = ("--num-rollout", "2", "--max-staleness", "3", "--lr", "0.5")
     assert dry_run(capsys, given, "--num-rollout", "2") == (0, "")
     assert dry_run(capsys, given, *other, "--fresh") == (0, "")

@@ -47,8 +47,7 @@ def test_groups_that_all_fail_are_told_and_end_the_run_which_goes_on_when_called
 ) -> None:
     (root / "refuse").write_text(PROMPT_TOO_LONG)
     config = config_file(rollout={"num_rollout": 2, "max_dead_in_a_row": 8}, eval={"skip_eval_before_train": True})
-    process = myxo.start("up", config, standins=True)
-    code, out, err = ended(process)
+    code, out, err = myxo.run("up", config, standins=True)
     assert code == 1, f"{out}\n{err}"
     assert "myxo: run test failed: " in err and "groups in a row failed (rollout.max_dead_in_a_row = 8)" in err
     assert PROMPT_TOO_LONG in err

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from myxo.launch import launcher, service_plan
+from myxo.launch.service_plan import ServiceSpec
 from myxo.run.run_directory import RunDirectory
 from tests.integration.myxo.command import COMMAND_SECONDS, ROOT, Myxo, children, ended, kill_child, wait_for
 
@@ -194,21 +196,19 @@ def test_fresh_on_given_servers(
     assert "4 admitted = 4 trained" in out
 
 
-def test_bad_input_that_only_a_service_sees_ends_the_run(myxo: Myxo, config_file: ConfigFile, root: Path, tmp_path: Path) -> None:
+def test_bad_input_that_only_a_service_sees_ends_the_run(
+    myxo: Myxo, config_file: ConfigFile, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The prompts are fine when they are checked, and gone when the buffer reads them."""
     config = config_file(rollout={"num_rollout": 2})
-    code = (
-        "import sys, tests.integration.myxo.standin_myxo as standin, myxo.launch.launcher as launch, os\n"
-        "plan = launch.plan\n"
-        f"launch.plan = lambda *words: (os.unlink({str(tmp_path / 'prompts.jsonl')!r}), plan(*words))[1]\n"
-        f"sys.exit(standin.main(['up', {str(config)!r}]))"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, env=myxo.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    myxo.started.append(process)
-    code_, out, err = ended(process)
-    assert code_ == 2, f"{out}\n{err}"
+
+    def plan(*words: object) -> list[ServiceSpec]:
+        (tmp_path / "prompts.jsonl").unlink()
+        return service_plan.plan(*words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(launcher, "plan", plan)
+    code, out, err = myxo.run("up", config, standins=True)
+    assert code == 2, f"{out}\n{err}"
     assert len(err.splitlines()) == 1
     assert err.startswith("myxo: buffer: data.prompt_data = ")
     assert "cannot be read" in err

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from myxo.display.progress_display import LiveDisplay, Pace, PlainDisplay, display, panel
+from myxo.display.progress_display import Display, Pace, panel
 from myxo.display.text import duration
 from myxo.run.run_view import EvaluationLine, InstanceLine, RunView
 
@@ -64,7 +64,7 @@ def test_durations(seconds: float, text: str) -> None:
 
 def lines(*shown: tuple[RunView, float]) -> list[str]:
     out = io.StringIO()
-    plain = PlainDisplay(out, started=0.0)
+    plain = Display(Console(file=out), started=0.0)
     for view, now in shown:
         plain.show(view, now)
     return out.getvalue().splitlines()
@@ -132,10 +132,10 @@ def test_an_empty_panel_says_what_it_waits_for() -> None:
 
 def test_a_terminal_gets_the_live_panel_and_a_file_plain_lines() -> None:
     out = io.StringIO()
-    shown = display(Console(file=out, force_terminal=True, width=100), started=0.0)
-    assert isinstance(shown, LiveDisplay)
+    shown = Display(Console(file=out, force_terminal=True, width=100), started=0.0)
     shown.show(VIEW, 1.0)
     shown.show(VIEW, 2.0)
     shown.close()
     assert "\x1b[1A" in out.getvalue(), "the second panel is drawn over the first"
-    assert isinstance(display(Console(file=io.StringIO()), started=0.0), PlainDisplay)
+    (line,) = lines((VIEW, 1.0), (VIEW, 2.0))
+    assert "\x1b" not in line

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shared.config.run_config import RunConfig
-from shared.data.data_source import DrawnPrompts, load
+from shared.data.data_source import DrawnPrompts
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
@@ -160,9 +160,9 @@ def test_what_is_no_source_is_refused(tmp_path: Path, module: str, tokenizer: To
     assert caught.value.field == "data.data_source"
 
 
-def test_the_config_names_a_module_and_a_function(tmp_path: Path) -> None:
+def test_the_config_names_a_module_and_a_function(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="cannot be imported: No module named 'no_such_module'"):
-        load(config_of(tmp_path, "no_such_module:make"))
+        DrawnPrompts(config_of(tmp_path, "no_such_module:make"), tokenizer)
     for text in ("module", "module:", ":make", "a b:c", "module:make()"):
         with pytest.raises(ConfigError) as caught:
             config_of(tmp_path, text)
