@@ -6,7 +6,7 @@ The format is that of https://github.com/huggingface/safetensors: a length (8 by
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -110,24 +110,3 @@ def write(path: Path, tensors: Mapping[str, TensorBytes]) -> int:
         for name in names:
             file.write(np.ascontiguousarray(tensors[name][2]).data)
     return 8 + len(encoded) + offset
-
-
-def draft_shard(directory: Path, index: int) -> Path:
-    """Returns the name of a shard while the count of all shards is not known yet."""
-    return directory / f".shard-{index}"
-
-
-def name_shards(directory: Path, shards: Sequence[Iterable[str]], stem: str, nbytes: int | None) -> None:
-    """Gives draft shards the names that Hugging Face's have.
-
-    Args:
-        shards: the names of the tensors in each. nbytes: of all tensors, for the index of several shards; None: without an index.
-    """
-    count, weight_map = len(shards), dict[str, str]()
-    for index, names in enumerate(shards):
-        file = f"{stem}.safetensors" if count == 1 else f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
-        draft_shard(directory, index).rename(directory / file)
-        weight_map.update(dict.fromkeys(names, file))
-    if count > 1 and nbytes is not None:
-        content = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
-        (directory / f"{stem}.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -1,18 +1,21 @@
 """Writes one version to disk: tensors come in bucket by bucket, and go to files at once, whole or as changes since the version before."""
 
+import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Self
 
+from shared.model.hf_checkpoint import INDEX
 from shared.runtime.atomic_files import fsync_tree, publish, scratch
 from shared.transfer import digest, tensor_file
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.manifest import ITEM_BYTES
-from shared.transfer.tensor_file import HASH_THREADS, TensorBytes, draft_shard, name_shards
+from shared.transfer.tensor_file import HASH_THREADS, TensorBytes
 from shared.transfer.weight_checkpoint import BrokenCheckpoint, FileSum, WeightCheckpoint, WeightCheckpoints
 from shared.transfer.weight_delta import DeltaEncoding, encode_delta
 
@@ -38,8 +41,8 @@ class WeightCheckpointWriter:
             self._base_draft, self._held = base.begin_change()
         self._draft = scratch(self._path)
 
-    def add(self, tensors: Mapping[str, TensorBytes]) -> None:
-        """Writes one bucket, whose bytes are read before this returns.
+    def add(self, tensors: Mapping[str, TensorBytes]) -> Self:
+        """Writes one bucket, whose bytes are read before this returns. Returns the writer.
 
         Raises:
             OSError: the disk refused. BrokenCheckpoint: the base does not have one of the tensors.
@@ -49,8 +52,9 @@ class WeightCheckpointWriter:
             self._tensors[name] = known
             entries.update(made)
         if entries:
-            tensor_file.write(draft_shard(self._draft, len(self._files)), entries)
+            tensor_file.write(self._shard(len(self._files)), entries)
             self._files.append(list(entries))
+        return self
 
     def publish(self, write_beside: Callable[[Path], None] = lambda _: None) -> WeightCheckpoint:
         """Makes the checkpoint appear, complete.
@@ -61,13 +65,11 @@ class WeightCheckpointWriter:
         Raises:
             OSError: the disk refused. BrokenCheckpoint: a tensor of the base has not been added.
         """
-        nbytes = None
         if self._before is None:
-            nbytes = sum(math.prod(known.shape) * ITEM_BYTES[known.dtype] for known in self._tensors.values())
             write_beside(self._draft)
         elif missing := self._before.tensors.keys() - self._tensors.keys():
             raise BrokenCheckpoint(self._version, self._draft, f"{min(missing)} has not come")
-        name_shards(self._draft, self._files, "model" if self._before is None else "delta", nbytes)
+        self._name_files("model" if self._before is None else "delta")
         described = WeightCheckpoint(
             path=self._draft,
             version=self._version,
@@ -108,3 +110,18 @@ class WeightCheckpointWriter:
         parts = encode_delta(old, data, ITEM_BYTES[dtype], self._encoding)
         old[:] = data
         return known, {f"{part}/{name}": ("uint8", packed.shape, packed) for part, packed in parts.items()}
+
+    def _name_files(self, stem: str) -> None:
+        """Names the files as Hugging Face does, now that their count is known."""
+        count, weight_map = len(self._files), dict[str, str]()
+        for index, names in enumerate(self._files):
+            file = f"{stem}.safetensors" if count == 1 else f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
+            self._shard(index).rename(self._draft / file)
+            weight_map.update(dict.fromkeys(names, file))
+        if stem == "model" and count > 1:
+            size = sum(math.prod(known.shape) * ITEM_BYTES[known.dtype] for known in self._tensors.values())
+            content = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            (self._draft / INDEX).write_text(json.dumps(content, indent=2) + "\n")
+
+    def _shard(self, index: int) -> Path:
+        return self._draft / f".shard-{index}"

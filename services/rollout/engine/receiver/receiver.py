@@ -7,7 +7,6 @@ are forgotten; a push of a part keeps the digests of the rest.
 import contextlib
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,7 +126,11 @@ class Receiver:
             addresses, first_rank = addresses[self.rank : self.rank + 1], 1 - self.rank
         while len(self._rings) < len(addresses):
             self._rings.append(BucketRing(self.device))
-        channels = [self._end(address, first_rank + self.rank, ring) for address, ring in zip(addresses, self._rings, strict=False)]
+        rank = first_rank + self.rank
+        channels: list[ChannelReceiver] = [
+            MemoryReceiver(address, rank, self.device) if address.kind == "memory" else GroupReceiver(address, rank, self.device, ring)
+            for address, ring in zip(addresses, self._rings, strict=False)
+        ]
         self._channels = _JoinedChannels(channels, TransferDeadline(seconds, "the channels are given up"))
 
     def leave(self, *, free: bool = False) -> None:
@@ -146,11 +149,6 @@ class Receiver:
         if self._channels is not None and not self._channels.joined:
             self._called_off = frozenset(self.channels)
             self.leave()
-
-    def _end(self, address: WeightChannelAddress, rank: int, ring: BucketRing) -> ChannelReceiver:
-        if address.kind == "memory":
-            return MemoryReceiver(address, rank, self.device)
-        return GroupReceiver(address, rank, self.device, ring)
 
     # ------------------------------------------------------------------------------------------------------ receiving
 
@@ -221,7 +219,6 @@ class _JoinedChannels:
 
     def __init__(self, channels: list[ChannelReceiver], deadline: TransferDeadline) -> None:
         self.all, self._deadline = channels, deadline
-        self._left = threading.Event()
         self._present = channels[0]
         self._joining = run_in_thread(self._join, "join-channels")
 
@@ -241,7 +238,6 @@ class _JoinedChannels:
         self._joining.result()
 
     def leave(self) -> None:
-        self._left.set()
         self._deadline.abort()
         for channel in self.all:
             channel.close()
@@ -250,8 +246,6 @@ class _JoinedChannels:
         for channel in self.all:
             self._present = channel
             channel.join(self._deadline)
-            if self._left.is_set():
-                channel.close()
 
 
 @dataclass
