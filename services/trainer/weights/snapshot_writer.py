@@ -189,7 +189,7 @@ class SnapshotWriter:
             self._log.warning("snapshots_not_tidied", error=str(error))
         figures = {"version": written.version, "kind": written.kind, "bytes": written.bytes, "seconds": round(seconds, 3)}
         self._log.info("snapshot_written", **figures, removed=removed)
-        client.metrics({"snapshot_version": written.version, "snapshot_bytes": written.bytes, "snapshot_seconds": seconds})
+        client.gauges({"snapshot_version": written.version, "snapshot_bytes": written.bytes, "snapshot_seconds": seconds}, in_status=False)
         return snapshot
 
     def _fail(self, version: int, error: Exception) -> None:
