@@ -11,10 +11,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.replica import Replica
@@ -129,16 +129,18 @@ class WeightCatchUp:
         live_version, on_disk = (NO_WEIGHTS if found is None else found.version for found in (live, snapshot))
         peers = await self._peers(live_version)
         choice = choose(config.join_from, Situation(held, live_version, on_disk, peers, self._pushes))
-        if choice is None:
-            return
+        if choice == "peer" and live is not None:
+            await self._catch_up(self._from_peer(peers[0], live))
+        elif choice == "disk" and snapshot is not None:
+            await self._catch_up(self._from_disk(snapshot))
+
+    async def _catch_up(self, loading: Coroutine[Any, Any, None]) -> None:
+        """Runs ``loading``; the status of a replica without weights shows it meanwhile."""
         newcomer = not self._replica.served.has_weights and not self._busy()
+        if newcomer:
+            await self._show_catching_up(True)
         try:
-            if newcomer:
-                await self._show_catching_up(True)
-            if choice == "peer" and live is not None:
-                await self._from_peer(peers[0], live)
-            elif snapshot is not None:
-                await self._from_disk(snapshot)
+            await loading
         finally:
             if newcomer:
                 await self._show_catching_up(False)
