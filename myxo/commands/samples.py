@@ -156,26 +156,6 @@ def _check_index(life: GroupProvenance, group: GroupRecord, index: int | None) -
         raise ConfigError("GROUP", f"{life.group}/{index}", f"the group has {size} samples; give 0 to {size - 1}")
 
 
-@contextlib.asynccontextmanager
-async def _opened(run: str, directory: Path) -> AsyncIterator["_OpenRun"]:
-    only_files = _only_rollouts(run, directory)
-    if only_files is not None:
-        yield _OpenRun(only_files)
-        return
-    async with reach(run, directory) as access:
-        yield _OpenRun(access.directory, access)
-
-
-def _only_rollouts(run: str, directory: Path) -> RunDirectory | None:
-    """Returns the directory of a run of which only the rollout files are left on this machine; None where there is more, or nothing."""
-    if given_servers().nats_url is not None:
-        return None
-    _, there = find(run, directory)
-    if there is None or there.is_held() or (there.nats / "jetstream").is_dir() or not files(there.root / DIRECTORY):
-        return None
-    return there
-
-
 @dataclass
 class _OpenRun:
     """A run's groups and their samples. access: None where only its rollout files are left; samples, absent: what was found of each group,
@@ -283,3 +263,24 @@ class _OpenRun:
             return ConfigError("GROUP", group, f"no such held-out prompt has come back in run {self.name}; {listed}")
         there = f"it has {group_id(0)} to {group_id(admitted - 1)}" if admitted else "it has admitted none yet"
         return ConfigError("GROUP", group, f"no such group in run {self.name}; {there}")
+
+
+@contextlib.asynccontextmanager
+async def _opened(run: str, directory: Path) -> AsyncIterator[_OpenRun]:
+    """Opens the named run: its bus, or the rollout files where nothing else is left."""
+    only_files = _only_rollouts(run, directory)
+    if only_files is not None:
+        yield _OpenRun(only_files)
+        return
+    async with reach(run, directory) as access:
+        yield _OpenRun(access.directory, access)
+
+
+def _only_rollouts(run: str, directory: Path) -> RunDirectory | None:
+    """Returns the directory of a run of which only the rollout files are left on this machine; None where there is more, or nothing."""
+    if given_servers().nats_url is not None:
+        return None
+    _, there = find(run, directory)
+    if there is None or there.is_held() or (there.nats / "jetstream").is_dir() or not files(there.root / DIRECTORY):
+        return None
+    return there

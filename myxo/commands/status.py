@@ -25,9 +25,6 @@ from shared.runtime.errors import MyxoError
 
 POLL_INTERVAL_S = 0.5
 
-REPORT_SECONDS = 120.0
-"""The time for which the summary is retried when the connection to the bus breaks."""
-
 
 class NotAtWork(MyxoError):
     """The run is not at work, so that there is nothing to watch."""
@@ -112,7 +109,7 @@ async def watch(run: str, directory: Path, console: Console) -> int:
             if not access.live:
                 raise NotAtWork(f"run {access.run} is not running; `myxo up` with its config goes on")
             await _until_end(access, console)
-        code = await exit_report.report_in_time(access.bus, access.run, access.directory, console, REPORT_SECONDS)
+        code = await exit_report.report_in_time(access.bus, access.run, access.directory, console)
         phase, reason = await runs.phase_and_reason(access.bus, access.run)
         if phase == runs.FAILED:
             print(f"myxo: run {access.run} failed: {reason}", file=sys.stderr)

@@ -11,11 +11,9 @@ from myxo.display.text import printable
 from myxo.run.group_history import BATCHED, DEAD, DROPPED, ENDS, READY, REQUEUED, TRAINED, GroupHistory, GroupRecord
 from shared.schema.ledger import LedgerRecord
 
-NEVER = float("-inf")
-
 ORDERS: dict[str, Callable[[GroupRecord], float]] = {
     "age": lambda group: group.changed,
-    "reward": lambda group: NEVER if group.reward is None else group.reward,
+    "reward": lambda group: float("-inf") if group.reward is None else group.reward,
     "tokens": lambda group: sum(group.tokens),
 }
 """The orders of a list, ascending: the newest, best rewarded or longest stands last, and stays where there are too many."""

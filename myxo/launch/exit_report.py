@@ -23,6 +23,9 @@ from shared.runtime.errors import DeadlineExceeded
 MOST = 5
 """Kinds of reasons, and services, that are listed."""
 
+REPORT_SECONDS = 120.0
+"""The time for which the summary is tried again when the connection to the bus breaks."""
+
 AGAIN_SECONDS = 0.5
 """The pause before the summary is tried again."""
 
@@ -45,9 +48,9 @@ async def report(bus: Bus, run: str, directory: RunDirectory, console: Console) 
     return exit_codes.DONE if summary.audit == "ok" else exit_codes.FAILED
 
 
-async def report_in_time(bus: Bus, run: str, directory: RunDirectory, console: Console, seconds: float) -> int:
-    """Returns the result of `report`, which is tried again for ``seconds`` where the connection to the bus breaks."""
-    end = time.monotonic() + seconds
+async def report_in_time(bus: Bus, run: str, directory: RunDirectory, console: Console) -> int:
+    """Returns the result of `report`, which is tried again for `REPORT_SECONDS` where the connection to the bus breaks."""
+    end = time.monotonic() + REPORT_SECONDS
     while True:
         try:
             return await report(bus, run, directory, console)

@@ -51,9 +51,6 @@ STOP_SECONDS = 6.0
 LEAVE_SECONDS = 60.0
 """The time that the trainer of a finished run may take to end by itself: it may still be writing the final weights."""
 
-REPORT_SECONDS = 60.0
-"""The time for which the summary is retried when the connection to the bus breaks."""
-
 TROUBLES_SECONDS = 20.0
 """The deadline for the summary of failures where the run ends unfinished."""
 
@@ -244,7 +241,7 @@ class Launch:
 
     async def _report(self, bus: Bus) -> int:
         """Prints audit and summary while the servers are still supervised: one that dies meanwhile is restarted for the next try."""
-        work = asyncio.create_task(exit_report.report_in_time(bus, self._run, self._directory, self._console, REPORT_SECONDS))
+        work = asyncio.create_task(exit_report.report_in_time(bus, self._run, self._directory, self._console))
         try:
             while not (await asyncio.wait({work}, timeout=TICK_SECONDS))[0]:
                 self._servers.tick(time.monotonic())

@@ -9,31 +9,23 @@ from dataclasses import dataclass
 
 from shared.runtime import failure_summary
 
-FIRST_SECONDS = 0.5
-LONGEST_SECONDS = 30.0
-
-HEALTHY_SECONDS = 60.0
-"""The uptime after which earlier deaths no longer count: the next wait is the first one again."""
-
-MOST_DEATHS = 10
-"""The number of deaths in a row, without having been ready, after which the process is given up."""
-
 
 @dataclass
 class BackOff:
-    """The waits of one process before its restarts: ``first`` seconds, doubling up to ``longest``.
+    """The waits of one process before its restarts."""
 
-    at_once: there is no wait after the first death of a row (for servers, which all services need). deaths_unready: in a row, without
-    having been ready; ``most`` of them are the last.
-    """
-
-    first: float = FIRST_SECONDS
-    longest: float = LONGEST_SECONDS
-    healthy: float = HEALTHY_SECONDS
-    most: int = MOST_DEATHS
+    first: float = 0.5
+    longest: float = 30.0
+    """Seconds of the first wait, and of the longest; each wait is twice the one before."""
+    healthy: float = 60.0
+    """The uptime after which earlier deaths no longer count: the next wait is the first one again."""
+    most: int = 10
+    """The number of deaths in a row, without having been ready, after which the process is given up."""
     at_once: bool = False
+    """True if there is no wait after the first death of a row (for servers, which all services need)."""
     short_lives: int = 0
     deaths_unready: int = 0
+    """Deaths in a row until now: after a short life, and without having been ready."""
 
     def died(self, lived: float, ready: bool) -> float | None:
         """Notes a death after ``lived`` seconds; ``ready``: whether it had become ready before.

@@ -37,11 +37,10 @@ def check(inspection: Inspection) -> Findings:
         yield from _micro_batches(inspection, prompt, limit)
     if config.eval.eval_prompt_data is None or limit is None:
         return
-    prompt, response = inspection.longest_prompts.get(HELDOUT, shortest), config.eval.eval_max_response_len
-    if response is not None and prompt + response > limit.tokens:
+    prompt, given = inspection.longest_prompts.get(HELDOUT, shortest), config.eval.eval_max_response_len
+    response = rollout.rollout_max_response_len if given is None else given
+    if prompt + response > limit.tokens and not (given is None and reported):
         yield _too_long("eval.eval_max_response_len", response, HELDOUT, prompt, limit)
-    elif response is None and not reported and prompt + rollout.rollout_max_response_len > limit.tokens:
-        yield _too_long("eval.eval_max_response_len", rollout.rollout_max_response_len, HELDOUT, prompt, limit)
 
 
 def _too_long(field: str, response: int, prompts: str, prompt: int, limit: Limit) -> ConfigError:

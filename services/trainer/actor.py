@@ -8,6 +8,7 @@ and every data-parallel rank the same number of them.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from services.trainer.trainer_settings import DTYPES, TrainerSettings
 from shared.config.learning_rate import LearningRateSchedule
 from shared.model.families import Architecture, read_architecture
 from shared.model.parallel_layout import check_divisible
-from shared.runtime.errors import ConfigError
 
 __all__ = ["Actor", "SaveFailed", "StepResult", "latest_step"]
 
@@ -56,14 +56,11 @@ class Actor:
     def __init__(self, settings: TrainerSettings, hf_dir: Path, model: MegatronModel, optimizer: Optimizer) -> None:
         self.settings, self.hf_dir = settings, hf_dir
         self.model, self.optimizer = model, optimizer
-        self._exporter: Exporter | None = None
         self._saving: Save | None = None
 
     @classmethod
     def create(cls, settings: TrainerSettings, hf_dir: str | Path, *, random: bool = False) -> "Actor":
-        """Joins the other ranks, builds this rank's part of the model and loads it.
-
-        The ranks' addresses come from torchrun's environment variables (see :mod:`.megatron.runtime`).
+        """Joins the other ranks (see :mod:`.megatron.runtime`), builds this rank's part of the model and loads it.
 
         Args:
             hf_dir: a Hugging Face checkpoint: ``config.json``, ``*.safetensors``, tokenizer.
@@ -71,8 +68,7 @@ class Actor:
 
         Raises:
             ConfigError: the checkpoint is missing, of an unknown family, or not what its config says; the layout divides neither
-                the world nor the model; or what is to be frozen or adapted is not in the model. It names the field, the value,
-                and what would be right.
+                the world nor the model; or what is to be frozen or adapted is not in the model.
             DeadlineExceeded, PeerLost, PeerFailed: the other ranks did not keep up.
         """
         hf_dir = Path(hf_dir)
@@ -113,32 +109,22 @@ class Actor:
     def data_parallel_size(self) -> int:
         return runtime.data_parallel()[1]
 
-    def log_probs(self, batches: Sequence[PackedBatch], temperature: float | None = None) -> list[Tensor]:
+    def log_probs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Returns the log-probabilities of the labels under the current weights, without gradients.
 
-        Args:
-            temperature: instead of the configured one.
-
-        Returns:
-            float32 [T] for each micro-batch, on the model's device; what stands at a sequence's last position (label 0)
-            has no meaning.
+        They are float32 [T] for each micro-batch, on the model's device; what stands at a sequence's last position (label 0)
+        has no meaning.
         """
         with deadline("the computation of log-probs"):
-            return passes.log_probs(self._policy("log_probs"), self._checked(batches), self._temperature(temperature))
+            return passes.log_probs(self.model, batches, self.settings.temperature)
 
     def values(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Returns a critic's values under the current weights, without gradients.
 
-        Returns:
-            float32 [T] for each micro-batch, on the model's device: at position t the value before label t is generated.
-
-        Raises:
-            ConfigError: the actor has no value head.
+        They are float32 [T] for each micro-batch, on the model's device: at position t the value before label t is generated.
         """
-        if not self.settings.value_head:
-            raise ConfigError("trainer.value_head", False, "true; only a critic has values")
         with deadline("the computation of values"):
-            return passes.values(self.model, self._checked(batches))
+            return passes.values(self.model, batches)
 
     def train_step(
         self,
@@ -164,9 +150,8 @@ class Actor:
         self.model.zero_gradients()
         self.optimizer.zero_gradients()
         with deadline("the forward and backward passes"):
-            loss, metrics = passes.forward_backward(
-                self.model, self._checked(batches), loss_fn, self._temperature(temperature), need_entropy
-            )
+            divisor = self.settings.temperature if temperature is None else temperature
+            loss, metrics = passes.forward_backward(self.model, batches, loss_fn, divisor, need_entropy)
         lr = self.optimizer.lr
         if not math.isfinite(loss):
             return StepResult(loss, metrics, math.nan, lr, skipped=f"loss is {loss}")
@@ -189,13 +174,11 @@ class Actor:
         Args:
             bucket_bytes: a bucket holds at most this much, unless a single Megatron parameter is larger. dtype: instead of the model's.
         """
-        if bucket_bytes < 1:
-            raise ConfigError("trainer.update_weight_buffer_size", bucket_bytes, "at least 1 byte")
-        return self._export().buckets(bucket_bytes, None if dtype is None else DTYPES[dtype])
+        return self._exporter.buckets(bucket_bytes, None if dtype is None else DTYPES[dtype])
 
     def save_hf(self, directory: str | Path) -> None:
         """Writes a Hugging Face checkpoint: safetensors, config, tokenizer. It appears complete or not at all."""
-        export.save_hf(self._export(), self.hf_dir, Path(directory))
+        export.save_hf(self._exporter, self.hf_dir, Path(directory))
 
     def save_checkpoint(
         self, root: str | Path, step: int, extra: dict[str, Any] | None = None, keep: int | None = None, *, wait: bool = True
@@ -207,8 +190,7 @@ class Actor:
                 while training goes on; it appears under the returned name when all ranks have written, or never. An error
                 is raised by :meth:`finish_save` or the next save.
 
-        Raises:
-            SaveFailed: this checkpoint, or the one before it, could not be written.
+        Raises SaveFailed: this checkpoint, or the one before it, could not be written.
         """
         self.finish_save()
         self._saving = checkpoint.start_saving(self.model, self.optimizer, Path(root), step, extra or {}, keep, copied=not wait)
@@ -240,20 +222,6 @@ class Actor:
         """Leaves the process group. The actor cannot be used afterwards."""
         runtime.stop()
 
-    def _export(self) -> Exporter:
-        if self._exporter is None:
-            self._exporter = Exporter(self._policy("export"))
-        return self._exporter
-
-    def _policy(self, what: str) -> MegatronModel:
-        if self.settings.value_head:
-            raise ConfigError("trainer.value_head", True, f"false; a critic has no vocabulary to {what} with")
-        return self.model
-
-    def _temperature(self, override: float | None) -> float:
-        return self.settings.temperature if override is None else override
-
-    def _checked(self, batches: Sequence[PackedBatch]) -> Sequence[PackedBatch]:
-        if not batches:
-            raise ConfigError("batches", [], "at least one micro-batch on every rank")
-        return batches
+    @cached_property
+    def _exporter(self) -> Exporter:
+        return Exporter(self.model)

@@ -66,8 +66,7 @@ class ActorCriticExchange:
 
     def forget(self, kind: Kind, below: int) -> None:
         """Frees the tensors of earlier steps. The reader calls it once it has saved a checkpoint of so many steps and published that."""
-        keys = [self._key(kind, step) for step in range(self._freed_below[kind], below)]
-        if keys:
+        if keys := [self._key(kind, step) for step in range(self._freed_below[kind], below)]:
             self._retry(f"freeing the {kind} of {below} steps", lambda: self._client.unlink(*keys))
             self._freed_below[kind] = below
 

@@ -20,7 +20,7 @@ from shared.hub import hub_resolve
 from shared.runtime.child_process import die_with_parent
 from shared.runtime.errors import ConfigError
 from shared.runtime.service_base import exit_code
-from shared.schema.messages import BatchAnswer, RunDone, Trained
+from shared.schema.messages import BatchAnswer, RunDone, Trained, WarmStartEnded
 
 USAGE = """usage: myxo replay CONFIG TEMPLATE [flags]
 
@@ -46,11 +46,10 @@ class ReplayClient:
         """Returns the batch of ``step``, or the answer that there are no more."""
         return self._dumps.batch(step) if step in self._dumps.steps else RunDone()
 
-    def report_step(self, step: Trained) -> None:
-        """Prints one line of JSON."""
-        print(json.dumps({"step": step.step, "version": step.version, **step.metrics}), flush=True)
-
-    def report_warm_start(self, ended: object) -> None: ...
+    def report(self, what: str, message: Trained | WarmStartEnded) -> None:
+        """Prints a step as one line of JSON."""
+        if isinstance(message, Trained):
+            print(json.dumps({"step": message.step, "version": message.version, **message.metrics}), flush=True)
 
     def tell(self, what: str, detail: str) -> None:
         print(f"{what}: {detail}", file=sys.stderr, flush=True)
@@ -62,9 +61,7 @@ class ReplayClient:
     def set_state(self, state: str) -> None:
         print(state, file=sys.stderr, flush=True)
 
-    def gauges(self, values: dict[str, float]) -> None: ...
-
-    def metrics(self, values: Mapping[str, float]) -> None: ...
+    def gauges(self, values: Mapping[str, float], *, in_status: bool = True) -> None: ...
 
 
 def replayed(config: RunConfig, directory: Path, steps: list[int]) -> RunConfig:

@@ -74,11 +74,6 @@ class TrainBatch:
         return [self.partition.name(index) for index in self.indices]
 
     @property
-    def rollouts(self) -> list[tuple[int, int]]:
-        """Returns each sample's rollout, unique over the whole batch: (its group's index, its index in the group)."""
-        return rollouts_of(self.partition, self.sample_stats)
-
-    @property
     def packed(self) -> list[PackedBatch]:
         """Returns the micro-batches of all optimizer steps, in order."""
         return [micro_batch.packed for micro_batch in self._micro_batches]

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 import torch
@@ -26,6 +26,8 @@ from shared.runtime import devices
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.messages import Message, ServiceStatus
 from shared.schema.weight_messages import WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
+
+Answer = TypeVar("Answer", bound=Message)
 
 LASTS_SECONDS = 30.0
 """The time that a replica stays offloaded after the last request of the trainer. A restart of the trainer takes about that long."""
@@ -133,15 +135,14 @@ class ColocationScheduler:
         control = self._control
         if control is None or self._engines_offloaded:
             return
-        started = time.monotonic()
-        stopping = control.stopping
+        started, stopping = time.monotonic(), control.stopping
         if self._releases and not stopping:
             self._await_engines(control, awaited)
         deadline = LEAVE_SECONDS if stopping else self._config.weights.push_timeout
         control.gauges({"onloaded": 1.0})
         control.call(control.service.announce(), deadline)
-        asleep = control.call(self._ask_all(control, "sleep", deadline), deadline + POLL_INTERVAL_S)
-        self._lost |= {answer.replica for answer in asleep if isinstance(answer, WeightsAsleep) and answer.version < 0}
+        asleep = control.call(self._ask_all(control, _sleep(deadline), WeightsAsleep), deadline + POLL_INTERVAL_S)
+        self._lost |= {answer.replica for answer in asleep if answer.version < 0}
         self._renewing = control.begin(self._renew(control))
         self._engines_offloaded, self._since = True, time.monotonic()
         with contextlib.suppress(MyxoError, *TRANSIENT):
@@ -163,11 +164,10 @@ class ColocationScheduler:
         assert control is not None  # rank 0 only
         if self._renewing is not None:
             self._renewing.cancel()
-            self._renewing = None
         self._engines_offloaded, started = False, time.monotonic()
         control.gauges({"onloaded": 0.0})
         try:
-            awake = control.call(self._ask_all(control, "wake", deadline), deadline + POLL_INTERVAL_S)
+            awake = control.call(self._ask_all(control, WeightsWake(deadline=deadline), WeightsReady), deadline + POLL_INTERVAL_S)
         except MyxoError as error:  # they onload by themselves when no further request comes
             self._log.warning("engines_not_onloaded", error=str(error))
             return
@@ -192,30 +192,32 @@ class ColocationScheduler:
                 raise DeadlineExceeded("colocated engines that are up", missing, limit, "the trainer stops")
             time.sleep(POLL_INTERVAL_S)
 
-    async def _ask_all(self, control: ControlClient, verb: str, deadline: float) -> list[Message]:
+    async def _ask_all(self, control: ControlClient, request: WeightsSleep | WeightsWake, reply: type[Answer]) -> list[Answer]:
         """Asks every replica at once. Logs the name of one that does not answer; the others go on without it."""
-        bus, subjects = control.service.bus, control.service.subjects
-        request = WeightsSleep(lasts=LASTS_SECONDS, deadline=deadline) if verb == "sleep" else WeightsWake(deadline=deadline)
-        reply = WeightsAsleep if verb == "sleep" else WeightsReady
+        service, answers = control.service, list[Answer]()
+        verb = "sleep" if isinstance(request, WeightsSleep) else "wake"
 
-        async def ask(instance: str) -> Message | None:
-            subject = subjects.replica_weights(instance, verb)
+        async def ask(instance: str) -> None:
+            subject = service.subjects.replica_weights(instance, verb)
             try:
-                answer: Message = await bus.request(subject, request, reply, deadline=deadline, awaited_from=instance, patient=False)
+                asking = service.bus.request(subject, request, reply, deadline=request.deadline, awaited_from=instance, patient=False)
+                answers.append(await asking)
             except MyxoError as error:
                 self._log.warning("replica_unanswered", verb=verb, replica=instance, error=str(error))
-                return None
-            return answer
 
-        answers = await asyncio.gather(*(ask(status.instance) for status in await _replicas(control)))
-        return [answer for answer in answers if answer is not None]
+        await asyncio.gather(*(ask(status.instance) for status in await _replicas(control)))
+        return answers
 
     async def _renew(self, control: ControlClient) -> None:
         """Tells the replicas to stay offloaded, including those that have come since. Runs until cancelled."""
         while True:
             await asyncio.sleep(RENEW_SECONDS)
             with contextlib.suppress(MyxoError, *TRANSIENT):
-                await self._ask_all(control, "sleep", LASTS_SECONDS)
+                await self._ask_all(control, _sleep(LASTS_SECONDS), WeightsAsleep)
+
+
+def _sleep(deadline: float) -> WeightsSleep:
+    return WeightsSleep(lasts=LASTS_SECONDS, deadline=deadline)
 
 
 async def _replicas(control: ControlClient) -> list[ServiceStatus]:

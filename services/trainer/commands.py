@@ -1,16 +1,16 @@
 """The commands for all ranks: rank 0 decides (it has the bus), every rank gets the same command.
 
-A command travels as JSON, with the batches of `Train` and `Value` as MessagePack behind it, over a gloo group of the trainer's ranks;
-nothing is unpickled.
+A command travels as MessagePack over a gloo group of the trainer's ranks; nothing is unpickled.
 """
 
 import datetime
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
+from shared.schema import codec
 from shared.schema.messages import Batch
 
 
@@ -65,7 +65,7 @@ class Leave:
 
 Command = Train | Value | Push | Snapshot | Wait | Leave
 
-_PLAIN: dict[str, type[Push | Snapshot | Wait | Leave]] = {kind.__name__: kind for kind in (Push, Snapshot, Wait, Leave)}
+_FORMS: dict[str, TypeAdapter[Command]] = {kind.__name__: TypeAdapter(kind) for kind in (Train, Value, Push, Snapshot, Wait, Leave)}
 
 
 class CommandBroadcast:
@@ -81,39 +81,20 @@ class CommandBroadcast:
 
     def send(self, command: Command) -> Command:
         """Sends rank 0's command to the other ranks and returns it."""
-        if self._alone:
-            return command
-        match command:
-            case Train(batch=batch, ahead=ahead):
-                self._send("Train", {}, *(item.encode() for item in (batch, ahead) if item is not None))
-            case Value(batch=batch):
-                self._send("Value", {}, batch.encode())
-            case _:
-                self._send(type(command).__name__, asdict(command))
+        if not self._alone:
+            kind = type(command).__name__
+            payload = codec.pack([kind, _FORMS[kind].dump_python(command)])
+            self._broadcast(torch.tensor([len(payload)]))
+            self._broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
         return command
 
     def receive(self) -> Command:
         """Returns the command that rank 0 sends, on the other ranks."""
-        sizes = torch.zeros(3, dtype=torch.int64)
-        self._broadcast(sizes)
-        head, *payloads = [self._payload(size) for size in sizes.tolist() if size]
-        kind, fields = json.loads(head)
-        if kind in _PLAIN:
-            return _PLAIN[kind](**fields)
-        batches = [Batch.decode(payload) for payload in payloads]
-        return Train(*batches) if kind == "Train" else Value(*batches)
+        size = self._broadcast(torch.zeros(1, dtype=torch.int64))
+        payload = self._broadcast(torch.empty(int(size), dtype=torch.uint8))
+        kind, fields = codec.unpack(payload.numpy().tobytes())
+        return _FORMS[kind].validate_python(fields)
 
-    def _send(self, kind: str, fields: dict[str, object], *payloads: bytes) -> None:
-        """Sends the sizes of three parts, then the parts: kind and fields, up to two batches."""
-        parts = [json.dumps([kind, fields]).encode(), *payloads]
-        self._broadcast(torch.tensor([len(part) for part in parts] + [0] * (3 - len(parts))))
-        for part in parts:
-            self._broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8))
-
-    def _payload(self, size: int) -> bytes:
-        payload = torch.empty(size, dtype=torch.uint8)
-        self._broadcast(payload)
-        return payload.numpy().tobytes()
-
-    def _broadcast(self, tensor: torch.Tensor) -> None:
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         dist.broadcast(tensor, src=0, group=self._group)
+        return tensor

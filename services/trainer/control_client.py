@@ -44,6 +44,10 @@ class ControlClient:
     """Rank 0's client, a context manager around the training loop. ``service``: trainer, or critic.
 
     The thread that serves it makes ``service`` (the attribute), and ends the process if it dies (`shared.runtime.failures`).
+
+    Attributes:
+        replicas: the rollout replicas whose engines are up, as the registry was last read. evaluations: by dataset, the version that was
+            evaluated last and its mean reward, as the buffer last reported.
     """
 
     service: Service
@@ -55,8 +59,8 @@ class ControlClient:
         self._started: Future[None] = Future()
         self._ended: asyncio.Event | None = None
         self._stop_asked = threading.Event()
-        self._replicas: list[ServiceStatus] = []
-        self._evaluations: dict[str, tuple[int, float]] = {}
+        self.replicas: list[ServiceStatus] = []
+        self.evaluations: dict[str, tuple[int, float]] = {}
 
     def __enter__(self) -> "ControlClient":
         for stop_signal in (signal.SIGTERM, signal.SIGINT):
@@ -79,11 +83,6 @@ class ControlClient:
         """Returns whether the process was asked to stop."""
         return self._stop_asked.is_set()
 
-    @property
-    def replicas(self) -> list[ServiceStatus]:
-        """Returns the rollout replicas whose engines are up, as the registry was last read."""
-        return self._replicas
-
     # --- the buffer
 
     def batch(self, step: int, version: int, hold: bool = True) -> BatchAnswer:
@@ -94,8 +93,7 @@ class ControlClient:
         request = BatchRequest(step=step, version=version, hold=hold)
         answer = self.call(self._ask(self.service.subjects.batch, request, BatchAnswer), REQUEST_SECONDS)
         if isinstance(answer, RunDone):  # the buffer's status may not show it yet, and the registry is not read again
-            for name, reward in answer.rewards.items():
-                self._evaluations = {**self._evaluations, name: (answer.version, reward)}
+            self.evaluations = self.evaluations | {name: (answer.version, reward) for name, reward in answer.rewards.items()}
         return answer
 
     def trained(self, report: Trained) -> None:
@@ -108,35 +106,21 @@ class ControlClient:
 
     # --- published reports
 
-    def report_step(self, step: Trained) -> None:
-        """Publishes the step's measurements, without waiting."""
-        self._spawn(self.service.event("trainer", "step", step), "the report of a step")
-
-    def report_warm_start(self, ended: WarmStartEnded) -> None:
-        """Publishes how the warm start went, without waiting."""
-        self._spawn(self.service.event("trainer", "warm_start", ended), "the report of the warm start")
+    def report(self, what: str, message: Trained | WarmStartEnded) -> None:
+        """Publishes the trainer's event ``what``, without waiting."""
+        log_failure(self.begin(self.service.event("trainer", what, message)), f"the report of {what}")
 
     def tell(self, what: str, detail: str) -> None:
         """Publishes an event about this service, without waiting."""
-        self._spawn(self.service.tell(what, detail), f"the event {what}")
+        log_failure(self.begin(self.service.tell(what, detail)), f"the event {what}")
 
     def set_state(self, state: str) -> None:
         self.service.state = state
 
-    def gauges(self, values: dict[str, float]) -> None:
-        """Sets live gauges for the registry and Prometheus."""
+    def gauges(self, values: Mapping[str, float], *, in_status: bool = True) -> None:
+        """Sets live gauges for Prometheus, and with ``in_status`` for the registry, whose entries are to stay small."""
         for name, value in values.items():
-            self.service.metrics.set(name, value)
-
-    def metrics(self, values: Mapping[str, float]) -> None:
-        """Sets live gauges for Prometheus alone: the registry's entries stay small."""
-        for name, value in values.items():
-            self.service.metrics.set(name, value, in_status=False)
-
-    @property
-    def evaluations(self) -> dict[str, tuple[int, float]]:
-        """Returns, by dataset, the version that was evaluated last and its mean reward, as the buffer last reported."""
-        return self._evaluations
+            self.service.metrics.set(name, value, in_status=in_status)
 
     def weights_live(self, live: WeightsLive) -> None:
         """Makes ``live.version`` the run's live version, unless a later one was live before."""
@@ -155,7 +139,7 @@ class ControlClient:
 
     def call(self, work: Coroutine[Any, Any, Result], seconds: float) -> Result:
         """Runs ``work`` on the client's loop and waits. Raises what it raises, or DeadlineExceeded."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self.begin(work)
         try:
             return future.result(seconds + CALL_MARGIN)
         except TimeoutError:
@@ -164,7 +148,7 @@ class ControlClient:
 
     def look(self) -> None:
         """Reads the registry now, before it is next due."""
-        self.call(self._read_registry(self.service), REQUEST_SECONDS)
+        self.call(self._read_registry(), REQUEST_SECONDS)
 
     def begin(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Starts ``work`` on the client's loop."""
@@ -187,9 +171,6 @@ class ControlClient:
             await asyncio.sleep(POLL_INTERVAL_S)
         await asyncio.sleep(STOP_SECONDS)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        log_failure(self.begin(work), what)
-
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
@@ -206,31 +187,27 @@ class ControlClient:
         self.service = service = await connect(self._name, role="trainer")  # before anything that uses it is started
         self._ended = asyncio.Event()
         try:
-            async with attended(service), service.background(self._look(service)):
+            async with attended(service), service.background(self._look()):
                 self._started.set_result(None)
                 await self._ended.wait()
         finally:
             await service.store.close()
             await service.bus.close()
 
-    def _see_evaluation(self, status: ServiceStatus) -> None:
-        name = self.config.eval.eval_name
-        version, reward = status.gauges.get(f"eval_{name}_version"), status.gauges.get(f"eval_{name}")
-        if version is not None and reward is not None and version > self._evaluations.get(name, (-1, 0.0))[0]:
-            self._evaluations = {**self._evaluations, name: (int(version), reward)}
+    async def _read_registry(self) -> None:
+        registry, name = self.service.registry, self.config.eval.eval_name
+        self.replicas = [status for status in await registry.alive("rollout") if status.state not in ("starting", "stopping")]
+        for status in await registry.alive("buffer"):
+            version, reward = status.gauges.get(f"eval_{name}_version"), status.gauges.get(f"eval_{name}")
+            if version is not None and reward is not None and version > self.evaluations.get(name, (-1, 0.0))[0]:
+                self.evaluations = {**self.evaluations, name: (int(version), reward)}
 
-    async def _read_registry(self, service: Service) -> None:
-        replicas = await service.registry.alive("rollout")
-        self._replicas = [status for status in replicas if status.state not in ("starting", "stopping")]
-        for status in await service.registry.alive("buffer"):
-            self._see_evaluation(status)
-
-    async def _look(self, service: Service) -> None:
+    async def _look(self) -> None:
         while True:
             try:
-                await self._read_registry(service)
+                await self._read_registry()
             except (MyxoError, *TRANSIENT) as error:
-                service.log.warning("registry_unread", error=str(error))
+                self.service.log.warning("registry_unread", error=str(error))
             await asyncio.sleep(POLL_INTERVAL_S)
 
 

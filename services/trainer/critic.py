@@ -5,7 +5,6 @@ Source: Schulman et al. 2017 (arXiv:1707.06347), the value function of PPO, as a
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -37,7 +36,7 @@ class Critic(RoleWorker):
         self._shared = exchange
         # neither distillation nor whitening touches the returns
         self._objective = self._objective.model_copy(update={"use_opd": False, "normalize_advantages": False})
-        self._loss_inputs = LossInputs(self._objective, replace(CustomFunctions.of(config), advantage=None), store)
+        self._loss_inputs = LossInputs(self._objective, CustomFunctions.of(config), store)
         self._with_kl = needs(self._objective).kl
         self._valued: TrainBatch | None = None
         self._reported = 0

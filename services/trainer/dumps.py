@@ -50,20 +50,15 @@ class DumpedBatches:
         if not self._paths:
             expected = "files that save_debug_rollout_data has written, {rollout_id} for the step"
             raise ConfigError("load_debug_rollout_data", template, expected)
-        self._step = -1
+        self.steps = list(self._paths)  # those that there are files of, ascending
         self._blobs: dict[str, bytes] = {}
-
-    @property
-    def steps(self) -> list[int]:
-        """Returns the steps that there are files of, ascending."""
-        return list(self._paths)
 
     def batch(self, step: int) -> Batch:
         """Returns the batch of a step; from now on `stream` yields its payloads. Raises BadMessage."""
         content = codec.unpack(self._paths[step].read_bytes())
         if not isinstance(content, dict) or content.get("schema") != SCHEMA:
             raise BadMessage(f"{self._paths[step]} is no batch of schema {SCHEMA}")
-        self._step, self._blobs = step, self._blobs | content["blobs"]
+        self._blobs |= content["blobs"]
         return Batch.decode(content["batch"])
 
     def stream(self, keys: Sequence[str], deadline: float = 60.0) -> Iterator[bytes]:

@@ -59,17 +59,11 @@ def _weights(a: Architecture, lengths: Sequence[int], value_head: bool) -> float
 
 
 def peak(device: str, dtype: str) -> float | None:
-    """Returns the matrix-product operations a second of a device's data sheet, from `PEAKS`.
+    """Returns the matrix-product operations a second of the device that torch calls so, from `PEAKS`.
 
-    Args:
-        device: its name, as torch tells it. dtype: of training.
-
-    Returns:
-        None for an unknown device, and for every other dtype than bfloat16.
+    None for an unknown device, and where the ``dtype`` of training is not bfloat16.
     """
-    if dtype != "bfloat16":
-        return None
-    return next((value for name, value in PEAKS if re.search(name, device)), None)
+    return next((value for name, value in PEAKS if dtype == "bfloat16" and re.search(name, device)), None)
 
 
 def _projections(a: Architecture) -> float:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from services.trainer.batch_metrics import Sum
-from services.trainer.batches import TEACHER, TrainBatch
+from services.trainer.batches import TEACHER, TrainBatch, rollouts_of
 from services.trainer.megatron import runtime
 from services.trainer.megatron.passes import LossFunction
 from services.trainer.objective.advantage import Advantages, distilled, needs, reward_advantages, token_advantages, whitened
 from services.trainer.objective.correction import Statistics, batch_statistics
-from services.trainer.objective.custom_objective import CustomFunctions
+from services.trainer.objective.custom_objective import ADVANTAGE, REWARDS, CustomFunctions
 from services.trainer.objective.loss import loss_of
 from services.trainer.partition import Partition
 from shared.config.algorithm import AlgorithmSection
@@ -79,8 +79,8 @@ class LossInputs:
         """Returns the advantages of this rank's samples before distillation and whitening."""
         partition, own, wanted = batch.partition, batch.indices, needs(self._objective)
         groups = [item.group for item in partition.items]
-        of_sample = reward_advantages(self._objective, self._rewards(partition), groups, batch.rollouts)[own]
-        if self._custom.advantage is not None:
+        of_sample = reward_advantages(self._objective, self._rewards(partition), groups, rollouts_of(partition, batch.sample_stats))[own]
+        if ADVANTAGE in self._custom:
             shown = {name: _in_order(batch, field) for name, field in SHOWN.items() if field in batch.packed[0].fields}
             raw = [partition.rewards[index] for index in own]
             return self._custom.advantages(masks, {"rewards": of_sample.tolist(), "raw_reward": raw, **shown})
@@ -90,7 +90,7 @@ class LossInputs:
 
     def _rewards(self, partition: Partition) -> list[float]:
         """Returns the whole batch's rewards by index, as ``custom_reward_post_process_path``, which gets all samples, returns them."""
-        if self._custom.rewards is None:
+        if REWARDS not in self._custom:
             return partition.rewards
         with runtime.together(f"the rewards of step {partition.batch.step}"):
             return self._custom.post_processed(scored(partition, self._store))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from services.trainer.placement import SampleTooLong, balance
 from shared.runtime.errors import BadMessage
-from shared.schema.messages import Batch, BatchGroup
+from shared.schema.messages import Batch
 
 Cost = Callable[[int], float]
 """The cost of training a sample of so many tokens, in any unit, by which ranks and micro-batches are balanced."""
@@ -69,10 +69,16 @@ def partition_batch(batch: Batch, optimizer_steps: int, dp_size: int, max_tokens
     Raises:
         BadMessage: a reference that does not say how long its samples are. SampleTooLong: a sample over ``max_tokens``, by its name.
     """
-    items = [item for index, group in enumerate(batch.groups) for item in _items(batch, index, group)]
-    for item in items:
-        if item.tokens > max_tokens:
-            raise SampleTooLong(f"{batch.groups[item.group].group}/{item.position}", item.tokens, max_tokens)
+    items: list[PartitionItem] = []
+    for index, group in enumerate(batch.groups):
+        lengths = group.payload.tokens
+        if len(lengths) != len(group.rewards):
+            problem = f"its reference has {len(lengths)} lengths for {len(group.rewards)} rewards"
+            raise BadMessage(f"group {group.group} of step {batch.step}: {problem}")
+        for position, tokens in enumerate(lengths):
+            if tokens > max_tokens:
+                raise SampleTooLong(f"{group.group}/{position}", tokens, max_tokens)
+            items.append(PartitionItem(index, position, tokens))
     trained = [item.position not in (*batch.groups[item.group].removed, *batch.groups[item.group].stale) for item in items]
     steps = [_placed(part, items, dp_size, max_tokens, cost) for part in parts(trained, optimizer_steps)]
     return Partition(batch, items, steps)
@@ -88,14 +94,6 @@ def parts(trained: Sequence[bool], count: int) -> list[range]:
     cuts = [bisect_left(trained_before, total * part // count) + 1 for part in range(1, count) if total * part // count]
     found = [range(start, end) for start, end in itertools.pairwise([0, *cuts, len(trained)])]
     return [part for part in found if any(trained[index] for index in part)] or [range(len(trained))]
-
-
-def _items(batch: Batch, index: int, group: BatchGroup) -> list[PartitionItem]:
-    lengths = group.payload.tokens
-    if len(lengths) != len(group.rewards):
-        problem = f"its reference has {len(lengths)} lengths for {len(group.rewards)} rewards"
-        raise BadMessage(f"group {group.group} of step {batch.step}: {problem}")
-    return [PartitionItem(index, position, tokens) for position, tokens in enumerate(lengths)]
 
 
 def _placed(part: range, items: list[PartitionItem], dp_size: int, max_tokens: int, cost: Cost) -> Placement:

@@ -57,14 +57,11 @@ def balance(
     the totals of any two ranks differ by at most the difference of the dearest and the cheapest bin.
 
     Args:
-        lengths: tokens of each sample, >= 1. max_tokens_per_rank: tokens a micro-batch may hold.
+        lengths: tokens of each sample. max_tokens_per_rank: tokens a micro-batch may hold.
         costs: the amounts to balance, > 0 each (for example FLOPs); tokens if not given. The budget is always in tokens.
         units: the unit of each sample; those of one unit should stay together.
 
-    Source: Karmarkar and Karp 1982, "The differencing method of set partitioning" (``differencing``).
-
-    Raises:
-        SampleTooLong: a length over the budget (the sample is named by its index).
+    Raises SampleTooLong, which names the sample by its index.
     """
     costs = [float(cost) for cost in (lengths if costs is None else costs)]
     for index, length in enumerate(lengths):

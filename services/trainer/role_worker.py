@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 
 import structlog
 
@@ -56,7 +57,7 @@ class RoleWorker:
     def __init__(
         self, config: RunConfig, store: BlockingStore, control: ControlClient | None, role: Role, exchange: ActorCriticExchange | None
     ) -> None:
-        self._config, self._control, self._role, self._log = config, control, role, structlog.get_logger()
+        self._config, self._control, self._log = config, control, structlog.get_logger()
         self._checkpoints = config.run.root / ("checkpoints" if role == "actor" else "critic-checkpoints")
         self._objective = config.algorithm
         self._set_state("loading the model")
@@ -68,9 +69,10 @@ class RoleWorker:
         self._scheduler: StepScheduler | CriticStepScheduler | None = None
         self._metrics = MetricsLogger(control, config, TrainingSpeed.of(self._actor), role) if control is not None else None
         self._progress = Progress()
-        self._costs: dict[int, float] = {}
         self._begun_save = self._saved = 0  # steps of the checkpoint last begun, and of the newest that is known to be on disk
         self._skipped = 0
+        architecture = self._actor.architecture
+        self._operations = cache(lambda tokens: flops.training(architecture, [tokens], value_head=role == "critic"))
         # the limit of a micro-batch, which the ranks of a context-parallel group hold together
         self._max_tokens = config.trainer.max_tokens_per_gpu * config.trainer.context_parallel_size
 
@@ -102,13 +104,7 @@ class RoleWorker:
 
     def _partition(self, batch: Batch) -> Partition:
         optimizer_steps = self._config.trainer.num_steps_per_rollout
-        return partition_batch(batch, optimizer_steps, self._actor.data_parallel_size, self._max_tokens, self._cost)
-
-    def _cost(self, tokens: int) -> float:
-        """Returns the operations of training a sample of so many tokens."""
-        if tokens not in self._costs:
-            self._costs[tokens] = flops.training(self._actor.architecture, [tokens], value_head=self._role == "critic")
-        return self._costs[tokens]
+        return partition_batch(batch, optimizer_steps, self._actor.data_parallel_size, self._max_tokens, self._operations)
 
     def _optimized(self, batch: TrainBatch, loss_of_step: Callable[[int], LossFunction], *, need_entropy: bool = False) -> list[StepResult]:
         """Takes the batch's optimizer steps in order."""

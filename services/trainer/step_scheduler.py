@@ -28,42 +28,16 @@ HOLD_SECONDS = 2.0
 """The time that one command waits for the other role before the ranks get `Wait`: they have to hear from rank 0 in time."""
 
 
-class BoundedWait:
-    """One wait at a time, from its first question to its deadline.
+class BatchRequester:
+    """Asks the buffer for the next batch, and waits for the other role's tensors of it.
 
     Args:
-        seconds: the longest wait for one batch, or for the other role, before the error that names the awaited service.
+        timeout: seconds of the longest wait for one batch, or for the other role, before the error that names the awaited service.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._since: float | None = None
-        self._logged = 0.0
-        self._log: Any = structlog.get_logger()
-
-    def end(self) -> None:
-        """Ends the wait: the awaited batch or tensors are there."""
-        self._since = None
-
-    def go_on(self, what: str, awaited_from: str, **known: int) -> None:
-        """Goes on waiting. Raises DeadlineExceeded."""
-        now = time.monotonic()
-        if self._since is None:
-            self._since = self._logged = now
-        waited = now - self._since
-        if waited > self._seconds:
-            raise DeadlineExceeded(what, awaited_from, waited, "the trainer stops")
-        if now - self._logged > LOG_INTERVAL_S:
-            self._logged = now
-            self._log.info("waiting", what=what, awaited_from=awaited_from, seconds=round(waited), **known)
-
-
-class BatchRequester:
-    """Asks the buffer for the next batch, and waits for the other role's tensors of it."""
-
     def __init__(self, control: ControlClient, exchange: ActorCriticExchange | None, timeout: float) -> None:
-        self._control, self._exchange = control, exchange
-        self._for_batch, self._for_role = BoundedWait(timeout), BoundedWait(timeout)
+        self._control, self._exchange, self._timeout = control, exchange, timeout
+        self._awaited, self._since, self._logged = "", 0.0, 0.0  # the newest wait: for what, and when it began and was logged
         self._log: Any = structlog.get_logger()
 
     def next(self, step: int, version: int) -> Batch | Command:
@@ -73,14 +47,13 @@ class BatchRequester:
         except StopAsked:
             return Leave(done=False)
         if isinstance(answer, Batch):
-            self._for_batch.end()
             return answer
         if isinstance(answer, RunDone):
             if answer.reason:
                 self._log.warning("run_failed", reason=answer.reason)
             return Leave(done=not answer.reason)
         assert isinstance(answer, BatchPending)  # the third and last kind of answer
-        self._for_batch.go_on(f"the batch of step {answer.step}", answer.waiting_for, have=answer.have, need=answer.need)
+        self._go_on_waiting(f"the batch of step {answer.step}", answer.waiting_for, have=answer.have, need=answer.need)
         return Wait()
 
     def has(self, kind: Kind, step: int, awaited_from: str) -> bool:
@@ -89,11 +62,22 @@ class BatchRequester:
         end = time.monotonic() + HOLD_SECONDS
         while not self._exchange.complete(kind, step):
             if time.monotonic() > end or self._control.stopping:
-                self._for_role.go_on(f"the {'KL' if kind == 'kl' else kind} of step {step}", awaited_from)
+                self._go_on_waiting(f"the {'KL' if kind == 'kl' else kind} of step {step}", awaited_from)
                 return False
             time.sleep(POLL_INTERVAL_S)
-        self._for_role.end()
         return True
+
+    def _go_on_waiting(self, what: str, awaited_from: str, **known: int) -> None:
+        """Logs a long wait, which began when this was first called for ``what``. Raises DeadlineExceeded."""
+        now = time.monotonic()
+        if what != self._awaited:
+            self._awaited, self._since, self._logged = what, now, now
+        waited = now - self._since
+        if waited > self._timeout:
+            raise DeadlineExceeded(what, awaited_from, waited, "the trainer stops")
+        if now - self._logged > LOG_INTERVAL_S:
+            self._logged = now
+            self._log.info("waiting", what=what, awaited_from=awaited_from, seconds=round(waited), **known)
 
 
 class StepScheduler:
@@ -156,7 +140,7 @@ class CriticStepScheduler:
     """Gives the critic's next command.
 
     Args:
-        batch_timeout: see `BoundedWait`. exchange: that with the actor. with_kl: whether the actor's KL is needed to train a batch.
+        batch_timeout: see `BatchRequester`. exchange: that with the actor. with_kl: whether the actor's KL is needed to train a batch.
     """
 
     def __init__(self, control: ControlClient, batch_timeout: float, exchange: ActorCriticExchange, *, with_kl: bool) -> None:

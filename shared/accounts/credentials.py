@@ -83,12 +83,8 @@ def _make(directory: Path, deployment: Deployment) -> list[str]:
     for name in (NATS, REDIS, *ROLES):
         (directory / name).mkdir(mode=0o755 if name in (NATS, REDIS) else 0o700, exist_ok=True)
     said = _certificates(directory, deployment) if deployment.tls else []
-    places = [directory / role.role / NATS_URL for role in roles]
-    places += [directory / role.role / REDIS_URL for role in roles if role.store is not None]
-    places.append(directory / REDIS / HEALTH)
-    known = {path: password for path in places if (password := _password(path))}
-    passwords = {path: known.get(path) or secrets.token_urlsafe(PASSWORD_BYTES) for path in places}
-    said.append(f"passwords: {len(places) - len(known)} made, {len(known)} kept")
+    passwords, kept = _passwords(directory, roles)
+    said.append(f"passwords: {len(passwords) - kept} made, {kept} kept")
     written = []
     for path, text in _texts(directory, deployment, roles, passwords).items():
         if write(path, text.encode(), OWNER_ONLY if path.name in (NATS_URL, REDIS_URL) else EVERYBODY):
@@ -96,6 +92,16 @@ def _make(directory: Path, deployment: Deployment) -> list[str]:
     said.append(f"files: {', '.join(written) or 'all as they were'}")
     said.append(f"run {deployment.run}: {len(roles)} accounts, {'TLS' if deployment.tls else 'no TLS'}")
     return said
+
+
+def _passwords(directory: Path, roles: tuple[Rights, ...]) -> tuple[dict[Path, str], int]:
+    """Returns every password by its file, known or newly made, and how many were known."""
+    places = [directory / role.role / NATS_URL for role in roles]
+    places += [directory / role.role / REDIS_URL for role in roles if role.store is not None]
+    places.append(directory / REDIS / HEALTH)
+    known = {path: password for path in places if (password := _password(path))}
+    passwords = {path: known.get(path) or secrets.token_urlsafe(PASSWORD_BYTES) for path in places}
+    return passwords, len(known)
 
 
 def _texts(directory: Path, deployment: Deployment, roles: tuple[Rights, ...], passwords: dict[Path, str]) -> dict[Path, str]:

@@ -6,6 +6,7 @@ messages carry a `Nats-Msg-Id`. Queues are in `shared.bus.work_queue`, the defin
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
@@ -348,14 +349,11 @@ class Bus:
     async def get(self, bucket: str, key: str, *, deadline: float = KV_SECONDS) -> bytes | None:
         """Reads a key; returns None if it is absent."""
         store = await self._bucket(bucket)
-
-        async def attempt() -> bytes | None:
-            try:
-                return (await store.get(key)).value
-            except (nats.js.errors.KeyNotFoundError, nats.js.errors.KeyDeletedError):
-                return None
-
-        return await self.retry(attempt, f"KV {bucket}/{key}", f"$JS.API.STREAM.MSG.GET.KV_{bucket}", deadline=deadline)
+        read = f"$JS.API.STREAM.MSG.GET.KV_{bucket}"
+        try:
+            return (await self.retry(lambda: store.get(key), f"KV {bucket}/{key}", read, deadline=deadline)).value
+        except (nats.js.errors.KeyNotFoundError, nats.js.errors.KeyDeletedError):
+            return None
 
     async def delete(self, bucket: str, key: str, *, deadline: float = 5.0) -> None:
         """Removes a key; an absent key is no error."""
@@ -364,13 +362,10 @@ class Bus:
 
     async def keys(self, bucket: str) -> list[str]:
         """Returns the live keys of a bucket."""
-        prefix = f"$KV.{bucket}."
-
-        async def attempt() -> list[str]:
-            info = await self.js.stream_info(f"KV_{bucket}", subjects_filter=f"{prefix}>")
-            return sorted(subject.removeprefix(prefix) for subject in (info.state.subjects or {}))
-
-        return await self.retry(attempt, f"keys of KV {bucket}", f"$JS.API.STREAM.INFO.KV_{bucket}", deadline=KV_SECONDS)
+        prefix, state = f"$KV.{bucket}.", f"$JS.API.STREAM.INFO.KV_{bucket}"
+        attempt = functools.partial(self.js.stream_info, f"KV_{bucket}", subjects_filter=f"{prefix}>")
+        info = await self.retry(attempt, f"keys of KV {bucket}", state, deadline=KV_SECONDS)
+        return sorted(subject.removeprefix(prefix) for subject in (info.state.subjects or {}))
 
     async def _bucket(self, bucket: str) -> KeyValue:
         if bucket not in self._buckets:

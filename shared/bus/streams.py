@@ -5,7 +5,6 @@ on which no decision depends, discards its oldest.
 """
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,7 +20,6 @@ from nats.js.api import (
 )
 from nats.js.errors import BadRequestError, NotFoundError
 
-from shared.bus.bus_errors import TRANSIENT
 from shared.bus.connection import Bus
 from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.config.run_config import RunConfig
@@ -35,6 +33,7 @@ EVENTS_BYTES = 1 << 26
 """The bytes of events that a run keeps, the latest ones. The server reserves them when the run is created: at a gigabyte each, a small disk
 would be full after a few runs."""
 
+CREATE_SECONDS = 30.0
 _NAME_IN_USE = 10058
 
 
@@ -67,13 +66,8 @@ def scored_consumer(run: str, bus: BusSection) -> Consumer:
 
 
 async def create(bus: Bus, config: RunConfig) -> None:
-    """Makes the run's streams, consumers and buckets; existing ones stay unchanged. Raises NotPermitted."""
-    start = time.monotonic()
-    try:
-        await _create(bus, config)
-    except TRANSIENT:
-        bus.raise_if_refused(start, "$JS.API.")
-        raise
+    """Makes the run's streams, consumers and buckets; existing ones stay unchanged. Raises NotPermitted, DeadlineExceeded."""
+    await bus.retry(lambda: _create(bus, config), f"the streams of run {config.run.name}", "$JS.API.", deadline=CREATE_SECONDS)
 
 
 async def _create(bus: Bus, config: RunConfig) -> None:
@@ -151,12 +145,10 @@ async def _add_consumer(bus: Bus, consumer: Consumer) -> None:
 async def exists(bus: Bus, run: str, deadline: float = 15.0) -> bool:
     """Returns whether the bus holds a run of this name. Raises DeadlineExceeded."""
     stream = Subjects(run).ledger_stream
-
-    async def attempt() -> bool:
-        try:
-            await bus.js.stream_info(stream)
-        except NotFoundError:
-            return False
-        return True
-
-    return await bus.retry(attempt, f"the state of stream {stream}", f"$JS.API.STREAM.INFO.{stream}", deadline=deadline)
+    try:
+        await bus.retry(
+            lambda: bus.js.stream_info(stream), f"the state of stream {stream}", f"$JS.API.STREAM.INFO.{stream}", deadline=deadline
+        )
+    except NotFoundError:
+        return False
+    return True

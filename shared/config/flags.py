@@ -74,7 +74,7 @@ def _read_flag(rest: list[str], owners: dict[str, str], overrides: Overrides) ->
 
 def _megatron(flag: str, name: str, given: str | None, rest: list[str]) -> tuple[str, Any]:
     """Returns the name and the value of one of Megatron's flags. Raises ConfigError for an unknown flag."""
-    if (known := megatron_flags.find(name)) is None:
+    if (known := megatron_flags.spellings().get(name)) is None:
         meant = near(flag, flags()) or near(flag, [f"--{other.replace('_', '-')}" for other in megatron_flags.names()])
         hint = f"did you mean {meant}?" if meant else "`myxo up --help` lists all, `myxo flags` Megatron's"
         raise ConfigError(flag, given or "", f"unknown flag; {hint}")

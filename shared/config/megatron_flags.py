@@ -89,7 +89,7 @@ def catalogue() -> dict[str, Flag]:
 
 
 @cache
-def _spelled() -> dict[str, tuple[Flag, Any]]:
+def spellings() -> dict[str, tuple[Flag, Any]]:
     """Returns for every spelling, ``no_…`` of switches too, the flag and the value that a bare switch sets (None: it is no switch)."""
     found: dict[str, tuple[Flag, Any]] = {}
     for flag in catalogue().values():
@@ -99,14 +99,9 @@ def _spelled() -> dict[str, tuple[Flag, Any]]:
     return opposites | found
 
 
-def find(name: str) -> tuple[Flag, Any] | None:
-    """Returns the flag that a name (with underscores) spells, and what it sets as a bare switch (None: it takes a value)."""
-    return _spelled().get(name)
-
-
 def names() -> list[str]:
     """Returns every spelling of a flag that is not refused, with underscores."""
-    return [name for name, (flag, _) in _spelled().items() if not flag.refused]
+    return [name for name, (flag, _) in spellings().items() if not flag.refused]
 
 
 def canonical(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
@@ -119,8 +114,7 @@ def canonical(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, 
         name, path = key.replace("-", "_"), f"trainer.megatron.{key}"
         if name in own:
             raise ConfigError(path, value, f"a field of its own: {name}, outside of [trainer.megatron]")
-        known = find(name)
-        if known is None:
+        if (known := spellings().get(name)) is None:
             meant = near(name, names())
             hint = f"did you mean {meant}?" if meant else "`myxo flags` lists all"  # too many to tell
             raise ConfigError(path, value, f"unknown flag of Megatron's; {hint}")

@@ -1,4 +1,4 @@
-"""The kind of a data file: Parquet by its name, JSONL, or another kind by its first bytes, with how to convert it to JSONL."""
+"""The kind of a data file that is not JSONL, by its first bytes, with how to convert it."""
 
 import json
 from pathlib import Path
@@ -24,11 +24,6 @@ _TABLE = (
     "a table ({first}), not JSONL; make that of it: python3 -c 'import csv, json, sys; "
     "[print(json.dumps(row)) for row in csv.DictReader(sys.stdin{tabs})]' < {path} > NEW.jsonl"
 )
-
-
-def is_parquet(path: Path) -> bool:
-    """Returns whether a file is read as Parquet; any other is read as JSONL."""
-    return path.suffix == ".parquet"
 
 
 def other_than_jsonl(path: Path, beginning: bytes) -> str | None:

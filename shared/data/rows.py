@@ -255,7 +255,7 @@ def open_rows(files: Sequence[DataFile], field: str) -> FileRows:
     parts = []
     for file in files:
         if file.path not in opened:
-            opened[file.path] = ParquetRows(file.path, field) if file_kinds.is_parquet(file.path) else JsonlRows(file.path, field)
+            opened[file.path] = (ParquetRows if file.path.suffix == ".parquet" else JsonlRows)(file.path, field)
         size = len(opened[file.path])
         if not (rows := file.rows(size)):
             raise ConfigError(field, str(file), f"the slice is empty: the file has {size} rows")

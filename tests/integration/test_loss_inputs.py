@@ -65,7 +65,7 @@ def test_a_function_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
     config = run_config(tmp_path, algorithm={"custom_tis_function_path": "no_such_module:f"})
     with pytest.raises(ConfigError, match=r"algorithm\.custom_tis_function_path"):
         CustomFunctions.of(config)
-    assert CustomFunctions().tis is None
+    assert not CustomFunctions().functions
 
 
 def test_samples_that_do_not_pass_weigh_nothing(valkey: EmbeddedValkey, run_name: str) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from services.trainer import batch_metrics, flops
 from services.trainer.actor import Actor, StepResult
-from services.trainer.batches import TrainBatch
+from services.trainer.batches import TrainBatch, rollouts_of
 from services.trainer.control_client import ControlClient
 from services.trainer.metrics_logger.writers import Prometheus, TensorBoard, WeightsAndBiases, Writer
 from services.trainer.objective.advantage import reward_advantages
@@ -105,7 +105,7 @@ class MetricsLogger:
             rates = batch_metrics.passrate([group.rewards for group in groups], self._config.monitoring.passrate_threshold)
             self._write(batch.step, "passrate", rates)
         reported = {**metrics, **batch.metrics, **performance}
-        self._control.report_step(Trained(step=batch.step, version=batch.version, started=started, ended=ended, metrics=reported))
+        self._control.report("step", Trained(step=batch.step, version=batch.version, started=started, ended=ended, metrics=reported))
         shown = ("reward", "staleness_mean", "staleness_max", "masked_tokens", "removed_samples")
         gauges = {"step": batch.step + 1, "loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
         gauges |= {name: batch.metrics[name] for name in shown} | {"wait_time_ratio": performance["wait_time_ratio"]}
@@ -133,7 +133,7 @@ class MetricsLogger:
         self._sft_losses.append(result.loss)
         self._control.gauges(gauges)
         if step == steps:
-            self._control.report_warm_start(WarmStartEnded.of(self._sft_losses))
+            self._control.report("warm_start", WarmStartEnded.of(self._sft_losses))
 
     def push(self, result: PushResult) -> None:
         """Writes one push of weights; its step is the version."""
@@ -185,8 +185,8 @@ class MetricsLogger:
     def _rollout(self, batch: TrainBatch) -> dict[str, float]:
         shaped = None
         if self._objective.loss_type != "sft_loss":
-            groups = [item.group for item in batch.partition.items]
-            shaped = reward_advantages(self._objective, batch.partition.rewards, groups, batch.rollouts).tolist()
+            groups, rollouts = [item.group for item in batch.partition.items], rollouts_of(batch.partition, batch.sample_stats)
+            shaped = reward_advantages(self._objective, batch.partition.rewards, groups, rollouts).tolist()
         found = batch_metrics.rollout_metrics(batch.partition.batch, batch.sample_stats, shaped)
         equal = {name: value for name, value in found.items() if name.startswith("zero_std/")}
         self._zero_std = {**dict.fromkeys(self._zero_std, 0.0), **equal}  # a reward that once had a group is written as 0 from then on
@@ -206,17 +206,14 @@ class RewardParts:
         for given, part in parts.items():
             name = _ILLEGAL.sub("_", given)
             if name not in self._names and len(self._names) >= MOST_PARTS:
-                self._warn(name)
+                if not self._warned:
+                    structlog.get_logger().warning("reward_parts_left_out", first=name, most=MOST_PARTS)
+                self._warned = True
                 continue
             self._names.add(name)
             values = {"mean": part.mean, "std": part.std, "min": part.min, "max": part.max}
             found.update({f"{name}/{what}": value for what, value in values.items()})
         return found
-
-    def _warn(self, name: str) -> None:
-        if not self._warned:
-            self._warned = True
-            structlog.get_logger().warning("reward_parts_left_out", first=name, most=MOST_PARTS)
 
 
 def averaged(results: Sequence[StepResult]) -> dict[str, float]:

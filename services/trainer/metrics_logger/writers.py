@@ -48,7 +48,7 @@ class Prometheus:
         self._control = control
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._control.metrics(values)
+        self._control.gauges(values, in_status=False)
 
     def close(self) -> None:
         pass

@@ -56,32 +56,28 @@ REDUCER = "algorithm.custom_pg_loss_reducer_function_path"
 TIS = "algorithm.custom_tis_function_path"
 REWARDS = "algorithm.custom_reward_post_process_path"
 
-Function = Callable[..., Any]
-
 
 @dataclass(frozen=True)
 class CustomFunctions:
-    """The user's functions that a run names; None for the others.
+    """The user's functions that a run names.
 
     Args:
-        args: the run's config as the functions get it. paths: by field, for messages.
+        args: the run's config as the functions get it. functions: by the field that names them. paths: theirs, for messages.
     """
 
     args: Any = None
     paths: Mapping[str, str] = field(default_factory=dict)
-    loss: Function | None = None
-    advantage: Function | None = None
-    reducer: Function | None = None
-    tis: Function | None = None
-    rewards: Function | None = None
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: RunConfig) -> "CustomFunctions":
         """Imports the functions. Raises ConfigError for one that cannot be imported."""
         named = paths(config, "trainer")
-        functions = {field: load(field, path) for field, path in named.items()}
-        get = functions.get
-        return cls(Arguments(config), named, get(LOSS), get(ADVANTAGE), get(REDUCER), get(TIS), get(REWARDS))
+        return cls(Arguments(config), named, {name: load(name, path) for name, path in named.items()})
+
+    def __contains__(self, name: str) -> bool:
+        """Returns whether the run names a function in this field."""
+        return name in self.functions
 
     def weighted(self, pg: Tensor, start: Tensor, rollout: Tensor, tokens: MaskedTokens) -> tuple[Tensor, Metrics]:
         """Returns the per-token loss as ``custom_tis_function_path`` weighs and masks it, [T], and its metrics.
@@ -92,7 +88,6 @@ class CustomFunctions:
         responses = Responses(tokens.batch)
         given = self.call(
             TIS,
-            self.tis,
             args=self.args,
             pg_loss=responses.flat(pg),
             train_log_probs=responses.lists(start),
@@ -118,10 +113,10 @@ class CustomFunctions:
         micro-batch's samples (or, ``per_token``, its tokens), which is yet to be divided by the number of the optimizer step's.
         """
         responses = Responses(tokens.batch)
-        reduce = self.call(REDUCER, self.reducer, responses.total_lengths, responses.response_lengths, responses.loss_masks, per_token)
+        reduce = self.call(REDUCER, responses.total_lengths, responses.response_lengths, responses.loss_masks, per_token)
         if not callable(reduce):
             raise self.refused(REDUCER, f"gave {_kind(reduce)}; expected a function")
-        total = self.call(REDUCER, reduce, responses.flat(pg))
+        total = self._called(REDUCER, reduce, responses.flat(pg))
         if not isinstance(total, Tensor) or total.dim():
             raise self.refused(REDUCER, f"its function gave {_kind(total)}; expected a tensor of one number")
         if not total.requires_grad:  # it left every token out; the backward pass needs a graph
@@ -139,7 +134,7 @@ class CustomFunctions:
             "loss_masks": _copied(masks),
             "response_lengths": [mask.numel() for mask in masks],
         }
-        self.call(ADVANTAGE, self.advantage, self.args, rollout_data)
+        self.call(ADVANTAGE, self.args, rollout_data)
         found = {field: self._per_sample(field, rollout_data.get(field), masks) for field in ("advantages", "returns")}
         if found["advantages"] is None:
             raise self.refused(ADVANTAGE, "set no rollout_data['advantages']")
@@ -147,7 +142,7 @@ class CustomFunctions:
 
     def post_processed(self, samples: Sequence[HookSample]) -> list[float]:
         """Returns the rewards of the whole batch that ``custom_reward_post_process_path`` makes in place of the normalised ones."""
-        given = self.call(REWARDS, self.rewards, self.args, list(samples))
+        given = self.call(REWARDS, self.args, list(samples))
         if not isinstance(given, tuple) or len(given) != 2:
             raise self.refused(REWARDS, f"gave {_kind(given)}; expected (raw_rewards, rewards)")
         try:
@@ -159,9 +154,11 @@ class CustomFunctions:
                 raise self.refused(REWARDS, f"{name}: {len(values)} for {len(samples)} samples, or some are not finite")
         return rewards
 
-    def call(self, field: str, function: Function | None, *args: Any, **keywords: Any) -> Any:
-        """Returns the function's result. Raises HookFailed for whatever it raises."""
-        assert function is not None
+    def call(self, field: str, *args: Any, **keywords: Any) -> Any:
+        """Returns the result of a field's function. Raises HookFailed for whatever it raises."""
+        return self._called(field, self.functions[field], *args, **keywords)
+
+    def _called(self, field: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         try:
             return function(*args, **keywords)
         except Exception as error:
@@ -220,7 +217,7 @@ class CustomLoss:
         whole = {"tokens": batch.tokens, "labels": batch.labels, "loss_mask": batch.loss_mask, "cu_seqlens": batch.cu_seqlens}
         lengths = {"total_lengths": responses.total_lengths, "response_lengths": responses.response_lengths}
         view = {**fields, **whole, **lengths, "loss_masks": responses.loss_masks}
-        given = self.custom.call(LOSS, self.custom.loss, self.custom.args, view, logits.unsqueeze(0), sum_of_sample_mean)
+        given = self.custom.call(LOSS, self.custom.args, view, logits.unsqueeze(0), sum_of_sample_mean)
         loss, metrics = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
         if not isinstance(loss, Tensor) or loss.dim() or not isinstance(metrics, Mapping):
             raise self.custom.refused(LOSS, f"gave {_kind(given)}; expected (loss, metrics)")

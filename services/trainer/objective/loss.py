@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.trainer.objective import correction, policy_gradient
 from services.trainer.objective.correction import Statistics, off_policy_sequence_mask, second_moments
-from services.trainer.objective.custom_objective import CustomFunctions, CustomLoss
+from services.trainer.objective.custom_objective import REDUCER, TIS, CustomFunctions, CustomLoss
 from services.trainer.objective.policy_gradient import LOSS_KL, PolicyGradient, kl_estimate, ratio_of
 from services.trainer.objective.tokens import MaskedTokens, Metrics, sequence_mean, sequence_sum
 from services.trainer.packing import PackedBatch
@@ -70,7 +70,7 @@ class PolicyLoss:
             pg = self._off_policy(pg, start, rollout, tokens, advantages, metrics)
             metrics |= self._agreement(start, rollout, tokens)
         pg_loss = tokens.mean(pg)
-        if self.custom.reducer is not None:
+        if REDUCER in self.custom:
             pg_loss = self.custom.reduced(pg, tokens, config.reducer == "token_mean") / self.denominator
         loss = pg_loss + self._entropy(entropy, tokens, metrics) + self._reference_kl(d, tokens, metrics)
         metrics |= {"pg_loss": pg_loss.detach(), "loss": loss.detach()}
@@ -100,7 +100,7 @@ class PolicyLoss:
     def _off_policy(self, pg: Tensor, start: Tensor, rollout: Tensor, tokens: MaskedTokens, advantages: Tensor, metrics: Metrics) -> Tensor:
         config = self.config
         if config.correction == "decoupled":
-            if self.custom.tis is not None:
+            if TIS in self.custom:
                 pg, found = self.custom.weighted(pg, start, rollout, tokens)
             else:
                 pg, found = correction.weighted(config, pg, start - rollout, tokens, self.statistics)

@@ -198,7 +198,7 @@ async def test_the_trainers_own_link_works_with_its_account(
     def live() -> list[str]:
         with ControlClient() as link:
             link.weights_live(WeightsLive(version=3, replicas=["r"], seconds=0.1, bytes=1, at=time.time()))
-            link.report_step(Trained(step=0, version=0, started=1.0, ended=2.0, metrics={}))
+            link.report("step", Trained(step=0, version=0, started=1.0, ended=2.0, metrics={}))
             return [link.config.run.name, link.service.redis_url]
 
     monkeypatch.setattr("signal.signal", lambda *_: None)  # a link takes the signals of the process's main thread, which this is not

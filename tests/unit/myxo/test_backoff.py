@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myxo.launch.restart_policy import FIRST_SECONDS, HEALTHY_SECONDS, LONGEST_SECONDS, MOST_DEATHS, BackOff
+from myxo.launch.restart_policy import BackOff
 
 
 def test_waits_double_up_to_the_longest() -> None:
@@ -16,20 +16,20 @@ def test_a_healthy_life_forgives() -> None:
     backoff = BackOff()
     for _ in range(5):
         backoff.died(lived=1.0, ready=True)
-    assert backoff.died(lived=HEALTHY_SECONDS, ready=True) == FIRST_SECONDS
-    assert backoff.died(lived=1.0, ready=True) == 2 * FIRST_SECONDS
+    assert backoff.died(lived=BackOff.healthy, ready=True) == BackOff.first
+    assert backoff.died(lived=1.0, ready=True) == 2 * BackOff.first
 
 
 def test_gives_up_on_what_never_gets_ready() -> None:
     backoff = BackOff()
-    waits = [backoff.died(lived=1.0, ready=False) for _ in range(MOST_DEATHS)]
+    waits = [backoff.died(lived=1.0, ready=False) for _ in range(BackOff.most)]
     assert None not in waits[:-1]
     assert waits[-1] is None
 
 
 def test_one_ready_life_starts_the_count_anew() -> None:
     backoff = BackOff()
-    for _ in range(MOST_DEATHS - 1):
+    for _ in range(BackOff.most - 1):
         backoff.died(lived=1.0, ready=False)
     assert backoff.died(lived=1.0, ready=True) is not None
     assert backoff.deaths_unready == 0
@@ -38,8 +38,8 @@ def test_one_ready_life_starts_the_count_anew() -> None:
 def test_long_lives_that_never_get_ready_are_given_up_too() -> None:
     """An engine that fails after minutes of loading is as hopeless as one that fails at once."""
     backoff = BackOff()
-    waits = [backoff.died(lived=10 * HEALTHY_SECONDS, ready=False) for _ in range(MOST_DEATHS)]
-    assert waits == [FIRST_SECONDS] * (MOST_DEATHS - 1) + [None]
+    waits = [backoff.died(lived=10 * BackOff.healthy, ready=False) for _ in range(BackOff.most)]
+    assert waits == [BackOff.first] * (BackOff.most - 1) + [None]
 
 
 def test_servers_come_back_at_once_the_first_time() -> None:
@@ -53,8 +53,8 @@ def test_waits_stay_within_their_bounds(deaths: list[tuple[float, bool]]) -> Non
     for lived, ready in deaths:
         wait = backoff.died(lived, ready)
         unready = 0 if ready else unready + 1
-        assert (wait is None) == (unready >= MOST_DEATHS)
+        assert (wait is None) == (unready >= BackOff.most)
         if wait is not None:
-            assert FIRST_SECONDS <= wait <= LONGEST_SECONDS
-            if lived >= HEALTHY_SECONDS:
-                assert wait == FIRST_SECONDS
+            assert BackOff.first <= wait <= BackOff.longest
+            if lived >= BackOff.healthy:
+                assert wait == BackOff.first

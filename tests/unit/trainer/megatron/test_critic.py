@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from services.trainer.objective.loss import ValueLoss
-from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import pack, sequences
 
@@ -32,16 +31,6 @@ def test_a_value_depends_on_no_later_token(critic):
     changed[-1] = (changed[-1] + 1) % 67
     (ours,), (theirs,) = critic.values([pack([tokens])]), critic.values([pack([changed])])
     assert torch.equal(ours[:-1], theirs[:-1]) and ours[-1] != theirs[-1]
-
-
-def test_a_critic_has_no_vocabulary_and_a_policy_no_values(critic, make_actor):
-    batch = [pack(sequences(2))]
-    with pytest.raises(ConfigError, match="value_head"):
-        critic.log_probs(batch)
-    with pytest.raises(ConfigError, match="value_head"):
-        next(critic.export(1024))
-    with pytest.raises(ConfigError, match="value_head"):
-        make_actor("qwen3").values(batch)
 
 
 @pytest.mark.parametrize("config", [{"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}])

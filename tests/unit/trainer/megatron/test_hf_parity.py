@@ -67,9 +67,6 @@ def test_temperature_divides_the_logits(make_actor, reference):
     (packed,) = make_actor("qwen3", temperature=0.6).log_probs([pack(seqs)])
     for ours, theirs in zip(per_sequence(packed, seqs), reference("qwen3", seqs, 0.6), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-    (overridden,) = make_actor("qwen3", temperature=0.6).log_probs([pack(seqs)], temperature=1.0)
-    for ours, theirs in zip(per_sequence(overridden, seqs), reference("qwen3", seqs), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 def test_bfloat16_is_close(make_actor, reference):

@@ -21,8 +21,8 @@ def drawn(config=None, seed=3):
     return sequences, batches.packed(sequences, batches.weights_of(sequences, config or AlgorithmSection()))
 
 
-def functions(**named):
-    return CustomFunctions(args=ARGS, paths=PATHS, **named)
+def functions(name, function):
+    return CustomFunctions(args=ARGS, paths=PATHS, functions={name: function})
 
 
 def test_responses_begin_with_their_first_trained_token():
@@ -57,7 +57,7 @@ def test_a_weight_of_ones_own_equals_the_one_it_is_written_as():
     batch.fields["proximal_log_probs"] = batch.fields["proximal_log_probs"].clamp(max=batch.fields["rollout_log_probs"] + math.log(2))
     current, again = batches.currents(sequences), batches.currents(sequences)
     loss, metrics = PolicyLoss(config)(current, None, batch)
-    own, own_metrics = PolicyLoss(AlgorithmSection(), custom=functions(tis=own_tis))(again, None, batch)
+    own, own_metrics = PolicyLoss(AlgorithmSection(), custom=functions(TIS, own_tis))(again, None, batch)
     loss.backward()
     own.backward()
     assert own.item() == pytest.approx(loss.item(), rel=1e-9)
@@ -85,7 +85,7 @@ def test_a_reducer_of_ones_own_equals_the_one_it_is_written_as():
     rollouts = len({s.rollout_id for s in sequences})
     current, again = batches.currents(sequences), batches.currents(sequences)
     loss = PolicyLoss(config)(current, None, batch)[0]
-    own = PolicyLoss(AlgorithmSection(), custom=functions(reducer=by_length), denominator=float(rollouts))(again, None, batch)[0]
+    own = PolicyLoss(AlgorithmSection(), custom=functions(REDUCER, by_length), denominator=float(rollouts))(again, None, batch)[0]
     loss.backward()
     own.backward()
     assert own.item() == pytest.approx(loss.item(), rel=1e-9)
@@ -106,7 +106,7 @@ def test_a_loss_of_ones_own_gets_logits_and_the_batchs_mean():
     torch.manual_seed(0)
     logits = torch.randn(batch.tokens.numel(), 64, dtype=torch.float64, requires_grad=True)
     log_probs = torch.log_softmax(logits, -1).gather(-1, batch.labels[:, None])[:, 0]
-    loss, metrics = CustomLoss(functions(loss=likelihood))(logits, batch)
+    loss, metrics = CustomLoss(functions(LOSS, likelihood))(logits, batch)
     assert loss.item() == pytest.approx(SftLoss()(log_probs, None, batch)[0].item(), rel=1e-6)  # the weights are float32 here
     assert metrics["loss"].item() == loss.item()
     assert metrics["ones"].item() == pytest.approx(batch.fields["weights"].sum().item())
@@ -118,7 +118,7 @@ def test_a_loss_of_ones_own_gets_logits_and_the_batchs_mean():
 def test_a_loss_that_depends_on_nothing_has_a_graph():
     _, batch = drawn()
     logits = torch.randn(batch.tokens.numel(), 8, requires_grad=True)
-    loss, _ = CustomLoss(functions(loss=lambda *_: (torch.tensor(1.0), {})))(logits, batch)
+    loss, _ = CustomLoss(functions(LOSS, lambda *_: (torch.tensor(1.0), {})))(logits, batch)
     assert loss.requires_grad
 
 
@@ -131,7 +131,7 @@ def doubled(args, rollout_data):
 
 def test_advantages_of_ones_own():
     masks = [torch.tensor([True, False]), torch.zeros(0, dtype=torch.bool)]
-    found = functions(advantage=doubled).advantages(masks, {"rewards": [1.5, 2.0]})
+    found = functions(ADVANTAGE, doubled).advantages(masks, {"rewards": [1.5, 2.0]})
     assert [one.tolist() for one in found.advantages] == [[3.0, 0.0], []]
     assert found.returns is None
 
@@ -143,7 +143,7 @@ def test_rewards_of_ones_own():
         raw = [sample.reward for sample in samples]
         return raw, [reward - sum(raw) / len(raw) for reward in raw]
 
-    assert functions(rewards=centred).post_processed(samples) == [-1.0, 1.0]
+    assert functions(REWARDS, centred).post_processed(samples) == [-1.0, 1.0]
 
 
 def call(field, given):
@@ -159,15 +159,15 @@ def call(field, given):
     sequences, batch = drawn()
     current = batches.currents(sequences)
     if field == TIS:
-        PolicyLoss(AlgorithmSection(), custom=functions(tis=function))(current, None, batch)
+        PolicyLoss(AlgorithmSection(), custom=functions(TIS, function))(current, None, batch)
     elif field == REDUCER:
-        PolicyLoss(AlgorithmSection(), custom=functions(reducer=function))(current, None, batch)
+        PolicyLoss(AlgorithmSection(), custom=functions(REDUCER, function))(current, None, batch)
     elif field == LOSS:
-        CustomLoss(functions(loss=function))(torch.zeros(batch.tokens.numel(), 8, requires_grad=True), batch)
+        CustomLoss(functions(LOSS, function))(torch.zeros(batch.tokens.numel(), 8, requires_grad=True), batch)
     elif field == ADVANTAGE:
-        functions(advantage=function).advantages([torch.ones(2, dtype=torch.bool)], {"rewards": [1.0]})
+        functions(ADVANTAGE, function).advantages([torch.ones(2, dtype=torch.bool)], {"rewards": [1.0]})
     else:
-        functions(rewards=function).post_processed([HookSample(), HookSample()])
+        functions(REWARDS, function).post_processed([HookSample(), HookSample()])
 
 
 @pytest.mark.parametrize(
