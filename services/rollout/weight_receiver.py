@@ -165,7 +165,7 @@ class WeightsReceiver:
             return Accepted()  # a late message of another push
         while self._receiving and served.target == request.version and self._replica.client is not None:
             with contextlib.suppress(MyxoError):  # then it ends with its own deadline
-                await self._replica.client.abort_receive(deadline=END_SECONDS)
+                await self._replica.client.receivers.abort(END_SECONDS)
             await asyncio.sleep(POLL_INTERVAL_S)  # the command may still have been in transit to the engine
         async with self._replica.update_lock:
             if served.target == request.version:

@@ -197,10 +197,6 @@ class EngineClient:
         """Has the engine leave all channels."""
         await self.receivers.ask({"verb": "leave"}, deadline)
 
-    async def abort_receive(self, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Ends a running ``receive``, and leaves channels that are still being joined. The engine answers as before."""
-        await self.receivers.abort(deadline)
-
     async def adopt(self, version: int, tensors: Mapping[str, TensorDigest], *, deadline: float = CONTROL_SECONDS) -> str:
         """Tells the engine all tensors that were loaded into it by other means and have been checked; without any, its weights are unknown.
 
