@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from shared.config.run_config import RunConfig
 from shared.config.sections import EvalSection, RolloutSection, WeightsSection
 from shared.schema.versions import admissible_steps, version_after
 
@@ -18,10 +17,6 @@ class BufferConfig:
     weights: WeightsSection = field(default_factory=WeightsSection)
     evaluation: EvalSection = field(default_factory=EvalSection)
     eval_prompts: int = 0
-
-    @classmethod
-    def from_run(cls, config: RunConfig, eval_prompts: int) -> "BufferConfig":
-        return cls(config.rollout, config.weights, config.eval, eval_prompts)
 
     @property
     def surplus(self) -> int:

@@ -52,7 +52,7 @@ ANSWER_SECONDS = 1.5
 """The time that a batch request is held before it is answered with `BatchPending`."""
 
 FETCH = 256
-"""Outcomes that are taken, and payload keys that are freed, at once."""
+"""Outcomes that are taken at once."""
 
 POLL_INTERVAL_S = 2.0
 """The interval at which live version and queue depths are read, besides the events that announce them."""
@@ -78,7 +78,7 @@ class Buffer:
     def __init__(self, service: Service, prompts: PromptSupply) -> None:
         config, heldout = service.config, prompts.heldout
         self._service, self._config, self._bus, self._log = service, config, service.bus, service.log
-        self._limits = BufferConfig.from_run(config, len(heldout) if heldout else 0)
+        self._limits = BufferConfig(config.rollout, config.weights, config.eval, len(heldout) if heldout else 0)
         self._tasks = TaskPublisher(service.bus, config, prompts)
         self._prompts = prompts
         path = config.rollout.buffer_filter_path
@@ -140,7 +140,7 @@ class Buffer:
         publishing = (self._tasks.publish(TRAIN), self._tasks.publish(EVAL))
         async with service.background(*publishing, self._keeper.run(), self._free(), self._take_outcomes(), *watching):
             await service.stopping.wait()
-            with contextlib.suppress(asyncio.TimeoutError):  # the end comes between two decisions, and none follows
+            with contextlib.suppress(TimeoutError):  # the end comes between two decisions, and none follows
                 await asyncio.wait_for(self._lock.acquire(), HAND_OVER_SECONDS)
             await self._keeper.drain(DRAIN_SECONDS)
 
@@ -229,10 +229,7 @@ class Buffer:
 
     async def _free(self) -> None:
         while True:
-            keys = list(await self._to_free.get())
-            while not self._to_free.empty() and len(keys) < FETCH:
-                keys += self._to_free.get_nowait()
-            await self._service.store.free(keys)
+            await self._service.store.free(await self._to_free.get())
 
     # --- incoming messages
 
@@ -261,37 +258,31 @@ class Buffer:
             self._keeper.release(late)
 
     async def _watch_versions(self) -> None:
-        """Learns the live version from its event at once, and from KV where an event was missed."""
+        """Reads the live version from KV, when an event says that there is a new one and, where an event was missed, now and then."""
         subjects = self._service.subjects
-        events: asyncio.Queue[bytes] = asyncio.Queue()
+        news = asyncio.Event()
 
-        async def on_event(message: object) -> None:
-            events.put_nowait(message.data)  # type: ignore[attr-defined]
+        async def on_event(_: object) -> None:
+            news.set()
 
         await self._bus.connection.subscribe(subjects.event("weights", "live"), cb=on_event)
         while True:
-            try:
-                value: bytes | None = await asyncio.wait_for(events.get(), timeout=POLL_INTERVAL_S)
-            except TimeoutError:
-                value = await self._bus.get(subjects.weights_bucket, "live", deadline=120)
-            if value:
+            news.clear()
+            if value := await self._bus.get(subjects.weights_bucket, "live", deadline=120):
                 version = WeightsLive.decode(value).version
                 await self._decide(partial(policy.live, self._state, self._limits, version, time.time()))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), POLL_INTERVAL_S)
 
     # --- the trainer's requests
 
     async def _on_batch(self, request: BatchRequest) -> BatchAnswer:
         end = time.monotonic() + (ANSWER_SECONDS if request.hold else 0.0)
-        while True:
-            answer = await self._batch(request)
-            remaining = end - time.monotonic()
-            if not isinstance(answer, BatchPending) or remaining <= 0:
-                return answer
+        while isinstance(answer := await self._batch(request), BatchPending) and (remaining := end - time.monotonic()) > 0:
             async with self._changed:
-                try:
-                    await asyncio.wait_for(self._changed.wait(), timeout=remaining)
-                except TimeoutError:
-                    return answer
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), remaining)
+        return answer
 
     async def _batch(self, request: BatchRequest) -> BatchAnswer:
         state, limits, step = self._state, self._limits, request.step

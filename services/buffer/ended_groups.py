@@ -85,16 +85,10 @@ def _ended(group: GroupState, *, again: bool = False, **facts: Any) -> EndedGrou
 
 
 def _evaluated(scored: EvalScored) -> EndedGroup:
-    failed = not scored.rewards or scored.payload is None
-    record = RolloutRecord.model_construct(
-        group=scored.group,
-        attempt=0,
-        status=FAILED if failed else EVALUATED,
-        dataset=scored.dataset,
-        version=scored.version,
-        reason=scored.reason,
-        at=scored.at,
-    )
-    if failed or scored.payload is None:
+    payload = scored.payload if scored.rewards else None
+    facts: dict[str, Any] = {"dataset": scored.dataset, "version": scored.version, "reason": scored.reason, "at": scored.at}
+    status = FAILED if payload is None else EVALUATED
+    record = RolloutRecord.model_construct(group=scored.group, attempt=0, status=status, **facts)
+    if payload is None:
         return EndedGroup(record)
-    return EndedGroup(record, tuple(scored.payload.keys), scored.payload.bytes, tuple(scored.rewards), scored.parts)
+    return EndedGroup(record, tuple(payload.keys), payload.bytes, tuple(scored.rewards), scored.parts)

@@ -40,7 +40,5 @@ def ended(evaluation: EvaluationState, now: float) -> EvalEnded:
         failed=evaluation.failed,
         samples=len(rewards),
         mean_reward=sum(rewards) / len(rewards) if rewards else 0.0,
-        oldest=evaluation.oldest if rewards else evaluation.version,
-        newest=evaluation.newest if rewards else evaluation.version,
         at=now,
     )

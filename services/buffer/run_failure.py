@@ -80,11 +80,10 @@ class RunFailure:
         self._dead.see(record)
         reason, service = failure_summary.short(self._dead.reason), self._service
         if reason != service.detail:
-            another = failure_summary.kind(reason) != failure_summary.kind(service.detail)
-            service.detail = reason
+            known, service.detail = service.detail, reason
             self._gauge()
             service.metrics.set("dead", dead)
-            if another:  # people should not have to wait for the next heartbeat
+            if failure_summary.kind(reason) != failure_summary.kind(known):  # people should not have to wait for the next heartbeat
                 service.spawn(service.announce())
         if (hopeless := self._dead.hopeless(self._limit)) is not None and not self.reason:
             service.log.error("run_failed", error=hopeless)

@@ -97,8 +97,6 @@ class EvaluationState:
     pending: dict[str, int]
     rewards: list[float] = field(default_factory=list)
     failed: int = 0
-    oldest: int = NOTHING_TRAINED
-    newest: int = -1
 
 
 @dataclass
@@ -201,10 +199,7 @@ class BufferState:
         self.released += record.payload.keys if record.payload is not None else []
         del evaluation.pending[record.group]
         evaluation.rewards += record.rewards
-        if record.rewards:
-            evaluation.oldest, evaluation.newest = min(record.oldest, evaluation.oldest), max(record.newest, evaluation.newest)
-        else:
-            evaluation.failed += 1
+        evaluation.failed += not record.rewards
 
     def _eval_ended(self, record: ledger.EvalEnded) -> None:
         del self.evaluations[record.version]

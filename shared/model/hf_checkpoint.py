@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shared.model.architecture import Architecture
 from shared.runtime.errors import ConfigError
-from shared.transfer.tensor_file import TensorFile, TensorFileBroken
+from shared.transfer.tensor_file import TensorFileBroken, TensorFiles
 
 INDEX = "model.safetensors.index.json"
 
@@ -50,7 +50,7 @@ def read_headers(directory: Path, field: str = "model.hf_checkpoint") -> tuple[d
     where: dict[str, str] = {}
     for path in files.paths:
         try:
-            file = TensorFile(path)
+            file = TensorFiles([path])
             held.update(file.tensors)
             where.update(dict.fromkeys(file.tensors, path.name))
         except TensorFileBroken as error:

@@ -54,19 +54,13 @@ def _decode_array(mapping: dict[Any, Any]) -> Any:
     if len(mapping) != 3 or mapping.keys() != _ARRAY_KEYS:
         return mapping
     dtype, shape, data = mapping["dtype"], mapping["shape"], mapping["data"]
-    if type(dtype) is str and type(data) is bytes and type(shape) is list and len(shape) == 1:  # as nearly all are
-        known = _DTYPES.get(dtype)
-        if known is not None and type(shape[0]) is int and shape[0] * known.itemsize == len(data):
-            return np.frombuffer(data, known)
-    return _decode_unusual_array(dtype, shape, data)
-
-
-def _decode_unusual_array(dtype: Any, shape: Any, data: Any) -> Any:
-    if dtype not in ARRAY_DTYPES or not isinstance(data, bytes) or not isinstance(shape, list):
+    known = _DTYPES.get(dtype) if type(dtype) is str else None
+    if known is None or type(data) is not bytes or type(shape) is not list:
         raise BadMessage(f"array of dtype {dtype!r}: expected raw bytes of one of {sorted(ARRAY_DTYPES)}")
-    if not all(isinstance(n, int) and n >= 0 for n in shape) or math.prod(shape) * np.dtype(dtype).itemsize != len(data):
+    if any([type(n) is not int or n < 0 for n in shape]) or math.prod(shape) * known.itemsize != len(data):
         raise BadMessage(f"array of shape {shape} and dtype {dtype} does not fit its {len(data)} bytes")
-    return np.frombuffer(data, dtype=dtype).reshape(shape)
+    flat = np.frombuffer(data, known)
+    return flat if len(shape) == 1 else flat.reshape(shape)
 
 
 class _Packers(threading.local):

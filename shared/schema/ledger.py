@@ -118,18 +118,13 @@ class EvalScored(LedgerRecord):
 
 
 class EvalEnded(LedgerRecord):
-    """Every held-out prompt of the evaluation is scored or dead (``failed`` of them).
-
-    ``samples``: how many rewards ``mean_reward`` is the mean of; ``oldest``/``newest``: weight versions that generated them.
-    """
+    """Every held-out prompt of the evaluation is scored or dead (``failed`` of them). ``mean_reward``: that of all ``samples``."""
 
     dataset: str
     version: int
     failed: int
     samples: int
     mean_reward: float
-    oldest: int
-    newest: int
 
 
 class RunFinished(LedgerRecord):

@@ -10,20 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.schema.ledger import (
-    BatchFormed,
-    BatchTrained,
-    CheckpointDurable,
-    GroupDead,
-    GroupRequeued,
-    GroupsAdmitted,
-    GroupsDropped,
-    GroupsScored,
-    LedgerRecord,
-    RunFinished,
-    VersionLive,
-    group_id,
-)
+from shared.schema import ledger
+from shared.schema.ledger import LedgerRecord, group_id
 from shared.schema.messages import ScoredGroup
 
 
@@ -69,16 +57,16 @@ class Audit:
         self._batched: dict[int, list[str]] = {}
         self._in_batch: set[str] = set()
         self._checks: dict[type[LedgerRecord], Callable[[Any], None]] = {
-            GroupsAdmitted: self._admitted,
-            GroupsScored: self._scored,
-            GroupRequeued: self._requeued,
-            GroupsDropped: lambda record: self._end(record.groups, self._report.dropped, record.reason),
-            GroupDead: lambda record: self._end([record.group], self._report.dead, record.reason),
-            BatchFormed: self._formed,
-            BatchTrained: self._trained,
-            CheckpointDurable: self._durable,
-            VersionLive: self._live,
-            RunFinished: lambda _: setattr(self._report, "finished", True),
+            ledger.GroupsAdmitted: self._admitted,
+            ledger.GroupsScored: self._scored,
+            ledger.GroupRequeued: self._requeued,
+            ledger.GroupsDropped: lambda record: self._end(record.groups, self._report.dropped, record.reason),
+            ledger.GroupDead: lambda record: self._end([record.group], self._report.dead, record.reason),
+            ledger.BatchFormed: self._formed,
+            ledger.BatchTrained: self._trained,
+            ledger.CheckpointDurable: self._durable,
+            ledger.VersionLive: self._live,
+            ledger.RunFinished: lambda _: setattr(self._report, "finished", True),
         }
 
     def see(self, record: LedgerRecord) -> None:
@@ -97,25 +85,25 @@ class Audit:
             self._violation(f"the run finished with {report.in_flight} groups in flight")
         return report
 
-    def _admitted(self, record: GroupsAdmitted) -> None:
+    def _admitted(self, record: ledger.GroupsAdmitted) -> None:
         if record.first != self._report.admitted:
             self._violation(f"admission starts at group {record.first}, {self._report.admitted} were admitted before")
         self._open |= dict.fromkeys(group_id(index) for index in range(record.first, record.first + record.count))
         self._report.admitted += record.count
         self._report.finished = False
 
-    def _scored(self, record: GroupsScored) -> None:
+    def _scored(self, record: ledger.GroupsScored) -> None:
         for scored in record.groups:
             if self._known(scored.group, "scored"):
                 if self._open[scored.group] is not None:
                     self._violation(f"{scored.group} was scored twice in one attempt")
                 self._open[scored.group] = scored
 
-    def _requeued(self, record: GroupRequeued) -> None:
+    def _requeued(self, record: ledger.GroupRequeued) -> None:
         if self._known(record.group, "requeued"):
             self._open[record.group] = None
 
-    def _formed(self, record: BatchFormed) -> None:
+    def _formed(self, record: ledger.BatchFormed) -> None:
         step = record.step
         if step != len(self._batched):
             self._violation(f"batch of step {step} was formed after that of step {len(self._batched) - 1}")
@@ -132,7 +120,7 @@ class Audit:
                 self._check_ages(record, scored)
         self._batched[step] = record.groups
 
-    def _check_ages(self, record: BatchFormed, scored: ScoredGroup) -> None:
+    def _check_ages(self, record: ledger.BatchFormed, scored: ScoredGroup) -> None:
         report, step = self._report, record.step
         report.removed += len(scored.removed)
         for sample in (sample for index, sample in enumerate(scored.samples) if index not in scored.removed):
@@ -147,7 +135,7 @@ class Audit:
             if sample.newest > record.version:
                 self._violation(f"step {step} on version {record.version} holds a token of version {sample.newest}")
 
-    def _trained(self, record: BatchTrained) -> None:
+    def _trained(self, record: ledger.BatchTrained) -> None:
         step = record.step
         if step != self._report.steps:
             self._violation(f"step {step} was trained after {self._report.steps} steps")
@@ -158,7 +146,7 @@ class Audit:
                 self._report.trained += 1
         self._report.steps = step + 1
 
-    def _durable(self, record: CheckpointDurable) -> None:
+    def _durable(self, record: ledger.CheckpointDurable) -> None:
         report, steps = self._report, record.steps
         if steps > report.steps:
             self._violation(f"checkpoint of {steps} steps is durable, {report.steps} were trained")
@@ -166,7 +154,7 @@ class Audit:
             self._violation(f"durable steps fell from {report.durable_steps} to {steps}")
         report.durable_steps = max(steps, report.durable_steps)
 
-    def _live(self, record: VersionLive) -> None:
+    def _live(self, record: ledger.VersionLive) -> None:
         if record.version <= self._report.live_version:
             self._violation(f"live version went from {self._report.live_version} to {record.version}")
         self._report.live_version = record.version

@@ -18,10 +18,13 @@ from shared.schema.messages import SampleMeta
 SCHEMA = 1
 """Version of the payload's schema."""
 
-_KINDS = {"prompt": "iu", "response": "iu", "log_probs": "f", "mask": "bu"}
-"""numpy's kinds that a sample's arrays may be of; they travel as int32, int32, float32, uint8."""
-
-_INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("|u1")
+_ARRAYS: dict[str, tuple[str, np.dtype[Any]]] = {
+    "prompt": ("iu", np.dtype("<i4")),
+    "response": ("iu", np.dtype("<i4")),
+    "log_probs": ("f", np.dtype("<f4")),
+    "mask": ("bu", np.dtype("|u1")),
+}
+"""numpy's kinds that a sample's arrays may be of, and the type that they travel as."""
 
 
 @dataclass
@@ -71,7 +74,7 @@ class Sample:
             raise BadMessage(f"sample {self.name}: {problem}")
 
     def _array_problem(self) -> str | None:
-        for name, kinds in _KINDS.items():
+        for name, (kinds, _) in _ARRAYS.items():
             array = getattr(self, name)
             if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
                 return f"{name} is not a one-dimensional array of {'floats' if kinds == 'f' else 'integers'}"
@@ -135,18 +138,16 @@ def rollouts(samples: Iterable[Sample]) -> tuple[int, ...]:
 
 def encode(samples: Iterable[Sample], blob_bytes: int) -> list[bytes]:
     """Returns blobs of about ``blob_bytes`` each, in sample order. The caller has checked the samples."""
-    blobs: list[bytes] = []
-    batch: list[dict[str, Any]] = []
+    batches: list[list[dict[str, Any]]] = [[]]
     size = 0
     for sample in samples:
-        batch.append(_to_map(sample))
-        size += len(sample.prompt) * 4 + len(sample.response) * 9 + len(sample.text) + 200
         if size >= blob_bytes:
-            blobs.append(codec.pack({"schema": SCHEMA, "samples": batch}))
-            batch, size = [], 0
-    if batch or not blobs:
-        blobs.append(codec.pack({"schema": SCHEMA, "samples": batch}))
-    return blobs
+            batches.append([])
+            size = 0
+        arrays = {name: codec.array(getattr(sample, name), dtype) for name, (_, dtype) in _ARRAYS.items()}
+        batches[-1].append(vars(sample) | arrays)
+        size += len(sample.prompt) * 4 + len(sample.response) * 9 + len(sample.text) + 200
+    return [codec.pack({"schema": SCHEMA, "samples": batch}) for batch in batches]
 
 
 def decode(blobs: Iterable[bytes]) -> list[Sample]:
@@ -173,21 +174,3 @@ def _segment(start: int, end: int, version: int) -> tuple[int, int, int]:
     if not (isinstance(start, int) and isinstance(end, int) and isinstance(version, int)):
         raise TypeError(f"segment ({start!r}, {end!r}, {version!r})")
     return start, end, version
-
-
-def _to_map(sample: Sample) -> dict[str, Any]:
-    return {
-        "group": sample.group,
-        "index": sample.index,
-        "prompt": codec.array(sample.prompt, _INT32),
-        "response": codec.array(sample.response, _INT32),
-        "log_probs": codec.array(sample.log_probs, _FLOAT32),
-        "mask": codec.array(sample.mask, _UINT8),
-        "segments": [list(segment) for segment in sample.segments],
-        "finish": sample.finish,
-        "text": sample.text,
-        "prompt_text": sample.prompt_text,
-        "label": sample.label,
-        "metadata": sample.metadata,
-        "rollout": sample.rollout,
-    }

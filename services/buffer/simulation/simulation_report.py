@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from services.buffer.simulation.length_tally import LengthShare
 from services.buffer.simulation.modelled_engine import Baseline
 from services.buffer.simulation.simulation_run import PolicyOutcome, Setting, SimulationPlan
 from services.buffer.simulation.workload_model import DECILES
@@ -21,52 +20,44 @@ from services.buffer.simulation.workload_model import DECILES
 BAR = 60
 """Characters of a bar that reaches the limit."""
 
-_EIGHTHS = " ▏▎▍▌▋▊▉"
+_SHARES = {
+    "dropped": "samples thrown away (dropped, or generated anew)",
+    "dropped_tokens": "tokens thrown away",
+    "masked": "tokens in batches masked for their age",
+}
+"""The shares by length that an outcome has."""
 
 
 def show(plan: SimulationPlan, baseline: Baseline, outcomes: Sequence[PolicyOutcome], console: Console) -> None:
     """Prints everything."""
-    samples, tokens, masked = (
-        [(outcome, share) for outcome, share in zip(outcomes, shares, strict=True) if any(share.by_decile)]
-        for shares in zip(*((outcome.dropped, outcome.dropped_tokens, outcome.masked) for outcome in outcomes), strict=True)
-    )
-    parts = [
-        _model(plan, baseline),
-        _speeds(baseline, outcomes),
-        *_shares("samples thrown away (dropped, or generated anew)", samples),
-        *_shares("tokens thrown away", tokens),
-        *_shares("tokens in batches masked for their age", masked),
-        _ages(outcomes),
-        _bars(baseline, outcomes),
-    ]
-    for part in parts:
+    tables = (_speeds(plan, baseline, outcomes), *_shares(outcomes), _ages(outcomes))
+    for part in (_model(plan, baseline), *tables, *_bars(baseline, outcomes)):
         console.print(part, soft_wrap=True)
 
 
-def _model(plan: SimulationPlan, baseline: Baseline) -> Text:
+def _model(plan: SimulationPlan, baseline: Baseline) -> str:
     model = plan.model
     stall = f", w = {model.push:g} s" if model.push else ""
-    lines = [
+    return (
         f"{model.gpus} GPUs, {model.split} of them generate; batch {model.groups} groups of {model.samples}; lengths lognormal, "
-        f"σ = {model.sigma:g}, at most {model.cap:g} × the mean of {model.mean_tokens:g} tokens",
+        f"σ = {model.sigma:g}, at most {model.cap:g} × the mean of {model.mean_tokens:g} tokens\n"
         f"g = {model.generation:.1f} GPU-s, h = {model.train:.1f} GPU-s, M = {baseline.makespan:.1f} s{stall}; "
-        f"synchronous step {baseline.step:.1f} s, {model.batch / baseline.step:.2f} samples/s",
-        f"U_sync = {baseline.utilisation:.3f}, limit {baseline.limit:.2f}×",
-    ]
-    return Text("\n".join(lines) + "\n")
+        f"synchronous step {baseline.step:.1f} s, {model.batch / baseline.step:.2f} samples/s\n"
+        f"U_sync = {baseline.utilisation:.3f}, limit {baseline.limit:.2f}×\n"
+    )
 
 
-def _speeds(baseline: Baseline, outcomes: Sequence[PolicyOutcome]) -> Table:
+def _speeds(plan: SimulationPlan, baseline: Baseline, outcomes: Sequence[PolicyOutcome]) -> Table:
     """Returns a row for each setting at each bound. Speed-ups are over the synchronous run."""
     table = _table("Throughput", "speed-up", "of limit", "in tokens", "samples/s", "mean age", "max age", "dropped", "masked")
-    synchronous = outcomes[0].samples_per_second / outcomes[0].speedup
-    table.add_row("synchronous", "", "1.00×", f"{1 / baseline.limit:.0%}", "1.00×", f"{synchronous:.2f}", "0.00", "0", "0.0%", "0.0%")
+    synchronous = f"{plan.model.batch / baseline.step:.2f}"
+    table.add_row("synchronous", "", "1.00×", f"{1 / baseline.limit:.0%}", "1.00×", synchronous, "0.00", "0", "0.0%", "0.0%")
     for name, outcome in _named(outcomes):
         table.add_row(
             name,
             str(outcome.bound),
             f"{outcome.speedup:.2f}×",
-            f"{outcome.speedup / baseline.limit:.0%}",
+            f"{outcome.of_limit:.0%}",
             f"{outcome.token_speedup:.2f}×",
             f"{outcome.samples_per_second:.2f}",
             f"{outcome.mean_age:.2f}",
@@ -77,13 +68,14 @@ def _speeds(baseline: Baseline, outcomes: Sequence[PolicyOutcome]) -> Table:
     return table
 
 
-def _shares(title: str, found: list[tuple[PolicyOutcome, LengthShare]]) -> Iterator[Table]:
-    """Yields a table by length, where there is anything."""
-    if found:
-        table = _table(f"By decile of response length, shortest first: {title}, %", *map(str, range(1, DECILES + 1)))
-        for (name, outcome), (_, share) in zip(_named([outcome for outcome, _ in found]), found, strict=True):
-            table.add_row(name, str(outcome.bound), *(f"{part:.1%}"[:-1] for part in share.by_decile))
-        yield table
+def _shares(outcomes: Sequence[PolicyOutcome]) -> Iterator[Table]:
+    """Yields a table by length for each kind of share that any outcome has."""
+    for share, title in _SHARES.items():
+        if found := [outcome for outcome in outcomes if any(getattr(outcome, share).by_decile)]:
+            table = _table(f"By decile of response length, shortest first: {title}, %", *map(str, range(1, DECILES + 1)))
+            for name, outcome in _named(found):
+                table.add_row(name, str(outcome.bound), *(f"{part:.1%}"[:-1] for part in getattr(outcome, share).by_decile))
+            yield table
 
 
 def _ages(outcomes: Sequence[PolicyOutcome]) -> Table:
@@ -97,19 +89,12 @@ def _ages(outcomes: Sequence[PolicyOutcome]) -> Table:
     return table
 
 
-def _bars(baseline: Baseline, outcomes: Sequence[PolicyOutcome]) -> Text:
-    text = Text(f"\nSpeed-up against the bound, up to the limit of {baseline.limit:.2f}×\n")
-    width = max(len(outcome.setting.name) for outcome in outcomes)
+def _bars(baseline: Baseline, outcomes: Sequence[PolicyOutcome]) -> tuple[str, Table]:
+    table = Table.grid(padding=(0, 1))
     for name, outcome in _named(outcomes):
-        text.append(f"{name:{width}}  {outcome.bound:>3} ")
-        text.append(f"{_bar(outcome.speedup / baseline.limit):{BAR}}│", style="blue")
-        text.append(f" {outcome.speedup:.2f}×\n")
-    return text
-
-
-def _bar(part: float) -> str:
-    eighths = round(min(1.0, part) * BAR * 8)
-    return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8]).rstrip()
+        bar = Bar(1.0, 0.0, min(1.0, outcome.of_limit), width=BAR, color="blue")
+        table.add_row(name, f"{outcome.bound:>3}", bar, f"│ {outcome.speedup:.2f}×")
+    return f"\nSpeed-up against the bound, up to the limit of {baseline.limit:.2f}×", table
 
 
 def _named(outcomes: Sequence[PolicyOutcome]) -> Iterator[tuple[str, PolicyOutcome]]:
@@ -134,7 +119,7 @@ def as_json(plan: SimulationPlan, baseline: Baseline, outcomes: Sequence[PolicyO
     model = plan.model
     policies: dict[str, dict[str, Any]] = {}
     for outcome in outcomes:
-        policies.setdefault(outcome.setting.name, {})[str(outcome.bound)] = _cell(outcome, baseline)
+        policies.setdefault(outcome.setting.name, {})[str(outcome.bound)] = _cell(outcome)
     return {
         "limit": round(baseline.limit, 4),
         "u_sync": round(baseline.utilisation, 4),
@@ -145,27 +130,20 @@ def as_json(plan: SimulationPlan, baseline: Baseline, outcomes: Sequence[PolicyO
             "groups": model.groups,
             "generation_gpu_seconds": round(model.generation, 3),
             "training_gpu_seconds": round(model.train, 3),
-            "steps": plan.steps,
-            "warm_up": plan.warm_up,
-            "seed": plan.seed,
-            "interrupting": plan.interrupting,
+            **{name: getattr(plan, name) for name in ("steps", "warm_up", "seed", "interrupting")},
         },
         "policies": policies,
     }
 
 
-def _cell(outcome: PolicyOutcome, baseline: Baseline) -> dict[str, Any]:
-    shares = {"dropped": outcome.dropped, "dropped_tokens": outcome.dropped_tokens, "masked": outcome.masked}
+def _cell(outcome: PolicyOutcome) -> dict[str, Any]:
+    figures = ("speedup", "of_limit", "token_speedup", "samples_per_second", "max_age", "mean_age")
+    shares = {name: getattr(outcome, name) for name in _SHARES}
     return {
         "policy": outcome.setting.policy,
         "order": outcome.setting.order,
         "steps": outcome.steps,
-        "speedup": round(outcome.speedup, 4),
-        "of_limit": round(outcome.speedup / baseline.limit, 4),
-        "token_speedup": round(outcome.token_speedup, 4),
-        "samples_per_second": round(outcome.samples_per_second, 4),
-        "max_age": outcome.max_age,
-        "mean_age": round(outcome.mean_age, 4),
+        **{name: round(getattr(outcome, name), 4) for name in figures},
         "age_counts": {str(age): count for age, count in outcome.ages.items()},
         **{name: round(share.overall, 5) for name, share in shares.items()},
         **{f"{name}_by_decile": [round(part, 5) for part in share.by_decile] for name, share in shares.items()},
@@ -195,9 +173,9 @@ def draw(baseline: Baseline, outcomes: Sequence[PolicyOutcome], path: Path) -> N
             style = {"linestyle": line, "marker": marker, "markersize": 4 + width, "linewidth": width}
             speeds = [outcome.speedup for outcome in ordered]
             drawn = left.plot([outcome.bound for outcome in ordered], speeds, label=setting.name, **style)
-            untrained = [_untrained(outcome) for outcome in ordered if outcome.bound == middle]
-            for parts in filter(any, untrained):
-                right.plot(range(1, DECILES + 1), [100 * part for part in parts], color=drawn[0].get_color(), **style)
+            for parts in (_untrained(outcome) for outcome in ordered if outcome.bound == middle):
+                if any(parts):
+                    right.plot(range(1, DECILES + 1), parts, color=drawn[0].get_color(), **style)
         left.set(xticks=bounds, xlabel="bound on staleness (versions)")
         left.set_title("speed-up over the synchronous run", loc="left")
         left.margins(y=0.12)
@@ -214,7 +192,6 @@ def draw(baseline: Baseline, outcomes: Sequence[PolicyOutcome], path: Path) -> N
 
 
 def _untrained(outcome: PolicyOutcome) -> list[float]:
-    """Returns the part of the generated tokens that is thrown away or masked, by decile."""
-    return [
-        1 - (1 - dropped) * (1 - masked) for dropped, masked in zip(outcome.dropped_tokens.by_decile, outcome.masked.by_decile, strict=True)
-    ]
+    """Returns the percentage of the generated tokens that is thrown away or masked, by decile."""
+    shares = zip(outcome.dropped_tokens.by_decile, outcome.masked.by_decile, strict=True)
+    return [100 * (1 - (1 - dropped) * (1 - masked)) for dropped, masked in shares]

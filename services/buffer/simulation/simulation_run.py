@@ -36,8 +36,8 @@ class Setting:
     def name(self) -> str:
         """Returns the name of the setting in tables and JSON."""
         policy = "unbounded (reference)" if self.policy == "unbounded" else self.policy
-        if self.order == "completion":
-            return policy if self.policy == "unbounded" else f"{policy}/completion"
+        if (self.policy, self.order) == ("unbounded", "completion"):
+            return policy
         return f"{policy}/{self.order}" + (f"({self.window})" if self.order == "windowed_fifo" else "")
 
 
@@ -45,15 +45,16 @@ class Setting:
 class PolicyOutcome:
     """The outcome of one setting at one bound.
 
-    speedup: of steps per second, token_speedup: of trained tokens per second, both over the synchronous run. max_age: over the whole run,
-    in versions; ages: trained samples by age, after the warm-up. dropped, dropped_tokens: samples and generated tokens that were thrown
-    away; masked: tokens in batches that were not trained.
+    speedup: of steps per second, token_speedup: of trained tokens per second, both over the synchronous run; of_limit: part of the largest
+    speed-up that there can be. max_age: over the whole run, in versions; ages: trained samples by age, after the warm-up. dropped,
+    dropped_tokens: samples and generated tokens that were thrown away; masked: tokens in batches that were not trained.
     """
 
     setting: Setting
     bound: int
     steps: int
     speedup: float
+    of_limit: float
     token_speedup: float
     samples_per_second: float
     max_age: int
@@ -104,13 +105,14 @@ class SimulationPlan:
             bound=bound,
             steps=self.steps,
             speedup=speedup,
+            of_limit=speedup / baseline.limit,
             token_speedup=speedup * tally.tokens_per_step / (model.batch * model.capped_mean),
             samples_per_second=model.batch / tally.step_seconds,
             max_age=report.max_staleness,
             ages=dict(sorted(tally.ages.items())),
-            dropped=tally.discarded_samples(),
-            dropped_tokens=tally.discarded_tokens(),
-            masked=tally.masked_tokens(),
+            dropped=tally.share("discarded", "discarded", "trained"),
+            dropped_tokens=tally.share("discarded_tokens", "discarded_tokens", "batched_tokens"),
+            masked=tally.share("masked_tokens", "batched_tokens"),
         )
 
 

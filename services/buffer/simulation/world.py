@@ -114,16 +114,13 @@ class World:
     # --- the buffer
 
     def _decide(self, records: Sequence[LedgerRecord]) -> None:
-        self._fold(records)
-        while following := policy.admit(self._state, self._admission, self._now):
-            self._fold(following)
-
-    def _fold(self, records: Sequence[LedgerRecord]) -> None:
-        for record in records:
-            self._see(record)
-            self._audit.see(record)
-            self._state.apply(record)
-            self._act(record)
+        while records:
+            for record in records:
+                self._see(record)
+                self._audit.see(record)
+                self._state.apply(record)
+                self._act(record)
+            records = policy.admit(self._state, self._admission, self._now)
 
     def _act(self, record: LedgerRecord) -> None:
         match record:
@@ -143,7 +140,7 @@ class World:
                 for name in names:
                     self._stop(self._tasks.pop(name).responses)
             case BatchFormed():
-                self._tally.formed(record.step, self._now)
+                self._tally.formed(self._now)
                 self._count(record)
                 self._trained_at = self._now + self._model.train_seconds
 

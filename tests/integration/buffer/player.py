@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from redis.asyncio import Redis
 
 from shared.bus import runs, stream_replay
 from shared.bus.connection import Bus
@@ -32,6 +33,7 @@ from shared.schema.sample import Sample
 from shared.schema.versions import is_pushed, version_after
 from shared.schema.weight_messages import WeightsLive
 from shared.store.payload_store import Store
+from tests.support.forked_service import ForkedService
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
 
@@ -55,8 +57,8 @@ class Player:
         """Returns what a buffer of this run needs to know."""
         return {"NATS_URL": self._nats_url, "MYXO_RUN": self.config.run.name, "MYXO_INSTANCE": instance}
 
-    def launch(self, instance: str = "buffer-1") -> ServiceProcess:
-        return ServiceProcess("buffer", self._logs / f"{instance}.log", self.environment(instance))
+    def launch(self, instance: str = "buffer-1", kind: type[ServiceProcess] = ForkedService) -> ServiceProcess:
+        return kind("buffer", self._logs / f"{instance}.log", self.environment(instance))
 
     async def ready(self, buffer: ServiceProcess, instance: str = "buffer-1") -> None:
         """Waits until this very process says that it is ready."""
@@ -192,4 +194,6 @@ class Player:
 
     async def blobs(self) -> list[str]:
         """Payload keys of the run that the store still holds."""
-        return sorted(key.decode() for key in await self.store._client.keys(f"{self.config.run.name}:*"))
+        url = await runs.store_url(self.bus, self.config.run.name)
+        async with Redis.from_url(url) as client:
+            return sorted(key.decode() for key in await client.keys(f"{self.config.run.name}:*"))

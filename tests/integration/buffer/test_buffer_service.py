@@ -18,6 +18,7 @@ from shared.schema.messages import BatchPending, Failed, RunDone
 from tests.integration.buffer.conftest import Launched, Served
 from tests.integration.buffer.player import Player
 from tests.support.run_config import PROMPTS, write_jsonl
+from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
 
 
@@ -158,7 +159,8 @@ async def test_a_source_goes_on_behind_what_a_killed_buffer_has_drawn(launched: 
 
 
 async def test_a_run_is_played_to_its_end(launched: Launched) -> None:
-    player, buffer = await launched()
+    """Its buffer is started the way an operator starts it."""
+    player, buffer = await launched(ServiceProcess)
     await player.live(0)
     for step in range(4):
         await player.work_until(2)

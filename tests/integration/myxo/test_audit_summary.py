@@ -50,9 +50,7 @@ def scored(number: int, reward: float, oldest: int, at: float) -> ScoredGroup:
 
 
 def evaluation(version: int, mean: float, at: float) -> EvalEnded:
-    return EvalEnded(
-        at=BEGIN + at, dataset="heldout", version=version, failed=0, samples=4, mean_reward=mean, oldest=version, newest=version
-    )
+    return EvalEnded(at=BEGIN + at, dataset="heldout", version=version, failed=0, samples=4, mean_reward=mean)
 
 
 def records() -> list[LedgerRecord]:

@@ -58,4 +58,4 @@ def test_the_rate_is_of_late() -> None:
 @pytest.mark.parametrize(("batch", "given", "limit"), [(2, None, 32), (64, None, 256), (64, 5, 5), (2, 0, 0)])
 def test_the_default_is_a_few_batches(tmp_path, batch: int, given: int | None, limit: int) -> None:  # type: ignore[no-untyped-def]
     config = run_config(tmp_path, rollout={"rollout_batch_size": batch, "max_dead_in_a_row": given})
-    assert BufferConfig.from_run(config, 0).max_dead_in_a_row == limit
+    assert BufferConfig(config.rollout).max_dead_in_a_row == limit

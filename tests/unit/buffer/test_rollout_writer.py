@@ -173,7 +173,7 @@ async def test_payloads_are_held_up_to_a_bound_and_freed_once_they_were_read(tmp
     monkeypatch.setattr(rollout_keeper, "WAITING_GROUPS", 6)
     store, log, freed = BlobStore(), Log(), []
     service: Any = SimpleNamespace(config=run_config(tmp_path), store=store, log=log)
-    keeper = RolloutKeeper(service, SimpleNamespace(heldout=None, training=None), freed.extend)  # type: ignore[arg-type]
+    keeper = RolloutKeeper(service, SimpleNamespace(of_group=None), freed.extend)  # type: ignore[arg-type]
     for number in range(7):
         store.blobs[f"k{number}"] = job(number)[1][0]
         keeper.take([ended(number, keys=(f"k{number}",), size=10, rewards=(1.0,))])
@@ -189,3 +189,19 @@ async def test_payloads_are_held_up_to_a_bound_and_freed_once_they_were_read(tmp
     running.cancel()
     directory = service.config.run.root / rollout_files.DIRECTORY
     assert groups(directory) == [0, 2] and keeper.skipped[rollout_keeper.LOST] == 1
+
+
+async def test_an_error_that_nobody_expects_of_the_writer_ends_the_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may not leave the keeper waiting for ever for a thread that is gone."""
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a mistake in the writer")
+
+    monkeypatch.setattr(RolloutWriter, "write", broken)
+    service: Any = SimpleNamespace(config=run_config(tmp_path), store=BlobStore(), log=Log())
+    service.store.open.set()
+    service.store.blobs["k"] = job(0)[1][0]
+    keeper = RolloutKeeper(service, SimpleNamespace(of_group=None), lambda _: None)  # type: ignore[arg-type]
+    keeper.take([ended(0, keys=("k",), size=10, rewards=(1.0,))])
+    with pytest.raises(ZeroDivisionError, match="a mistake in the writer"):
+        await asyncio.wait_for(keeper.run(), 30)

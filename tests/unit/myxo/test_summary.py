@@ -47,7 +47,7 @@ def scored(number: int, rewards: tuple[float, float], oldest: int, started: floa
 
 
 def evaluation(version: int, mean: float, samples: int = 4) -> EvalEnded:
-    return EvalEnded(at=0.0, dataset="heldout", version=version, failed=4 - samples, samples=samples, mean_reward=mean, oldest=0, newest=0)
+    return EvalEnded(at=0.0, dataset="heldout", version=version, failed=4 - samples, samples=samples, mean_reward=mean)
 
 
 def names(*numbers: int) -> list[str]:

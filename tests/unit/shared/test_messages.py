@@ -115,8 +115,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "failed": 0,
         "samples": 2,
         "mean_reward": 0.5,
-        "oldest": 0,
-        "newest": 0,
         "at": 1.0,
     },
     "RunFinished": {"steps": 4, "at": 1.0},
