@@ -33,10 +33,7 @@ class Layers:
     problems: list[BadInput] = field(default_factory=list)
 
     def read(self, path: Path, key: str = "CONFIG", given: str = "", above: tuple[Path, ...] = ()) -> None:
-        """Reads a file and, under it, its bases.
-
-        Args:
-            key, given: where the file is named, and how. above: the files that it is a base of, the first one first.
+        """Reads a file and, under it, its bases. ``key``, ``given``: where it is named, and how. ``above``: the files that it is a base of.
 
         Raises ConfigError: a file is no readable TOML, or a base is missing or leads back to its own file; the error names the file.
         """

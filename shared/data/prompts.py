@@ -203,13 +203,8 @@ class PromptFile:
         return bisect.bisect_left(self._used, row)
 
     def check(self, seconds: float = math.inf, most: int | None = None) -> int:
-        """Reads prompts once, unless filtering has read them all. Returns how many were read.
-
-        Args:
-            seconds: after which no more are read. most: prompts that are read; of a longer file the first ones and a spread of the others.
-
-        Raises ConfigError for the first that does not fit.
-        """
+        """Reads prompts once, unless filtering has read them all: at most so many, of a longer file the first ones and a spread of the
+        others, for so many seconds. Returns how many were read. Raises ConfigError for the first that does not fit."""
         if self._leaves_out:
             return len(self.rows)
         read = 0

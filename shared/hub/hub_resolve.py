@@ -32,13 +32,11 @@ Change = Callable[[str, HubName], Path]
 
 
 def pinned(config: RunConfig, known: Mapping[str, str] | None = None, *, hub: Hub | None = None) -> RunConfig:
-    """Returns the same config with every name pinned to a commit.
+    """Returns the same config with every name pinned to a commit. Raises ConfigError by field, or Problems of several.
 
     Args:
         known: what names of this run were pinned to before, as `pins` returns it. hub: by default, as the environment says; one object
             for several calls asks the hub once.
-
-    Raises ConfigError by field, or Problems of several.
     """
     source = hub or Hub.of()
 
@@ -52,13 +50,10 @@ def pinned(config: RunConfig, known: Mapping[str, str] | None = None, *, hub: Hu
 
 
 def local(config: RunConfig, fields: Collection[str] = (*MODELS, *DATA), *, weights: bool = True, hub: Hub | None = None) -> RunConfig:
-    """Returns the same config with paths in the place of pinned names; what is not in the cache is downloaded.
+    """Returns the same config with paths in the place of pinned names; what is not in the cache is downloaded. Raises as `pinned`.
 
     Args:
-        fields: those whose files are needed; names in others stay. weights: whether the weights of models are needed. hub: as for
-            `pinned`.
-
-    Raises ConfigError by field, or Problems of several.
+        fields: those whose files are needed; names in others stay. weights: whether the weights of models are needed. hub: as there.
     """
     source = hub or Hub.of()
 

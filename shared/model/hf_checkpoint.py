@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shared.model.architecture import Architecture
 from shared.runtime.errors import ConfigError
-from shared.transfer.tensor_file import TensorFile, TensorFileBroken
+from shared.transfer.tensor_file import TensorFileBroken, TensorFiles
 
 INDEX = "model.safetensors.index.json"
 
@@ -42,7 +42,7 @@ def read_headers(directory: Path, field: str = "model.hf_checkpoint") -> tuple[d
     held, where, problems = dict[str, tuple[str, Shape]](), dict[str, str](), list[ConfigError]()
     for path in paths:
         try:
-            file = TensorFile(path)
+            file = TensorFiles([path])
             held.update(file.tensors)
             where.update(dict.fromkeys(file.tensors, path.name))
         except TensorFileBroken as error:

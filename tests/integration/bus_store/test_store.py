@@ -137,11 +137,10 @@ async def test_no_server_is_told_within_the_deadline(tmp_path: Path) -> None:
 
 async def test_a_server_that_wants_a_password_is_told(tmp_path: Path) -> None:
     class Locked(EmbeddedValkey):
+        answer = b"-NOAUTH"
+
         def _command(self) -> list[str]:
             return [*super()._command(), "--requirepass", "secret"]
-
-        def _answers(self) -> bool:
-            return self._socket.exists()
 
     server = Locked(tmp_path)
     server.start()
