@@ -123,11 +123,11 @@ class Replica:
         try:
             while True:
                 engine = await self._start()
-                while engine.alive():
+                while engine.running():
                     await asyncio.sleep(WATCH_SECONDS)
                 self.engine_up.clear()
                 self.served.engine_died()
-                await self.fence(f"the engine died: {failure_summary.of_log(engine.process.last_lines())}")
+                await self.fence(f"the engine died: {failure_summary.of_log(engine.last_lines())}")
                 await self._close()
                 await asyncio.sleep(RESTART_SECONDS)
         finally:
@@ -137,7 +137,7 @@ class Replica:
         """Kills an engine that no longer answers; `keep_engine` restarts it."""
         if self._process is not None:
             self._service.log.warning("engine_killed", reason=reason)
-            await self._process.stop(0)
+            await asyncio.to_thread(self._process.stop, 0)
 
     async def attach(self, client: EngineClient) -> None:
         """Attaches an engine that has started; its weights have not been verified."""
@@ -152,7 +152,7 @@ class Replica:
         await self.before_start()
         command = self._command()
         self._process = engine = EngineProcess(command, self._log_file())
-        seconds = await engine.wait_ready(self._rollout.engine_start_timeout)
+        seconds = await engine.ready(self._rollout.engine_start_timeout)
         self.client = client = await EngineClient.connect(command.url, engine.receiver, admin_key=command.admin_key, deadline=60)
         await client.open_receivers(deadline=60)
         service.engine = f"http://{own_address()}:{command.port}" if self._exposed else ""
@@ -194,7 +194,7 @@ class Replica:
             self.client = None
         if self._process is not None:
             try:
-                await self._process.stop(STOP_SECONDS if self._service.stopping.is_set() else 0)
+                await asyncio.to_thread(self._process.stop, STOP_SECONDS if self._service.stopping.is_set() else 0)
             except MyxoError as error:
                 self._service.log.error("engine_not_stopped", error=str(error))
             self._process = None

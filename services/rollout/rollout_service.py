@@ -103,14 +103,13 @@ class Rollout:
 
     async def _handle(self, lease: MessageLease[Task]) -> None:
         task, service = lease.message, self._service
-        in_flight = None if is_evaluation(task.group) else self.in_flight
         log = service.log.bind(group=task.group, attempt=task.attempt)
         try:
             async with lease.held():
                 if lease.exhausted:
                     await self._give_up(task, f"given up after {lease.deliveries - 1} deliveries")
                 else:
-                    outcome = await self._generate(task, in_flight)
+                    outcome = await self._generate(task)
                     done = isinstance(outcome, Generated)
                     await self._publish(service.subjects.generated(task.environment) if done else service.subjects.scored, outcome)
             await lease.ack()
@@ -125,10 +124,11 @@ class Rollout:
             await self._give_up(task, str(error))
             await lease.ack()
 
-    async def _generate(self, task: Task, in_flight: InFlight | None) -> Generated | Interrupted:
+    async def _generate(self, task: Task) -> Generated | Interrupted:
         started = time.time()
         if self._custom is None:
             partials = restored(await self._earlier(task), task)
+            in_flight = None if is_evaluation(task.group) else self.in_flight
             try:
                 await generate_group(self.replica, task, partials, self._config.rollout.generate_timeout, in_flight)
             except Stopped as stopped:

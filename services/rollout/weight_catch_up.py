@@ -11,13 +11,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.receiver_client import ReceiverError
 from services.rollout.replica import Replica
 from services.rollout.served_version import NO_WEIGHTS
 from shared.bus.connection import TRANSIENT
@@ -62,19 +61,8 @@ class Situation:
     pushes: bool
 
 
-@dataclass(frozen=True)
-class FromPeer:
-    replica: str
-    version: int
-
-
-@dataclass(frozen=True)
-class FromDisk:
-    version: int
-
-
-def choose(join_from: Literal["auto", "peer", "disk", "trainer"], now: Situation) -> FromPeer | FromDisk | None:
-    """Returns where to take weights from; None if a push will come or nothing is missing.
+def choose(join_from: Literal["auto", "peer", "disk", "trainer"], now: Situation) -> Literal["peer", "disk"] | None:
+    """Returns where to take weights from: the first peer, or the snapshot; None if a push will come or nothing is missing.
 
     If the trainer pushes, only a replica without weights catches up: one that serves an older version gets the next push. Without pushes,
     every replica reads every version from disk; a new one takes it from a replica that serves it already, if it may.
@@ -84,9 +72,9 @@ def choose(join_from: Literal["auto", "peer", "disk", "trainer"], now: Situation
     if newest <= now.held or (now.pushes and not newcomer):
         return None
     if newcomer and join_from in ("auto", "peer") and now.peers and now.live == newest:
-        return FromPeer(now.peers[0], now.live)
+        return "peer"
     if now.snapshot > now.held and (not now.pushes or join_from == "disk" or (join_from == "auto" and now.snapshot == now.live)):
-        return FromDisk(now.snapshot)
+        return "disk"
     return None
 
 
@@ -129,7 +117,7 @@ class WeightCatchUp:
             if self._cache is not None and CACHE_VARIABLE not in os.environ:
                 shutil.rmtree(self._cache.directory, ignore_errors=True)
 
-    # --- looking for weights for weights
+    # --- looking for weights
 
     async def _look(self) -> None:
         held, config = self._replica.version, self._config
@@ -139,11 +127,23 @@ class WeightCatchUp:
         if snapshot is not None and self._is_avoided(snapshot.at):
             snapshot = None
         live_version, on_disk = (NO_WEIGHTS if found is None else found.version for found in (live, snapshot))
-        choice = choose(config.join_from, Situation(held, live_version, on_disk, await self._peers(live_version), self._pushes))
-        if isinstance(choice, FromPeer) and live is not None:
-            await self._from_peer(choice, live.digest)
-        elif isinstance(choice, FromDisk) and snapshot is not None:
-            await self._from_disk(snapshot)
+        peers = await self._peers(live_version)
+        choice = choose(config.join_from, Situation(held, live_version, on_disk, peers, self._pushes))
+        if choice == "peer" and live is not None:
+            await self._catch_up(self._from_peer(peers[0], live))
+        elif choice == "disk" and snapshot is not None:
+            await self._catch_up(self._from_disk(snapshot))
+
+    async def _catch_up(self, loading: Coroutine[Any, Any, None]) -> None:
+        """Runs ``loading``; the status of a replica without weights shows it meanwhile."""
+        newcomer = not self._replica.served.has_weights and not self._busy()
+        if newcomer:
+            await self._show_catching_up(True)
+        try:
+            await loading
+        finally:
+            if newcomer:
+                await self._show_catching_up(False)
 
     async def _announced(self, key: str, kind: type[Value]) -> Value | None:
         """Returns the value of a key in the run's bucket of weights."""
@@ -179,43 +179,40 @@ class WeightCatchUp:
 
     # --- from a replica
 
-    async def _from_peer(self, source: FromPeer, live_digest: str) -> None:
+    async def _from_peer(self, source: str, live: WeightsLive) -> None:
         seconds = self._config.push_timeout
-        async with self._catching_up() as client:
-            if client is None:
+        async with self._replica.update_lock:
+            if (client := self._free_client()) is None:
                 return
             try:
-                offer = await self._ask(source, live_digest, seconds)
+                offer = await self._offer_of(source, live, seconds)
                 started = time.monotonic()
+                await client.join_channels(offer.channels, 0, timeout=seconds, deadline=seconds)
                 await client.pause("abort", deadline=seconds)
                 await client.begin_weight_update(deadline=seconds)
-                channels = [channel.model_dump(mode="json") for channel in offer.channels]
-                order = {"verb": "receive_from_peer", "version": offer.version, "channels": channels}
-                answers = await client.load_by(order, deadline=seconds)
-                if {answer["digest"] for answer in answers} != {offer.digest}:
-                    raise ReceiverError(client.url, f"what came as version {offer.version} has another digest than was promised", True)
+                report = await client.receive(offer.version, offer.version, [offer.channels[0].name], deadline=seconds)
+                if report.digest != offer.digest:
+                    raise MyxoError(f"what came as version {offer.version} has another digest than was promised")
+                await client.leave_channels(deadline=seconds)
                 await client.end_weight_update(deadline=seconds)
                 await self._serve(client, offer.version, offer.digest)
             except MyxoError as error:
-                self._avoid(source.replica)
+                self._avoid(source)
                 await self._resume(client)
-                self._service.log.warning("peer_failed", replica=source.replica, version=source.version, error=str(error))
+                self._service.log.warning("peer_failed", replica=source, version=live.version, error=str(error))
                 return
-        figures = {"bytes": sum(answer["bytes"] for answer in answers), "seconds": round(time.monotonic() - started, 3)}
-        self._service.log.info("caught_up", source="peer", replica=source.replica, version=offer.version, **figures)
+        figures = {"bytes": report.bytes * len(offer.channels), "seconds": round(time.monotonic() - started, 3)}
+        self._service.log.info("caught_up", source="peer", replica=source, version=offer.version, **figures)
 
-    async def _ask(self, source: FromPeer, live_digest: str, seconds: float) -> PeerTransferOffer:
+    async def _offer_of(self, source: str, live: WeightsLive, seconds: float) -> PeerTransferOffer:
         service = self._service
-        request = PeerTransferRequest(destination=service.instance, version=source.version, ranks=service.ranks, deadline=seconds)
-        subject = service.subjects.replica_weights(source.replica, "transfer")
-        offer = await service.bus.request(
-            subject, request, PeerTransferOffer, deadline=ASK_SECONDS, awaited_from=source.replica, patient=False
-        )
-        if offer.version != source.version or len(offer.channels) != service.ranks:
-            channels = len(offer.channels)
-            raise MyxoError(f"{source.replica} offers version {offer.version} to {channels} ranks; asked for was {source.version}")
-        if live_digest and offer.digest != live_digest:
-            raise MyxoError(f"{source.replica} offers version {offer.version} with digest {offer.digest}; live is {live_digest}")
+        request = PeerTransferRequest(destination=service.instance, version=live.version, ranks=service.ranks, deadline=seconds)
+        subject = service.subjects.replica_weights(source, "transfer")
+        offer = await service.bus.request(subject, request, PeerTransferOffer, deadline=ASK_SECONDS, awaited_from=source, patient=False)
+        if offer.version != live.version or len(offer.channels) != service.ranks:
+            raise MyxoError(f"{source} offers version {offer.version} to {len(offer.channels)} ranks; asked for was {live.version}")
+        if live.digest and offer.digest != live.digest:
+            raise MyxoError(f"{source} offers version {offer.version} with digest {offer.digest}; live is {live.digest}")
         return offer
 
     async def _send_to_peer(self, request: PeerTransferRequest) -> Message:
@@ -250,14 +247,11 @@ class WeightCatchUp:
     async def _from_disk(self, snapshot: WeightsSnapshot) -> None:
         """Reads and assembles the snapshot before the gate is closed, so that only loading it interrupts generation."""
         replica, started = self._replica, time.monotonic()
-        newcomer = not replica.served.has_weights and not self._busy()
         try:
-            if newcomer:
-                await self._show_catching_up(True)
             checkpoint = await self._pulled(snapshot)
             pulled = time.monotonic() - started
-            async with self._catching_up() as client:
-                if client is None or replica.version >= checkpoint.version:
+            async with replica.update_lock:
+                if (client := self._free_client()) is None or replica.version >= checkpoint.version:
                     return
                 await self._load(client, checkpoint)
         except BrokenCheckpoint as error:
@@ -266,9 +260,6 @@ class WeightCatchUp:
         except MyxoError:
             self._avoid(snapshot.at)
             raise
-        finally:
-            if newcomer:
-                await self._show_catching_up(False)
         self._service.metrics.set(BROKEN_SNAPSHOT, -1)
         timing = {"pull_seconds": round(pulled, 3), "load_seconds": round(time.monotonic() - started - pulled, 3)}
         self._service.log.info("caught_up", source="disk", version=checkpoint.version, **timing)
@@ -327,22 +318,9 @@ class WeightCatchUp:
 
     # --- from either source
 
-    @contextlib.asynccontextmanager
-    async def _catching_up(self) -> AsyncIterator[EngineClient | None]:
-        """Holds the update lock; yields None in place of the client if the weights were loaded meanwhile."""
-        replica = self._replica
-        async with replica.update_lock:
-            newcomer = not replica.served.has_weights
-            if replica.client is None or self._busy() or self._service.stopping.is_set():
-                yield None
-                return
-            try:
-                if newcomer:
-                    await self._show_catching_up(True)
-                yield replica.client
-            finally:
-                if newcomer:
-                    await self._show_catching_up(False)
+    def _free_client(self) -> EngineClient | None:
+        """Returns the engine's client, to the holder of the update lock; None if the engine is to be left alone now."""
+        return None if self._busy() or self._service.stopping.is_set() else self._replica.client
 
     async def _show_catching_up(self, value: bool) -> None:
         self._replica.served.catching_up = value
@@ -356,7 +334,6 @@ class WeightCatchUp:
 
     async def _resume(self, client: EngineClient) -> None:
         """Resumes an engine that was paused; output that it draws without the weights of a version is discarded."""
-        steps: list[Any] = [client.end_weight_update, client.resume]
-        for step in steps:
+        for step in (client.end_weight_update, client.resume):
             with contextlib.suppress(MyxoError):
                 await step(deadline=ASK_SECONDS)

@@ -9,10 +9,9 @@ is served whose digest is not the one that the commit names.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
 
 from services.rollout.colocated_engine import ColocatedEngine
-from services.rollout.engine.engine_client import EngineClient, ReceiveReport
+from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.receiver_client import ReceiverError
 from services.rollout.replica import Replica
 from services.rollout.served_version import NO_WEIGHTS
@@ -127,7 +126,7 @@ class WeightsReceiver:
             try:
                 if not again:
                     await self._begin(client, request)
-                report = await self._taken(client, request)
+                report = await self._received(client, request)
             except MyxoError as error:
                 # an engine that did not answer may hold some of the failed push; one that was never asked still holds its earlier weights
                 served.touched |= not isinstance(error, ReceiverError | DeadlineExceeded) or getattr(error, "touched", False)
@@ -137,13 +136,7 @@ class WeightsReceiver:
                 served.compared(report.digest, bool(report.differences))
             else:
                 served.loaded(report.digest)
-            return WeightsReceived(
-                replica=self._service.instance,
-                digest=report.digest,
-                bytes=report.bytes,
-                seconds=report.seconds,
-                differences=report.differences,
-            )
+            return report
 
     async def _commit(self, request: WeightsCommit) -> Message:
         async with self._replica.update_lock:
@@ -154,11 +147,16 @@ class WeightsReceiver:
                 reason = f"version {request.version} has digest {request.digest}, the engine has {served.received or 'something else'}"
                 await self._break_off(reason)
                 raise PushRefused(reason)
-            await self._or_fence(lambda: client.end_weight_update(deadline=seconds))
-            await self._or_fence(lambda: client.set_weight_version(request.version, deadline=seconds))
-            await self._or_fence(lambda: client.resume(deadline=seconds))
-            self._end()
-            await self._or_fence(lambda: self._replica.serve(request.version, request.digest))
+            try:
+                await client.end_weight_update(deadline=seconds)
+                await client.set_weight_version(request.version, deadline=seconds)
+                await client.resume(deadline=seconds)
+                self._end()
+                await self._replica.serve(request.version, request.digest)
+            except MyxoError as error:
+                self._end()
+                await self._replica.fence(str(error))
+                raise
             return Accepted()
 
     async def _abort(self, request: WeightsAbort) -> Message:
@@ -167,7 +165,7 @@ class WeightsReceiver:
             return Accepted()  # a late message of another push
         while self._receiving and served.target == request.version and self._replica.client is not None:
             with contextlib.suppress(MyxoError):  # then it ends with its own deadline
-                await self._replica.client.abort_receive(deadline=END_SECONDS)
+                await self._replica.client.receivers.abort(END_SECONDS)
             await asyncio.sleep(POLL_INTERVAL_S)  # the command may still have been in transit to the engine
         async with self._replica.update_lock:
             if served.target == request.version:
@@ -204,7 +202,7 @@ class WeightsReceiver:
         await client.pause(self._mode, deadline=request.deadline)
         await client.begin_weight_update(deadline=request.deadline)
 
-    async def _taken(self, client: EngineClient, request: WeightsReceive) -> ReceiveReport:
+    async def _received(self, client: EngineClient, request: WeightsReceive) -> WeightsReceived:
         self._receiving = True
         try:
             return await client.receive(request.version, request.push, request.channels, check=request.check, deadline=request.deadline)
@@ -252,15 +250,6 @@ class WeightsReceiver:
         if self._expiry is not None and self._expiry is not asyncio.current_task():
             self._expiry.cancel()
         self._expiry = None
-
-    async def _or_fence(self, step: Callable[[], Awaitable[object]]) -> None:
-        """Runs one step of a push; when it fails, the replica is fenced and the trainer is told."""
-        try:
-            await step()
-        except MyxoError as error:
-            self._end()
-            await self._replica.fence(str(error))
-            raise
 
     async def _leave_channels(self, client: EngineClient) -> None:
         channels, self._channels = self._channels, frozenset()

@@ -17,8 +17,8 @@ from torch import Tensor
 from services.trainer.megatron import checkpoint, export, lora, passes, runtime
 from services.trainer.megatron.checkpoint import latest_step
 from services.trainer.megatron.checkpoint_writer import Save, SaveFailed
-from services.trainer.megatron.export import Bucket, Exporter
 from services.trainer.megatron.freezing import freeze
+from services.trainer.megatron.gather_plan import Bucket, GatherPlan
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config, wrap_chunks
 from services.trainer.megatron.hf_weights import load_hf
 from services.trainer.megatron.optimizer import Optimizer
@@ -27,8 +27,9 @@ from services.trainer.megatron.runtime import deadline, together
 from services.trainer.packing import PackedBatch
 from services.trainer.trainer_settings import DTYPES, TrainerSettings
 from shared.config.learning_rate import LearningRateSchedule
-from shared.model.families import Architecture, read_architecture
-from shared.model.parallel_layout import check_divisible
+from shared.model.architecture import Architecture
+from shared.model.families import read_architecture
+from shared.model.parallel_layout import division_problems
 
 __all__ = ["Actor", "SaveFailed", "StepResult", "latest_step"]
 
@@ -78,7 +79,8 @@ class Actor:
         if trainer.deterministic:
             overrides["deterministic_mode"] = True
             runtime.make_deterministic()
-        check_divisible(architecture, settings.layout, overrides)
+        for problem in division_problems(architecture, settings.layout, overrides):
+            raise problem
         if settings.lora is not None:
             settings.lora.check(architecture, settings.layout, overrides)
         runtime.start(settings.layout, trainer.seed, trainer.collective_timeout)
@@ -174,11 +176,11 @@ class Actor:
         Args:
             bucket_bytes: a bucket holds at most this much, unless a single Megatron parameter is larger. dtype: instead of the model's.
         """
-        return self._exporter.buckets(bucket_bytes, None if dtype is None else DTYPES[dtype])
+        return self._gather_plan.buckets(bucket_bytes, None if dtype is None else DTYPES[dtype])
 
     def save_hf(self, directory: str | Path) -> None:
         """Writes a Hugging Face checkpoint: safetensors, config, tokenizer. It appears complete or not at all."""
-        export.save_hf(self._exporter, self.hf_dir, Path(directory))
+        export.save_hf(self._gather_plan, self.hf_dir, Path(directory))
 
     def save_checkpoint(
         self, root: str | Path, step: int, extra: dict[str, Any] | None = None, keep: int | None = None, *, wait: bool = True
@@ -223,5 +225,5 @@ class Actor:
         runtime.stop()
 
     @cached_property
-    def _exporter(self) -> Exporter:
-        return Exporter(self.model)
+    def _gather_plan(self) -> GatherPlan:
+        return GatherPlan(self.model)

@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shared.model.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Rope, YarnScaling
-from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
-
-__all__ = ["FAMILIES", "Architecture", "Experts", "Family", "LatentAttention", "Rope", "hf_tensors", "read_architecture"]
 
 Trait = bool | tuple[str, bool]
 """A feature of a family: a fixed answer, or the entry of ``config.json`` that decides it, with its default."""
@@ -142,7 +139,7 @@ class _Entries:
             norm_eps=self.number("rms_norm_eps"),
             tied_embeddings=bool(self.raw.get("tie_word_embeddings", False)),
             rope=self.rope(family),
-            experts=self.experts(family, layers),
+            experts=self.experts(family.experts, layers),
             latent=latent,
             qk_norm=self.trait(family.qk_norm),
             qkv_bias=self.trait(family.qkv_bias),
@@ -180,10 +177,10 @@ class _Entries:
             raise ConfigError(f"{self.path}:rope_scaling", nested, f"valid entries for rope type {kind!r}: {error}") from error
         return Rope(theta=theta, fraction=fraction, interleaved=family.interleaved_rope, scaling=scaling)
 
-    def experts(self, family: Family, layers: int) -> Experts | None:
-        readers = {None: lambda _: None, "softmax": self.softmax_experts, "sigmoid": self.sigmoid_experts}
-        found: Experts | None = readers[family.experts](layers)
-        return found
+    def experts(self, score: str | None, layers: int) -> Experts | None:
+        if score is None:
+            return None
+        return self.softmax_experts(layers) if score == "softmax" else self.sigmoid_experts(layers)
 
     def softmax_experts(self, layers: int) -> Experts:
         step = self.integer("decoder_sparse_step", default=1)

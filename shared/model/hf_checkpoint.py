@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from shared.model.architecture import Architecture
 from shared.runtime.errors import ConfigError
-from shared.transfer.tensor_file import TensorFile, TensorFileBroken
+from shared.transfer.tensor_file import TensorFileBroken, TensorFiles
 
 INDEX = "model.safetensors.index.json"
 
@@ -17,16 +16,9 @@ OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.gguf")
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class WeightFiles:
-    """The files of a checkpoint. ``index``: tensor → name of the file that should hold it; empty if there is no index."""
-
-    paths: list[Path]
-    index: Mapping[str, str]
-
-
-def weight_files(directory: Path, field: str = "model.hf_checkpoint") -> WeightFiles:
-    """Returns the files that the index names, or else all ``*.safetensors`` of the directory.
+def weight_files(directory: Path, field: str = "model.hf_checkpoint") -> tuple[list[Path], Mapping[str, str]]:
+    """Returns the files that the index names, or else all ``*.safetensors`` of the directory; and the index: tensor → name of the file
+    that should hold it, empty if there is none.
 
     Raises ConfigError for ``field``: there are none, or the index cannot be read.
     """
@@ -34,11 +26,11 @@ def weight_files(directory: Path, field: str = "model.hf_checkpoint") -> WeightF
     if path.is_file():
         try:
             index = json.loads(path.read_text())["weight_map"]
-            return WeightFiles([directory / name for name in sorted(set(index.values()))], index)
+            return [directory / name for name in sorted(set(index.values()))], index
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(field, str(path), f"an index of weights: JSON with a weight_map ({type(error).__name__}: {error})") from None
     if paths := sorted(directory.glob("*.safetensors")):
-        return WeightFiles(paths, {})
+        return paths, {}
     others = sorted(other.name for pattern in OTHER_FORMATS for other in directory.glob(pattern))
     found = f"; {others[0]} is of another format: save the model again with safetensors" if others else ""
     raise ConfigError(field, str(directory), f"a directory with *.safetensors files; it has none{found}")
@@ -46,17 +38,17 @@ def weight_files(directory: Path, field: str = "model.hf_checkpoint") -> WeightF
 
 def read_headers(directory: Path, field: str = "model.hf_checkpoint") -> tuple[dict[str, tuple[str, Shape]], list[ConfigError]]:
     """Returns every tensor's dtype and shape from the files' headers, and the errors of the files. Raises as `weight_files`."""
-    files, held, problems = weight_files(directory, field), dict[str, tuple[str, Shape]](), list[ConfigError]()
-    where: dict[str, str] = {}
-    for path in files.paths:
+    paths, index = weight_files(directory, field)
+    held, where, problems = dict[str, tuple[str, Shape]](), dict[str, str](), list[ConfigError]()
+    for path in paths:
         try:
-            file = TensorFile(path)
+            file = TensorFiles([path])
             held.update(file.tensors)
             where.update(dict.fromkeys(file.tensors, path.name))
         except TensorFileBroken as error:
             problems.append(ConfigError(field, str(path), _reason(path, error)))
-    if not problems and (astray := [name for name, file_name in files.index.items() if where.get(name) != file_name]):
-        wanted = f"files that hold what {INDEX} says; {files.index[astray[0]]} lacks {some(astray)}"
+    if not problems and (astray := [name for name, file_name in index.items() if where.get(name) != file_name]):
+        wanted = f"files that hold what {INDEX} says; {index[astray[0]]} lacks {some(astray)}"
         problems.append(ConfigError(field, str(directory), wanted))
     return held, problems
 

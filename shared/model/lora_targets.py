@@ -60,13 +60,18 @@ class Lora:
             raise ConfigError(field, given, wanted)
 
 
+def projection(matrix: str) -> str:
+    """Returns PEFT's name of a matrix with this Hugging Face name, as ``q_proj``."""
+    return matrix.split(".")[-2]
+
+
 def _projections(architecture: Architecture) -> tuple[list[str], set[str]]:
     """Returns PEFT's names of the model's matrices that could be adapted, and of those that layers of experts have."""
     known: dict[str, None] = {}
     of_experts: set[str] = set()
     for layer in range(architecture.num_layers):
         for row in layer_rows(architecture, layer):
-            names = [name.split(".")[-2] for name, _ in row.tensors]
+            names = [projection(name) for name, _ in row.tensors]
             if re.fullmatch(r"(self_attention\.linear_\w+|mlp\.linear_fc[12])\.weight", row.megatron[0]):
                 known.update(dict.fromkeys(names))
             elif "experts" in row.megatron[0]:

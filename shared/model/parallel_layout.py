@@ -55,11 +55,6 @@ class ParallelLayout:
             expert_tensor=trainer.expert_tensor_parallel_size,
         )
 
-    def check(self, world_size: int) -> None:
-        """Raises the first ConfigError of `world_problems`."""
-        for problem in self.world_problems(world_size):
-            raise problem
-
     def world_problems(self, world_size: int) -> Iterator[ConfigError]:
         """Yields why the world cannot be divided like this."""
         replica = self.tensor * self.pipeline * self.context
@@ -89,12 +84,6 @@ UNEVEN = (
     "pipeline_model_parallel_layout",
 )
 """Megatron's settings of pipelines whose stages differ in size; with one of them, Megatron itself checks the division."""
-
-
-def check_divisible(architecture: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any] | None = None) -> None:
-    """Raises the first ConfigError of `division_problems`."""
-    for problem in division_problems(architecture, layout, overrides):
-        raise problem
 
 
 def division_problems(

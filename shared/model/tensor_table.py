@@ -66,25 +66,15 @@ def _glu(prefix: str, width: str) -> dict[str, str]:
     return {f"{prefix}.gate_proj.weight": f"{width} hidden", f"{prefix}.up_proj.weight": f"{width} hidden"}
 
 
+def _qkv(kind: str, columns: str = "") -> dict[str, str]:
+    return {f"self_attn.{name}_proj.{kind}": f"{rows}{columns}" for name, rows in (("q", "queries"), ("k", "keys"), ("v", "keys"))}
+
+
 TABLE: tuple[NameRow, ...] = (
     _row("input_layernorm.weight self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "hidden"}),
     # attention with grouped keys and values
-    _row(
-        "self_attention.linear_qkv.weight",
-        {
-            "self_attn.q_proj.weight": "queries hidden",
-            "self_attn.k_proj.weight": "keys hidden",
-            "self_attn.v_proj.weight": "keys hidden",
-        },
-        "qkv",
-        "grouped",
-    ),
-    _row(
-        "self_attention.linear_qkv.bias",
-        {"self_attn.q_proj.bias": "queries", "self_attn.k_proj.bias": "keys", "self_attn.v_proj.bias": "keys"},
-        "qkv",
-        "grouped qkv_bias",
-    ),
+    _row("self_attention.linear_qkv.weight", _qkv("weight", " hidden"), "qkv", "grouped"),
+    _row("self_attention.linear_qkv.bias", _qkv("bias"), "qkv", "grouped qkv_bias"),
     _row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head"}, when="grouped qk_norm"),
     _row("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head"}, when="grouped qk_norm"),
     # latent attention
@@ -166,11 +156,7 @@ def sizes(architecture: Architecture) -> dict[str, int]:
 
 def layer_rows(architecture: Architecture, layer: int) -> tuple[NameRow, ...]:
     """Returns the rows that hold for one layer."""
-    return _rows(features(architecture, layer))
-
-
-@lru_cache
-def _rows(having: frozenset[str]) -> tuple[NameRow, ...]:
+    having = features(architecture, layer)
     return tuple(row for row in TABLE if row.when <= having)
 
 

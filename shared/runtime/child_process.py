@@ -46,9 +46,7 @@ def die_with_parent() -> None:
 
 def cause(code: int | None) -> str:
     """Returns an exit code in words."""
-    if code is None:
-        return "unknown"
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+    return "unknown" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 class ChildProcess:
@@ -111,12 +109,12 @@ class ChildProcess:
 
     def members(self) -> list[int]:
         """Returns the living processes of its group, sorted, the watchdog among them."""
-        if not self._group_gone:
-            self._process.poll()  # reaps it: a zombie would keep the group's number
-            found = group_members(self.pid)
-            self._group_gone = not found  # from now on the number may belong to others
-            return found
-        return []
+        if self._group_gone:
+            return []
+        self._process.poll()  # reaps it: a zombie would keep the group's number
+        found = group_members(self.pid)
+        self._group_gone = not found  # from now on the number may belong to others
+        return found
 
     def terminate(self) -> None:
         """Sends SIGTERM to the process itself, which has to stop its own children."""
@@ -192,13 +190,9 @@ class ChildProcess:
 def group_members(group: int) -> list[int]:
     """Returns the living processes of a process group, sorted. It reads ``/proc/*/stat``, fields 3 and 5 (proc(5))."""
     members = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            state, _parent, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-        except (FileNotFoundError, ProcessLookupError):  # it ended while being looked at
-            continue
-        if int(its_group) == group and state != "Z":
-            members.append(int(entry.name))
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended while being looked at
+            state, _parent, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                members.append(int(stat.parent.name))
     return sorted(members)

@@ -13,7 +13,8 @@ def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
     future: Future[T] = Future()
 
     def run() -> None:
-        future.set_running_or_notify_cancel()
+        if not future.set_running_or_notify_cancel():
+            return  # nobody waits any more
         try:
             future.set_result(work())
         except BaseException as error:  # whoever waits raises it

@@ -1,11 +1,10 @@
 """Logs and metrics: each log line is a JSON object with the ids of run, service and instance; Prometheus gauges and counters go by name."""
 
-import contextlib
 import errno
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
@@ -38,23 +37,18 @@ class _Log:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def write(self, text: str) -> int:
-        with _disk_may_be_full():
-            return self._stream.write(text)
-        return 0
+    def write(self, text: str) -> None:
+        self._unless_full(lambda: self._stream.write(text))
 
     def flush(self) -> None:
-        with _disk_may_be_full():
-            self._stream.flush()
+        self._unless_full(self._stream.flush)
 
-
-@contextlib.contextmanager
-def _disk_may_be_full() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
+    def _unless_full(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
 
 def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:

@@ -76,7 +76,6 @@ class WeightsReceived(Message):
     the first wait for a bucket to the last one's loading. ``differences``: of a check, name of a tensor → elements that differ.
     """
 
-    replica: str
     digest: str
     bytes: int
     seconds: float

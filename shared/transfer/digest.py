@@ -5,9 +5,8 @@ tensor's digest is the xxh3 of 64 bits of its leaves', little-endian. Leaves of 
 `shared.transfer.digest_kernel`. A version's digest is the xxh3 of 128 bits over all names, dtypes, shapes and tensors' digests.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -18,13 +17,17 @@ from shared.transfer.manifest import Bucket
 LEAF_BYTES = 65_536
 
 
-@dataclass(frozen=True)
-class TensorDigest:
-    """A tensor's part in a version's digest. ``digest``: of its bytes."""
+class TensorDigest(NamedTuple):
+    """A tensor's part in a version's digest. ``digest``: of its bytes. It is a list in JSON."""
 
     dtype: str
     shape: tuple[int, ...]
     digest: int
+
+
+def decoded_digests(fields: Mapping[str, Sequence[Any]]) -> dict[str, TensorDigest]:
+    """Returns the digests of tensors that have travelled as JSON. Raises TypeError, ValueError."""
+    return {name: TensorDigest(str(dtype), tuple(shape), int(digest)) for name, (dtype, shape, digest) in fields.items()}
 
 
 def leaf_table(bucket: Bucket) -> NDArray[np.int64]:

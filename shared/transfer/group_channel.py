@@ -30,7 +30,7 @@ from shared.transfer.weight_channel import (
     ChannelReceiver,
     ChannelSender,
     TransferDeadline,
-    first_line,
+    breaking,
 )
 
 GROUP_SECONDS = 24 * 3600.0
@@ -89,12 +89,11 @@ class BroadcastGroup:
         forming = run_in_thread(lambda: cls(end.address, store, rank, end.device, deadline.left), f"join-{end.name}")
         try:
             deadline.until(forming.done, what, awaited_from, end.raise_if_broken)  # the store answers nothing else meanwhile
-            return forming.result()
+            with breaking(f"channel {end.name} was not joined"):
+                return forming.result()
         except MyxoError as error:
             end.broken = end.broken or str(error)
             raise
-        except RuntimeError as error:
-            raise ChannelBroken(f"channel {end.name} was not joined: {error}") from error
         finally:
             forming.add_done_callback(give_up_late)
 
@@ -139,8 +138,7 @@ class GroupSender(ChannelSender):
     kind = "group"
 
     def __init__(self, name: str, host: str, world_size: int, device: torch.device, *, paced: bool = False) -> None:
-        super().__init__(name, host, world_size, device)
-        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        super().__init__(name, host, world_size, device, "nccl" if device.type == "cuda" else "gloo")
         self._paced = paced or self.backend == "gloo"
         self._ending: Future[None] | None = None
         self._group: BroadcastGroup | None = None
@@ -253,10 +251,8 @@ class GroupReceiver(ChannelReceiver):
         what, work = f"bucket {index}", self._works[index]
         if self._stream is None:
             deadline.until(work.is_completed, what, self.source, self.check_source)
-            try:
+            with breaking(f"{what} did not come from {self.source}"):
                 work.wait()
-            except RuntimeError as error:
-                raise ChannelBroken(f"{what} did not come from {self.source}: {first_line(error)}") from error
         else:
             arrived = self._arrived.pop(index)
             deadline.until(arrived.query, what, self.source, self.check_source, eager=True)
@@ -277,17 +273,14 @@ class GroupReceiver(ChannelReceiver):
         buckets = self._manifest.buckets
         for index in range(self._posted, min(end, len(buckets))):
             flat = self._ring.flat(index, buckets[index].nbytes)
-            try:
-                with on_stream(self._stream):
-                    if self._stream is not None and (free := self._free.get(index % len(self._ring))) is not None:
-                        self._stream.wait_event(free)
-                    self._works[index] = group.broadcast(flat, self._deadline.left + OVERDUE_SECONDS)
-                    if self._stream is not None:
-                        self._works[index].wait()  # of the stream for NCCL's own, not of this thread
-                        self._arrived[index] = torch.cuda.Event()
-                        self._arrived[index].record(self._stream)
-            except RuntimeError as error:
-                raise ChannelBroken(f"bucket {index} cannot come from {self.source}: {first_line(error)}") from error
+            with breaking(f"bucket {index} cannot come from {self.source}"), on_stream(self._stream):
+                if self._stream is not None and (free := self._free.get(index % len(self._ring))) is not None:
+                    self._stream.wait_event(free)
+                self._works[index] = group.broadcast(flat, self._deadline.left + OVERDUE_SECONDS)
+                if self._stream is not None:
+                    self._works[index].wait()  # of the stream for NCCL's own, not of this thread
+                    self._arrived[index] = torch.cuda.Event()
+                    self._arrived[index].record(self._stream)
             self._posted = index + 1
 
     def close(self) -> None:
@@ -318,13 +311,11 @@ def _outlive(group: Any, ended: Future[None]) -> None:
 @contextlib.contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
     """Sets environment variables for the duration of the body."""
-    before = {name: os.environ.get(name) for name in settings}
+    before = {name: os.environ[name] for name in settings if name in os.environ}
     os.environ.update(settings)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in settings.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)

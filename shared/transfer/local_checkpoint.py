@@ -56,8 +56,8 @@ class LocalCheckpoint:
             shutil.copyfile(checkpoint.path / name, draft / name)
         self.finish_change(draft, checkpoint)
 
-    def begin_change(self) -> Path:
-        """Withdraws the version, to be changed into another. Returns the directory whose tensors may be changed."""
+    def begin_change(self) -> tuple[Path, TensorFiles]:
+        """Withdraws the version, to be changed into another. Returns its directory and its tensors, whose bytes may be changed."""
         held = self.held()
         assert held is not None  # callers have looked
         draft = held.path.with_name(f".{held.path.name}.partial")
@@ -65,7 +65,7 @@ class LocalCheckpoint:
         held.path.rename(draft)
         self._held = None
         (draft / CHECKPOINT_FILE).unlink()
-        return draft
+        return draft, _tensors(draft, writable=True)
 
     def finish_change(self, draft: Path, checkpoint: WeightCheckpoint) -> None:
         """Names ``draft``, which holds the tensors of ``checkpoint`` now, after its version.
@@ -74,11 +74,11 @@ class LocalCheckpoint:
         all of it.
         """
         path = draft.with_name(directory_name(checkpoint.version))
-        fields = {"version": checkpoint.version, "digest": checkpoint.digest, "tensors": checkpoint.tensors, "at": checkpoint.at}
-        WeightCheckpoint(path=draft, files={}, **fields).save()
+        held = checkpoint.model_copy(update={"path": draft, "files": {}, "base": None})
+        held.save()
         shutil.rmtree(path, ignore_errors=True)
         draft.rename(path)
-        self._held, self._looked = WeightCheckpoint(path=path, files={}, **fields), True
+        self._held, self._looked = held.model_copy(update={"path": path}), True
 
     def follow(self, source: WeightCheckpoints, version: int) -> WeightCheckpoint:
         """Returns ``version``, every byte of it verified: the source's own checkpoint if that is a whole one, else the copy here.
@@ -91,16 +91,14 @@ class LocalCheckpoint:
             _verify(chain[0])
             return chain[0]
         ids, held = [part.id for part in chain], self.held()
-        if held is not None and held.id in ids:
-            start = ids.index(held.id)
-        else:
+        if held is None or held.id not in ids:
             _verify(chain[0])
             try:
                 self.copy_from(chain[0])
             except OSError as error:  # it is gone since it was verified
-                raise BrokenCheckpoint(chain[0].version, chain[0].path, str(error)) from error
-            start = 0
-        for delta in chain[start + 1 :]:
+                raise chain[0].broken(error) from error
+            held = chain[0]
+        for delta in chain[ids.index(held.id) + 1 :]:
             self._apply(delta)
         assert self._held is not None  # by copy_from or _apply
         return self._held
@@ -110,12 +108,12 @@ class LocalCheckpoint:
         delta.check_files()
         assert self._held is not None  # by copy_from, or by the delta before
         before = self._held.tensors
-        draft = self.begin_change()
         try:
-            _change(draft, before, delta)
+            draft, tensors = self.begin_change()
+            _change(tensors, before, delta)
         except (TensorFileBroken, BadMessage, OSError) as error:
             self.clear()
-            raise BrokenCheckpoint(delta.version, delta.path, str(error)) from error
+            raise delta.broken(error) from error
         except BrokenCheckpoint:
             self.clear()
             raise
@@ -130,38 +128,37 @@ class LocalCheckpoint:
                 continue
             try:
                 held = load_checkpoint(path)
-                if version_digest(TensorFiles(sorted(path.glob("*.safetensors"))).digests()) == held.digest:
+                if version_digest(_tensors(path).digests()) == held.digest:
                     return held
             except (BrokenCheckpoint, TensorFileBroken):
                 continue
         return None
 
 
-def _change(draft: Path, before: dict[str, TensorDigest], delta: WeightCheckpoint) -> None:
-    """Turns the tensors in ``draft`` into the delta's, and checks each that changes."""
+def _tensors(directory: Path, *, writable: bool = False) -> TensorFiles:
+    return TensorFiles(sorted(directory.glob("*.safetensors")), writable=writable)
 
-    def refused(reason: str) -> BrokenCheckpoint:
-        return BrokenCheckpoint(delta.version, delta.path, reason)
 
+def _change(held: TensorFiles, before: dict[str, TensorDigest], delta: WeightCheckpoint) -> None:
+    """Turns the held tensors into the delta's, and checks each that changes."""
     changes = TensorFiles(delta.tensor_files())
     parts: dict[str, dict[str, ByteArray]] = {}
     for entry in changes.tensors:
         part, _, name = entry.partition("/")
         parts.setdefault(name, {})[part] = changes[entry]
     if foreign := parts.keys() - delta.tensors.keys():
-        raise refused(f"a change of {min(foreign)}, which is no tensor of the version")
+        raise delta.broken(f"a change of {min(foreign)}, which is no tensor of the version")
     for name in before.keys() | delta.tensors.keys():
         if name not in parts and before.get(name) != delta.tensors.get(name):
-            raise refused(f"it has no change of {name}, which is not what it was in the version before")
-    held = TensorFiles(sorted(draft.glob("*.safetensors")), writable=True)
+            raise delta.broken(f"it has no change of {name}, which is not what it was in the version before")
 
     def change(name: str) -> None:
         expected = delta.tensors[name]
         if held.tensors.get(name) != (expected.dtype, expected.shape):
-            raise refused(f"{name} is of another dtype or shape than in the version before")
+            raise delta.broken(f"{name} is of another dtype or shape than in the version before")
         apply_delta(held[name], parts[name], ITEM_BYTES[expected.dtype])
         if digest.of_bytes(held[name]) != expected.digest:
-            raise refused(f"{name} laid over its base is not what it should be (its digest differs)")
+            raise delta.broken(f"{name} laid over its base is not what it should be (its digest differs)")
 
     with ThreadPoolExecutor(HASH_THREADS) as threads:
         list(threads.map(change, parts))
@@ -173,6 +170,6 @@ def _verify(checkpoint: WeightCheckpoint) -> None:
     try:
         found = TensorFiles(checkpoint.tensor_files()).digests()
     except (TensorFileBroken, OSError) as error:
-        raise BrokenCheckpoint(checkpoint.version, checkpoint.path, str(error)) from error
+        raise checkpoint.broken(error) from error
     if found != checkpoint.tensors:
-        raise BrokenCheckpoint(checkpoint.version, checkpoint.path, f"its tensors are not those that its {CHECKPOINT_FILE} names")
+        raise checkpoint.broken(f"its tensors are not those that its {CHECKPOINT_FILE} names")

@@ -20,7 +20,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 """Bytes per element of the dtypes that a bucket may hold, by torch's names."""
 
-Kind = Literal["weights", "adapter"]
+Kind = Literal["weights", "adapter", "parameters"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Manifest:
 
     Args:
         kind: ``weights``: tensors under their own names. ``adapter``: LoRA's matrices, to be laid over the base weights with ``scale``.
+            ``parameters``: an engine's own tensors, for another engine of the same model.
     """
 
     buckets: tuple[Bucket, ...]
@@ -69,6 +70,10 @@ class Manifest:
     def slots(self) -> Iterator[Slot]:
         for bucket in self.buckets:
             yield from bucket.slots
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self.buckets)
 
     @cached_property
     def encoded(self) -> bytes:

@@ -28,7 +28,8 @@ MEMORY_BUFFERS = 2
 FILE_PREFIX = "myxo-weights-"
 """The prefix of the files' names: a reader opens no file without it, whatever the store names."""
 
-Handle = dict[str, Any]
+Handle = list[Any]
+"""The kind of a buffer, ``cuda`` or ``file``, and what `_opened` needs."""
 
 _gpu_rings: dict[torch.device, BucketRing] = {}
 """The buffers of this process on its GPU. They outlive their channels: memory that a dead engine had mapped is never returned to torch's
@@ -41,8 +42,7 @@ class MemorySender(ChannelSender):
     kind = "memory"
 
     def __init__(self, name: str, host: str, world_size: int, device: torch.device) -> None:
-        super().__init__(name, host, world_size, device)
-        self.backend = device.type
+        super().__init__(name, host, world_size, device, device.type)
         self._readers = world_size - 1
         self._ring = BucketRing(device, MEMORY_BUFFERS, self._file_buffer)
         if device.type == "cuda":
@@ -95,7 +95,7 @@ class MemorySender(ChannelSender):
             for path in unneeded:
                 path.unlink(missing_ok=True)
             sizes = zip(self._files, self._ring.buffers, strict=True)
-            self._handles = [[{"kind": "file", "path": str(path), "bytes": len(buffer)}] * self._readers for path, buffer in sizes]
+            self._handles = [[["file", str(path), len(buffer)]] * self._readers for path, buffer in sizes]
 
     def _file_buffer(self, nbytes: int) -> Tensor:
         """Returns uint8 [nbytes] in a file of this user's alone. Raises OSError where there is no room, now and not at the first write."""
@@ -183,34 +183,26 @@ class MemoryReceiver(ChannelReceiver):
         return len(self._loading)
 
     def _report(self, index: int) -> None:
-        try:
+        with self._reaching():
             self.store.add(f"taken/{self._push}/{index}", 1)
-        except RuntimeError as error:
-            raise self.gone(error) from error
 
     def _has(self, key: str) -> bool:
-        try:
+        with self._reaching():
             return self.store.check([key])
-        except RuntimeError as error:
-            raise self.gone(error) from error
 
     def _open(self, encoded: bytes) -> None:
         """Opens the buffers of a push; those that are open already stay so."""
         opened: dict[str, Tensor] = {}
-        buffers = []
         try:
             for handles in json.loads(encoded):
-                handle = handles[self.rank - 1]
-                key = json.dumps(handle, sort_keys=True)
-                if key not in opened:
-                    with torch.inference_mode(False):
-                        opened[key] = self._opened[key] if key in self._opened else _opened(handle)
-                buffers.append(opened[key])
+                key = json.dumps(handle := handles[self.rank - 1])
+                with torch.inference_mode(False):
+                    opened[key] = self._opened[key] if key in self._opened else _opened(*handle)
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise BadMessage(f"buffers of channel {self.name} that cannot be read: {type(error).__name__}: {error}") from error
         except (OSError, RuntimeError) as error:
             raise ChannelBroken(f"channel {self.name}: the source's buffers cannot be mapped, is it on another host? {error}") from error
-        self._opened, self._buffers = opened, buffers
+        self._opened, self._buffers = opened, list(opened.values())
 
 
 def buffer_directory() -> Path:
@@ -221,38 +213,21 @@ def buffer_directory() -> Path:
 
 def _cuda_handle(buffer: Tensor) -> Handle:
     """Returns what another process needs to open the buffer; the GPU by its id, for processes number their GPUs differently."""
-    index, handle, nbytes, offset, counter, counter_offset, event, event_sync = buffer.untyped_storage()._share_cuda_()
-    return {
-        "kind": "cuda",
-        "gpu": str(torch.cuda.get_device_properties(index).uuid),
-        "handle": base64.b64encode(handle).decode(),
-        "bytes": nbytes,
-        "offset": offset,
-        "counter": base64.b64encode(counter).decode(),
-        "counter_offset": counter_offset,
-        "event": base64.b64encode(event).decode(),
-        "event_sync": event_sync,
-    }
+    index, *fields = buffer.untyped_storage()._share_cuda_()
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    return ["cuda", uuid, *(base64.b64encode(field).decode() if isinstance(field, bytes) else field for field in fields)]
 
 
-def _opened(handle: Handle) -> Tensor:
+def _opened(kind: str, where: str, *fields: Any) -> Tensor:
     """Returns uint8 [bytes], the source's own memory."""
-    if handle["kind"] == "file":
-        path = Path(handle["path"])
-        if path.parent != buffer_directory() or not path.name.startswith(FILE_PREFIX):
-            raise BadMessage(f"{path} is no buffer of a trainer's")
-        return torch.from_file(str(path), shared=True, size=int(handle["bytes"]), dtype=torch.uint8)
-    storage = torch.UntypedStorage._new_shared_cuda(
-        _gpu_index(handle["gpu"]),
-        base64.b64decode(handle["handle"]),
-        int(handle["bytes"]),
-        int(handle["offset"]),
-        base64.b64decode(handle["counter"]),
-        int(handle["counter_offset"]),
-        base64.b64decode(handle["event"]),
-        bool(handle["event_sync"]),
-    )
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    if kind == "cuda":
+        decoded = (base64.b64decode(field) if isinstance(field, str) else field for field in fields)
+        storage = torch.UntypedStorage._new_shared_cuda(_gpu_index(where), *decoded)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    path = Path(where)
+    if path.parent != buffer_directory() or not path.name.startswith(FILE_PREFIX):
+        raise BadMessage(f"{path} is no buffer of a trainer's")
+    return torch.from_file(where, shared=True, size=int(fields[0]), dtype=torch.uint8)
 
 
 def _gpu_index(uuid: str) -> int:

@@ -41,34 +41,33 @@ class TensorFileBroken(MyxoError):
     """A file is no safetensors file, or not the whole of one."""
 
 
-class TensorFile:
-    """A file's tensors, mapped into memory until nothing refers to them.
+class TensorFiles:
+    """The tensors of one or several files by name, mapped into memory until nothing refers to them.
 
     Args:
-        writable: whether changes of the bytes go to the file.
+        writable: whether changes of the bytes go to the files.
 
     Attributes:
-        tensors: name → (dtype by torch's name, shape), in the file's order.
+        tensors: name → (dtype by torch's name, shape), in the files' order.
 
     Raises:
-        TensorFileBroken: the file is no safetensors file.
+        TensorFileBroken: a file is no safetensors file, or a tensor is in two of them.
     """
 
-    def __init__(self, path: Path, *, writable: bool = False) -> None:
-        self.path = path
+    def __init__(self, paths: Iterable[Path], *, writable: bool = False) -> None:
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._ranges: dict[str, tuple[int, int]] = {}
-        try:
-            self._map: ByteArray = np.memmap(path, np.uint8, mode="r+" if writable else "r")
-            self._read()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TensorFileBroken(f"{path} is no safetensors file: {type(error).__name__}: {error}") from error
+        self._bytes: dict[str, ByteArray] = {}
+        for path in paths:
+            try:
+                self._add(np.memmap(path, np.uint8, mode="r+" if writable else "c"))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise TensorFileBroken(f"{path} is no safetensors file: {type(error).__name__}: {error}") from error
 
-    def _read(self) -> None:
-        size = int.from_bytes(self._map[:8].tobytes(), "little")
-        if len(self._map) < 8 or size > min(HEADER_LIMIT, len(self._map) - 8):
-            raise ValueError(f"{len(self._map)} bytes, of which {size} should be its header")
-        header = json.loads(self._map[8 : 8 + size].tobytes())
+    def _add(self, content: ByteArray) -> None:
+        size = int.from_bytes(content[:8].tobytes(), "little")
+        if len(content) < 8 or size > min(HEADER_LIMIT, len(content) - 8):
+            raise ValueError(f"{len(content)} bytes, of which {size} should be its header")
+        header = json.loads(content[8 : 8 + size].tobytes())
         header.pop("__metadata__", None)
         end = first = 8 + size
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -76,40 +75,20 @@ class TensorFile:
             start, stop = (first + int(offset) for offset in entry["data_offsets"])
             if start != end or stop - start != math.prod(shape) * ITEM_BYTES[dtype] or min(shape, default=0) < 0:
                 raise ValueError(f"{name}: bytes {start} to {stop} of a {dtype} of shape {list(shape)}")
-            self.tensors[name], self._ranges[name], end = (dtype, shape), (start, stop), stop
-        if end != len(self._map):
-            raise ValueError(f"{len(self._map)} bytes, {end} by its header")
+            if name in self.tensors:
+                raise ValueError(f"{name} is in another file, too")
+            self.tensors[name], self._bytes[name], end = (dtype, shape), content[start:stop], stop
+        if end != len(content):
+            raise ValueError(f"{len(content)} bytes, {end} by its header")
 
     def __getitem__(self, name: str) -> ByteArray:
         """Returns a tensor's bytes where they lie: uint8 [nbytes]."""
-        start, stop = self._ranges[name]
-        return self._map[start:stop]
-
-
-class TensorFiles:
-    """The tensors of several files by name.
-
-    Raises:
-        TensorFileBroken: a file cannot be read, or a tensor is in two of them.
-    """
-
-    def __init__(self, paths: Iterable[Path], *, writable: bool = False) -> None:
-        self._files: dict[str, TensorFile] = {}
-        self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for path in paths:
-            file = TensorFile(path, writable=writable)
-            if both := self._files.keys() & file.tensors.keys():
-                raise TensorFileBroken(f"{path} holds {min(both)}, and so does {self._files[min(both)].path}")
-            self._files.update(dict.fromkeys(file.tensors, file))
-            self.tensors.update(file.tensors)
-
-    def __getitem__(self, name: str) -> ByteArray:
-        return self._files[name][name]
+        return self._bytes[name]
 
     def digests(self) -> dict[str, TensorDigest]:
         """Reads all tensors and returns their digests."""
         with ThreadPoolExecutor(HASH_THREADS) as threads:
-            found = threads.map(lambda name: digest.of_bytes(self[name]), self.tensors)
+            found = threads.map(digest.of_bytes, self._bytes.values())
             return {name: TensorDigest(*self.tensors[name], value) for name, value in zip(self.tensors, found, strict=True)}
 
 

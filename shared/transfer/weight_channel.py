@@ -39,7 +39,7 @@ EAGER_SECONDS = 0.003
 """For so long a wait on a GPU checks without sleeping: a bucket of 512 MB takes 1.4 ms, a sleep a tenth of that."""
 
 CONNECT_SECONDS = 5.0
-"""The seconds of one attempt to reach a store."""
+"""The seconds for a request to a store of another process."""
 
 STORE_SECONDS = 60.0
 """The seconds for torch's own requests to the store while a process group is formed."""
@@ -108,12 +108,13 @@ class TransferDeadline:
             time.sleep(0 if eager and waited < EAGER_SECONDS else min(longest, 0.0002 + waited / 10))
 
 
-def first_line(error: BaseException) -> str:
-    """Returns what an error says, without torch's stack."""
-    return (str(error) or type(error).__name__).splitlines()[0]
-
-
-# --------------------------------------------------------------------------------------------------------------- ends
+@contextlib.contextmanager
+def breaking(what: str) -> Iterator[None]:
+    """Turns what torch raises in the body into ChannelBroken, without torch's stack."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ChannelBroken(f"{what}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
 
 
 class ChannelSender(abc.ABC):
@@ -122,32 +123,24 @@ class ChannelSender(abc.ABC):
     Args:
         name: known to all members, new for each channel. host: the address by which the readers reach this process.
         world_size: this process and all engine ranks. device: of the buckets.
+
+    Attributes:
+        address: at which the readers find the channel.
     """
 
     kind: Literal["group", "memory"]
-    backend: str
 
-    def __init__(self, name: str, host: str, world_size: int, device: torch.device) -> None:
-        self.name, self.world_size, self.device = name, world_size, device
+    def __init__(self, name: str, host: str, world_size: int, device: torch.device, backend: str) -> None:
+        self.name, self.world_size, self.device, self.backend = name, world_size, device, backend
         limit = datetime.timedelta(seconds=STORE_SECONDS)
         self.store = TCPStore(host, 0, world_size, is_master=True, timeout=limit, wait_for_workers=False)
-        self._host = host
+        self.address = WeightChannelAddress(
+            kind=self.kind, name=name, address=host, port=self.store.port, backend=backend, world_size=world_size
+        )
         self.broken: str | None = None
         self._deadline = TransferDeadline(0.0)
         self._announced = ""
         self._store_asked = 0.0
-
-    @property
-    def address(self) -> WeightChannelAddress:
-        """Returns the address at which the readers find the channel."""
-        return WeightChannelAddress(
-            kind=self.kind,
-            name=self.name,
-            address=self._host,
-            port=self.store.port,
-            backend=self.backend,
-            world_size=self.world_size,
-        )
 
     def join(self, seconds: float) -> None:
         """Returns once every reader has joined. No step that cannot be cancelled begins before that."""
@@ -209,8 +202,7 @@ class ChannelSender(abc.ABC):
         """Raises ChannelBroken if the channel was aborted, here or by another of the trainer's ranks in the store."""
         if self.broken is None and time.monotonic() > self._store_asked + STORE_POLL_S:
             self._store_asked = time.monotonic()
-            if self.store.check(["aborted"]):
-                self.broken = self.store.get("aborted").decode(errors="replace")
+            self.broken = _abort_reason(self.store)
         self.raise_if_broken()
 
     def raise_if_broken(self) -> None:
@@ -218,13 +210,8 @@ class ChannelSender(abc.ABC):
         if self.broken is not None:
             raise ChannelBroken(self.broken)
 
-    @contextlib.contextmanager
-    def _breaking(self) -> Iterator[None]:
-        """Turns what torch raises in the body into ChannelBroken."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise ChannelBroken(f"channel {self.name} broke: {error}") from error
+    def _breaking(self) -> contextlib.AbstractContextManager[None]:
+        return breaking(f"channel {self.name} broke")
 
 
 def abort_channel(address: WeightChannelAddress, reason: str) -> None:
@@ -251,25 +238,26 @@ class ChannelReceiver(abc.ABC):
         self.broken: str | None = None
         self._store: TCPStore | None = None
         self._manifest: Manifest | None = None
-        self._question: Future[str | None] | None = None
+        self._question: Future[tuple[str | None, None]] | None = None
         self._asked_at = 0.0
 
     def join(self, deadline: TransferDeadline) -> None:
         """Connects to the store and says that this rank is here. It may run beside generation, on a thread of its own."""
-        what, last = f"a connection for channel {self.name}", ""
-        while self._store is None:
-            try:
-                deadline.check(what, self.source)
-            except DeadlineExceeded as error:
-                raise ChannelBroken(f"{error} ({last})" if last else str(error)) from error
-            connecting = run_in_thread(self._connect, f"connect-{self.name}")
+        what, address = f"a connection for channel {self.name}", self.address
+
+        def connect() -> TCPStore:
+            limit = datetime.timedelta(seconds=deadline.left)
+            return TCPStore(address.address, address.port, address.world_size, is_master=False, timeout=limit, wait_for_workers=False)
+
+        connecting = run_in_thread(connect, f"connect-{self.name}")
+        try:
             deadline.until(connecting.done, what, self.source)
-            if (failure := connecting.exception()) is not None:
-                last = first_line(failure)
-                deadline.until(_elapsed(0.2), what, self.source)
-            else:
-                self._store = connecting.result()
-        self._store.set(f"{self.name}/here/{self.rank}", "1")
+        except DeadlineExceeded as error:
+            raise ChannelBroken(str(error)) from error
+        with breaking(f"{what} did not come from {self.source}"):
+            self._store = connecting.result()
+            self._store.set_timeout(datetime.timedelta(seconds=CONNECT_SECONDS))
+            self._store.set(f"{self.name}/here/{self.rank}", "1")
 
     def manifest(self, push: int, deadline: TransferDeadline) -> Manifest:
         """Returns what push number ``push`` brings over this channel; its buckets follow."""
@@ -314,52 +302,41 @@ class ChannelReceiver(abc.ABC):
 
     def check_source(self) -> None:
         """Raises ChannelBroken if the source is gone or has given up, as far as its store has answered; never waits for it."""
-        store = self.store
+        self.raise_if_broken()
         if self._question is not None and self._question.done():
             question, self._question = self._question, None
-            self._given_up(self._answer(question))
+            self._answer(question)
         elif self._question is None and time.monotonic() > self._asked_at + STORE_POLL_S:
             self._asked_at = time.monotonic()
-            self._question = run_in_thread(lambda: _abort_reason(store), f"pulse-{self.name}")
+            self._question = self._asked(lambda _: None)
 
     def _ask(self, question: Callable[[TCPStore], T | None], what: str, deadline: TransferDeadline) -> T:
-        """Returns the first answer that is not None. The store may not respond, so it is asked on threads."""
-        store, pause = self.store, 0.002
+        """Returns the first answer that counts as true."""
+        pause = 0.002
         while True:
-            asked = run_in_thread(lambda: (_abort_reason(store), question(store)), f"ask-{self.name}")
+            asked = self._asked(question)
             deadline.until(asked.done, what, self.awaited_from, eager=True)
-            reason, answer = self._answer(asked)
-            self._given_up(reason)
-            if answer:
+            if answer := self._answer(asked):
                 return answer
-            deadline.until(_elapsed(pause), what, self.awaited_from)
-            pause = min(STORE_POLL_S, pause * 2)
+            deadline.check(what, self.awaited_from)
+            time.sleep(pause)
+            pause = min(POLL_INTERVAL_S, pause * 2)
 
-    def _answer(self, asked: Future[T]) -> T:
-        try:
-            return asked.result()
-        except RuntimeError as error:  # torch's errors of stores and connections
-            raise self.gone(error) from error
+    def _asked(self, question: Callable[[TCPStore], T]) -> Future[tuple[str | None, T]]:
+        """Asks the store, which may not respond, on a thread: for the reason to give up, if there is one, and the question."""
+        store = self.store
+        return run_in_thread(lambda: (_abort_reason(store), question(store)), f"ask-{self.name}")
 
-    def gone(self, error: RuntimeError) -> ChannelBroken:
-        """Returns the ChannelBroken for torch's error of a store or a connection."""
-        return ChannelBroken(f"{self.source} is gone: {first_line(error)}")
-
-    def _given_up(self, reason: str | None) -> None:
+    def _answer(self, asked: Future[tuple[str | None, T]]) -> T:
+        with self._reaching():
+            reason, answer = asked.result()
         if reason is not None:
             raise ChannelBroken(f"{self.source} has given up: {reason}")
+        return answer
 
-    def _connect(self) -> TCPStore:
-        limit = datetime.timedelta(seconds=CONNECT_SECONDS)
-        return TCPStore(
-            self.address.address, self.address.port, self.address.world_size, is_master=False, timeout=limit, wait_for_workers=False
-        )
+    def _reaching(self) -> contextlib.AbstractContextManager[None]:
+        return breaking(f"{self.source} is gone")
 
 
 def _abort_reason(store: TCPStore) -> str | None:
     return store.get("aborted").decode(errors="replace") if store.check(["aborted"]) else None
-
-
-def _elapsed(seconds: float) -> Callable[[], bool]:
-    end = time.monotonic() + seconds
-    return lambda: time.monotonic() >= end

@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -21,7 +21,6 @@ from shared.runtime.atomic_files import replaced_by, settle
 from shared.runtime.errors import MyxoError
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.manifest import ITEM_BYTES
-from shared.transfer.weight_delta import DeltaEncoding
 
 CHECKPOINT_FILE = "checkpoint.json"
 
@@ -56,22 +55,22 @@ class VersionId(NamedTuple):
 
 
 class WeightCheckpoint(BaseModel):
-    """A whole version, as its ``checkpoint.json`` describes it.
+    """A version on disk, as its ``checkpoint.json`` describes it.
 
     Args:
         path: its directory. digest: the version's. tensors: all tensors of the version. files: every file but ``checkpoint.json``.
-        at: seconds since the epoch.
+        base: the version whose changes the files hold; None: they hold all of it. at: seconds since the epoch.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    kind: ClassVar[Literal["full", "delta"]] = "full"
 
     path: Path = Field(exclude=True)
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     version: int
     digest: str
     tensors: dict[str, TensorDigest]
     files: dict[str, FileSum]
+    base: VersionId | None = None
     at: float = 0.0
 
     @model_validator(mode="after")
@@ -84,7 +83,13 @@ class WeightCheckpoint(BaseModel):
                 raise ValueError(f"{name}: dtype {tensor.dtype!r}")
         if version_digest(self.tensors) != self.digest:
             raise ValueError("its digest is not that of its tensors")
+        if self.base is not None and self.base.version >= self.version:
+            raise ValueError(f"it lies on version {self.base.version}")
         return self
+
+    @property
+    def kind(self) -> Literal["full", "delta"]:
+        return "full" if self.base is None else "delta"
 
     @property
     def id(self) -> VersionId:
@@ -102,32 +107,21 @@ class WeightCheckpoint(BaseModel):
         """Writes ``checkpoint.json`` into the checkpoint's directory."""
         (self.path / CHECKPOINT_FILE).write_text(self.model_dump_json() + "\n")
 
+    def broken(self, reason: object) -> BrokenCheckpoint:
+        """Returns the error to raise for a checkpoint that cannot be used."""
+        return BrokenCheckpoint(self.version, self.path, str(reason))
+
     def check_files(self, *, contents: bool = True) -> None:
         """Compares the size of every file, and its bytes if ``contents``. Raises BrokenCheckpoint that names the first that differs."""
         for name, expected in self.files.items():
             try:
                 size = (self.path / name).stat().st_size
                 if size != expected.bytes:
-                    raise BrokenCheckpoint(self.version, self.path, f"{name} is {size} bytes, not {expected.bytes}")
+                    raise self.broken(f"{name} is {size} bytes, not {expected.bytes}")
                 if contents and FileSum.read(self.path / name) != expected:
-                    raise BrokenCheckpoint(self.version, self.path, f"{name} is altered: its xxh3 is not the one that it was written with")
+                    raise self.broken(f"{name} is altered: its xxh3 is not the one that it was written with")
             except OSError as error:
-                raise BrokenCheckpoint(self.version, self.path, f"{name}: {error.strerror}") from error
-
-
-class DeltaCheckpoint(WeightCheckpoint):
-    """The changes that make a version out of its ``base``."""
-
-    kind: ClassVar[Literal["full", "delta"]] = "delta"
-
-    base: VersionId
-    encoding: DeltaEncoding
-
-    @model_validator(mode="after")
-    def _lies_on_older(self) -> Self:
-        if self.base.version >= self.version:
-            raise ValueError(f"it lies on version {self.base.version}")
-        return self
+                raise self.broken(f"{name}: {error.strerror}") from error
 
 
 def load_checkpoint(path: Path) -> WeightCheckpoint:
@@ -143,7 +137,7 @@ def load_checkpoint(path: Path) -> WeightCheckpoint:
         fields: dict[str, Any] = json.loads((path / CHECKPOINT_FILE).read_text())
         if fields["version"] != version:
             raise ValueError(f"it says that it is version {fields['version']!r}")
-        return (DeltaCheckpoint if "base" in fields else WeightCheckpoint).model_validate(fields | {"path": path})
+        return WeightCheckpoint.model_validate(fields | {"path": path})
     except FileNotFoundError:
         raise BrokenCheckpoint(version, path, f"it has no {CHECKPOINT_FILE}" if path.exists() else "it is missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -205,11 +199,10 @@ class WeightCheckpoints:
             BrokenCheckpoint: it names the checkpoint that is missing, torn, or not what the one above it lies on.
         """
         chain = [self.load(version)]
-        while isinstance(chain[0], DeltaCheckpoint):
-            base = self.load(chain[0].base.version)
-            if base.id != chain[0].base:
-                reason = f"version {chain[0].version} lies on another version {base.version} (digest {chain[0].base.digest}) than is here"
-                raise BrokenCheckpoint(base.version, base.path, reason)
+        while (wanted := chain[0].base) is not None:
+            base = self.load(wanted.version)
+            if base.id != wanted:
+                raise base.broken(f"version {chain[0].version} lies on another version {base.version} ({wanted.digest}) than is here")
             chain.insert(0, base)
         return chain
 

@@ -7,21 +7,16 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Self
 
+from shared.model.hf_checkpoint import INDEX
 from shared.runtime.atomic_files import fsync_tree, publish, scratch
 from shared.transfer import digest, tensor_file
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.manifest import ITEM_BYTES
-from shared.transfer.tensor_file import HASH_THREADS, TensorBytes, TensorFiles
-from shared.transfer.weight_checkpoint import (
-    BrokenCheckpoint,
-    DeltaCheckpoint,
-    FileSum,
-    WeightCheckpoint,
-    WeightCheckpoints,
-    load_checkpoint,
-)
+from shared.transfer.tensor_file import HASH_THREADS, TensorBytes
+from shared.transfer.weight_checkpoint import BrokenCheckpoint, FileSum, WeightCheckpoint, WeightCheckpoints
 from shared.transfer.weight_delta import DeltaEncoding, encode_delta
 
 
@@ -43,12 +38,11 @@ class WeightCheckpointWriter:
         if base is not None:
             self._before = base.held()
             assert self._before is not None  # callers have looked
-            self._base_draft = base.begin_change()
-            self._held = TensorFiles(sorted(self._base_draft.glob("*.safetensors")), writable=True)
+            self._base_draft, self._held = base.begin_change()
         self._draft = scratch(self._path)
 
-    def add(self, tensors: Mapping[str, TensorBytes]) -> None:
-        """Writes one bucket, whose bytes are read before this returns.
+    def add(self, tensors: Mapping[str, TensorBytes]) -> Self:
+        """Writes one bucket, whose bytes are read before this returns. Returns the writer.
 
         Raises:
             OSError: the disk refused. BrokenCheckpoint: the base does not have one of the tensors.
@@ -60,6 +54,7 @@ class WeightCheckpointWriter:
         if entries:
             tensor_file.write(self._shard(len(self._files)), entries)
             self._files.append(list(entries))
+        return self
 
     def publish(self, write_beside: Callable[[Path], None] = lambda _: None) -> WeightCheckpoint:
         """Makes the checkpoint appear, complete.
@@ -70,19 +65,27 @@ class WeightCheckpointWriter:
         Raises:
             OSError: the disk refused. BrokenCheckpoint: a tensor of the base has not been added.
         """
-        if self._before is not None and (missing := self._before.tensors.keys() - self._tensors.keys()):
-            raise BrokenCheckpoint(self._version, self._draft, f"{min(missing)} has not come")
-        self._name_files("model" if self._before is None else "delta")
         if self._before is None:
             write_beside(self._draft)
-        self._described().save()
+        elif missing := self._before.tensors.keys() - self._tensors.keys():
+            raise BrokenCheckpoint(self._version, self._draft, f"{min(missing)} has not come")
+        self._name_files("model" if self._before is None else "delta")
+        described = WeightCheckpoint(
+            path=self._draft,
+            version=self._version,
+            digest=version_digest(self._tensors),
+            tensors=self._tensors,
+            files={file.name: FileSum.read(file) for file in sorted(self._draft.iterdir()) if file.is_file()},
+            base=None if self._before is None else self._before.id,
+            at=time.time(),
+        )
+        described.save()
         fsync_tree(self._draft)
         publish(self._draft, self._path)
         self._threads.shutdown()
-        published = load_checkpoint(self._path)
         if self._base is not None:
-            self._base.finish_change(self._base_draft, published)
-        return published
+            self._base.finish_change(self._base_draft, described)
+        return described.model_copy(update={"path": self._path})
 
     def discard(self) -> None:
         """Removes the unfinished checkpoint and, with it, the base."""
@@ -99,9 +102,8 @@ class WeightCheckpointWriter:
             return known, {name: tensor}
         before = self._before.tensors.get(name)
         if before is None or (before.dtype, before.shape) != (dtype, shape):
-            raise BrokenCheckpoint(
-                self._version, self._draft, f"{name} is not in version {self._before.version}, or of another dtype or shape"
-            )
+            reason = f"{name} is not in version {self._before.version}, or of another dtype or shape"
+            raise BrokenCheckpoint(self._version, self._draft, reason)
         if before == known:
             return known, {}
         old = self._held[name]
@@ -111,7 +113,7 @@ class WeightCheckpointWriter:
 
     def _name_files(self, stem: str) -> None:
         """Names the files as Hugging Face does, now that their count is known."""
-        count, weight_map = len(self._files), {}
+        count, weight_map = len(self._files), dict[str, str]()
         for index, names in enumerate(self._files):
             file = f"{stem}.safetensors" if count == 1 else f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
             self._shard(index).rename(self._draft / file)
@@ -119,14 +121,7 @@ class WeightCheckpointWriter:
         if stem == "model" and count > 1:
             size = sum(math.prod(known.shape) * ITEM_BYTES[known.dtype] for known in self._tensors.values())
             content = {"metadata": {"total_size": size}, "weight_map": weight_map}
-            (self._draft / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
-
-    def _described(self) -> WeightCheckpoint:
-        files = {file.name: FileSum.read(file) for file in sorted(self._draft.iterdir()) if file.is_file()}
-        fields = {"version": self._version, "digest": version_digest(self._tensors), "tensors": self._tensors, "at": time.time()}
-        if self._before is None:
-            return WeightCheckpoint(path=self._draft, files=files, **fields)
-        return DeltaCheckpoint(path=self._draft, files=files, base=self._before.id, encoding=self._encoding, **fields)
+            (self._draft / INDEX).write_text(json.dumps(content, indent=2) + "\n")
 
     def _shard(self, index: int) -> Path:
         return self._draft / f".shard-{index}"

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from services.trainer.actor import Actor
 from services.trainer.control_client import ControlClient
 from services.trainer.megatron import runtime
 from services.trainer.trainer_settings import TrainerSettings
-from services.trainer.weights.push_protocol import PushProtocol, PushRequest
+from services.trainer.weights import pusher
+from services.trainer.weights.push_protocol import PushRequest
 from services.trainer.weights.pusher import Pusher
 from shared.bus import runs
 from shared.bus.connection import Bus
@@ -31,16 +32,14 @@ BUCKET = 3
 """In whose middle a replica dies."""
 
 
-class Stages(PushProtocol):
+class Stages(PushRequest[Any]):
     """Has something done just before the replicas are asked for a step."""
 
-    def __init__(self, link: ControlClient) -> None:
-        super().__init__(link)
-        self.before: dict[str, Callable[[], None]] = {}
+    before: ClassVar[dict[str, Callable[[], None]]] = {}
 
-    def request(self, members: Any, verb: str, *rest: Any) -> PushRequest[Any]:
+    def __init__(self, link: ControlClient, members: Any, verb: str, *rest: Any) -> None:
         self.before.pop(verb, lambda: None)()
-        return super().request(members, verb, *rest)
+        super().__init__(link, members, verb, *rest)
 
 
 class Trainer:
@@ -51,7 +50,6 @@ class Trainer:
         weights = link.config.weights.model_copy(update={"update_weight_buffer_size": BUCKET_BYTES, "push_timeout": PUSH_SECONDS})
         self.actor = Actor.create(TrainerSettings(TrainerSection(train_dtype="float32")), model)
         self.pusher = Pusher(link, self.actor.model, weights)
-        self.stages = self.pusher.protocol = Stages(link)
         self.version = -1
 
     def next_version(self) -> None:
@@ -107,6 +105,7 @@ def test_a_death_at_each_stage(replicas: Parts, tiny_model: Path, tmp_path: Path
         send(channel, index, flat)
 
     monkeypatch.setattr(GroupSender, "send", send_or_kill)
+    monkeypatch.setattr(pusher, "PushRequest", Stages)
     with ControlClient() as link:
         trainer = Trainer(link, tiny_model)
         try:
@@ -119,7 +118,7 @@ def test_a_death_at_each_stage(replicas: Parts, tiny_model: Path, tmp_path: Path
                 elif stage != "after":
                     if stage == "prepare":
                         trainer.pusher.schedule.members = ()  # channels are made anew only where that is needed
-                    trainer.stages.before[stage] = lambda: replicas.kill(VICTIM)
+                    Stages.before[stage] = lambda: replicas.kill(VICTIM)
                 trainer.until(f"the survivor's version after a death at {stage}", lambda cards: serve(cards, trainer.version, SURVIVOR))
                 if stage == "after":
                     replicas.kill(VICTIM)

@@ -176,6 +176,6 @@ def test_a_file_that_is_no_buffer_is_not_opened(joined: Callable, tmp_path: Path
     other = tmp_path / "secret"
     other.write_bytes(b"x" * 4096)
     channel.announce(1, manifest(), SECONDS)
-    channel.note("buffers/1", json.dumps([[{"kind": "file", "path": str(other), "bytes": 4096}]]))
+    channel.note("buffers/1", json.dumps([[["file", str(other), 4096]]]))
     with pytest.raises(BadMessage, match="no buffer of a trainer's"):
         wire.manifest(1, TransferDeadline(SECONDS))

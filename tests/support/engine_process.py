@@ -10,6 +10,7 @@ def serve(session: CommandSession, stopping: threading.Event) -> None:
     session.open()
     try:
         while not stopping.is_set():
-            session.work(wait=0.1)
+            if not session.work():
+                stopping.wait(0.01)
     finally:
         session.close()

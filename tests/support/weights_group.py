@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.receiver_client import ReceiveReport
+from shared.schema.weight_messages import WeightsReceived
 from shared.transfer import digest
 from shared.transfer.bucket_ring import bucket_views
 from shared.transfer.digest import TensorDigest
@@ -92,7 +92,7 @@ class Pusher:
         only: slice = slice(None),
         then: Callable[[WeightsGroup], None] = lambda channel: None,
         deadline: float = 60.0,
-    ) -> list[ReceiveReport]:
+    ) -> list[WeightsReceived]:
         """Has the engines take the tensors, spread over the channels; the version is not set.
 
         Args:
@@ -119,7 +119,7 @@ class Pusher:
             await client.end_weight_update()
         return list(taken)
 
-    async def push(self, tensors: Tensors | torch.nn.Module, version: int) -> list[ReceiveReport]:
+    async def push(self, tensors: Tensors | torch.nn.Module, version: int) -> list[WeightsReceived]:
         """Has the engines take and name a version."""
         taken = await self.send(parameters(tensors), version)
         for client in self.clients:

@@ -2,24 +2,19 @@
 
     PYTHONPATH=ENGINE_SITE python cpu_launcher.py --model-path MODEL --device cpu ...    (sglang.launch_server's flags)
 
-SGLang serves dense and mixture-of-experts models with torch's native attention on a CPU, but packages that it imports
-exist on PyPI as CUDA builds only. This file puts stand-ins before the first import of ``sglang``, inside the engine's
-processes alone; nothing in site-packages is changed, and a trainer in the same environment sees none of it:
+SGLang serves models with torch's native attention on a CPU, but imports packages that exist on PyPI as CUDA builds only. This file puts
+stand-ins before the first import of ``sglang``, inside the engine's processes alone; nothing in site-packages is changed:
 
-* ``torchvision``: its wheel's C++ operators load beside PyPI's torch, which is a build for CUDA with or without a GPU, and
-  do not beside a CPU build; its Python part then fails to register fake kernels for them. Declaring the operators is enough
-  there, and would abort the process where they load. It lies in a directory of its own that is on the engine's PYTHONPATH
-  only, since transformers, in a trainer that found it, would import and fail.
-* ``sgl_kernel``: no kernel is called on a CPU without AMX, but some modules import names from it; each name raises when
-  called.
-* ``triton``: an inert module, also where the wheel is installed, as it is beside torch for CUDA: it compiles nothing here, a
-  real one would look for a GPU's driver, and each process of the engine is 90 MB smaller without it.
+* ``torchvision``: its wheel's C++ operators load beside PyPI's torch, which is a build for CUDA, and do not beside a CPU build; there it is
+  enough to declare them. It lies in a directory of its own on the engine's PYTHONPATH: a trainer's transformers would import it and fail.
+* ``sgl_kernel``: some modules import names from it; no kernel is called on a CPU without AMX. Each name raises when called.
+* ``triton``: an inert module, also where the wheel is installed: it compiles nothing here, a real one would look for a GPU's driver, and
+  each process of the engine is 90 MB smaller without it.
 * ``megatron``: hidden. SGLang's debug dumper imports it where it is installed, 0.8 s for nothing.
 
-Children are forked, where SGLang asks for spawn: they then need not import everything again, which halves both the time
-to start and the memory. That is safe here and only here: no CUDA, and before the fork the parent has run no parallel
-region of torch's. The stand-ins are made at import, so a child that is spawned all the same gets them as well (spawn
-imports this file again, as ``__mp_main__``).
+Children are forked, where SGLang asks for spawn: they need not import everything again, which halves both the time to start and the memory.
+That is safe here and only here: no CUDA, and before the fork the parent has run no parallel region of torch's. A child that is spawned all
+the same imports this file again, as ``__mp_main__``, and so gets the stand-ins as well.
 """
 
 import gc

@@ -6,6 +6,7 @@ are known to kill an engine are refused here, before they are sent, as ``Invalid
 
 import asyncio
 import base64
+import functools
 import pickle
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -17,12 +18,12 @@ from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.engine_memory import EngineMemory
 from services.rollout.engine.generation import Generation, GenerationRequest, group_body, parse_group, parse_version, wire_rid
 from services.rollout.engine.launch_command import RECEIVER_LOADER
-from services.rollout.engine.receiver_client import ReceiverClient, ReceiveReport
+from services.rollout.engine.receiver_client import ReceiverClient, report_of
 from services.rollout.engine.transport import EngineTransport
 from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.failures import log_failure
 from shared.schema.messages import Sampling
-from shared.schema.weight_messages import WeightChannelAddress
+from shared.schema.weight_messages import WeightChannelAddress, WeightsReceived
 from shared.transfer.digest import TensorDigest
 
 PauseMode = Literal["abort", "in_place", "retract"]
@@ -187,7 +188,7 @@ class EngineClient:
         """Has the engine leave the channels that it is in and join these. It goes on generating; ``receive`` waits for them.
 
         Args:
-            rank: the rank of the engine's first process in all channels. timeout: seconds for joining.
+            rank: the rank of the engine's first process in all channels; 0: each process joins one of them. timeout: seconds for joining.
         """
         fields = [channel.model_dump(mode="json") for channel in channels]
         await self.receivers.ask({"verb": "join", "channels": fields, "rank": rank, "timeout": timeout}, deadline)
@@ -196,22 +197,17 @@ class EngineClient:
         """Has the engine leave all channels."""
         await self.receivers.ask({"verb": "leave"}, deadline)
 
-    async def abort_receive(self, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Ends a running ``receive``, and leaves channels that are still being joined. The engine answers as before."""
-        await self.receivers.abort(deadline)
-
     async def adopt(self, version: int, tensors: Mapping[str, TensorDigest], *, deadline: float = CONTROL_SECONDS) -> str:
         """Tells the engine all tensors that were loaded into it by other means and have been checked; without any, its weights are unknown.
 
         Returns the version's digest.
         """
-        fields = {name: [known.dtype, list(known.shape), known.digest] for name, known in tensors.items()}
-        answers = await self.receivers.ask({"verb": "adopt", "version": version, "tensors": fields}, deadline)
+        answers = await self.receivers.ask({"verb": "adopt", "version": version, "tensors": tensors}, deadline)
         return str(answers[0]["digest"])
 
     async def receive(
         self, version: int, push: int, channels: Sequence[str], *, check: bool = False, deadline: float = WEIGHTS_SECONDS
-    ) -> ReceiveReport:
+    ) -> WeightsReceived:
         """Receives all buckets of a push from channels that were joined, or are being joined. The engine must be paused, or idle.
 
         Args:
@@ -222,14 +218,8 @@ class EngineClient:
                 whole push has succeeded.
         """
         command = {"verb": "receive", "version": version, "push": push, "channels": list(channels), "check": check}
-        return ReceiveReport.of(await self.load_by(command, deadline=deadline), self.url)
-
-    async def load_by(self, command: dict[str, Any], *, deadline: float) -> list[dict[str, Any]]:
-        """Has every rank's scheduler run a command of its receiver, and returns the answers by rank. The engine must be paused or idle.
-
-        Raises ReceiverError, DeadlineExceeded.
-        """
-        return await self.receivers.have_done(command, deadline, lambda: self._call_loader(deadline + LOADER_MARGIN))
+        wake = functools.partial(self._call_loader, deadline + LOADER_MARGIN)
+        return report_of(await self.receivers.have_done(command, deadline, wake), self.url)
 
     async def _call_loader(self, deadline: float) -> None:
         tensors = [NO_TENSORS] * self.capabilities.ranks

@@ -25,15 +25,16 @@ PROBE_SECONDS = 10.0
 _ONE_TOKEN = json.dumps({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}})
 
 
-class EngineProcess:
+class EngineProcess(ChildProcess):
     """An engine that this service has launched.
+
+    SGLang checks for SIGTERM every 5 s and finishes running requests first: abort them before `stop`.
 
     Args:
         command: from ``engine_command``.
         log_file: the engine's output is appended to it; its directory is made.
 
     Attributes:
-        process: its process, of `shared.runtime.child_process`.
         receiver: the private directory in which its ranks listen for commands about weights; it is removed with the engine.
 
     Raises MyxoError where another process listens on its port, since that would answer in its place.
@@ -48,25 +49,12 @@ class EngineProcess:
         self.receiver = Path(tempfile.mkdtemp(prefix="myxo-engine-"))
         metrics = self.receiver / "metrics"  # SGLang's own temporary directory would stay behind when the engine is killed
         metrics.mkdir()
-        own = {RECEIVER_VARIABLE: str(self.receiver), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
-        self.process = ChildProcess(
-            f"engine at {self.url}", command.argv, log_file, os.environ | command.env | own, watchdog=True, scratch=self.receiver
-        )
+        environment = os.environ | command.env | {RECEIVER_VARIABLE: str(self.receiver), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+        super().__init__(f"engine at {self.url}", command.argv, log_file, environment, watchdog=True, scratch=self.receiver)
 
-    def alive(self) -> bool:
-        """Returns whether the engine's main process runs. If it is dead, its remaining processes are killed."""
-        return self.process.running()
-
-    async def wait_ready(self, deadline: float) -> float:
+    async def ready(self, deadline: float) -> float:
         """Returns the seconds until the engine has answered a real generation. Raises as `ChildProcess.wait_ready`."""
-        return await asyncio.to_thread(self.process.wait_ready, self._answers, "a first generation", deadline)
-
-    async def stop(self, deadline: float) -> None:
-        """Stops the engine by SIGTERM, which lets SGLang release its device, and after ``deadline`` seconds by SIGKILL to its whole group.
-
-        SGLang checks for SIGTERM every 5 s and finishes running requests first: abort them before. Raises as `ChildProcess.stop`.
-        """
-        await asyncio.to_thread(self.process.stop, deadline)
+        return await asyncio.to_thread(self.wait_ready, self._answers, "a first generation", deadline)
 
     def _answers(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PROBE_SECONDS)

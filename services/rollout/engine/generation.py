@@ -66,7 +66,6 @@ class Generation:
         cached_tokens: input tokens whose keys and values were cached. retractions: times the engine put it back in the queue.
     """
 
-    rid: str
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.float32]
     finish: Finish
@@ -151,7 +150,6 @@ def _parse_sample(sample: Mapping[str, Any], request: GenerationRequest, version
     if finish not in ("stop", "length", "abort"):
         raise EngineError(where, f"{request.rid}: unknown finish reason {meta['finish_reason']}")
     return Generation(
-        rid=request.rid,
         tokens=tokens,
         log_probs=log_probs,
         finish=finish,

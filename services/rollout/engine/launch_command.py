@@ -35,7 +35,7 @@ CPU_FLAGS: dict[str, FlagValue] = {
     "disable-overlap-schedule": True,  # there is no device to overlap with
     "disable-radix-cache": True,  # prefix lookup costs more than computing the prefix, for a model that a CPU can serve
     "sleep-on-idle": True,  # an idle scheduler otherwise spins on three quarters of a core
-    "skip-server-warmup": True,  # EngineProcess.wait_ready sends a real request anyway
+    "skip-server-warmup": True,  # EngineProcess.ready waits for a real request anyway
     "max-running-requests": 256,
 }
 

@@ -96,7 +96,9 @@ def load_checkpoint(
     path, marker = find_checkpoint(root, step)
     if reset_optimizer or marker.get("weights_only"):  # a converted checkpoint has nothing else
         _check(path, marker, model)
-        _load_modules(path, model)
+        with deadline(f"reading the weights of checkpoint {path}"):
+            loaded = dist_checkpointing.load(sharded_modules(model), str(path), strict="assume_ok_unexpected")
+        _load_modules(loaded, model)
         optimizer.megatron.reload_model_params()
         optimizer.reset(optimizer.schedule)
         return dict(marker["extra"])
@@ -105,20 +107,16 @@ def load_checkpoint(
     state = _sharded_state(model, optimizer, loading=True, with_random=same_layout, updates=marker["updates"])
     with deadline(f"reading checkpoint {path}"):
         loaded = dist_checkpointing.load(state, str(path), strict="raise_all" if same_layout else "assume_ok_unexpected")
-    for index, module in enumerate(model.modules):
-        module.load_state_dict(loaded[f"model{index}"])
+    _load_modules(loaded, model)
     for role, part in optimizer.parts().items():
         part.load_state_dict(loaded["optimizer"][role])
     optimizer.resume(LearningRateSchedule(**marker["schedule"]), marker["updates"])
     if same_layout:
         _set_random_state(loaded["random"])
-    extra: dict[str, Any] = marker["extra"]
-    return extra
+    return dict(marker["extra"])
 
 
-def _load_modules(path: Path, model: MegatronModel) -> None:
-    with deadline(f"reading the weights of checkpoint {path}"):
-        loaded = dist_checkpointing.load(sharded_modules(model), str(path), strict="assume_ok_unexpected")
+def _load_modules(loaded: dict[str, Any], model: MegatronModel) -> None:
     for index, module in enumerate(model.modules):
         module.load_state_dict(loaded[f"model{index}"])
 
@@ -213,35 +211,32 @@ def check_architecture(path: Path, marker: dict[str, Any], architecture: Archite
             raise ConfigError(f"{path}:{key}", saved.get(key), f"{mine.get(key)!r}, as in the model's config.json")
 
 
-_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-}
-
-
 def sharded_modules(model: MegatronModel, layers_apart: bool = False) -> dict[str, Any]:
     """Returns the model's sharded state. ``layers_apart``: each layer has its own name; otherwise like layers are stacked under one."""
-    metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    if layers_apart:
-        metadata["non_homogeneous_layers"] = True
+    metadata = {**_metadata(), **({"non_homogeneous_layers": True} if layers_apart else {})}
     return {f"model{index}": module.sharded_state_dict(metadata=metadata) for index, module in enumerate(model.modules)}
+
+
+def _metadata() -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
 
 
 def _sharded_state(model: MegatronModel, optimizer: Optimizer, loading: bool, with_random: bool = True, updates: int = 0) -> dict[str, Any]:
     """Returns the sharded state of model and optimizer. ``updates``: the count of updates in the checkpoint that is loaded."""
-    metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    modules = sharded_modules(model)
-    state = dict(modules)
+    state = sharded_modules(model)
     # a stack of layers of which some are frozen would have moments for a part only
-    apart = modules if model.freezing.nothing else sharded_modules(model, layers_apart=True)
+    apart = dict(state) if model.freezing.nothing else sharded_modules(model, layers_apart=True)
     source = apart["model0"] if len(apart) == 1 else apart
     state["optimizer"] = {
-        role: _sharded_part(part.sharded_state_dict(source, is_loading=loading, metadata=metadata), updates)
+        role: _sharded_part(part.sharded_state_dict(source, is_loading=loading, metadata=_metadata()), updates)
         for role, part in optimizer.parts().items()
     }
     if with_random:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        state["random"] = ShardedObject("random", _random_state(), (world,), (rank,), replica_id=0)
+        state["random"] = ShardedObject("random", _random_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
     return state
 
 

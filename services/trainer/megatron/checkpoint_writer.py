@@ -5,10 +5,11 @@ writes its file without further communication: its index entries are in a small 
 0's thread publishes the directory when it has seen all of them. Training goes on meanwhile, in memory of its own.
 """
 
+import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -136,11 +137,6 @@ class Save:
         self._thread = threading.Thread(target=self._work, name=f"checkpoint {target.name}")
         self._thread.start()
 
-    @property
-    def done(self) -> bool:
-        """Returns whether this rank has nothing left to do; on rank 0: whether the checkpoint is published, or failed."""
-        return not self._thread.is_alive()
-
     def finish(self) -> Path:
         """Waits until the checkpoint is published, and returns where. This is a collective of all ranks.
 
@@ -171,35 +167,33 @@ class Save:
     def _cause(self) -> str | None:
         return None if self._error is None else f"{type(self._error).__name__}: {self._error}"
 
-    def _work(self) -> None:
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Keeps an error of the body: this rank tells the others in `finish`, which may be many steps away."""
         try:
-            self._results = self._shards.write()
-        except Exception as error:  # this rank tells the others in `finish`, which may be many steps away
-            self._error = error
-            log_error("checkpoint_failed", f"checkpoint {self.target}", error)
-        try:
-            self._leave_word()
-        except OSError as error:
+            yield
+        except Exception as error:
             self._error = self._error or error
+            log_error("checkpoint_failed", f"checkpoint {self.target}", error)
+
+    def _work(self) -> None:
+        with self._noted():
+            self._results = self._shards.write()
+        with self._noted():
+            word = json.dumps({"error": self._cause(), "results": self._results})
+            replace_file(self._word(self._rank), word.encode())
         self._written.set()
         if self._rank or self._error is not None:
             return
-        try:
-            everyone = self._wait_for_the_others()
-            if everyone is not None:
+        with self._noted():
+            if (everyone := self._wait_for_the_others()) is not None:
                 self._shards.finish(everyone)
                 for rank in range(self._world):
                     self._word(rank).unlink(missing_ok=True)
                 self._publish()
-        except Exception as error:
-            self._error = error
-            log_error("checkpoint_failed", f"checkpoint {self.target}", error)
 
     def _word(self, rank: int) -> Path:
         return self._partial / f".written_{rank}.json"
-
-    def _leave_word(self) -> None:
-        replace_file(self._word(self._rank), json.dumps({"error": self._cause(), "results": self._results}).encode())
 
     def _wait_for_the_others(self) -> list[list[list[Any]]] | None:
         """Returns what every rank has written; None if one of them could not."""

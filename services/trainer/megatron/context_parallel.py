@@ -7,10 +7,10 @@ all ranks do the same work. Keys and values are gathered over the group, queries
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 
@@ -42,7 +42,7 @@ class ContextSplit:
     def whole(self, per_token: Tensor) -> Tensor:
         """Returns the pack's [T, ...] of every rank's part [U, ...]. Every rank of the group must compute the same from it:
         the gradient is this rank's part of the upstream one, counted once."""
-        gathered: Tensor = _Gather.apply(per_token, self.group, False)
+        gathered = gather_from_sequence_parallel_region(per_token, tensor_parallel_output_grad=False, group=self.group)
         return gathered.index_select(0, self.back)
 
 
@@ -66,12 +66,10 @@ def split(starts: list[int], padded: list[int], group: dist.ProcessGroup, rank: 
     """Splits a pack for rank ``rank`` of ``group``. ``starts``: of its sequences, and T; ``padded``: see :func:`padded_starts`."""
     size = group.size()
     part = padded[-1] // size
-    lengths = [stop - start for start, stop in pairwise(starts)]
-    lengths += [0] * (len(padded) - len(starts))
-    firsts = [*starts[:-1], *([starts[-1]] * (len(padded) - len(starts)))]
+    own = [*starts, *starts[-1:] * (len(padded) - len(starts))]
     rows, back, keys, spans = [], [], [], []
-    for first, length, (start, stop) in zip(firsts, lengths, pairwise(padded), strict=True):
-        width = (stop - start) // (2 * size)
+    for (first, last), (start, stop) in zip(pairwise(own), pairwise(padded), strict=True):
+        length, width = last - first, (stop - start) // (2 * size)
         steps = torch.arange(width)
         # for every token of the padded sequence: its row in the gathered parts
         where = torch.empty(2 * size, width, dtype=torch.int64)
@@ -103,27 +101,6 @@ def gather_keys_and_values(key: Tensor, value: Tensor, split: ContextSplit) -> t
     Differentiable: a key's gradient is summed over the ranks whose queries have seen it.
     """
     joined = torch.cat([key.flatten(1), value.flatten(1)], 1)
-    gathered: Tensor = _Gather.apply(joined, split.group, True)
+    gathered = gather_from_sequence_parallel_region(joined, tensor_parallel_output_grad=True, group=split.group)
     keys, values = gathered.index_select(0, split.keys).split([key[0].numel(), value[0].numel()], 1)
     return keys.unflatten(1, key.shape[1:]), values.unflatten(1, value.shape[1:])
-
-
-class _Gather(torch.autograd.Function):
-    """Gathers rows over a group. With ``summed`` each rank computes something else from them, and their gradients are summed over the
-    ranks; without it all ranks compute the same, and each takes its own part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, summed: bool) -> Tensor:
-        ctx.group, ctx.summed = group, summed
-        gathered = tensor.new_empty(tensor.size(0) * group.size(), *tensor.shape[1:])
-        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = gradients
-        if not ctx.summed:
-            return gradient.chunk(ctx.group.size())[ctx.group.rank()], None, None
-        mine = gradient.new_empty(gradient.size(0) // ctx.group.size(), *gradient.shape[1:])
-        dist.reduce_scatter_tensor(mine, gradient.contiguous(), group=ctx.group)
-        return mine, None, None

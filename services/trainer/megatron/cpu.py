@@ -35,10 +35,6 @@ PACKAGE = "megatron.core"
 _DEVICE_NAME = "__myxo_cpu_device__"
 
 
-class MegatronAlreadyImported(MyxoError):
-    """``megatron.core`` was imported before the hook could be installed, so it holds references to CUDA."""
-
-
 class CpuStream:
     """The stand-in for ``torch.cuda.Stream`` and ``torch.cuda.Event`` on the CPU, where nothing is asynchronous: all is over at once."""
 
@@ -220,13 +216,13 @@ def install() -> str:
         ``"cuda"`` where CUDA is available (nothing was changed), else ``"cpu"``.
 
     Raises:
-        MegatronAlreadyImported: there is no CUDA and ``megatron.core`` is loaded already, unchanged.
+        MyxoError: there is no CUDA and ``megatron.core`` is loaded already, unchanged: it holds references to CUDA.
     """
     if torch.cuda.is_available():
         return "cuda"
     if any(isinstance(finder, CpuFinder) for finder in sys.meta_path):
         return "cpu"
     if PACKAGE in sys.modules:
-        raise MegatronAlreadyImported(f"{PACKAGE} was imported before services.trainer.megatron; import services.trainer.megatron first")
+        raise MyxoError(f"{PACKAGE} was imported before services.trainer.megatron; import services.trainer.megatron first")
     sys.meta_path.insert(0, CpuFinder())
     return "cpu"

@@ -12,7 +12,6 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from shared.config import megatron_flags
-from shared.config.megatron_flags import Flag
 from shared.runtime.errors import ConfigError
 
 GROUPS: dict[str, tuple[type, ...]] = {
@@ -46,16 +45,11 @@ def resolve(given: Mapping[str, Any]) -> MegatronFlags:
     """
     flags = MegatronFlags()
     for name, value in megatron_flags.canonical(given).items():
-        _place(flags, megatron_flags.catalogue()[name], value)
+        for problem in megatron_flags.missing_engine({name: value}):
+            raise problem
+        for group in megatron_flags.catalogue()[name].groups:
+            getattr(flags, group)[name] = value if group == "architecture" else converted(group, name, value)
     return flags
-
-
-def _place(flags: MegatronFlags, flag: Flag, value: Any) -> None:
-    for problem in megatron_flags.missing_engine({flag.name: value}):
-        raise problem
-    for group in flag.groups:
-        part: dict[str, Any] = getattr(flags, group)
-        part[flag.name] = value if group == "architecture" else converted(group, flag.name, value)
 
 
 @cache

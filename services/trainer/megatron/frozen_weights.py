@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.adapters import DIRECTORY, load_adapters, silence_adapters
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.hf_weights import load_hf, weights_of
+from services.trainer.megatron.lora import ADAPTER_DIRECTORY, load_adapters, silence_adapters
 from services.trainer.megatron.runtime import host_copy
 
 
@@ -42,7 +42,7 @@ class FrozenWeights:
         """Returns an earlier policy of this model, from the directory that `Actor.save_hf` wrote then."""
         if model.lora is None:
             return cls.from_hf(model, directory)
-        return cls._loaded(model, lambda: load_adapters(model, directory / DIRECTORY), adapters=True)
+        return cls._loaded(model, lambda: load_adapters(model, directory / ADAPTER_DIRECTORY), adapters=True)
 
     @classmethod
     def from_hf(cls, model: MegatronModel, directory: Path) -> "FrozenWeights":

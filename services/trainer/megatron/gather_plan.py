@@ -1,6 +1,6 @@
 """The plan of gathering: which rank sends which parameter, and how it is made whole. Every export of the model uses it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
@@ -10,12 +10,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from services.trainer.megatron.adapters import adapters_of
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.hf_weights import LocalParameter, parameters
+from services.trainer.megatron.lora import adapters_of
 from services.trainer.megatron.runtime import deadline, device, gather_json, timeout_seconds
-from shared.model.architecture import Architecture
 from shared.model.tensor_table import TensorSource, parameter_sources
+
+Bucket = list[tuple[str, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -93,30 +94,33 @@ class GatherGroups:
 class GatherPlan:
     """The parameters that this rank holds, and the ranks that send each. All ranks construct it together.
 
+    No rank ever holds more than one bucket besides its own shards: the ranks that share a parameter gather it on the first of them, which
+    hands it to its destination. Parameters are read when an export runs, any number of times.
+
+    Args:
+        groups: those to gather over; the training's own if None.
+
     Attributes:
         stage: this rank's pipeline stage. source: the global rank that sends this stage's weights to the engines. units: of the whole
             model, with adapters merged into it. adapter_units: LoRA's adapters alone. frozen: names of the parameters that no
             optimizer updates. local: what this rank holds, by the names of the units.
     """
 
-    def __init__(self, model: MegatronModel, groups: GatherGroups) -> None:
-        self.model, self.groups = model, groups
+    def __init__(self, model: MegatronModel, groups: GatherGroups | None = None) -> None:
+        self.model, self.groups = model, groups or GatherGroups.of_training()
         held = list(parameters(model.modules, model.config, model.architecture))
         self._adapters = adapters_of(model)
         adapters = [part for pair in self._adapters.values() for part in pair]
         self.local = {local.name: local for local in [*held, *adapters]}
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
-        shapes = [[local.name, *local.recipe.tensors[0][1]] for local in adapters]
+        shapes = dict(tensor for local in adapters for tensor in local.recipe.tensors)
         with deadline("the exchange of parameter names"):
             reported = gather_json([self.stage, [local.name for local in held], _frozen(held), shapes])
         self._stage_of = [stage for stage, _, _, _ in reported]
         self.source = self._stage_of.index(self.stage)
-        self.units = gather_units(model.architecture, [names for _, names, _, _ in reported])
-        adapter_units: dict[str, GatherUnit] = {}
-        for rank, (_, _, _, each) in enumerate(reported):
-            for name, *shape in each:
-                adapter_units.setdefault(name, GatherUnit(name, rank, ((name, tuple(shape)),)))
-        self.adapter_units = list(adapter_units.values())
+        self.units = gather_units(parameter_sources(model.architecture), [names for _, names, _, _ in reported])
+        adapter_sources = {name: TensorSource(((name, tuple(shape)),)) for *_, each in reported for name, shape in each.items()}
+        self.adapter_units = gather_units(adapter_sources, [list(each) for *_, each in reported])
         self.frozen = frozenset(name for _, _, names, _ in reported for name in names)
 
     @property
@@ -128,6 +132,41 @@ class GatherPlan:
         """Returns the units that the ranks of this pipeline stage send in a push: the adapters alone, where the model has some."""
         units = self.units if self.model.lora is None else self.adapter_units
         return [unit for unit in units if self._stage_of[unit.owner] == self.stage]
+
+    def buckets(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
+        """Yields the whole model in its dtype (routers' biases in float32), in the order of its layers; tied embeddings come once.
+
+        A collective: every rank iterates to the end. All get the same names; rank 0 gets full tensors on its device, the
+        others None. A tensor may be a view of the live parameter: read it before the next optimizer step.
+
+        Args:
+            bucket_bytes: a bucket holds at most this much, unless a single parameter is larger. dtype: instead of the model's.
+        """
+        for units in self.divided(bucket_bytes):
+            yield self.bucket(units, dtype)
+
+    def divided(self, bucket_bytes: int) -> list[list[GatherUnit]]:
+        """Returns the units of each bucket."""
+        buckets: list[list[GatherUnit]] = []
+        size = 0
+        for unit in self.units:
+            nbytes = unit.nbytes(self.model.config.params_dtype)
+            if not buckets or size + nbytes > bucket_bytes:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(unit)
+            size += nbytes
+        return buckets
+
+    def bucket(self, units: Sequence[GatherUnit], dtype: torch.dtype | None = None) -> Bucket:
+        """Returns one bucket as `buckets` does. A collective."""
+        bucket: Bucket = []
+        for unit in units:
+            sent = unit.dtype(dtype or self.model.config.params_dtype)
+            with deadline(f"the export of {unit.name}"), torch.no_grad():
+                tensors = self.deliver(unit, 0, [sent] * len(unit.tensors))
+            bucket += [(name, tensors[index] if tensors else None) for index, (name, _) in enumerate(unit.tensors)]
+        return bucket
 
     def deliver(
         self, unit: GatherUnit, destination: int, dtypes: Sequence[torch.dtype], targets: list[Tensor] | None = None
@@ -197,13 +236,12 @@ def _frozen(held: Sequence[LocalParameter]) -> list[str]:
     return [local.name for local in held if isinstance(local.parameter, torch.nn.Parameter) and not local.parameter.requires_grad]
 
 
-def gather_units(architecture: Architecture, held: Sequence[Sequence[str]]) -> list[GatherUnit]:
-    """Returns the units to be sent with their owners, in the model's order.
+def gather_units(sources: Mapping[str, TensorSource], held: Sequence[Sequence[str]]) -> list[GatherUnit]:
+    """Returns the units to be sent with their owners, in the order of ``sources``.
 
     Args:
         held: by rank, the global names of the parameters that it holds.
     """
-    sources = parameter_sources(architecture)
     position = {name: index for index, name in enumerate(sources)}
     owners: dict[str, int] = {}
     chosen: dict[TensorSource, str] = {}

@@ -62,12 +62,6 @@ class MegatronModel:
             chunk.zero_grad_buffer()
 
 
-def padded_vocab_size(architecture: Architecture, layout: ParallelLayout) -> int:
-    """Returns the number of rows of the embedding and the output layer: the vocabulary, rounded up to a multiple of the tensor-parallel
-    size."""
-    return round_up(architecture.vocab_size, layout.tensor)
-
-
 def transformer_config(
     architecture: Architecture, layout: ParallelLayout, dtype: torch.dtype, overrides: Mapping[str, Any]
 ) -> TransformerConfig:
@@ -115,8 +109,11 @@ def transformer_config(
 
 def _architecture_fields(a: Architecture, kind: type[TransformerConfig]) -> dict[str, Any]:
     """Returns the fields that follow from the architecture alone: its flags, and what has no flag or another name there."""
-    flags, known = flags_of(a), {field.name for field in dataclasses.fields(kind)}
-    fields: dict[str, Any] = {
+    known = {field.name for field in dataclasses.fields(kind)}
+    flags = {"rotary_scaling_factor": 1.0, **flags_of(a)}
+    if a.experts is not None and a.experts.groups == 1:
+        flags |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    fields = {
         **{name: value for name, value in flags.items() if name in known},
         "num_query_groups": a.num_key_value_heads,
         "kv_channels": a.head_dim,
@@ -125,24 +122,18 @@ def _architecture_fields(a: Architecture, kind: type[TransformerConfig]) -> dict
         "gated_linear_unit": True,
         "activation_func": F.silu,
     }
-    if a.latent is not None and a.rope.scaling is None:
-        fields["rotary_scaling_factor"] = 1.0
     if a.experts is not None:
-        fields |= {"num_moe_experts": a.experts.count, **_EXPERTS}
-        if a.experts.groups == 1:
-            fields |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
+        fields |= {
+            "num_moe_experts": a.experts.count,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_dtype": "fp32",
+            "moe_grouped_gemm": False,
+            "moe_permute_fusion": False,
+            # the biases stay as loaded: pre-training balanced the experts with them, and the engine chooses by them
+            "moe_router_bias_update_rate": 0.0,
+        }
     return fields
-
-
-_EXPERTS = {
-    "moe_router_load_balancing_type": "none",
-    "moe_aux_loss_coeff": 0.0,
-    "moe_router_dtype": "fp32",
-    "moe_grouped_gemm": False,
-    "moe_permute_fusion": False,
-    # the biases stay as loaded: pre-training balanced the experts with them, and the engine chooses by them
-    "moe_router_bias_update_rate": 0.0,
-}
 
 
 def laid_over(kind: type[T], fields: Mapping[str, Any], overrides: Mapping[str, Any], part: str) -> T:
@@ -170,7 +161,7 @@ def _build_chunk(a: Architecture, config: TransformerConfig, layout: ParallelLay
     model = GPTModel(
         config=config,
         transformer_layer_spec=decoder_spec(a, config, stage),
-        vocab_size=padded_vocab_size(a, layout),
+        vocab_size=round_up(a.vocab_size, layout.tensor),  # for the embedding and the output layer
         max_sequence_length=a.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
         post_process=last,

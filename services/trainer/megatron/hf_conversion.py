@@ -11,13 +11,21 @@ the conversion reads them. A run needs a copy in bfloat16, since its engines wou
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, extract_matching_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories, apply_factory_merges
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import load as read_shards
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from services.trainer.megatron import runtime
 from services.trainer.megatron.checkpoint import (
@@ -29,10 +37,9 @@ from services.trainer.megatron.checkpoint import (
     read_marker,
     sharded_modules,
 )
-from services.trainer.megatron.checkpoint_reader import read_tensors
 from services.trainer.megatron.checkpoint_writer import StagedShards
-from services.trainer.megatron.export import Bucket, Exporter, copy_beside_weights, save_hf, write_json
-from services.trainer.megatron.gather_plan import GatherUnit
+from services.trainer.megatron.export import copy_beside_weights, save_hf, write_json
+from services.trainer.megatron.gather_plan import Bucket, GatherPlan, GatherUnit
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config
 from services.trainer.megatron.hf_weights import SafetensorsReader, parameters
 from services.trainer.megatron.lora import attach
@@ -45,6 +52,9 @@ from shared.runtime.errors import ConfigError
 
 Progress = Callable[[int, int], None]
 """A callback that is called with bytes done and bytes in all."""
+
+FILE_BYTES = 2 * 1024**3
+"""The bytes that are read from a distributed checkpoint at a time, and written to one safetensors file."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -106,7 +116,9 @@ def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progres
     Raises:
         CheckpointMissing: there is none. ConfigError: it is a critic's, or of another model than ``hf``; or the target exists.
     """
-    path, marker = _policy_checkpoint(source, step)
+    path, marker = (source, read_marker(source)) if (source / MARKER).is_file() else find_checkpoint(source, step)
+    if marker["value_head"]:
+        raise ConfigError(f"{path}:value_head", True, "a policy's checkpoint; a critic has no output layer")
     if hf is None and not (path / _HF_FILES).is_dir():
         raise ConfigError("--hf", None, f"the Hugging Face checkpoint that {path} was trained from, for config and tokenizer")
     hf = hf or path / _HF_FILES
@@ -117,30 +129,58 @@ def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progres
     lora = Lora(adapted["rank"], adapted["alpha"], tuple(adapted["targets"])) if adapted else None
     with _skeleton(architecture, DTYPES[marker["dtype"]], lora) as model:
         _read_adapters(path, model)
-        save_hf(StoredModel(model, path, progress), hf, target)
+        save_hf(StoredModel(model, path, progress), hf, target, FILE_BYTES)
     return target
-
-
-def _policy_checkpoint(source: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
-    """Returns the checkpoint to convert and its marker. Raises as `to_hf`."""
-    path, marker = (source, read_marker(source)) if (source / MARKER).is_file() else find_checkpoint(source, step)
-    if marker["value_head"]:
-        raise ConfigError(f"{path}:value_head", True, "a policy's checkpoint; a critic has no output layer")
-    return path, marker
 
 
 @torch.no_grad()
 def _read_adapters(path: Path, model: MegatronModel) -> None:
     sharded = sharded_modules(model)["model0"]
     held = {name: tensor for name, tensor in model.modules[0].named_parameters() if getattr(tensor, "adapter", False)}
-    for name, tensor in read_tensors(path, {name: sharded[name] for name in held}).items() if held else ():
+    for name, tensor in _read_tensors(path, {name: sharded[name] for name in held}).items() if held else ():
         held[name].copy_(tensor)
 
 
-class StoredModel(Exporter):
-    """Exports the weights of a checkpoint: each bucket is read into the model's parameters, which hold nothing before and after."""
+def _read_tensors(path: Path, shards: dict[str, Any]) -> dict[str, Tensor]:
+    """Reads tensors into new memory, each by its offset in the whole. Megatron reads all layers that are stacked under one name, or none.
 
-    file_bytes = 2 * 1024**3
+    Args:
+        path: a checkpoint. shards: Megatron's ShardedTensors, or factories of them, by any name; their data is not touched.
+
+    Returns:
+        By the same names, whole tensors of the shards' shapes.
+
+    Raises:
+        ConfigError: the checkpoint does not hold one of them.
+    """
+    state, reader = dict(shards), CachedMetadataFileSystemReader(path)
+    factories, _ = extract_matching_values(state, lambda v: isinstance(v, ShardedTensorFactory), return_lists_as_dicts=True)
+    apply_factories(state)
+    stored, parts = reader.read_metadata().state_dict_metadata, dict[str, list[Tensor]]()
+
+    def part(shard: ShardedTensor) -> Tensor:
+        if shard.key not in stored:
+            raise ConfigError(str(path), shard.key, "a parameter of the model; the checkpoint does not hold it")
+        shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)  # one of a stack
+        whole = stored[shard.key].size if shard.allow_shape_mismatch else shard.global_shape  # a vocabulary is padded
+        empty = torch.empty(shape, dtype=shard.dtype)
+        made = replace(shard, data=empty, local_shape=shape, global_shape=tuple(whole), prepend_axis_num=0)
+        parts.setdefault(shard.key, []).append(CheckpointableShardedTensor.from_sh_ten(made))
+        return empty.view(shard.local_shape)
+
+    found = dict_list_map_outplace(part, state)
+    targets: dict[str, Any] = {key: LocalShardsContainer(held) for key, held in parts.items()}
+    try:
+        read_shards(targets, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
+    except CheckpointException as error:  # gathers the errors of all ranks, here of one
+        for cause, _ in error.failures.values():
+            raise cause from None
+        raise
+    return apply_factory_merges(found, factories)
+
+
+class StoredModel(GatherPlan):
+    """Exports the weights of a checkpoint: each bucket is read into the model's parameters, which hold nothing before and after."""
 
     def __init__(self, model: MegatronModel, path: Path, progress: Progress) -> None:
         super().__init__(model)
@@ -149,15 +189,15 @@ class StoredModel(Exporter):
 
     def bucket(self, units: Sequence[GatherUnit], dtype: torch.dtype | None = None) -> Bucket:
         base = [unit for unit in units if unit.name in self._sharded]  # the adapters have been read
-        read = read_tensors(self._path, {unit.name: self._sharded[unit.name] for unit in base}) if base else {}
+        read = _read_tensors(self._path, {unit.name: self._sharded[unit.name] for unit in base}) if base else {}
         for name, tensor in read.items():
-            self.plan.local[name].parameter.data = tensor
+            self.local[name].parameter.data = tensor
         bucket = super().bucket(units, dtype)
         for name, tensor in read.items():
-            self.plan.local[name].parameter.data = tensor.new_empty(0)
+            self.local[name].parameter.data = tensor.new_empty(0)
         model_dtype = self.model.config.params_dtype
         self._done += sum(unit.nbytes(model_dtype) for unit in base)
-        self._progress(self._done, sum(unit.nbytes(model_dtype) for unit in self.plan.units))
+        self._progress(self._done, sum(unit.nbytes(model_dtype) for unit in self.units))
         return bucket
 
 

@@ -154,7 +154,7 @@ class SafetensorsReader:
     def __init__(self, hf_dir: Path) -> None:
         self.hf_dir = hf_dir
         self.files: dict[str, safe_open] = {}
-        for path in weight_files(hf_dir).paths:
+        for path in weight_files(hf_dir)[0]:
             try:
                 opened = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:

@@ -2,12 +2,15 @@
 
 Where Megatron fuses matrices (q, k, v; gate and up) each has a pair of its own, as in PEFT: W x becomes W x + alpha / rank * B A x
 with A [rank, inputs] and B [outputs, rank]. A column-parallel layer has A whole on every tensor-parallel rank and B split with
-the outputs; a row-parallel one has A split with the inputs and B whole. Export is in :mod:`.adapters`.
+the outputs; a row-parallel one has A split with the inputs and B whole.
+
+To an export adapters are parameters of their own, under PEFT's names.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,13 +28,24 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.trainer.megatron.hf_weights import numbered_chunks, recipe
+from services.trainer.megatron.gpt_model import MegatronModel
+from services.trainer.megatron.hf_weights import LocalParameter, Recipe, numbered_chunks, recipe
 from services.trainer.megatron.layer_modules import ReplicatedLinear
 from services.trainer.megatron.runtime import device
 from shared.model.architecture import Architecture
-from shared.model.lora_targets import Lora
+from shared.model.lora_targets import Lora, projection
+from shared.runtime.errors import ConfigError
+
+ADAPTER_DIRECTORY = "adapter"
+"""The directory beside a merged model that holds its adapters in PEFT's format."""
+
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+Adapters = dict[str, tuple[LocalParameter, LocalParameter]]
+"""The Hugging Face name of a matrix → this rank's parts of its ``a`` and ``b``, whose own names are PEFT's."""
 
 Split = Literal["outputs", "inputs", "none"]
 """The dimension of a layer that the tensor-parallel ranks divide among them."""
@@ -49,12 +63,12 @@ _ACROSS: dict[tuple[Split, bool], Callable[..., Tensor]] = {
 
 
 class AdapterPair(torch.nn.Module):
-    """One matrix's adapter, or this rank's part of it: ``a`` [rank, inputs], ``b`` [outputs, rank]."""
+    """One matrix's adapter, or this rank's part of it: ``a`` [rank, inputs], ``b`` [outputs, rank], zero at first: it adds nothing."""
 
-    def __init__(self, rank: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    def __init__(self, a: Tensor, outputs: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.a = torch.nn.Parameter(torch.empty(rank, inputs, dtype=dtype, device=device()))
-        self.b = torch.nn.Parameter(torch.zeros(outputs, rank, dtype=dtype, device=device()))
+        self.a = torch.nn.Parameter(a.to(device=device(), dtype=dtype).contiguous())
+        self.b = torch.nn.Parameter(torch.zeros(outputs, a.size(0), dtype=dtype, device=device()))
         for parameter in (self.a, self.b):
             parameter.adapter = True  # type: ignore[attr-defined]  # not in a Hugging Face checkpoint
 
@@ -63,35 +77,35 @@ class Adapter(torch.nn.Module):
     """The adapters of one of Megatron's linear layers; they compute what is added to its output.
 
     Args:
-        linear: the layer. split: its divided dimension. matrices: those fused in the layer, by PEFT's names, with their whole
-            numbers of outputs. fuse: makes this rank's weight of the layer from theirs.
+        linear: the layer. split: its divided dimension. made: the recipe of its weight. seed: gives, with their names, the A matrices.
     """
 
     def __init__(
-        self,
-        linear: torch.nn.Module,
-        split: Split,
-        matrices: Sequence[tuple[str, int]],
-        fuse: Callable[[Sequence[Tensor]], Tensor],
-        lora: Lora,
-        config: TransformerConfig,
+        self, linear: Any, split: Split, made: Recipe, architecture: Architecture, lora: Lora, config: TransformerConfig, seed: int
     ) -> None:
         super().__init__()
-        self.split, self.fuse, self.lora = split, fuse, lora
+        self.split, self.lora, self.scattered = split, lora, config.sequence_parallel
         self.group = getattr(linear, "tp_group", None)
-        self.scattered = config.sequence_parallel
         parts = self.group.size() if self.group is not None and split == "outputs" else 1
-        self.rows = {name: rows // parts for name, rows in matrices}
-        weight = linear.weight
-        assert isinstance(weight, Tensor) and weight.size(0) == sum(self.rows.values())
-        for name, rows in self.rows.items():
-            if lora.takes(name):
-                self.add_module(name, AdapterPair(lora.rank, weight.size(1), rows, config.params_dtype))
+        self._made, self._local = made, replace(architecture, num_key_value_heads=architecture.num_key_value_heads // parts)
+        self.rows = {projection(name): shape[0] // parts for name, shape in made.tensors}
+        assert linear.weight.size(0) == sum(self.rows.values())
+        for matrix in made.names:
+            if lora.takes(name := projection(matrix)):
+                a = self._drawn(linear.weight.size(1), xxhash.xxh3_64_intdigest(f"{seed}:{matrix}".encode()) >> 1)
+                self.add_module(name, AdapterPair(a, self.rows[name], config.params_dtype))
         for name, parameter in self.named_parameters():
             if (axis := _DIVIDED.get((split, name[-1]))) is not None:
                 set_tensor_model_parallel_attributes(parameter, True, axis, 1)
             else:  # its gradient is a sum over the ranks' tokens
                 parameter.sequence_parallel = self.scattered  # type: ignore[attr-defined]
+
+    def _drawn(self, inputs: int, seed: int) -> Tensor:
+        """Draws this rank's part of A as PEFT does (Kaiming, uniform within 1 / sqrt(inputs)), the same in every layout."""
+        rank, parts = (self.group.rank(), self.group.size()) if self.group is not None and self.split == "inputs" else (0, 1)
+        bound, generator = (inputs * parts) ** -0.5, torch.Generator().manual_seed(seed)
+        whole = torch.empty(self.lora.rank, inputs * parts).uniform_(-bound, bound, generator=generator)
+        return whole.chunk(parts, 1)[rank]
 
     @property
     def pairs(self) -> dict[str, AdapterPair]:
@@ -116,18 +130,7 @@ class Adapter(torch.nn.Module):
                 at += self.lora.rank
             else:
                 blocks.append(next(iter(pairs.values())).b.new_zeros(rows, width))
-        return self.fuse(blocks)
-
-    @torch.no_grad()
-    def reset(self, seeds: dict[str, int]) -> None:
-        """Draws A as PEFT does (Kaiming, uniform within 1 / sqrt(inputs)), the same in every layout; B zero: nothing is added."""
-        for name, pair in self.pairs.items():
-            rank, parts = (self.group.rank(), self.group.size()) if self.group is not None and self.split == "inputs" else (0, 1)
-            inputs = pair.a.size(1) * parts
-            generator = torch.Generator().manual_seed(seeds[name])
-            whole = torch.empty(self.lora.rank, inputs).uniform_(-(inputs**-0.5), inputs**-0.5, generator=generator)
-            pair.a.copy_(whole.chunk(parts, 1)[rank])
-            pair.b.zero_()
+        return self._made.fuse(blocks, self._local, 0)
 
 
 class _Adapted(torch.nn.Module):
@@ -184,20 +187,9 @@ def attach(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: 
     for name, linear in layers(chunks, config):
         adapted, split = _ADAPTED[type(linear)]
         made = recipe(f"{name}.weight", architecture)
-        parts = linear.tp_group.size() if split == "outputs" else 1
-        matrices = [(hf_name.split(".")[-2], shape[0]) for hf_name, shape in made.tensors]
-        if not any(lora.takes(matrix) for matrix, _ in matrices):
-            continue
-        local = replace(architecture, num_key_value_heads=architecture.num_key_value_heads // parts)
-
-        def fuse(tensors: Sequence[Tensor], made: Any = made, local: Architecture = local) -> Tensor:
-            fused: Tensor = made.fuse(tensors, local, 0)
-            return fused
-
-        linear.adapter = Adapter(linear, split, matrices, fuse, lora, config)
-        linear.__class__ = adapted
-        seeds = {hf_name.split(".")[-2]: xxhash.xxh3_64_intdigest(f"{seed}:{hf_name}".encode()) >> 1 for hf_name in made.names}
-        linear.adapter.reset(seeds)
+        if any(lora.takes(projection(matrix)) for matrix in made.names):
+            linear.adapter = Adapter(linear, split, made, architecture, lora, config, seed)
+            linear.__class__ = adapted
 
 
 def layers(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[tuple[str, Any]]:
@@ -208,3 +200,67 @@ def layers(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[tu
             layer = re.fullmatch(r"decoder\.layers\.(\d+)\.((?:self_attention|mlp)\.linear_\w+)", name)
             if layer and type(module) in kinds:
                 yield f"decoder.layers.{int(layer[1]) + first_layer}.{layer[2]}", module
+
+
+def adapters_of(model: MegatronModel) -> Adapters:
+    """Returns the adapters of this rank's pipeline stage, in the order of the layers; none without LoRA."""
+    found: Adapters = {}
+    for layer, linear in layers(model.modules, model.config) if model.lora is not None else ():
+        pairs = linear.adapter.pairs if hasattr(linear, "adapter") else {}
+        for matrix in recipe(f"{layer}.weight", model.architecture).names:
+            if (pair := pairs.get(projection(matrix))) is not None:
+                found[matrix] = _local(matrix, "A", pair.a), _local(matrix, "B", pair.b)
+    return found
+
+
+def _local(matrix: str, part: str, parameter: torch.nn.Parameter) -> LocalParameter:
+    name, shape = f"base_model.model.{matrix.removesuffix('.weight')}.lora_{part}.weight", list(parameter.shape)
+    alone = LocalParameter(name, parameter, Recipe(()))
+    if (dimension := alone.split_dimension) is not None:
+        shape[dimension] *= alone.group.size()
+    return LocalParameter(name, parameter, Recipe(((name, tuple(shape)),)))
+
+
+@torch.no_grad()
+def silence_adapters(model: MegatronModel) -> None:
+    """Zeroes every adapter's ``b``, so that the model computes what its base would."""
+    for _, b in adapters_of(model).values():
+        b.parameter.zero_()
+
+
+@torch.no_grad()
+def load_adapters(model: MegatronModel, directory: Path) -> None:
+    """Takes the adapters from a directory in PEFT's format, whatever layout wrote it.
+
+    Raises:
+        ConfigError: they cannot be read, or are not those of this model.
+    """
+    path = directory / ADAPTER_WEIGHTS
+    try:
+        with safe_open(path, framework="pt") as held:
+            for local in [part for pair in adapters_of(model).values() for part in pair]:
+                (_, shape), whole = local.recipe.tensors[0], held.get_tensor(local.name)
+                if tuple(whole.shape) != shape:
+                    raise ConfigError(f"{path}:{local.name}", tuple(whole.shape), f"shape {shape}")
+                local.parameter.copy_(local.shard(whole))
+    except (OSError, SafetensorError) as error:
+        raise ConfigError("trainer.lora_rank", str(path), f"a readable file with the adapters of this model ({error})") from error
+
+
+def peft_config(names: Iterable[str], lora: Lora, base: Path) -> dict[str, Any]:
+    """Returns the content of PEFT's config of adapters. ``names``: PEFT's. ``base``: the Hugging Face checkpoint that they belong to."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name.split(".")[-3] for name in names}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }

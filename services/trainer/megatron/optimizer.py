@@ -96,12 +96,7 @@ def register_adam() -> None:
 
 
 @torch.no_grad()
-def gather_state(
-    optimizer: DistributedOptimizer,
-    use_gloo_comm: bool = False,
-    empty_data: bool = False,
-    return_on_all_ranks: bool = True,
-) -> dict[Any, Any]:
+def gather_state(optimizer: DistributedOptimizer, empty_data: bool = False, **_: object) -> dict[Any, Any]:
     """Returns the main weights and moments of whole parameter buffers, for ``DistributedOptimizer.sharded_state_dict``.
 
     In place of ``get_parameter_state_dp_zero`` (0.16), whose result leaves out the padding between buckets while its reader
@@ -109,14 +104,12 @@ def gather_state(
     padding are saved shifted. Here every element stands where the buffer has it.
 
     Args:
-        optimizer: of this rank. empty_data: whether to allocate without filling, as for a load. The other arguments are those of
-            the method; what is asked for is always the same here.
+        optimizer: of this rank. empty_data: whether to allocate without filling, as for a load. The method's other arguments are always
+            the same here: all ranks gather, over the data-parallel group itself.
 
     Returns:
         By buffer index and dtype: ``param``, ``exp_avg`` and ``exp_avg_sq``, float32 [elements of the buffer] on the CPU.
     """
-    if use_gloo_comm or not return_on_all_ranks:
-        raise ValueError("only the gather on all ranks, over the data-parallel group itself, is implemented")
     group = optimizer.data_parallel_group
     state: dict[Any, Any] = {"buckets_coalesced": True}
     for index, (buffer, by_dtype) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):

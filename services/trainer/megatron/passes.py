@@ -16,7 +16,7 @@ from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.likelihood import VocabularySlice, log_probs_and_entropy
 from services.trainer.megatron.packed_sequences import ModelInput, model_input
 from services.trainer.megatron.runtime import device, gather_json, round_up
-from services.trainer.packing import PackedBatch
+from services.trainer.packing import PackedBatch, pack
 from shared.runtime.errors import MyxoError
 
 LossFunction = Callable[[Tensor, Tensor | None, PackedBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -44,7 +44,7 @@ def log_probs(model: MegatronModel, batches: Sequence[PackedBatch], temperature:
 
 def values(model: MegatronModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
     """Returns a critic's values before each label, float32 [T] a micro-batch, on every rank that shares the model."""
-    return _read(model, batches, _values)
+    return _read(model, batches, lambda output, given: given.whole(output.squeeze(1)))
 
 
 def forward_backward(
@@ -63,7 +63,7 @@ def forward_backward(
 
     def compute(output: Tensor, given: ModelInput, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         if model.value_head:
-            loss, metrics = apply(_values(output, given), None, batch)
+            loss, metrics = apply(given.whole(output.squeeze(1)), None, batch)
         elif getattr(loss_fn, "takes_logits", False):
             loss, metrics = apply(given.whole(output) / temperature, batch)
         else:
@@ -99,7 +99,7 @@ def _run(model: MegatronModel, batches: Sequence[PackedBatch], on_output: Callab
 
     @cache  # each of the rank's chunks asks for it
     def prepared(index: int) -> tuple[ModelInput, PackedBatch]:
-        batch = batches[index] if index < len(batches) else _filler()
+        batch = batches[index] if index < len(batches) else pack((), ())  # a filler
         return model_input(batch, model.layout, dense, device(), group), batch.to(device())
 
     def step(source: Iterator[int], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -137,12 +137,6 @@ def _run(model: MegatronModel, batches: Sequence[PackedBatch], on_output: Callab
     return results[: len(batches)]
 
 
-def _filler() -> PackedBatch:
-    """Returns a micro-batch whose results are not read."""
-    nothing = torch.zeros(2, dtype=torch.int64)
-    return PackedBatch(nothing, nothing, torch.zeros(2), torch.tensor([0, 2], dtype=torch.int32), 2, {})
-
-
 def _likelihood(
     model: MegatronModel, logits: Tensor, given: ModelInput, temperature: float, need_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -156,11 +150,6 @@ def _likelihood(
     if given.sequences.context is None:
         return likelihood, entropy
     return given.whole(likelihood), None if entropy is None else given.whole(entropy)
-
-
-def _values(output: Tensor, given: ModelInput) -> Tensor:
-    """Returns the whole pack's values, [T], from an output [U, 1]."""
-    return given.whole(output.squeeze(1))
 
 
 def _reduce(reports: list[dict[str, Any]]) -> tuple[float, dict[str, float]]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from services.trainer.megatron import DEVICE_TYPE
 from shared.model.parallel_layout import ParallelLayout
-from shared.runtime.errors import ConfigError, DeadlineExceeded, MyxoError
+from shared.runtime.errors import DeadlineExceeded, MyxoError
 
 
 class PeerLost(MyxoError):
@@ -63,11 +63,10 @@ def start(layout: ParallelLayout, seed: int, timeout_seconds: float) -> None:
         ConfigError: the layout does not divide the world. DeadlineExceeded: the other ranks did not come.
     """
     global _timeout_seconds, _formed
-    if timeout_seconds <= 0:
-        raise ConfigError("trainer.timeout_seconds", timeout_seconds, "a positive number of seconds")
     _timeout_seconds = timeout_seconds
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    layout.check(world_size)
+    for problem in layout.world_problems(world_size):
+        raise problem
     if not dist.is_initialized():
         with deadline(f"the meeting of {world_size} trainer ranks"):
             _join(world_size, timedelta(seconds=timeout_seconds))

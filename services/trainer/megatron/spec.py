@@ -1,6 +1,6 @@
 """The modules of the transformer layers: Megatron's own, or Transformer Engine's where the run asks for them.
 
-:func:`decoder_spec` alone decides the modules of a layer. The weight names of both implementations are known to :mod:`.names`.
+:func:`decoder_spec` alone decides the modules of a layer. The weight names of both implementations are in `shared.model.tensor_table`.
 Transformer Engine's layers have not been run: none of the machines that this was made on has it.
 """
 
@@ -40,7 +40,9 @@ def decoder_spec(architecture: Architecture, config: TransformerConfig, vp_stage
     if engine:
         check_engine(architecture, config)
     make = engine_layer_spec if engine else layer_spec
-    layers = [make(architecture, config, architecture.is_moe_layer(index)) for index in range(first, first + count)]
+    experts = architecture.experts.count if architecture.experts else None
+    moe = [architecture.is_moe_layer(index) for index in range(first, first + count)]
+    layers = [make(architecture, config, experts if has_experts else None) for has_experts in moe]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm if engine else RMSNorm)
 
 
@@ -55,17 +57,15 @@ def check_engine(architecture: Architecture, config: TransformerConfig) -> None:
         raise ConfigError(field, given, "local with context parallelism, which is Myxo's own")
 
 
-def engine_layer_spec(architecture: Architecture, config: TransformerConfig, moe: bool) -> ModuleSpec:
+def engine_layer_spec(architecture: Architecture, config: TransformerConfig, experts: int | None) -> ModuleSpec:
     """Returns one layer of Transformer Engine's modules, which take packed sequences as they are."""
-    experts = architecture.experts.count if architecture.experts is not None and moe else None
     return get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=architecture.qk_norm
     )
 
 
-def layer_spec(architecture: Architecture, config: TransformerConfig, moe: bool) -> ModuleSpec:
+def layer_spec(architecture: Architecture, config: TransformerConfig, experts: int | None) -> ModuleSpec:
     """Returns one layer: Megatron's local spec with the packed attention and a norm that knows sequence parallelism."""
-    experts = architecture.experts.count if architecture.experts is not None and moe else None
     latent = architecture.latent is not None
     spec = get_gpt_layer_local_spec(
         num_experts=experts,

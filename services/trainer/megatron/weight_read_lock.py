@@ -12,15 +12,18 @@ class WeightRead:
     """One read of the parameters, from `WeightReadLock.begin` to `over`.
 
     Args:
-        what: the purpose of the read, with its deadline, for errors. stall: seconds that callers have waited for it.
+        what: names it in errors. seconds: how long a caller that changes parameters waits for its end.
+
+    Attributes:
+        stall: seconds that a caller has waited for it.
     """
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, seconds: float) -> None:
         self.stall = 0.0
+        self.waiting_since: float | None = None
+        self._what, self._seconds = what, seconds
         self._over = threading.Event()
         self._read: torch.cuda.Event | None = None
-        self.waiting_since: float | None = None
 
     def over(self) -> None:
         """Ends the read; on a GPU it ends in the order of the current stream. A second call does nothing."""
@@ -33,15 +36,14 @@ class WeightRead:
             self.stall += time.monotonic() - since
         self._over.set()
 
-    def wait(self, seconds: float) -> bool:
-        """Returns whether it was over within ``seconds``; the current stream's further work then comes after it."""
+    def wait(self, next_action: str) -> None:
+        """Returns once it is over; the current stream's further work then comes after it. Raises DeadlineExceeded."""
         if not self._over.is_set():
             self.waiting_since = time.monotonic()
-            if not self._over.wait(seconds):
-                return False
+            if not self._over.wait(self._seconds):
+                raise DeadlineExceeded(f"the end of {self._what}", "the thread that reads the weights", self._seconds, f"no {next_action}")
         if self._read is not None:
             torch.cuda.current_stream().wait_event(self._read)
-        return True
 
 
 class WeightReadLock:
@@ -49,15 +51,14 @@ class WeightReadLock:
 
     def __init__(self) -> None:
         self._reading: WeightRead | None = None
-        self._seconds = 0.0
 
     def begin(self, what: str, seconds: float) -> WeightRead:
-        """Begins a read. Args: what: names it in errors. seconds: how long a caller that changes parameters waits for its end."""
-        self._reading, self._seconds = WeightRead(what), seconds
+        """Begins a read; the arguments are those of `WeightRead`."""
+        self._reading = WeightRead(what, seconds)
         return self._reading
 
     def wait(self, next_action: str) -> None:
         """Returns once no read is under way. ``next_action``: what the caller is about to do. Raises DeadlineExceeded."""
         reading, self._reading = self._reading, None
-        if reading is not None and not reading.wait(self._seconds):
-            raise DeadlineExceeded(f"the end of {reading.what}", "the thread that reads the weights", self._seconds, f"no {next_action}")
+        if reading is not None:
+            reading.wait(next_action)

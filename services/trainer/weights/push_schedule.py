@@ -145,11 +145,11 @@ def culprits_of(members: Sequence[Target], answered: Iterable[str], errors: Mapp
     return silent or {target.instance: heard[target.instance] for target in members}
 
 
-def reason_gone(target: Target, statuses: Mapping[str, ServiceStatus]) -> str | None:
-    """Returns why a member of a push counts as gone, by the registry; None while it lives."""
-    status = statuses.get(target.instance)
-    if status is None:
-        return "its heartbeat has stopped"
-    if status.incarnation != target.incarnation:
-        return "its engine has lost its weights"
-    return None
+def lost_members(members: Iterable[Target], statuses: Iterable[ServiceStatus]) -> dict[str, str]:
+    """Returns instance → why it counts as gone, by the registry."""
+    incarnations = {status.instance: status.incarnation for status in statuses}
+    return {
+        target.instance: "its engine has lost its weights" if target.instance in incarnations else "its heartbeat has stopped"
+        for target in members
+        if incarnations.get(target.instance) != target.incarnation
+    }

@@ -5,28 +5,43 @@ control client's thread, collectives run on a thread of the push, so that a dead
 Parameters are read in place: the next step's forward and backward passes run meanwhile, and its optimizer waits for `WeightReadLock`.
 """
 
+import concurrent.futures
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import structlog
 import torch
 
 from services.trainer.commands import Push
-from services.trainer.control_client import ControlClient
+from services.trainer.control_client import ControlClient, now
 from services.trainer.megatron import runtime
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.weight_read_lock import WeightRead
-from services.trainer.weights.push_protocol import PeerFailure, PushProtocol, PushRequest
-from services.trainer.weights.push_schedule import ABORT_SECONDS, PushResult, PushSchedule, Target, culprits_of
+from services.trainer.weights.push_protocol import Answer, PeerFailure, PushRequest, watch_members
+from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of
 from services.trainer.weights.stage_sender import ChannelKind, StageSender
 from shared.config.sections import WeightsSection
+from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import MyxoError
 from shared.runtime.failures import end_soon, log_error
-from shared.schema.weight_messages import WeightChannelAddress, WeightsReceived
-from shared.transfer.digest import TensorDigest, version_digest
+from shared.schema.messages import Accepted, Message
+from shared.schema.weight_messages import (
+    WeightChannelAddress,
+    WeightsAbort,
+    WeightsCommit,
+    WeightsLive,
+    WeightsOffer,
+    WeightsPrepare,
+    WeightsReady,
+    WeightsReceive,
+    WeightsReceived,
+)
+from shared.transfer.digest import TensorDigest, decoded_digests, version_digest
+from shared.transfer.group_channel import on_stream
 from shared.transfer.weight_channel import ChannelBroken, abort_channel
 
 THREAD_MARGIN = 30.0
@@ -40,21 +55,19 @@ class Pusher:
         link: rank 0's client; None on the others. kind: that of the channels.
 
     Attributes:
-        schedule, protocol: rank 0's decisions and talk; the latter is None on the others.
+        schedule: rank 0's decisions.
     """
 
     def __init__(self, link: ControlClient | None, model: MegatronModel, config: WeightsSection, kind: ChannelKind = "group") -> None:
-        self._model, self._config = model, config
+        self._link, self._model, self._config = link, model, config
         self._sender = StageSender(model, kind, config.push_timeout, config.update_weight_buffer_size, config.update_weight_dtype)
         self.schedule = PushSchedule()
-        self.protocol = PushProtocol(link) if link is not None else None
         self._channels: list[WeightChannelAddress] = []
         self._known: dict[str, TensorDigest] = {}
         self._step = ""  # the step of the push under way, and its request
         self._request: PushRequest[WeightsReceived] | None = None
-        self._thread: threading.Thread | None = None
+        self._pushing: Future[None] | None = None
         self._reading: WeightRead | None = None
-        self._failure: BaseException | None = None
         self._closing = False
         self._results: list[PushResult] = []
         self._log: Any = structlog.get_logger()
@@ -63,14 +76,14 @@ class Pusher:
 
     def due(self, version: int) -> Push | None:
         """Returns, on rank 0, the push to begin now: some replicas are behind, they accept, and no other push is under way."""
-        if self.busy or self.protocol is None:
+        if self.busy or self._link is None:
             return None
-        targets = self.schedule.behind(self.protocol.statuses, version, time.monotonic())
+        targets = self.schedule.behind(self._link.replicas, version, time.monotonic())
         if not targets:
             return None
-        offered = self.protocol.offer(targets, version)
+        offered = self._ask(targets, "offer", lambda _: WeightsOffer(version=version), WeightsReady, OFFER_SECONDS)
         try:
-            offered.wait()
+            offered.wait()  # only replicas that answer join a channel: its members would wait for a dead one
         except PeerFailure as error:
             self._log.warning("offer_declined", version=version, replicas=error.failures)
             self.schedule.blame([target for target in targets if target.instance in error.failures], time.monotonic())
@@ -79,7 +92,7 @@ class Pusher:
 
     def lags(self, version: int) -> bool:
         """Returns, on rank 0, whether some replica is behind and may be offered the version now."""
-        return self.protocol is not None and bool(self.schedule.behind(self.protocol.statuses, version, time.monotonic()))
+        return self._link is not None and bool(self.schedule.behind(self._link.replicas, version, time.monotonic()))
 
     def forget(self, instances: Iterable[str]) -> None:
         """Forgets the versions that these replicas had confirmed, since they have lost them."""
@@ -88,12 +101,10 @@ class Pusher:
     @property
     def busy(self) -> bool:
         """Returns whether a push is under way. Raises the error that ended one on this rank, unless it came from the replicas."""
-        if self._thread is not None and not self._thread.is_alive():
-            self._thread.join()
-            self._thread = None
-        if self._failure is not None:
-            raise self._failure
-        return self._thread is not None
+        if self._pushing is not None and self._pushing.done():
+            self._pushing.result()
+            self._pushing = None
+        return self._pushing is not None
 
     def begin(self, push: Push) -> None:
         """Starts a push that rank 0 has decided on. All ranks call it."""
@@ -103,31 +114,28 @@ class Pusher:
         written = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
 
         def work() -> None:
+            stream = None
             try:
                 if written is not None:
                     torch.cuda.set_device(device)
                     stream = torch.cuda.Stream()
                     stream.wait_event(written)
-                    with torch.cuda.stream(stream):
-                        self._run(push)
-                else:
+                with on_stream(stream):
                     self._run(push)
             except BaseException as error:
-                self._failure = error
                 if not self._closing:  # the training's thread may find out only after a long step
                     log_error("died", threading.current_thread().name, error)
                     end_soon(error)
+                raise
             finally:
                 self._end_reading()
 
-        self._thread = threading.Thread(target=work, name=f"push-{push.version}", daemon=True)
-        self._thread.start()
+        self._pushing = run_in_thread(work, f"push-{push.version}")
 
     def wait(self) -> None:
         """Returns once no push is under way."""
-        thread = self._thread
-        if thread is not None:
-            thread.join(self._config.push_timeout + runtime.timeout_seconds())
+        if self._pushing is not None:
+            concurrent.futures.wait([self._pushing], self._config.push_timeout + runtime.timeout_seconds())
         if self.busy:
             raise MyxoError("the push of weights did not end in time")
 
@@ -142,8 +150,8 @@ class Pusher:
         """Ends a push that is under way, and closes channels and groups."""
         self._closing = True
         self._sender.abort("the trainer is about to stop")
-        if self._thread is not None:
-            self._thread.join(ABORT_SECONDS)
+        if self._pushing is not None:
+            concurrent.futures.wait([self._pushing], ABORT_SECONDS)
         self._sender.close()
 
     # --- on the push's thread
@@ -166,26 +174,40 @@ class Pusher:
         except (PeerFailure, ChannelBroken) as error:
             self._give_up(push, error)
             return
-        if self.protocol is not None and committed:
+        if self._link is not None and committed:
             stall = self._reading.stall if self._reading is not None else 0.0
             seconds = time.monotonic() - started
-            result = PushResult(push.version, committed, seconds, wire_seconds, engine_seconds, stall, sent, digest)
-            self.protocol.live(result)
-            self._results.append(result)
+            live = WeightsLive(version=push.version, replicas=committed, seconds=seconds, bytes=sent, digest=digest, at=now())
+            self._link.weights_live(live)
+            self._results.append(PushResult(push.version, committed, seconds, wire_seconds, engine_seconds, stall, sent, digest))
 
     def _join(self, push: Push, end: float) -> None:
         """Returns once the ranks and all replicas have joined the new channels."""
         self._channels = self._sender.open(push.number, push.engine_ranks)
-        if self.protocol is None:
-            self._together(lambda: None)
+        self._together(lambda: self._prepare(push.version, _left(end)))
+        with self._watched_members():
             self._together(lambda: self._sender.join(_left(end)))
+
+    def _prepare(self, version: int, seconds: float) -> None:
+        """Has the engines begin to join the channels, on rank 0. Raises PeerFailure."""
+
+        def message(target: Target) -> WeightsPrepare:
+            rank = self.schedule.first_rank(target)
+            return WeightsPrepare(version=version, channels=self._channels, rank=rank, deadline=seconds)
+
+        if self._link is not None:
+            self._ask(self.schedule.members, "prepare", message, WeightsReady, seconds).wait()
+
+    @contextlib.contextmanager
+    def _watched_members(self) -> Iterator[None]:
+        """Ends the joining of the body, on rank 0, when a member is lost. Raises PeerFailure then."""
+        if self._link is None:
+            yield
             return
-        protocol, members = self.protocol, self.schedule.members
-        self._together(lambda: protocol.prepare(members, push.version, self._channels, self.schedule.first_rank, _left(end)).wait())
-        watch = protocol.watch(members)
-        watch.add_done_callback(lambda gone: None if gone.cancelled() else self._end_channels(gone.result()))
+        watch = watch_members(self._link, self.schedule.members)
+        watch.add_done_callback(lambda lost: None if lost.cancelled() else self._end_channels(lost.result()))
         try:
-            self._together(lambda: self._sender.join(_left(end)))
+            yield
         except ChannelBroken:
             if watch.done():
                 raise PeerFailure("join", watch.result()) from None
@@ -199,23 +221,19 @@ class Pusher:
         Raises ChannelBroken, on all ranks if one channel broke; PeerFailure on rank 0.
         """
         self._step, number = ("check", push.number + 1) if check else ("receive", push.number)
-        if self.protocol is not None:
+        if self._link is not None:
             names = [channel.name for channel in self._channels]
-            request = self.protocol.receive(self.schedule.members, push.version, number, names, check, _left(end))
+            message = WeightsReceive(version=push.version, push=number, channels=names, check=check, deadline=_left(end))
+            request = self._ask(self.schedule.members, "receive", lambda _: message, WeightsReceived, message.deadline)
             request.done.add_done_callback(lambda _: self._end_channels(request.errors) if request.errors else None)
             self._request = request
-        sent = self._sender.stream(number, partial=push.partial, seconds=_left(end))
-        if check or not self._config.check_weight_update_equal:
-            self._end_reading()
-        sent = self._sender.finish(sent)
-        reported = self._sender.agree([sent.bytes, {name: asdict(tensor) for name, tensor in sent.known.items()}, sent.error])
+        last = check or not self._config.check_weight_update_equal
+        exported = self._end_reading if last else lambda: None
+        sent = self._sender.send(number, partial=push.partial, seconds=_left(end), exported=exported)
+        reported = self._sender.agree(sent)
         if broken := [error for _, _, error in reported if error is not None]:
             raise ChannelBroken(broken[0])
-        known = {
-            name: TensorDigest(found["dtype"], tuple(found["shape"]), found["digest"])
-            for _, tensors, _ in reported
-            for name, found in tensors.items()
-        }
+        known = decoded_digests({name: found for _, tensors, _ in reported for name, found in tensors.items()})
         self._known = {**self._known, **known} if push.partial else known
         digest = version_digest(self._known)
         self._together(lambda: self._verify(digest))
@@ -235,10 +253,10 @@ class Pusher:
 
     def _commit(self, push: Push, digest: str, end: float) -> list[str]:
         """Commits on rank 0: replicas that answer serve the version; the others are fenced, and the push stands."""
-        if self.protocol is None:
+        if self._link is None:
             return []
-        members = self.schedule.members
-        request = self.protocol.commit(members, push.version, digest, _left(end))
+        members, message = self.schedule.members, WeightsCommit(version=push.version, digest=digest, deadline=_left(end))
+        request = self._ask(members, "commit", lambda _: message, Accepted, message.deadline)
         try:
             request.wait()
         except PeerFailure as error:
@@ -264,7 +282,7 @@ class Pusher:
         """Aborts the push at all its replicas and drops the channels; the culprits are offered the next push later."""
         self._sender.abort(str(error))
         self._sender.drop()
-        if self.protocol is None:
+        if self._link is None:
             return
         members, request = self.schedule.members, self._request
         if request is not None and isinstance(error, ChannelBroken):
@@ -278,13 +296,19 @@ class Pusher:
         self._report_failure(push, error, members, culprits)
 
     def _report_failure(self, push: Push, error: Exception, members: Sequence[Target], culprits: dict[str, str]) -> None:
-        assert self.protocol is not None  # rank 0
         self._log.warning("push_failed", version=push.version, step=self._step, error=str(error), replicas=culprits)
         self.schedule.failed(members, culprits, time.monotonic())
         try:
-            self.protocol.abort(members, push.version, f"{self._step}: {error}").wait()
+            message = WeightsAbort(version=push.version, reason=f"{self._step}: {error}")
+            self._ask(members, "abort", lambda _: message, Accepted, ABORT_SECONDS).wait()
         except PeerFailure as silent:
             self._log.info("abort_unanswered", version=push.version, error=str(silent))
+
+    def _ask(
+        self, members: Sequence[Target], verb: str, message: Callable[[Target], Message], reply: type[Answer], seconds: float
+    ) -> PushRequest[Answer]:
+        assert self._link is not None  # rank 0
+        return PushRequest(self._link, members, verb, message, reply, seconds)
 
     def _end_channels(self, errors: dict[str, str]) -> None:
         """Ends the waits of all ranks' channels; those of other ranks read it from their stores."""

@@ -4,11 +4,10 @@ Rank 0 writes what all ranks gather, bucket by bucket; packing and writing of on
 the disk never stops the training: the snapshot is given up, and the next one is a whole one.
 """
 
+import concurrent.futures
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import structlog
@@ -17,7 +16,8 @@ from torch import Tensor
 
 from services.trainer.actor import Actor
 from services.trainer.control_client import REQUEST_SECONDS, ControlClient, now
-from services.trainer.megatron.export import Bucket, copy_beside_weights, write_config
+from services.trainer.megatron.export import copy_beside_weights, write_config
+from services.trainer.megatron.gather_plan import Bucket
 from shared.bus.registry import BROKEN_SNAPSHOT
 from shared.config.run_config import RunConfig
 from shared.schema.messages import ServiceStatus
@@ -34,8 +34,6 @@ RETRY_SECONDS = 30.0
 """The pause after a snapshot that could not be written, and between whole snapshots for a replica that cannot load one."""
 
 _DISK_ERRORS = (OSError, BrokenCheckpoint, TensorFileBroken)
-
-HostBucket = dict[str, TensorBytes]
 
 
 class SnapshotWriter:
@@ -120,36 +118,29 @@ class SnapshotWriter:
             for _ in exported:
                 pass
             return None
-        started, buckets = time.monotonic(), Queue[HostBucket | None](1)  # one more is being written, and one gathered, in host memory
+        started = time.monotonic()
         with ThreadPoolExecutor(1, thread_name_prefix="snapshot") as thread:
-            adding = thread.submit(self._add_all, version, iter(buckets.get, None))
-            try:
-                for bucket in exported:
-                    buckets.put(on_host(bucket))
-            finally:
-                buckets.put(None)
+            writing = thread.submit(self._begin, version)
+            for bucket in exported:  # to its end, even after an error: the other ranks take part in gathering it
+                tensors = on_host(bucket)
+                concurrent.futures.wait([writing])  # one bucket is being written while the next is gathered
+                if writing.exception() is None:
+                    writing = thread.submit(writing.result().add, tensors)
         try:
-            written = adding.result().publish(self._write_beside)
+            written = writing.result().publish(self._write_beside)
         except _DISK_ERRORS as error:
             self._fail(version, error)
             return None
         return self._finish(written, time.monotonic() - started)
 
-    def _add_all(self, version: int, buckets: Iterator[HostBucket]) -> WeightCheckpointWriter:
-        """Writes buckets as they come. After an error it still takes all of them, because the other ranks take part in gathering them."""
-        try:
-            self._writer = None
-            if self._written is None:
-                self._checkpoints.sweep()
-            self._checkpoints.remove_after(version)
-            base = self._base(version)
-            self._writer = WeightCheckpointWriter(self._checkpoints, version, base, self._weights.update_weight_delta_encoding)
-            for bucket in buckets:
-                self._writer.add(bucket)
-            return self._writer
-        finally:
-            for _ in buckets:
-                pass
+    def _begin(self, version: int) -> WeightCheckpointWriter:
+        self._writer = None
+        if self._written is None:
+            self._checkpoints.sweep()
+        self._checkpoints.remove_after(version)
+        encoding = self._weights.update_weight_delta_encoding
+        self._writer = WeightCheckpointWriter(self._checkpoints, version, self._base(version), encoding)
+        return self._writer
 
     def _base(self, version: int) -> LocalCheckpoint | None:
         """Returns the checkpoint that a delta can be based on, or None if a whole checkpoint is due."""
@@ -211,7 +202,7 @@ class SnapshotWriter:
         self._client.tell("snapshot_failed", f"version {version} was not written to {self._checkpoints.directory}: {error}")
 
 
-def on_host(bucket: Bucket) -> HostBucket:
+def on_host(bucket: Bucket) -> dict[str, TensorBytes]:
     """Returns the bucket's bytes in host memory; on a CPU without a copy."""
     tensors = {}
     for name, tensor in bucket:

@@ -3,8 +3,7 @@
 import datetime
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,11 +21,10 @@ from shared.transfer.memory_channel import MemorySender
 from shared.transfer.weight_channel import ChannelBroken, ChannelSender
 
 ChannelKind = Literal["group", "memory"]
-SENDERS: dict[ChannelKind, type[ChannelSender]] = {"group": GroupSender, "memory": MemorySender}
+SENDERS: dict[ChannelKind, Callable[[str, str, int, torch.device], ChannelSender]] = {"group": GroupSender, "memory": MemorySender}
 
 
-@dataclass(frozen=True)
-class SentPush:
+class SentPush(NamedTuple):
     """One rank's part of a sent push. ``known``: the tensors' digests. ``error``: the reason if not everything was sent."""
 
     bytes: int
@@ -47,7 +45,6 @@ class StageSender:
         self._life = secrets.token_hex(4)  # a channel of an earlier process must not be mistaken for one of this
         self._exports: dict[bool, tuple[StageExport, ManifestHasher]] = {}
         self._channel: ChannelSender | None = None
-        self._hasher: ManifestHasher | None = None  # state of the push under way
         limit = datetime.timedelta(seconds=seconds + runtime.timeout_seconds())
         self._ranks = dist.new_group(backend="gloo", timeout=limit) if dist.get_world_size() > 1 else None
 
@@ -66,15 +63,14 @@ class StageSender:
         if self._channel is not None:
             self._channel.join(seconds)
 
-    def stream(self, number: int, *, partial: bool, seconds: float) -> SentPush:
+    def send(self, number: int, *, partial: bool, seconds: float, exported: Callable[[], None] = lambda: None) -> SentPush:
         """Exports and sends everything. Never raises for a channel that breaks: other ranks wait for this one in the export.
 
         Args:
-            partial: without frozen parameters. Returns before the last buckets have arrived: see `finish`.
+            partial: without frozen parameters. exported: is called once no parameter is read any more; buckets may still be on their way.
         """
         (export, hasher), channel, sent = self._export(partial), self._channel, 0
         hasher.begin()
-        self._hasher = hasher
         error = None if channel is None else _error_of(lambda: channel.announce(number, export.manifest, seconds))
         for index, bucket in enumerate(export.manifest.buckets):
             flat: torch.Tensor | None = None
@@ -88,14 +84,10 @@ class StageSender:
                 error = _error_of(lambda i=index, full=flat: channel.send(i, full))  # type: ignore[misc]
                 hasher.take(index, flat)
                 sent += bucket.nbytes
-        return SentPush(sent, {}, error)
-
-    def finish(self, sent: SentPush) -> SentPush:
-        """Waits until all buckets are sent. An error is in `SentPush.error`, not raised."""
-        error = sent.error
-        if self._channel is not None and error is None:
-            error = _error_of(self._channel.finish)
-        return SentPush(sent.bytes, self._hasher.digests() if self._hasher is not None and error is None else {}, error)
+        exported()
+        if channel is not None and error is None:
+            error = _error_of(channel.finish)
+        return SentPush(sent, hasher.digests() if error is None else {}, error)
 
     def agree(self, value: Any) -> list[Any]:
         """Returns ``value`` of every rank, in rank order, on every rank; JSON."""

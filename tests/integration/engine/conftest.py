@@ -67,10 +67,10 @@ def running_engine(model: Path, directory: Path, flags: dict[str, FlagValue]) ->
     command = engine_command(model, free_port(), device="cpu", random_seed=1, flags=flags)
     process = EngineProcess(command, directory / "engine.log")
     try:
-        asyncio.run(process.wait_ready(START_SECONDS))
+        asyncio.run(process.ready(START_SECONDS))
         yield process
     finally:
-        asyncio.run(process.stop(0))
+        process.stop(0)
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import Generation, GenerationRequest
-from services.rollout.engine.receiver_client import WeightsState
 from shared.schema.messages import Sampling
 from tests.support.waiting import until
 
@@ -70,9 +69,18 @@ async def served_version(client: EngineClient) -> str:
     return str((await asked(client, "GET", "/model_info"))["weight_version"])
 
 
+class WeightsState(NamedTuple):
+    """What the engine's first rank knows of its weights."""
+
+    version: int
+    digest: str
+    channels: frozenset[str]
+
+
 async def weights_state(client: EngineClient) -> WeightsState:
     """What the engine itself knows of its weights."""
-    return WeightsState.of(await client.receivers.ask({"verb": "state"}, 30))
+    answer = (await client.receivers.ask({"verb": "state"}, 30))[0]
+    return WeightsState(answer["version"], answer["digest"], frozenset(answer["channels"]))
 
 
 @dataclass

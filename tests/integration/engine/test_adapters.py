@@ -9,9 +9,9 @@ import torch
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
-from services.rollout.engine.receiver_client import ReceiveReport
 from services.trainer.actor import Actor
 from services.trainer.weights.stage_sender import SentPush, StageSender
+from shared.schema.weight_messages import WeightsReceived
 from shared.transfer.digest import version_digest
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.load import SAMPLING, prompts
@@ -38,9 +38,9 @@ async def test_adapters_alone_make_the_engine_compute_what_the_trainer_does(
     await asyncio.to_thread(sender.join, JOIN_SECONDS)
 
     def send(number: int) -> SentPush:
-        return sender.finish(sender.stream(number, partial=False, seconds=SECONDS))
+        return sender.send(number, partial=False, seconds=SECONDS)
 
-    async def push(number: int, version: int, check: bool = False) -> ReceiveReport:
+    async def push(number: int, version: int, check: bool = False) -> WeightsReceived:
         """Returns what the engine says, once it is what the trainer has sent."""
         await client.pause("in_place")
         await client.begin_weight_update()

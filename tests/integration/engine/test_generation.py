@@ -37,7 +37,7 @@ def test_arrays() -> None:
     generation = parse(answer(3, versions=[(0, 3, 3)]))
     np.testing.assert_array_equal(generation.tokens, np.array([0, 1, 2], np.int32), strict=True)
     np.testing.assert_array_equal(generation.log_probs, np.array([0, -0.5, -1], np.float32), strict=True)
-    assert (generation.finish, generation.cached_tokens, generation.rid) == ("length", 1, "a")
+    assert (generation.finish, generation.cached_tokens) == ("length", 1)
 
 
 @pytest.mark.parametrize(("before", "at_end", "version"), [(3, "3", 3), (3, "5", 3), (5, "3", 3)])

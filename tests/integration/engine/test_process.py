@@ -27,8 +27,8 @@ from services.rollout.engine.launch_command import EngineCommand
 from services.rollout.engine.engine_process import EngineProcess
 
 engine = EngineProcess({command}, Path({log!r}))
-print(engine.process.pid, engine.receiver, flush=True)
-asyncio.run(engine.wait_ready({seconds}))
+print(engine.pid, engine.receiver, flush=True)
+asyncio.run(engine.ready({seconds}))
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -64,12 +64,12 @@ async def test_an_engine_that_ends_on_sigterm_is_given_the_time(checkpoint: Chec
     """A graceful stop of a real engine, which looks for the signal every 5 s."""
     engine = EngineProcess(engine_command(checkpoint(0).path, free_port(), device="cpu"), tmp_path / "engine.log")
     try:
-        await engine.wait_ready(START_SECONDS)
-        await engine.stop(120)
-        assert engine.process.members() == [] and not engine.receiver.exists()
-        assert any("SIGTERM received" in line for line in engine.process.last_lines())
+        await engine.ready(START_SECONDS)
+        engine.stop(120)
+        assert engine.members() == [] and not engine.receiver.exists()
+        assert any("SIGTERM received" in line for line in engine.last_lines())
     finally:
-        await engine.stop(0)
+        engine.stop(0)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ async def test_an_engine_that_ends_on_sigterm_is_given_the_time(checkpoint: Chec
 async def test_what_ends_an_engine_at_its_start_is_quoted(flags: dict, words: str, checkpoint: Checkpoints, tmp_path: Path) -> None:  # type: ignore[type-arg]
     engine = EngineProcess(engine_command(checkpoint(0).path, free_port(), device="cpu", flags=flags), tmp_path / "engine.log")
     with pytest.raises(ProcessEnded, match=words):
-        await engine.wait_ready(START_SECONDS)
-    await engine.stop(0)
-    assert engine.process.members() == []
+        await engine.ready(START_SECONDS)
+    engine.stop(0)
+    assert engine.members() == []
 
 
 async def test_a_taken_port_is_noticed(tmp_path: Path) -> None:

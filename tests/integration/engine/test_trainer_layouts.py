@@ -22,7 +22,7 @@ from services.trainer.weights.snapshot_writer import on_host
 from services.trainer.weights.stage_sender import ChannelKind, StageSender
 from shared.schema.messages import Sampling
 from shared.schema.weight_messages import WeightChannelAddress
-from shared.transfer.digest import TensorDigest, version_digest
+from shared.transfer.digest import TensorDigest, decoded_digests, version_digest
 from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.weight_checkpoint import WeightCheckpoint, WeightCheckpoints
 from shared.transfer.weight_checkpoint_writer import WeightCheckpointWriter
@@ -149,9 +149,11 @@ async def transferred(joiner: EngineClient, source: EngineClient) -> str:
     """Returns the digest of what the joiner has taken from the source."""
     order = {"verb": "send_to_peer", "version": DELTA, "name": "transfer-0-1-1", "address": "127.0.0.1", "seconds": SECONDS}
     channels = [answer["channel"] for answer in await source.receivers.ask(order, SECONDS)]
-    (answer,) = await joiner.load_by({"verb": "receive_from_peer", "version": DELTA, "channels": channels}, deadline=SECONDS)
+    await joiner.join_channels([WeightChannelAddress.model_validate(channel) for channel in channels], 0, timeout=SECONDS)
+    received = await joiner.receive(DELTA, DELTA, ["transfer-0-1-1"], deadline=SECONDS)
+    await joiner.leave_channels()
     await joiner.set_weight_version(DELTA)
-    return str(answer["digest"])
+    return received.digest
 
 
 def prompts() -> list[torch.Tensor]:
@@ -189,10 +191,10 @@ def pushed_digest(actor: Actor, carried_by: ChannelKind, place: Path) -> str:
     sender.join(SECONDS)
     known: dict[str, TensorDigest] = {}
     for push in range(PUSHES):
-        sent = sender.finish(sender.stream(push, partial=False, seconds=SECONDS))
+        sent = sender.send(push, partial=False, seconds=SECONDS)
         assert sent.error is None, sent.error
-        for tensors in sender.agree({name: [one.dtype, one.shape, one.digest] for name, one in sent.known.items()}):
-            known |= {name: TensorDigest(dtype, tuple(shape), digest) for name, (dtype, shape, digest) in tensors.items()}
+        for tensors in sender.agree(sent.known):
+            known |= decoded_digests(tensors)
     sender.agree(wait_for(place / "pushed.json"))  # the engine has everything
     sender.close()
     return version_digest(known)

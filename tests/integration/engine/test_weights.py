@@ -131,7 +131,7 @@ async def test_a_push_that_is_called_off(client: EngineClient, pusher: Pusher, c
         await client.pause("in_place")
         sending = asyncio.create_task(pusher.send(parameters(checkpoint(1).model), 1, only=slice(0), deadline=JOIN_SECONDS))
         while not sending.done():
-            await client.abort_receive()
+            await client.receivers.abort()
             await asyncio.sleep(0.05)
         with pytest.raises(ReceiverError, match="called off") as off:
             await sending

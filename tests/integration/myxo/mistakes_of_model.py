@@ -8,7 +8,7 @@ from typing import Any
 from shared.config import sglang_flags
 from shared.runtime import devices
 from shared.transfer import tensor_file
-from shared.transfer.tensor_file import TensorFile
+from shared.transfer.tensor_file import TensorFiles
 from tests.integration.myxo.mistakes import Input, Mistake
 from tests.support.run_config import PROMPTS, write_jsonl
 
@@ -22,7 +22,7 @@ def truncated(given: Input) -> None:
 def sharded(given: Input, *, lost: str = "", swapped: bool = False) -> None:
     """Two shards with their index. ``lost``: a shard that is taken away. ``swapped``: the index names the wrong ones."""
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    file = TensorFile(given.weights)
+    file = TensorFiles([given.weights])
     tensors = {name: (*entry, file[name].copy()) for name, entry in file.tensors.items()}
     where = {name: names[name.startswith(("lm_head", "model.norm"))] for name in tensors}
     for shard in names:

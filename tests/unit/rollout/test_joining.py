@@ -2,10 +2,10 @@
 
 import pytest
 
-from services.rollout.weight_catch_up import FromDisk, FromPeer, Situation, choose
+from services.rollout.weight_catch_up import Situation, choose
 
 NEW, PUSHES, PULLS = -1, True, False
-PEER, DISK = FromPeer("a", 7), FromDisk(7)
+PEER, DISK = "peer", "disk"
 
 CASES = {
     # join_from, held, live, snapshot, peers, pushes → choice

@@ -12,7 +12,6 @@ LONGEST = 1000
 
 def generation(tokens: list[int], spans: list[tuple[int, int, int]], finish: Finish) -> Generation:
     return Generation(
-        rid="r",
         tokens=np.asarray(tokens, np.int32),
         log_probs=-np.asarray(tokens, np.float32) / 10,
         finish=finish,

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from services.rollout.engine.receiver import peer_transfer
+from services.rollout.engine.receiver import load_plan, peer_transfer
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver
 from shared.runtime.errors import BadMessage
+from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.digest import TensorDigest
 from shared.transfer.group_channel import GroupSender
 from shared.transfer.weight_channel import TransferDeadline
@@ -55,7 +56,8 @@ def offered(source: Receiver, version: int = 3, seconds: float = SECONDS) -> dic
 
 
 def receive(destination: Receiver, channel: dict[str, Any], version: int = 3, seconds: float = SECONDS) -> dict[str, Any]:
-    return peer_transfer.receive_from_peer(destination, {"channels": [channel], "version": version}, TransferDeadline(seconds))
+    destination.join([WeightChannelAddress.model_validate(channel)], 0, seconds)
+    return destination.receive(version, version, [channel["name"]], TransferDeadline(seconds))
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def test_the_destination_holds_what_the_source_holds(source: Receiver, monkeypat
     answer = receive(destination, offer["channel"])
     assert answer["digest"] == offer["digest"] == source.digest == destination.digest
     assert (destination.version, destination.known) == (3, KNOWN)
-    got, had = peer_transfer.tensors_of(destination.model), peer_transfer.tensors_of(source.model)
+    got, had = load_plan.tensors_of(destination.model), load_plan.tensors_of(source.model)
     assert got.keys() == had.keys() == {"embed.weight", "strided", "narrow", "kept", "computed"}
     assert all(torch.equal(got[name], tensor) for name, tensor in had.items())
     assert destination.model.head.weight is destination.model.embed.weight and destination.model.cache.tolist() == [2.0, 2.0]
@@ -155,7 +157,7 @@ def test_bytes_that_changed_on_their_way(source: Receiver, monkeypatch: pytest.M
 
 DYING = """
 import json, os, signal, sys, time
-from services.rollout.engine.receiver import peer_transfer
+from services.rollout.engine.receiver import load_plan, peer_transfer
 from shared.transfer.group_channel import GroupSender
 from tests.unit.rollout import test_peer as t
 peer_transfer.BUCKET_BYTES, give, given = 300, GroupSender.send, []

@@ -175,7 +175,7 @@ async def test_commands_that_nobody_does(directory: Path) -> None:
 async def test_what_is_no_command(ranks: Ranks, directory: Path) -> None:
     with pytest.raises(ReceiverError, match="command 'dance': not one of abort, adopt, .*join, leave, "):
         await ranks.receivers.ask({"verb": "dance"}, SECONDS)
-    with pytest.raises(ReceiverError, match=r"rank \d: KeyError: 'tensors'"):
+    with pytest.raises(ReceiverError, match=r"rank \d: KeyError: 'version'"):
         await ranks.receivers.ask({"verb": "adopt"}, SECONDS)
     with pytest.raises(ReceiverError, match=r"rank \d: channels .* are to be received from; this engine has joined none"):
         await ranks.receivers.have_done({"verb": "receive", "version": 1, "push": 1, "channels": ["x"]}, SECONDS, ranks.wake)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.trainer.weights.push_schedule import BACK_OFF_MOST, PushSchedule, Target, culprits_of, reason_gone
+from services.trainer.weights.push_schedule import BACK_OFF_MOST, PushSchedule, Target, culprits_of, lost_members
 from shared.schema.messages import ServiceStatus
 
 
@@ -79,6 +79,6 @@ def test_channels_are_made_anew_only_for_other_members() -> None:
 
 
 def test_a_member_is_gone_when_its_status_or_its_weights_are() -> None:
-    assert reason_gone(ONE, {"one": status("one", 3)}) is None
-    assert "heartbeat" in str(reason_gone(ONE, {}))
-    assert "lost its weights" in str(reason_gone(ONE, {"one": status("one", -1, incarnation="b")}))
+    assert lost_members([ONE], [status("one", 3)]) == {}
+    assert "heartbeat" in lost_members([ONE], [])["one"]
+    assert "lost its weights" in lost_members([ONE], [status("one", -1, incarnation="b")])["one"]

@@ -11,18 +11,18 @@ import logging
 import queue
 import socketserver
 import threading
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine.receiver.peer_transfer import receive_from_peer, send_to_peer
-from services.rollout.engine.receiver.receiver import ReceiveError, Receiver
+from services.rollout.engine.receiver.peer_transfer import send_to_peer
+from services.rollout.engine.receiver.receiver import ReceiveError, Receiver, said_by
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.failures import SupervisedThread
 from shared.schema.weight_messages import WeightChannelAddress
-from shared.transfer.digest import TensorDigest
+from shared.transfer.digest import decoded_digests
 from shared.transfer.weight_channel import TransferDeadline
 
 log = logging.getLogger(__name__)
@@ -44,11 +44,11 @@ Fields = Mapping[str, Any]
 def receive(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dict[str, Any]:
     """Receives a push: ``version``, ``push``, ``channels``, ``check``."""
     check = bool(command.get("check", False))
-    return asdict(receiver.receive(int(command["version"]), int(command["push"]), list(command["channels"]), deadline, check=check))
+    return receiver.receive(int(command["version"]), int(command["push"]), list(command["channels"]), deadline, check=check)
 
 
 def join(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dict[str, Any]:
-    """Begins to join ``channels``; ``rank``: of the engine's first process; ``timeout``: for all of it."""
+    """Begins to join ``channels``; ``rank``: of the engine's first process, see `Receiver.join`; ``timeout``: for all of it."""
     addresses = [WeightChannelAddress.model_validate(address) for address in command["channels"]]
     receiver.join(addresses, int(command["rank"]), float(command["timeout"]))
     return {}
@@ -56,7 +56,7 @@ def join(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dic
 
 def leave(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dict[str, Any]:
     """Leaves all channels."""
-    receiver.leave()
+    receiver.leave(free=True)
     return {}
 
 
@@ -67,8 +67,7 @@ def state(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> di
 
 def adopt(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dict[str, Any]:
     """Notes a load by other means: ``version``, ``tensors``: name → dtype, shape, digest. No tensors: the weights are unknown."""
-    tensors = {name: TensorDigest(dtype, tuple(shape), int(found)) for name, (dtype, shape, found) in command["tensors"].items()}
-    receiver.adopt(int(command["version"]), tensors)
+    receiver.adopt(int(command["version"]), decoded_digests(command["tensors"]))
     return {"digest": receiver.digest}
 
 
@@ -76,21 +75,19 @@ Verb = Callable[[Receiver, Fields, TransferDeadline], dict[str, Any]]
 """A command's function: the receiver, the command, its deadline → the answer's fields. Raises MyxoError."""
 
 AT_ONCE: dict[str, Verb] = {"join": join, "leave": leave, "state": state, "adopt": adopt, "send_to_peer": send_to_peer}
-QUEUED: dict[str, Verb] = {"receive": receive, "receive_from_peer": receive_from_peer}
+QUEUED: dict[str, Verb] = {"receive": receive}
 """Verbs by the thread that runs them: the one that owns the model, or the connection's own."""
 
 
 # ----------------------------------------------------------------------------------------------------------- session
 
 
-@dataclass
+@dataclass(eq=False)
 class _Command:
     fields: Fields
     verb: Verb
     deadline: TransferDeadline
-    answer: dict[str, Any] = field(default_factory=dict)
-    begun: bool = False
-    done: threading.Event = field(default_factory=threading.Event)
+    answer: Future[dict[str, Any]] = field(default_factory=Future)
 
 
 class CommandSession:
@@ -103,7 +100,7 @@ class CommandSession:
     def __init__(self, directory: Path, receiver: Receiver) -> None:
         self.path, self.receiver = directory / f"rank-{receiver.rank}.sock", receiver
         self._queue: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._held: list[_Command] = []  # queued or being done
+        self._held: set[_Command] = set()  # queued or being done
         self._lock = threading.Lock()
         self._server: socketserver.ThreadingUnixStreamServer | None = None
 
@@ -131,15 +128,14 @@ class CommandSession:
         self._abort()
         self.receiver.leave()
 
-    def work(self, wait: float = 0.0) -> bool:
-        """Runs the next queued command on this thread. Returns whether there was one within ``wait`` seconds; never raises."""
+    def work(self) -> bool:
+        """Runs the next queued command on this thread. Returns whether there was one; never raises."""
         try:
-            command = self._queue.get(timeout=wait) if wait > 0 else self._queue.get_nowait()
+            command = self._queue.get_nowait()
         except queue.Empty:
             return False
-        command.begun = True
-        command.answer = self._do(command)
-        command.done.set()
+        if command.answer.set_running_or_notify_cancel():
+            command.answer.set_result(self._do(command))
         return True
 
     # ---------------------------------------------------------------------------------------------------- connections
@@ -169,19 +165,20 @@ class CommandSession:
 
     def _wait_for(self, command: _Command, say: Callable[[dict[str, Any]], None]) -> None:
         with self._lock:
-            self._held.append(command)
+            self._held.add(command)
         self._queue.put(command)
-        say({"queued": True})
         try:
-            end = time.monotonic() + command.deadline.left + ANSWER_MARGIN
-            while not command.done.wait(0.5) and time.monotonic() < end:
-                pass
-            late = {"ok": False, "error": "nobody has done this command: the engine was not asked to", "touched": command.begun}
-            say(command.answer if command.done.is_set() else late)
+            say({"queued": True})
+            say(command.answer.result(command.deadline.left + ANSWER_MARGIN))
+        except CancelledError:
+            say({"ok": False, "error": "called off before it began", "touched": False})
+        except TimeoutError:
+            say({"ok": False, "error": "nobody has done this command: the engine was not asked to", "touched": command.answer.running()})
         finally:
             with self._lock:
                 self._held.remove(command)
-            command.deadline.abort()  # if it is still queued, it is not run any more
+            command.deadline.abort()
+            command.answer.cancel()  # if it is still queued, it is not run any more
 
     def _do(self, command: _Command) -> dict[str, Any]:
         try:
@@ -198,12 +195,9 @@ class CommandSession:
             held = list(self._held)
         for command in held:
             command.deadline.abort()
-            if not command.begun:
-                command.answer = {"ok": False, "error": "called off before it began", "touched": False}
-                command.done.set()
+            command.answer.cancel()  # does nothing to one that has begun
         self.receiver.abort()
 
 
 def _failed(error: BaseException) -> dict[str, Any]:
-    reason = str(error) if isinstance(error, MyxoError) else f"{type(error).__name__}: {error}"
-    return {"ok": False, "error": reason, "touched": isinstance(error, ReceiveError) and error.touched}
+    return {"ok": False, "error": said_by(error), "touched": isinstance(error, ReceiveError) and error.touched}

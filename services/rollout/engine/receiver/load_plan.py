@@ -10,7 +10,7 @@ import bisect
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shared.runtime.errors import BadMessage
 from shared.transfer.bucket_ring import bucket_views
-from shared.transfer.manifest import Bucket
+from shared.transfer.manifest import ITEM_BYTES, Bucket
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +146,37 @@ def parameters_of(model: Any) -> Iterator[Tensor]:
     """Yields all tensors that a load may write into."""
     yield from model.parameters()
     yield from model.buffers()
+
+
+def tensors_of(model: Any) -> dict[str, Tensor]:
+    """Returns all tensors of an engine's weights by name, each storage once.
+
+    These are parameters, buffers that are saved with them, and tensors that a model has computed from them (plain attributes of its
+    modules).
+    """
+    found: dict[str, Tensor] = dict(model.named_parameters())
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[prefix + name] = buffer
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                found.setdefault(f"{prefix}{name}", value)
+    once: dict[tuple[int, int], tuple[str, Tensor]] = {}
+    for name, tensor in found.items():
+        if tensor.numel():
+            once.setdefault((tensor.data_ptr(), tensor.nbytes), (name, tensor.detach()))
+    return dict(once.values())
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns dtype and shape of each tensor. Raises BadMessage if one is of a dtype that cannot be sent."""
+    specs = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    for name, (dtype, _) in specs.items():
+        if dtype not in ITEM_BYTES:
+            raise BadMessage(f"{name} is of dtype {dtype}, which does not travel between engines")
+    return specs
 
 
 def _storages(model: Any) -> set[int]:

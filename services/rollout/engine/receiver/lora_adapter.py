@@ -4,44 +4,50 @@ The base is read from disk at every push, mapped and not copied, so that the eng
 accumulate over pushes. Matrices without an adapter are not yielded, since training does not change them.
 """
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shared.model.hf_checkpoint import weight_files
 from shared.runtime.errors import BadMessage, ConfigError
+from shared.transfer.bucket_ring import torch_dtype
 from shared.transfer.manifest import Manifest
+from shared.transfer.tensor_file import TensorFileBroken, TensorFiles
+
+FIELD = "model.hf_checkpoint"
 
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 
-def merged(
-    manifest: Manifest, tensors: Mapping[str, Tensor], model_path: Path, dtype: torch.dtype = torch.float32
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields the adapted matrices under their Hugging Face names, one at a time, for ``model.load_weights``: W + scale * B A.
+def merged(manifest: Manifest, tensors: Mapping[str, Tensor], model_path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yields the adapted matrices under their Hugging Face names, one at a time, for ``model.load_weights``: W + scale * B A, float32.
 
     Args:
         manifest: of kind ``adapter``, with the scale. tensors: by PEFT's names, on the device where the products are to be computed.
-        model_path: the engine's checkpoint. dtype: of the result, which is computed in float32 and rounded once, here or by the loading.
+        model_path: the engine's checkpoint.
 
     Raises:
         BadMessage: an adapter is incomplete or does not fit its matrix. ConfigError: the checkpoint lacks that matrix, or cannot be read.
             Both are raised before the first matrix is yielded.
     """
     matrices = _matrices(manifest)
-    with ExitStack() as files:
-        base = _Base(model_path, files)
-        for name, (a, b) in matrices.items():
-            shape, wanted = base.shape(name), (tensors[b].size(0), tensors[a].size(1))
-            if shape != wanted or tensors[a].size(0) != tensors[b].size(1):
-                raise BadMessage(f"adapter {a} {tuple(tensors[a].shape)} and {b} {tuple(tensors[b].shape)} for {name} of shape {shape}")
-        for name, (a, b) in matrices.items():
-            weight = base.read(name).to(tensors[a].device).float()  # in this order, half as many bytes are copied to a GPU
-            yield name, torch.addmm(weight, tensors[b].float(), tensors[a].float(), alpha=manifest.scale).to(dtype)
+    try:
+        base = TensorFiles(weight_files(model_path)[0])
+    except TensorFileBroken as error:
+        raise ConfigError(FIELD, str(model_path), f"readable safetensors: {error}") from error
+    for name, (a, b) in matrices.items():
+        if name not in base.tensors:
+            raise ConfigError(FIELD, str(model_path), f"a checkpoint with {name}, for which there is an adapter")
+        shape, wanted = base.tensors[name][1], (tensors[b].size(0), tensors[a].size(1))
+        if shape != wanted or tensors[a].size(0) != tensors[b].size(1):
+            raise BadMessage(f"adapter {a} {tuple(tensors[a].shape)} and {b} {tuple(tensors[b].shape)} for {name} of shape {shape}")
+    for name, (a, b) in matrices.items():
+        dtype, shape = base.tensors[name]
+        weight = torch.from_numpy(base[name]).view(torch_dtype(dtype)).view(shape)
+        weight = weight.to(tensors[a].device).float()  # in this order, half as many bytes are copied to a GPU
+        yield name, torch.addmm(weight, tensors[b].float(), tensors[a].float(), alpha=manifest.scale)
 
 
 def _matrices(manifest: Manifest) -> dict[str, tuple[str, str]]:
@@ -57,31 +63,3 @@ def _matrices(manifest: Manifest) -> dict[str, tuple[str, str]]:
     if missing:
         raise BadMessage(f"the manifest of an adapter lacks {missing[0]}")
     return names
-
-
-class _Base:
-    """The tensors of the engine's checkpoint directory.
-
-    Args:
-        files: closes the checkpoint's files.
-    """
-
-    def __init__(self, model_path: Path, files: ExitStack) -> None:
-        self._path = model_path
-        self._files: dict[str, safe_open] = {}
-        index = model_path / "model.safetensors.index.json"
-        try:
-            held = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
-            for path in [model_path / name for name in sorted(held)] or sorted(model_path.glob("*.safetensors")):
-                opened = files.enter_context(safe_open(path, framework="pt"))
-                self._files.update(dict.fromkeys(opened.keys(), opened))
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise ConfigError("model.hf_checkpoint", str(model_path), f"readable safetensors: {type(error).__name__}: {error}") from error
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._files:
-            raise ConfigError("model.hf_checkpoint", str(self._path), f"a checkpoint with {name}, for which there is an adapter")
-        return tuple(self._files[name].get_slice(name).get_shape())
-
-    def read(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)

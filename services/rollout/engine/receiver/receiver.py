@@ -5,8 +5,8 @@ are forgotten; a push of a part keeps the digests of the rest.
 """
 
 import contextlib
+import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,16 +23,21 @@ from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_hashing import ManifestHasher
 from shared.transfer.bucket_ring import BucketRing, bucket_views
-from shared.transfer.digest import TensorDigest, version_digest
+from shared.transfer.digest import TensorDigest, decoded_digests, version_digest
 from shared.transfer.group_channel import GroupReceiver
 from shared.transfer.manifest import Manifest, lay_out
 from shared.transfer.memory_channel import MemoryReceiver
-from shared.transfer.weight_channel import ChannelReceiver, TransferAborted, TransferDeadline
+from shared.transfer.weight_channel import ChannelBroken, ChannelReceiver, TransferAborted, TransferDeadline
 
 log = logging.getLogger(__name__)
 
 KEPT_LAYOUTS = 16
 """The number of manifests whose plans are kept: for each channel that of a whole push, and that of a part."""
+
+
+PEER_PROOF, PEER_DONE = "proof", "done"
+"""The store's keys in a transfer between engines: the digests of the version's tensors and of the sent ones, and the receiver's sign that
+it has read them."""
 
 
 class ReceiveError(MyxoError):
@@ -43,14 +48,9 @@ class ReceiveError(MyxoError):
         super().__init__(reason)
 
 
-@dataclass(frozen=True)
-class ReceivedPush:
-    """A push that was received. ``bytes``: of all buckets. ``differences``: of a check, name → elements that differ."""
-
-    digest: str
-    bytes: int
-    seconds: float
-    differences: dict[str, int]
+def said_by(error: BaseException) -> str:
+    """Returns what an error says, with its kind unless it is one of ours."""
+    return str(error) if isinstance(error, MyxoError) else f"{type(error).__name__}: {error}"
 
 
 class ManifestLayout:
@@ -118,17 +118,26 @@ class Receiver:
         """Leaves its present channels and joins these on a thread; `receive` waits for it.
 
         Args:
-            first_rank: of the engine's first process, in all channels. seconds: for joining.
+            first_rank: of the engine's first process, in all channels; 0: each process joins one of them, as its only reader.
+            seconds: for joining.
         """
         self.leave()
+        if first_rank == 0:
+            addresses, first_rank = addresses[self.rank : self.rank + 1], 1 - self.rank
         while len(self._rings) < len(addresses):
             self._rings.append(BucketRing(self.device))
-        channels = [self._end(address, first_rank + self.rank, ring) for address, ring in zip(addresses, self._rings, strict=False)]
+        rank = first_rank + self.rank
+        channels: list[ChannelReceiver] = [
+            MemoryReceiver(address, rank, self.device) if address.kind == "memory" else GroupReceiver(address, rank, self.device, ring)
+            for address, ring in zip(addresses, self._rings, strict=False)
+        ]
         self._channels = _JoinedChannels(channels, TransferDeadline(seconds, "the channels are given up"))
 
-    def leave(self) -> None:
-        """Leaves all channels, and frees their buffers."""
+    def leave(self, *, free: bool = False) -> None:
+        """Leaves all channels. ``free``: also gives up the buffers that the next ones would take over."""
         channels, self._channels = self._channels, None
+        if free:
+            self._rings = []
         if channels is not None:
             channels.leave()
         for layout in list(self._layouts.values()):
@@ -141,17 +150,15 @@ class Receiver:
             self._called_off = frozenset(self.channels)
             self.leave()
 
-    def _end(self, address: WeightChannelAddress, rank: int, ring: BucketRing) -> ChannelReceiver:
-        if address.kind == "memory":
-            return MemoryReceiver(address, rank, self.device)
-        return GroupReceiver(address, rank, self.device, ring)
-
     # ------------------------------------------------------------------------------------------------------ receiving
 
-    def receive(self, version: int, push: int, channels: Sequence[str], deadline: TransferDeadline, *, check: bool = False) -> ReceivedPush:
+    def receive(
+        self, version: int, push: int, channels: Sequence[str], deadline: TransferDeadline, *, check: bool = False
+    ) -> dict[str, Any]:
         """Receives one push from these channels and loads it, or compares it with the model's weights.
 
-        Channels on which a push has failed are left, since data of the failed push may still be in transit over them.
+        Channels on which a push has failed are left, since data of the failed push may still be in transit over them. Returns the fields of
+        `shared.schema.messages.WeightsReceived`.
 
         Raises:
             ReceiveError: for every failure.
@@ -168,8 +175,7 @@ class Receiver:
                 self.adopt(-1, {})
             self.leave()
             self._settle()
-            reason = str(error) if isinstance(error, MyxoError) else f"{type(error).__name__}: {error}"
-            raise ReceiveError(reason, reception.touched) from error
+            raise ReceiveError(said_by(error), reception.touched) from error
 
     def _joined(self, names: Sequence[str], deadline: TransferDeadline) -> list[ChannelReceiver]:
         channels = self._channels
@@ -213,7 +219,6 @@ class _JoinedChannels:
 
     def __init__(self, channels: list[ChannelReceiver], deadline: TransferDeadline) -> None:
         self.all, self._deadline = channels, deadline
-        self._left = threading.Event()
         self._present = channels[0]
         self._joining = run_in_thread(self._join, "join-channels")
 
@@ -233,7 +238,6 @@ class _JoinedChannels:
         self._joining.result()
 
     def leave(self) -> None:
-        self._left.set()
         self._deadline.abort()
         for channel in self.all:
             channel.close()
@@ -242,8 +246,6 @@ class _JoinedChannels:
         for channel in self.all:
             self._present = channel
             channel.join(self._deadline)
-            if self._left.is_set():
-                channel.close()
 
 
 @dataclass
@@ -252,12 +254,8 @@ class _Stream:
 
     channel: ChannelReceiver
     layout: ManifestLayout
-    first: Tensor | None = None
     adapter: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.layout.manifest
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # of the model, where these are sent
 
 
 class _Reception:
@@ -269,25 +267,30 @@ class _Reception:
         self._streams: list[_Stream] = []
         self._differences: dict[str, int | Tensor] = {}
 
-    def run(self, channels: Sequence[ChannelReceiver]) -> ReceivedPush:
+    def run(self, channels: Sequence[ChannelReceiver]) -> dict[str, Any]:
         started, receiver = time.monotonic(), self._receiver
         with receiver.on_stream():  # before any broadcast is issued: beginning waits for the device, and a broadcast may never end
             manifests = [channel.manifest(self._push, self._deadline) for channel in channels]
             self._streams = [_Stream(channel, receiver.layout(manifest)) for channel, manifest in zip(channels, manifests, strict=True)]
+            for stream in self._streams:
+                if stream.layout.manifest.kind == "parameters":
+                    stream.parameters = _same_tensors(receiver.model, stream.layout.manifest)
             self._take_all()
             for stream in self._streams:
                 self._merge(stream)
             self._drain()
         seconds = time.monotonic() - started
         differences = {name: int(count) for name, count in self._differences.items() if int(count)}
-        nbytes = sum(bucket.nbytes for manifest in manifests for bucket in manifest.buckets)
-        return ReceivedPush(self._learn(differences), nbytes, seconds, differences)
+        nbytes = sum(manifest.nbytes for manifest in manifests)
+        return {"digest": self._learn(differences), "bytes": nbytes, "seconds": seconds, "differences": differences}
 
     def _learn(self, differences: dict[str, int]) -> str:
         """Records the tensors that the model holds now. Returns the version's digest."""
         receiver = self._receiver
         found = {name: known for stream in self._streams for name, known in stream.layout.hasher.digests().items()}
-        if not self._check and any(stream.adapter for stream in self._streams):
+        if any(stream.parameters for stream in self._streams):
+            receiver.adopt(self._version, _proven(self._streams[0].channel, found, self._deadline))
+        elif not self._check and any(stream.adapter for stream in self._streams):
             receiver.adopt(self._version, found)  # adapters are merged into the engine's own checkpoint: their digests are complete
         elif not self._check:
             receiver.learn(self._version, found)
@@ -297,22 +300,29 @@ class _Reception:
 
     def _take_all(self) -> None:
         """Receives the channels' buckets in turn, in the same order on all engines. Loading begins once every channel has brought one."""
+        held = [stream for stream in self._streams if stream.layout.manifest.buckets]
         for stream in self._streams:
             stream.layout.hasher.begin()
-            if stream.manifest.buckets:
-                stream.first = stream.channel.take(0, stream.manifest.buckets[0].nbytes, self._deadline)
-        for index in range(max((len(stream.manifest.buckets) for stream in self._streams), default=0)):
-            for stream in self._streams:
-                if index < len(stream.manifest.buckets):
-                    self._take(stream, index)
+        first = [self._taken(stream, 0) for stream in held]
+        for stream, flat in zip(held, first, strict=True):
+            self._load(stream, 0, flat)
+        for index in range(1, max((len(stream.layout.manifest.buckets) for stream in held), default=0)):
+            for stream in held:
+                if index < len(stream.layout.manifest.buckets):
+                    self._load(stream, index, self._taken(stream, index))
 
-    def _take(self, stream: _Stream, index: int) -> None:
-        bucket, flat = stream.manifest.buckets[index], stream.first
-        if flat is None:
-            flat = stream.channel.take(index, bucket.nbytes, self._deadline)
-        stream.first = None
-        if stream.manifest.kind == "adapter":
+    def _taken(self, stream: _Stream, index: int) -> Tensor:
+        return stream.channel.take(index, stream.layout.manifest.buckets[index].nbytes, self._deadline)
+
+    def _load(self, stream: _Stream, index: int, flat: Tensor) -> None:
+        bucket = stream.layout.manifest.buckets[index]
+        if stream.layout.manifest.kind == "adapter":
             stream.adapter |= {name: tensor.clone() for name, tensor in bucket_views(bucket, flat)}
+        elif stream.parameters:
+            self.touched = True
+            with torch.inference_mode():
+                for name, sent in bucket_views(bucket, flat):
+                    stream.parameters[name].copy_(sent)
         elif self._check:
             for name, count in load_plan.compare(self._receiver.model, bucket, flat).items():
                 self._differences[name] = self._differences.get(name, 0) + count
@@ -330,7 +340,7 @@ class _Reception:
             return
         if receiver.model_path is None:
             raise BadMessage("an adapter came, but the engine's checkpoint, over which it is to be laid, is not known")
-        made = merged(stream.manifest, stream.adapter, Path(receiver.model_path))
+        made = merged(stream.layout.manifest, stream.adapter, Path(receiver.model_path))
         if self._check:
             for name, tensor in made:
                 bucket = lay_out([(name, "float32", tuple(tensor.shape))], tensor.nbytes).buckets[0]
@@ -353,3 +363,26 @@ class _Reception:
     def _poll(self) -> None:
         for stream in self._streams:
             stream.layout.hasher.poll()
+
+
+def _same_tensors(model: Any, manifest: Manifest) -> dict[str, Tensor]:
+    """Returns the model's own tensors by name. Raises BadMessage where the manifest of another engine's are not alike."""
+    tensors = load_plan.tensors_of(model)
+    own, theirs = load_plan.specs_of(tensors), {slot.name: (slot.dtype, slot.shape) for slot in manifest.slots()}
+    for name in own.keys() | theirs.keys():
+        if own.get(name) != theirs.get(name):
+            raise BadMessage(f"{name} is {own.get(name, 'not there')} in this engine, {theirs.get(name, 'not there')} in the source's")
+    return tensors
+
+
+def _proven(channel: ChannelReceiver, found: Mapping[str, TensorDigest], deadline: TransferDeadline) -> dict[str, TensorDigest]:
+    """Returns the digests of the tensors of a version that another engine has sent. Raises BadMessage, ChannelBroken."""
+    try:
+        known, sent = map(decoded_digests, json.loads(channel.read(PEER_PROOF, "the digests of what was sent", deadline)))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BadMessage(f"{channel.source}: digests that cannot be read: {error}") from error
+    if differing := [name for name in found if sent.get(name) != found[name]]:
+        raise ChannelBroken(f"{len(differing)} tensors did not arrive as they were sent, {differing[0]} among them")
+    with contextlib.suppress(RuntimeError):  # the source need not wait any longer; it would only wait for a limited time anyway
+        channel.store.set(PEER_DONE, "1")
+    return known

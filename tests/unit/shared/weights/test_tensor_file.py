@@ -8,7 +8,7 @@ import pytest
 from safetensors import numpy as library
 
 from shared.transfer import tensor_file
-from shared.transfer.tensor_file import TensorFile, TensorFileBroken
+from shared.transfer.tensor_file import TensorFileBroken, TensorFiles
 
 ARRAYS = {
     "a": np.arange(3, dtype=np.int8),
@@ -29,7 +29,7 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
 def test_what_the_library_writes_is_read_and_changed_in_place(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     library.save_file(ARRAYS, path)
-    file = TensorFile(path, writable=True)
+    file = TensorFiles([path], writable=True)
     assert file.tensors == {name: (str(array.dtype), array.shape) for name, array in ARRAYS.items()}
     assert np.array_equal(file["b"].view(np.float32).reshape(2, 3), ARRAYS["b"])
     file["b"].view(np.float32)[4] = 7.5
@@ -59,4 +59,4 @@ def damaged(header: dict[str, object], data: bytes) -> bytes:
 def test_a_file_that_is_none_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(TensorFileBroken, match=r"x\.safetensors is no safetensors file"):
-        TensorFile(tmp_path / "x.safetensors")
+        TensorFiles([tmp_path / "x.safetensors"])

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from services.trainer.actor import Actor
-from services.trainer.megatron.adapters import silence_adapters
-from services.trainer.megatron.export import Exporter
 from services.trainer.megatron.frozen_weights import FrozenWeights
 from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
+from services.trainer.megatron.lora import silence_adapters
 from services.trainer.weights.stage_export import StageExport
 from shared.transfer.bucket_ring import slot_view
 from shared.transfer.manifest import Manifest
@@ -20,8 +19,8 @@ from tests.unit.trainer.megatron.tiny import pack, sequences
 
 def adapters(model: Actor) -> dict[str, Tensor] | None:
     """All of them on rank 0, under PEFT's names."""
-    exporter = Exporter(model.model)
-    found = exporter.bucket(exporter.plan.adapter_units)
+    plan = GatherPlan(model.model)
+    found = plan.bucket(plan.adapter_units)
     return {name: tensor.clone() for name, tensor in found if tensor is not None} or None
 
 

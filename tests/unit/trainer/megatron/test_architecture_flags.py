@@ -10,7 +10,8 @@ import pytest
 from docs.flag_tables import ARCHITECTURE
 from shared.config.run_config import load
 from shared.model.architecture_flags import check, flags_of
-from shared.model.families import hf_tensors, read_architecture
+from shared.model.families import read_architecture
+from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
 from tests.support.architecture_reader import architecture_of
 
@@ -93,12 +94,12 @@ def test_without_embeddings_it_has_them_too(name):
 def test_a_configs_layout_divides_its_model(name):
     from services.trainer.megatron.flag_sorting import resolve
     from shared.config.trainer_section import TrainerSection
-    from shared.model.parallel_layout import ParallelLayout, check_divisible
+    from shared.model.parallel_layout import ParallelLayout, division_problems
 
     given = config(name)
     assert 1 <= given.pop("actor_num_gpus_per_node") <= 8
     flags = resolve(given.pop("megatron"))
-    check_divisible(shape(name), ParallelLayout.of(TrainerSection(**given)), flags.transformer)
+    assert not list(division_problems(shape(name), ParallelLayout.of(TrainerSection(**given)), flags.transformer))
     check(flags.architecture, shape(name))
 
 

@@ -67,7 +67,7 @@ def test_little_is_in_memory_at_a_time(hf, tmp_path, monkeypatch):
 
 
 def test_in_buckets_and_several_files(hf, loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf_conversion.StoredModel, "file_bytes", 20_000)
+    monkeypatch.setattr(hf_conversion, "FILE_BYTES", 20_000)
     hf_conversion.to_torch_dist(hf("qwen3"), tmp_path / "dist", None, quiet)
     hf_conversion.to_hf(tmp_path / "dist" / STEP, tmp_path / "hf", None, None, quiet)
     files = sorted((tmp_path / "hf").glob("*.safetensors"))

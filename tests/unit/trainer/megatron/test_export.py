@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.megatron.export import Exporter
+from services.trainer.megatron import export
+from services.trainer.megatron.gather_plan import GatherPlan
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import pack, sequences
 
@@ -104,9 +105,8 @@ def test_saving_replaces_an_older_model_and_states_the_dtype(hf, make_actor, tmp
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_large_model_is_saved_in_several_files(hf, make_actor, tmp_path, monkeypatch):
-    monkeypatch.setattr(Exporter, "file_bytes", 20_000)
-    make_actor("qwen3").save_hf(tmp_path / "out")
+def test_a_large_model_is_saved_in_several_files(hf, make_actor, tmp_path):
+    export.save_hf(GatherPlan(make_actor("qwen3").model), hf("qwen3"), tmp_path / "out", file_bytes=20_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     loaded = load_file(hf("qwen3") / "model.safetensors")
     assert index["weight_map"].keys() == loaded.keys()

@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.trainer.megatron.hf_weights import Recipe, recipe
-from shared.model.families import Rope, hf_tensors, read_architecture
+from shared.model.architecture import Rope
+from shared.model.families import read_architecture
+from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron.rank_steps import actor
 

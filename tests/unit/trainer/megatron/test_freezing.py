@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.megatron.export import Exporter
+from services.trainer.megatron.gather_plan import GatherPlan
 from services.trainer.megatron.hf_weights import parameters
 from shared.model.tensor_table import megatron_parameters
 from shared.runtime.errors import ConfigError
@@ -121,10 +121,10 @@ def test_a_checkpoint_of_other_frozen_parameters_is_refused(make_actor, tmp_path
 
 
 def test_the_exporter_knows_what_is_frozen(make_actor):
-    frozen = Exporter(make_actor("qwen3", **UPPER).model).plan.frozen
+    frozen = GatherPlan(make_actor("qwen3", **UPPER).model).frozen
     assert "embedding.word_embeddings.weight" in frozen and "decoder.layers.0.mlp.linear_fc1.weight" in frozen
     assert not any("layers.1." in name or name == "output_layer.weight" for name in frozen)
-    assert not Exporter(make_actor("qwen3").model).plan.frozen
+    assert not GatherPlan(make_actor("qwen3").model).frozen
 
 
 def test_names_count_layers_over_the_whole_model(hf, two_ranks):

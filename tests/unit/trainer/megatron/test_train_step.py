@@ -7,7 +7,6 @@ import torch
 
 from services.trainer.megatron.passes import BadLoss
 from shared.config.learning_rate import LearningRateSchedule
-from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.rank_steps import exported, share, steps, weighted_loss
 from tests.unit.trainer.megatron.tiny import pack, sequences
@@ -154,8 +153,3 @@ def test_metrics_must_have_the_same_names_in_every_micro_batch(make_actor):
 
     with pytest.raises(BadLoss, match="same metrics"):
         actor.train_step(share(actor, 0), changing)
-
-
-def test_no_micro_batches_are_refused(make_actor):
-    with pytest.raises(ConfigError, match="micro-batch"):
-        make_actor("qwen3").train_step([], weighted_loss)
