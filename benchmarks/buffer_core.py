@@ -246,7 +246,7 @@ def table(figures: dict[str, Any]) -> Table:
     rows = Table(title=title, caption=figures["machine"], box=None, padding=(0, 3, 0, 0), header_style="dim")
     rows.title_justify = rows.caption_justify = "left"
     for name, justify in (("", "left"), ("measured", "right"), ("goal", "right"), ("", "left")):
-        rows.add_column(name, justify=justify)  # type: ignore[arg-type]
+        rows.add_column(name, justify=justify)
     pace, growth, held = figures["events_per_second"], figures["rss_growth"], memory["scored"]
     rows.add_row("events per second of one core (CPU time)", f"{pace:,}", f"≥ {EVENTS_GOAL:,}", _verdict(pace >= EVENTS_GOAL))
     for kind, of in figures["kinds"].items():

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
 
 ENGINE_FLAGS = [
     *("--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch", "--sglang-grammar-backend", "none"),
-    *("--sglang-mem-fraction-static", "0.3", "--sglang-cuda-graph-max-bs", "32"),
+    *("--sglang-mem-fraction-static", "0.3", "--sglang-cuda-graph-max-bs-decode", "32"),
 ]
 
 

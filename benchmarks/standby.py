@@ -81,7 +81,7 @@ async def measure(deaths: int, records: int) -> dict[str, Any]:
             steps = await write(bus, config, records)
             replay = await replayed(bus, config)
             say(f"replayed in {replay:.1f} s")
-            seconds = await die(Player(bus, None, config, nats.url, directory), steps, deaths)  # type: ignore[arg-type]  # no payloads here
+            seconds = await die(Player(bus, None, config, nats.url, directory), steps, deaths)
             await bus.close()
         finally:
             valkey.stop()

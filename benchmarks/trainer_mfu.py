@@ -161,7 +161,7 @@ def micro_batch(tokens: int, number: int) -> Any:
         finish="length",
         text="",
     )
-    packed = pack([sample], [1.0 / (MICRO_BATCHES * response)], tokens)
+    packed = pack([sample], [1.0 / (MICRO_BATCHES * response)])
     advantage = torch.full((response,), float(generator.normal()))
     return packed.with_fields(advantages=spread([sample], [advantage], "advantages"))
 

@@ -199,7 +199,7 @@ def micro_batches(case: Case, vocabulary: int, step: int) -> list[Any]:
             for number in range(SAMPLES)
         ]
         advantages = [torch.full((response,), 1.0 if number % 2 else -1.0) for number in range(SAMPLES)]
-        packed = pack(samples, [1.0 / (GROUPS * SAMPLES * response)] * SAMPLES, case.tokens * SAMPLES)
+        packed = pack(samples, [1.0 / (GROUPS * SAMPLES * response)] * SAMPLES)
         batches.append(packed.with_fields(advantages=spread(samples, advantages, "advantages")))
     return batches
 

@@ -5,6 +5,7 @@ in it. So the producer has its arrays as an engine's client would, at no cost of
 """
 
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +61,8 @@ class Pool:
         """Compares every bit of the response. Raises AssertionError."""
         span = self._span(group, index)
         same = (sample.group, sample.index, len(sample.prompt)) == (group, index, PROMPT)
-        for read, written, size in zip((sample.response, sample.log_probs, sample.mask), self._written, (4, 4, 1), strict=True):
+        arrays: list[NDArray[Any]] = [sample.response, sample.log_probs, sample.mask]
+        for read, written, size in zip(arrays, self._written, (4, 4, 1), strict=True):
             same = same and read.itemsize == size and read.tobytes() == written[span.start * size : span.stop * size]
         if not same:
             raise AssertionError(f"sample {index} of {group} is not what was written")
