@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -73,6 +74,7 @@ class ChildProcess:
         self._scratch, self._lifeline = scratch, -1
         self._log_begin = 0
         self._ended = self._group_gone = False
+        self._releasing = threading.Lock()
         self.started_s, self.started_at = time.monotonic(), time.time()
         with contextlib.ExitStack() as files:
             output, far_end = subprocess.PIPE, -1
@@ -148,9 +150,10 @@ class ChildProcess:
             if time.monotonic() > end:
                 raise MyxoError(f"processes {left} of {self.name} outlived SIGKILL by {KILL_SECONDS:g} s")
             time.sleep(0.01)
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
+        with self._releasing:  # two threads may stop it at once, and the second would close somebody else's descriptor
+            if self._lifeline >= 0:
+                os.close(self._lifeline)
+                self._lifeline = -1
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 

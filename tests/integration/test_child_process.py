@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -53,6 +55,19 @@ def family(tmp_path: Path) -> Iterator[ChildProcess]:
     process = ChildProcess("family", [sys.executable, "-c", FAMILY], tmp_path / "log", watchdog=True)
     yield process
     process.stop(0)
+
+
+def test_many_threads_may_stop_it_at_once(family: ChildProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    close = os.close
+
+    def close_late(descriptor: int) -> None:
+        time.sleep(0.1)
+        close(descriptor)
+
+    monkeypatch.setattr(os, "close", close_late)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(family.stop, [0.0] * 4))  # a descriptor that is closed twice is an error, or another's
+    assert not family.members()
 
 
 def group_of(holder: subprocess.Popen[str]) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import redis
 
 from shared.bus import runs
 from shared.bus.connection import Bus
@@ -75,11 +76,17 @@ async def test_a_message_repeated_after_the_restart_still_counts_once(mortal_nat
     await bus.close()
 
 
+def in_its_log(valkey: EmbeddedValkey) -> bool:
+    with redis.Redis.from_url(valkey.url) as client:
+        return client.info("persistence")["aof_buffer_length"] == 0
+
+
 async def test_valkey_comes_back_with_every_blob_and_its_clients_go_on(mortal_valkey: EmbeddedValkey, crash: Crash) -> None:
     store, reader = Store(mortal_valkey.url), BlockingStore(mortal_valkey.url)
     blobs = {f"key-{number}": bytes([number]) * 50_000 for number in range(100)}
     await store.write(blobs)
     await store.free(["key-99"])
+    await until(lambda: in_its_log(mortal_valkey), "the blobs in the server's log")  # it writes up to 2 s late beside a slow fsync
     crash(mortal_valkey)
 
     reading = asyncio.create_task(asyncio.to_thread(reader.read, ["key-1"]))

@@ -20,6 +20,7 @@ from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.digest import TensorDigest
 from shared.transfer.group_channel import GroupSender
 from shared.transfer.weight_channel import TransferDeadline
+from tests.support.waiting import until
 
 KNOWN = {"model.weight": TensorDigest("float32", (2, 3), 0xFFFF_0000_1234_5678), "head": TensorDigest("bfloat16", (), 7)}
 SECONDS = 60.0
@@ -100,14 +101,14 @@ def test_what_is_not_held_is_not_sent(source: Receiver) -> None:
         offered(receiver(2))
 
 
-def test_a_push_breaks_a_transfer_off(source: Receiver) -> None:
+async def test_a_push_breaks_a_transfer_off(source: Receiver) -> None:
     """Before the destination has come: nothing of it is touched. And nothing is ever taken for version 3 that is not."""
     offer, destination = offered(source), receiver(2, version=1)
     source.disturb("a push of version 4 begins")
     with pytest.raises(ReceiveError, match="a push of version 4 begins") as raised:
         receive(destination, offer["channel"])
     assert not raised.value.touched and destination.version == 1
-    assert not source.before_change  # the transfer has let go of it
+    await until(lambda: not source.before_change, "the transfer's end at its source")
 
 
 def test_a_push_in_the_middle_of_a_transfer(source: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:

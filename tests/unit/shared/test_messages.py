@@ -72,7 +72,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "WeightsPrepare": {**PUSH, "channels": [CHANNEL], "rank": 1},
     "WeightsReady": {"replica": "r", "version": -1},
     "WeightsReceive": {**PUSH, "push": 1, "channels": ["channel-1"]},
-    "WeightsReceived": {"replica": "r", "digest": "0f", "bytes": 10, "seconds": 0.1},
+    "WeightsReceived": {"digest": "0f", "bytes": 10, "seconds": 0.1},
     "WeightsCommit": {**PUSH, "digest": "0f"},
     "WeightsAbort": {"version": 1, "reason": "a peer died"},
     "WeightsSleep": {"lasts": 30.0, "deadline": 60.0},
