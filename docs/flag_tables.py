@@ -119,7 +119,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "overlap_param_gather": (False, "parameters are gathered in the optimizer step: they may be pushed right after it"),
     "align_param_gather": (False, "parameters are gathered in the optimizer step: they may be pushed right after it"),
     "average_in_collective": (False, "gradients are summed; the objective's weights make them means"),
-    "deallocate_pipeline_outputs": (True, "a stage's output is of no use once it is sent"),
+    "deallocate_pipeline_outputs": (True, "a stage's output is of no use once it is sent; on a CPU it is kept: gloo may still read it"),
     "moe_token_dispatcher_type": ("alltoall", "the one that takes variable lengths"),
     "moe_aux_loss_coeff": (0.0, "the objective alone is optimised"),
     "moe_router_bias_update_rate": (0.0, "the router's bias is the checkpoint's"),

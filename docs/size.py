@@ -24,7 +24,7 @@ PACKAGES = tuple(name for name in ("services", "shared", "myxo") if (ROOT / name
 
 AIM_LINES = 33_000
 """What all packages together should come to."""
-MOST_LINES = 41_450
+MOST_LINES = 38_250
 """What they may not exceed on the way there: lowered with every step, never raised."""
 MOST_COMPLEXITY = 15
 MEDIAN_FUNCTION = 8

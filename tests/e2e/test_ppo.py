@@ -1,4 +1,4 @@
-"""PPO: the critic is a process of its own, and values and KL go through the store; both roles die once and come back."""
+"""PPO: the critic is a process of its own, and values and KL go through the store; all parts of the run die once and come back."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,17 +11,20 @@ from shared.runtime.embedded_servers import EmbeddedValkey
 from tests.e2e.launched import LaunchedRun, gauge
 
 RUN_SECONDS = 1500
+SERVERS = ("valkey-server", "nats-server")
+ALL = ("critic", "trainer", "rollout", "reward", "buffer", *SERVERS)
 
 
 @pytest.mark.timeout(RUN_SECONDS + 300)
 @pytest.mark.parametrize(
     ("deaths", "run_steps"),
     [
-        pytest.param([(2, ("critic", "trainer"))], 5, id="at once"),
+        pytest.param([(2, ALL)], 6, id="all at once"),
+        pytest.param([(2, ("critic", "trainer"))], 5, id="both roles at once", marks=pytest.mark.extra),
         pytest.param([(2, ("critic",)), (6, ("trainer",))], 12, id="one by one", marks=pytest.mark.extra),
     ],
 )
-def test_a_run_with_a_critic_survives_the_death_of_either_role(
+def test_a_run_with_a_critic_survives_deaths(
     deaths: list[tuple[int, tuple[str, ...]]], run_steps: int, small_run: Callable[..., Path], tmp_path: Path
 ) -> None:
     """The KL in the reward makes each wait for the other in every step; checkpoints at other steps than the deaths make both replay."""
@@ -31,15 +34,19 @@ def test_a_run_with_a_critic_survives_the_death_of_either_role(
     ]
     config = small_run("ppo", steps=run_steps, staleness=1)
     with LaunchedRun(config, tmp_path / "runs" / "ppo", "ppo", flags) as run:
-        for steps, services in deaths:
+        for steps, parts in deaths:
             cards = run.until(f"{steps} steps", lambda found, steps=steps: gauge(found, "critic", "step") >= steps, RUN_SECONDS)
-            assert gauge(cards, "critic", "step") < run_steps, f"the run ended before {services} were killed: make it longer"
-            for service in services:
-                run.kill(next(card.pid for card in cards if card.service == service))
+            assert gauge(cards, "critic", "step") < run_steps, f"the run ended before {parts} were killed: make it longer"
+            pids = {card.service: card.pid for card in cards} | {server: run.child(server) for server in SERVERS}
+            for part in parts:
+                run.kill(pids[part])
         assert run.wait(RUN_SECONDS) == 0, run.said()
     summary = run.summary()
     assert summary["audit"] == "ok"
     assert summary["steps"] == run_steps
+    restarts = summary["restarts"]
+    assert isinstance(restarts, dict)
+    assert sum(restarts.values()) >= sum(part not in SERVERS for _, parts in deaths for part in parts) - 1
     root = tmp_path / "runs" / "ppo"
     assert (root / "hf" / "model.safetensors").is_file()
     assert list((root / "critic-checkpoints").glob("step_*"))

@@ -91,7 +91,8 @@ def transformer_config(
         sequence_parallel=layout.sequence_parallel,
         transformer_impl="local",
         use_cpu_initialization=DEVICE_TYPE == "cpu",
-        deallocate_pipeline_outputs=True,
+        # gloo still reads an output that is under way; NCCL has it kept until it is sent
+        deallocate_pipeline_outputs=DEVICE_TYPE == "cuda",
         # these need Apex, Transformer Engine or a compiler
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
