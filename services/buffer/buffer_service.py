@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from services.buffer import ended_groups, policy
+from services.buffer import ended_groups, outcome_sources, policy
 from services.buffer.batch_selector import BufferFilter
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.ledger_writer import LedgerWriter
@@ -26,7 +26,7 @@ from shared.bus.leader_lease import LeaderLease, LeaseLost, LeaseTiming
 from shared.bus.registry import STANDBY
 from shared.bus.streams import generated_consumer, scored_consumer, task_consumer
 from shared.bus.subjects import EVAL, TRAIN
-from shared.bus.work_queue import WorkQueue
+from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.service_base import Service
 from shared.schema import ledger
@@ -237,8 +237,9 @@ class Buffer:
         """Takes rewards and failures; acks once they are in the ledger."""
         queue = WorkQueue(self._bus, scored_consumer(self._service.run, self._config.bus), Outcome)
         while True:
-            leases = await queue.fetch(FETCH)
+            fetched = await queue.fetch(FETCH)
             await self._lease.held()  # a state that may be behind must not ignore any message
+            leases = [lease for lease in fetched if not await self._refused(lease)]
             rewards = [lease.message for lease in leases if isinstance(lease.message, Scored)]
             if rewards:
                 await self._decide(partial(policy.scored, self._state, self._limits, rewards, time.time()))
@@ -249,6 +250,15 @@ class Buffer:
                     await self._decide(partial(policy.interrupted, self._state, self._limits, lease.message, time.time()))
                 self._free_unwanted(lease.message)
                 await lease.ack()
+
+    async def _refused(self, lease: MessageLease[Outcome]) -> bool:
+        """Returns whether an outcome came from somebody who cannot know it; it is then gone from the queue."""
+        reason = outcome_sources.refusal(self._service.subjects, lease.subject, lease.message)
+        if reason is not None:
+            self._service.metrics.add("outcomes_refused")
+            self._log.error("outcome_refused", reason=reason)
+            await lease.ack()
+        return reason is not None
 
     def _free_unwanted(self, message: Outcome) -> None:
         """Frees the payload of a late or repeated attempt; only keys of its own, whatever the message says."""
@@ -314,7 +324,7 @@ class Buffer:
             await self._decide(partial(policy.lost_payload, self._state, name, time.time()))
 
     async def _on_trained(self, report: Trained) -> Message:
-        await self._decide(lambda: policy.trained(self._state, report.step, report.version, report.started, report.ended, time.time()))
+        await self._decide(lambda: policy.trained(self._state, report, time.time()))
         return Accepted()
 
     async def _on_durable(self, report: Durable) -> Message:

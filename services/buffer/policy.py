@@ -17,7 +17,7 @@ from services.buffer.state import BufferState, GroupState
 from shared.runtime.errors import MyxoError
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, group_number
-from shared.schema.messages import Batch, BatchGroup, Failed, Interrupted, Outcome, Payload, RewardPart, Scored, ScoredGroup
+from shared.schema.messages import Batch, BatchGroup, Failed, Interrupted, Outcome, Payload, RewardPart, Scored, ScoredGroup, Trained
 
 STALE = "stale"
 """Reason of groups dropped for their age."""
@@ -230,15 +230,19 @@ def _reward_parts(samples: Iterable[Mapping[str, float]]) -> dict[str, RewardPar
     return parts
 
 
-def trained(state: BufferState, step: int, version: int, started: float, ended: float, now: float) -> list[LedgerRecord]:
+def trained(state: BufferState, report: Trained, now: float) -> list[LedgerRecord]:
     """Ends the groups of a step that the trainer has finished; a repeat gives no record. Raises WrongStep."""
+    step = report.step
     if step < state.trained_steps:
         return []
     if step > state.trained_steps:
         raise WrongStep(f"step {step} was reported as trained; the next one to train is {state.trained_steps}")
     if step not in state.batches:
         raise WrongStep(f"step {step} was reported as trained; its batch was not formed yet")
-    return [ledger.BatchTrained(step=step, version=version, started=started, ended=ended, at=now)]
+    attested = report.attestation
+    return [
+        ledger.BatchTrained(step=step, version=report.version, started=report.started, ended=report.ended, attestation=attested, at=now)
+    ]
 
 
 def durable(state: BufferState, steps: int, now: float) -> list[LedgerRecord]:

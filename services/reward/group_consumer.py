@@ -3,18 +3,21 @@
 import asyncio
 import contextlib
 import time
+import uuid
+from dataclasses import replace
 
 from services.reward.group_filter import GroupFilter
 from services.reward.scorer import Scorer
 from services.reward.worker_process import WorkerFailed
 from shared.bus.streams import generated_consumer
+from shared.bus.subjects import REWARD
 from shared.bus.work_queue import FETCH_SECONDS, MessageLease, WorkQueue
 from shared.environment.protocol import EnvironmentFailed
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, PayloadMissing
 from shared.runtime.service_base import Service
 from shared.schema import sample
-from shared.schema.messages import Failed, Generated, Outcome, Scored, outcome_id
+from shared.schema.messages import Failed, Generated, Outcome, Payload, Scored
 from shared.schema.sample import Sample, Score
 
 
@@ -59,7 +62,7 @@ class GroupConsumer:
         await lease.ack()
 
     async def _publish(self, outcome: Outcome) -> None:
-        await self._service.bus.publish(self._service.subjects.scored, outcome, msg_id=outcome_id(outcome), deadline=600)
+        await self._service.bus.publish(self._service.subjects.scored(REWARD), outcome, msg_id=uuid.uuid4().hex, deadline=600)
 
     async def _outcome(self, lease: MessageLease[Generated]) -> Outcome:
         group, service = lease.message, self._service
@@ -77,7 +80,7 @@ class GroupConsumer:
         service.metrics.add("groups_scored", environment=self._scorer.name)
         final = decided.scores
         return Scored(
-            **dict(group),
+            **dict(group) | _as_read(group.payload, samples),
             rewards=[score.reward for score in final],
             parts=tuple(score.parts for score in final) if any(score.parts for score in final) else (),
             removed=tuple(index for index, score in enumerate(final) if score.removed),
@@ -86,7 +89,7 @@ class GroupConsumer:
         )
 
     async def _samples(self, group: Generated) -> list[Sample]:
-        samples = sample.decode(await self._service.store.read(group.payload.keys))
+        samples = sample.decode(await self._service.store.read(group.payload))
         if len(samples) != len(group.samples):
             raise BadMessage(f"{group.group}: the payload holds {len(samples)} samples, its reference {len(group.samples)}")
         if not samples:
@@ -103,3 +106,12 @@ class GroupConsumer:
     def _failed(self, group: Generated, reason: str) -> Failed:
         self._service.metrics.add("groups_not_scored", environment=self._scorer.name)
         return Failed(group=group.group, attempt=group.attempt, reason=reason, by=self._service.instance, payload=group.payload)
+
+
+def _as_read(payload: Payload, samples: list[Sample]) -> dict[str, object]:
+    """Returns the fields of a group that say what its samples are, as they were read: not as their reference claims."""
+    return {
+        "payload": payload.model_copy(update={"tokens": tuple(item.length for item in samples)}),
+        "samples": [replace(item.meta(), digest=item.token_digest()) for item in samples],
+        "rollouts": sample.rollouts(samples),
+    }

@@ -13,6 +13,7 @@ from torch import Tensor
 from services.trainer import dumps
 from services.trainer.actor import StepResult
 from services.trainer.actor_critic_exchange import ActorCriticExchange
+from services.trainer.batch_attestation import attestation_of
 from services.trainer.batch_metrics import token_means
 from services.trainer.batches import TrainBatch
 from services.trainer.colocation import ColocationScheduler
@@ -103,6 +104,7 @@ class Trainer(RoleWorker):
             dumps.write_batch(template, batch, self._store)
         prepared = self._prepared(batch, ahead)
         means = token_means(prepared.packed, runtime.sum_over_data_parallel)
+        attestation = attestation_of(prepared, runtime.sum_over_data_parallel)
         optimizing, results = time.monotonic(), []
         if batch.step >= self._config.algorithm.num_critic_only_steps:
             need_entropy = self._objective.entropy_coef != 0.0
@@ -115,7 +117,8 @@ class Trainer(RoleWorker):
         if self._metrics is not None and results:
             self._metrics.step(prepared, results, started, ended, optimized=optimized, token_means=means)
         if self._control is not None:
-            self._control.trained(Trained(step=batch.step, version=batch.version, started=started, ended=ended))
+            report = Trained(step=batch.step, version=batch.version, started=started, ended=ended, attestation=attestation)
+            self._control.trained(report)
 
     def _prepared(self, batch: Batch, ahead: Batch | None) -> TrainBatch:
         """Returns the batch with every field that its loss reads: log-probs of present and frozen policies, KL, values, advantages."""

@@ -1,6 +1,5 @@
 """Reading of a rank's shard of each batch from the store: when it is needed, or ahead, while the batch before it trains."""
 
-import itertools
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -54,8 +53,8 @@ class ShardReader:
     def take(self, partition: Partition) -> Shard:
         """Returns the shard of a batch.
 
-        Raises PayloadMissing, DeadlineExceeded, StoreRefused; BadMessage: payload and reference differ; BadSample: a token outside the
-        model's vocabulary.
+        Raises PayloadMissing, DeadlineExceeded, StoreRefused; PayloadChanged: the samples are not those that were scored; BadMessage: they
+        are not what their reference says; BadSample: a token outside the model's vocabulary.
         """
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[0] != partition.batch.step:
@@ -69,12 +68,11 @@ class ShardReader:
     def _read(self, partition: Partition) -> Shard:
         batch, own, removed = partition.batch, set(partition.samples_of(self._rank)), partition.removed()
         groups = partition.groups_of(self._rank)
-        blobs = self._store.stream([key for group in groups for key in batch.groups[group].payload.keys])
+        payloads = self._store.stream([batch.groups[group].payload for group in groups])
         indices = {(item.group, item.position): index for index, item in enumerate(partition.items)}
         samples, stats = {}, empty_table(len(partition.items))
-        for group in groups:
-            reference = batch.groups[group]
-            stored = sample.decode(itertools.islice(blobs, len(reference.payload.keys)))
+        for group, blobs in zip(groups, payloads, strict=True):
+            reference, stored = batch.groups[group], sample.decode(blobs)
             lengths = [item.length for item in stored]
             if lengths != list(reference.payload.tokens):
                 problem = f"{len(lengths)} samples of {lengths} tokens in the store, {list(reference.payload.tokens)} by its reference"

@@ -7,7 +7,7 @@ import re
 
 from pydantic import Field
 
-from shared.schema.messages import Message, Payload, ScoredGroup
+from shared.schema.messages import Attestation, Message, Payload, ScoredGroup
 
 _EVAL_GROUP = re.compile(r"eval\.([^.]+)\.([0-9]+)\.([0-9]+)\Z")
 
@@ -72,12 +72,16 @@ class BatchFormed(LedgerRecord):
 
 
 class BatchTrained(LedgerRecord):
-    """The trainer made ``step`` into weights: its groups end as trained. ``started``/``ended``: seconds since the epoch."""
+    """The trainer made ``step`` into weights: its groups end as trained. ``started``/``ended``: seconds since the epoch.
+
+    ``attestation``: the trainer's own account of what it trained, which the audit compares with the batch.
+    """
 
     step: int
     version: int
     started: float
     ended: float
+    attestation: Attestation | None = None
 
 
 class CheckpointDurable(LedgerRecord):

@@ -2,7 +2,7 @@
 
 Conservation: admitted = trained + dropped + dead + in flight, and each group ends once. Staleness: no batch trains a token older than the
 bound; tokens that it masks for their age, and samples that a filter removed, are not trained. Batches: each step once, of the configured
-size, in order. Versions: never fall.
+size, in order. Versions: never fall. Attestation: the trainer has trained the tokens that were scored, no others and all of them.
 """
 
 from collections import Counter
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.schema import ledger
+from shared.schema.attestation import attest_scored
 from shared.schema.ledger import LedgerRecord, group_id
 from shared.schema.messages import ScoredGroup
 
@@ -55,6 +56,7 @@ class Audit:
         self._report = AuditReport()
         self._open: dict[str, ScoredGroup | None] = {}
         self._batched: dict[int, list[str]] = {}
+        self._mask_below: dict[int, int] = {}
         self._in_batch: set[str] = set()
         self._checks: dict[type[LedgerRecord], Callable[[Any], None]] = {
             ledger.GroupsAdmitted: self._admitted,
@@ -118,7 +120,7 @@ class Audit:
                 self._violation(f"{group} was batched for step {step} without a score")
             else:
                 self._check_ages(record, scored)
-        self._batched[step] = record.groups
+        self._batched[step], self._mask_below[step] = record.groups, record.mask_below
 
     def _check_ages(self, record: ledger.BatchFormed, scored: ScoredGroup) -> None:
         report, step = self._report, record.step
@@ -139,12 +141,25 @@ class Audit:
         step = record.step
         if step != self._report.steps:
             self._violation(f"step {step} was trained after {self._report.steps} steps")
+        self._check_attestation(record)
         for group in self._batched.get(step, []):
             if self._known(group, f"trained in step {step}"):
                 del self._open[group]
                 self._in_batch.discard(group)
                 self._report.trained += 1
         self._report.steps = step + 1
+
+    def _check_attestation(self, record: ledger.BatchTrained) -> None:
+        """Compares the trainer's account of a step with what was scored of the batch's groups."""
+        scored = [group for name in self._batched.get(record.step, []) if (group := self._open.get(name)) is not None]
+        expected = attest_scored([(group.group, group.samples, group.removed) for group in scored], self._mask_below.get(record.step, 0))
+        if record.attestation is None:
+            self._violation(f"step {record.step} was trained, and the trainer does not say what")
+            return
+        told = record.attestation.model_dump()
+        for name, value in expected.model_dump().items():
+            if told[name] != value:
+                self._violation(f"step {record.step}: by the trainer's account its {name} is {told[name]}, by what was scored {value}")
 
     def _durable(self, record: ledger.CheckpointDurable) -> None:
         report, steps = self._report, record.steps

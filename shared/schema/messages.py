@@ -1,80 +1,14 @@
 """The wire schema: every message that crosses the control plane, those about weights aside (`shared.schema.weight_messages`).
 
-Each message is a pydantic model with strict fields, in MessagePack as ``{"schema": 1, "kind": <class name>, ...fields}``. A receiver
-refuses an unknown schema version, an unknown kind and a field that does not fit, with a `BadMessage` that names it.
 The catalogue in ``docs/messages.md`` is generated from these models.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, Literal
 
-import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import ConfigDict, Field, FiniteFloat
 from pydantic.dataclasses import dataclass
 
-from shared.runtime.errors import BadMessage
-from shared.schema import codec
-
-SCHEMA = 1
-"""Version of the wire schema. It grows when a field changes its meaning."""
-
-_LARGEST_TOKEN = np.iinfo(np.int32).max
-
-
-def _token_array(value: object) -> np.ndarray[Any, Any]:
-    if isinstance(value, list) and all(isinstance(token, int) and abs(token) <= _LARGEST_TOKEN for token in value):
-        value = np.asarray(value, dtype=np.int64)
-    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
-        if len(value) and (value.min() < 0 or value.max() > _LARGEST_TOKEN):
-            raise ValueError(f"token ids lie between 0 and {_LARGEST_TOKEN}")
-        return value.astype(np.int32, copy=False)
-    raise ValueError("expected a one-dimensional array of token ids")
-
-
-Tokens = Annotated[Any, BeforeValidator(_token_array)]
-"""Token ids: int32 [T]."""
-
-
-class Part(BaseModel):
-    """Base of the records inside messages."""
-
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-
-
-class Message(Part):
-    """Base of all messages: strict fields, MessagePack both ways."""
-
-    kinds: "ClassVar[dict[str, type[Message]]]" = {}
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        Message.kinds[cls.__name__] = cls
-
-    def encode(self) -> bytes:
-        """Returns the MessagePack bytes of the envelope."""
-        return codec.pack({"schema": SCHEMA, "kind": type(self).__name__, **self.model_dump(mode="python")})
-
-    @classmethod
-    def decode(cls, data: bytes) -> Self:
-        """Reads a message of this class (or, on a base class, any of its subclasses).
-
-        Raises BadMessage, naming the field, for anything else.
-        """
-        fields = codec.unpack(data)
-        if not isinstance(fields, dict):
-            raise BadMessage(f"expected a {cls.__name__} message, got a {type(fields).__name__}")
-        schema, kind = fields.pop("schema", None), fields.pop("kind", None)
-        if schema != SCHEMA:
-            raise BadMessage(f"{kind or cls.__name__}: schema version {schema!r} is unknown here; this side speaks {SCHEMA}")
-        model = Message.kinds.get(str(kind))
-        if model is None or not issubclass(model, cls):
-            raise BadMessage(f"message kind {kind!r} where {cls.__name__} was expected")
-        try:
-            return model.model_validate(fields)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise BadMessage(f"{kind}.{where}: {first['msg']}") from error
-
+from shared.schema.message import Message, Part, Tokens
 
 # --- the flow of a group: task, generated, scored
 
@@ -91,14 +25,18 @@ class Sampling(Part):
 
 
 class Payload(Part):
-    """A reference to a group's samples in the store: one or more blobs of ``bytes`` in all.
+    """A reference to a group's samples in the store: one or more blobs of ``bytes`` in all; nobody reads more than that.
 
-    ``tokens``: the length of each sample, prompt and response together, so that a batch can be partitioned before anybody reads it.
+    ``sizes``: bytes of each blob, where there are several. ``tokens``: the length of each sample, prompt and response together, so that a
+    batch can be partitioned before anybody reads it. ``digest``: of the blobs (`shared.schema.payload_digest`), by who wrote them; whoever
+    reads them compares. Empty: no blob fits it.
     """
 
     keys: list[str] = Field(min_length=1)
     bytes: int = Field(ge=0)
+    sizes: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
+    digest: str = Field(default="", max_length=32)
 
 
 # No `Part`: there is one for every sample, and in slots it takes a tenth of the memory, and less time.
@@ -106,13 +44,17 @@ class Payload(Part):
 class SampleMeta:
     """The metadata of one sample that decisions need without reading its payload.
 
-    ``tokens``: length of the response. ``oldest``/``newest``: weight versions of its oldest and newest trained token.
+    ``tokens``: length of the response; ``trained`` of them are. ``oldest``/``newest``: weight versions of its oldest and newest trained
+    token; ``spans``: (version, trained tokens of it), where these are of several. ``digest``: `Sample.token_digest`, by who scored it.
     """
 
     tokens: int = Field(ge=0)
     oldest: int = Field(ge=0)
     newest: int = Field(ge=0)
     finish: Literal["stop", "length", "abort"]
+    trained: int = Field(default=0, ge=0)
+    spans: tuple[tuple[int, int], ...] = ()
+    digest: int = Field(default=0, ge=0, lt=1 << 64)
 
 
 class GeneratedGroup(Part):
@@ -171,7 +113,7 @@ class Generated(Message, GeneratedGroup):
 
 
 class Outcome(Message):
-    """Base of the messages to the buffer about one attempt at a group. Subject ``<run>.scored``."""
+    """Base of the messages to the buffer about one attempt at a group. Subject ``<run>.scored.<role>``, by the role of who reports."""
 
     group: str
     attempt: int
@@ -201,15 +143,6 @@ class Interrupted(Outcome):
     stale: bool
     replica: str
     payload: Payload | None = None
-
-
-def outcome_id(message: Generated | Outcome) -> str:
-    """Returns the id to publish an outcome under.
-
-    A repeated outcome counts once. What another replica made of the same attempt has an id of its own: the buffer frees its payload.
-    """
-    payload: Payload | None = getattr(message, "payload", None)
-    return payload.keys[0] if payload is not None and payload.keys else f"{message.group}.{message.attempt}"
 
 
 # --- the trainer's side of the buffer, request and reply: batches and their results
@@ -288,6 +221,19 @@ class RunDone(BatchAnswer):
     reason: str = ""
 
 
+class Attestation(Part):
+    """What the trainer has trained in a step, by its own account (`shared.schema.attestation`).
+
+    ``oldest``: version of the oldest trained token. ``samples``: those with a trained token. ``tokens``: trained ones. ``digest``:
+    of all tokens of these samples, in the batch's order.
+    """
+
+    oldest: int
+    samples: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    digest: str = Field(max_length=32)
+
+
 class Trained(Message):
     """Trainer reports ``step`` as trained into weights of ``version``. Subject ``<run>.buffer.trained``. Idempotent.
 
@@ -298,6 +244,7 @@ class Trained(Message):
     version: int = Field(ge=0)
     started: float
     ended: float
+    attestation: Attestation | None = None
     metrics: dict[str, float] = {}
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pydantic
+import xxhash
 from numpy.typing import NDArray
 
 from shared.runtime.errors import BadMessage
@@ -111,11 +112,23 @@ class Sample:
         return out
 
     def meta(self) -> SampleMeta:
-        """Returns the metadata for references: the response's length, and the versions of its oldest and newest trained token."""
-        versions = [version for _, _, version in self.segments]
-        if len(versions) > 1:
-            versions = [version for start, end, version in self.segments if self.mask[start:end].any()] or versions
-        return SampleMeta(tokens=len(self.response), oldest=min(versions, default=0), newest=max(versions, default=0), finish=self.finish)
+        """Returns the metadata for references, without the digest: length, trained tokens, and the weight versions that these are of."""
+        trained: dict[int, int] = {}
+        for start, end, version in self.segments:
+            trained[version] = trained.get(version, 0) + int(np.count_nonzero(self.mask[start:end]))
+        versions = sorted(version for version, count in trained.items() if count) or sorted(trained) or [0]
+        return SampleMeta(
+            tokens=len(self.response),
+            oldest=versions[0],
+            newest=versions[-1],
+            finish=self.finish,
+            trained=sum(trained.values()),
+            spans=tuple((version, trained[version]) for version in versions) if len(versions) > 1 else (),
+        )
+
+    def token_digest(self) -> int:
+        """Returns the digest of its tokens, by which the audit knows them again."""
+        return token_digest(self.prompt, self.response)
 
 
 @pydantic.dataclasses.dataclass(slots=True, kw_only=True, config=pydantic.ConfigDict(extra="forbid"))
@@ -128,6 +141,17 @@ class Score:
     reward: pydantic.FiniteFloat
     parts: dict[str, float] = field(default_factory=dict)
     removed: bool = False
+
+
+def token_digest(*tokens: NDArray[Any]) -> int:
+    """Returns the digest of token ids, 64 bits, of all arrays as one.
+
+    It is xxHash's: what keeps others from changing a sample is its payload's digest (`shared.schema.payload_digest`).
+    """
+    found = xxhash.xxh3_64()
+    for part in tokens:
+        found.update(np.ascontiguousarray(part, "<i4").data)
+    return found.intdigest()
 
 
 def rollouts(samples: Iterable[Sample]) -> tuple[int, ...]:
