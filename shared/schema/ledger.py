@@ -71,6 +71,24 @@ class BatchFormed(LedgerRecord):
     mask_below: int = 0
 
 
+class SampleRefused(LedgerRecord):
+    """The trainer refused the batch of ``step`` at ``refused`` (seconds since the epoch): it cannot train ``sample`` of ``group``."""
+
+    step: int
+    group: str
+    sample: int
+    reason: str
+    refused: float
+
+
+class BatchAmended(LedgerRecord):
+    """``step`` trains ``added`` in the place of ``removed``, which have ended as dead; fewer where nothing can take their place."""
+
+    step: int
+    removed: list[str]
+    added: list[str]
+
+
 class BatchTrained(LedgerRecord):
     """The trainer made ``step`` into weights: its groups end as trained. ``started``/``ended``: seconds since the epoch."""
 

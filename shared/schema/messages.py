@@ -301,6 +301,19 @@ class Trained(Message):
     metrics: dict[str, float] = {}
 
 
+class BatchRefused(Message):
+    """Trainer cannot train ``sample`` (its position in ``group``) of the batch of ``step``. Subject ``<run>.buffer.refused``.
+
+    The buffer counts refusals of a group, each ``at`` (seconds since the epoch) once; at the third it has another take the group's place.
+    """
+
+    step: int = Field(ge=0)
+    group: str
+    sample: int = Field(ge=0)
+    reason: str
+    at: float
+
+
 class Durable(Message):
     """A checkpoint holding every step below ``steps`` is on disk: their payloads may go. Subject ``<run>.buffer.durable``."""
 

@@ -65,6 +65,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "RunDone": {},
     "Trained": {"step": 0, "version": 1, "started": 1.0, "ended": 2.0, "metrics": {"loss": 0.5}},
     "Durable": {"steps": 1},
+    "BatchRefused": {"step": 0, "group": "g00000000", "sample": 1, "reason": "token 9 is outside", "at": 1.0},
     "Accepted": {},
     "Refused": {"reason": "no"},
     "LeaseStatus": {"holder": "buffer-0", "term": "t", "mark": "m", "at": 1.0},
@@ -104,6 +105,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "GroupsDropped": {"groups": ["g00000000"], "reason": "stale", "at": 1.0},
     "GroupDead": {"group": "g00000000", "reason": "x", "at": 1.0},
     "BatchFormed": {"step": 0, "version": 0, "groups": ["g00000000"], "at": 1.0},
+    "SampleRefused": {"step": 0, "group": "g00000000", "sample": 1, "reason": "token 9 is outside", "refused": 1.0, "at": 1.0},
+    "BatchAmended": {"step": 0, "removed": ["g00000000"], "added": ["g00000001"], "at": 1.0},
     "BatchTrained": {"step": 0, "version": 1, "started": 1.0, "ended": 2.0, "at": 1.0},
     "CheckpointDurable": {"steps": 1, "at": 1.0},
     "VersionLive": {"version": 1, "at": 1.0},
@@ -225,7 +228,7 @@ def test_bytes_that_are_no_envelope_are_refused(data: bytes) -> None:
 def test_ledger_events_are_named_after_their_records() -> None:
     assert ledger.GroupsAdmitted.event() == "groups_admitted"
     names = [kind.event() for kind in CONCRETE.values() if issubclass(kind, ledger.LedgerRecord)]
-    assert len(set(names)) == len(names) == 13
+    assert len(set(names)) == len(names) == 15
 
 
 def test_group_ids_count_from_zero_and_sort_in_order_of_admission() -> None:
