@@ -54,8 +54,8 @@ class Service:
         self.redis_url = redis_url
         self.store = Store(redis_url)
         self.subjects = Subjects(run)
-        self.registry = Registry(bus, run)
         self.metrics = Metrics(run, instance)
+        self.registry = Registry(bus, run, lambda: self.metrics.add("misplaced_statuses"))
         self.stopping = asyncio.Event()
         self.log: Any = structlog.get_logger()
         self.heartbeat = config.bus.registry_ttl / HEARTBEATS  # seconds between two renewals of the status

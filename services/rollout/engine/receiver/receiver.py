@@ -229,8 +229,11 @@ class _JoinedChannels:
 
     def wait(self, deadline: TransferDeadline) -> None:
         """Returns once all are joined. Raises the error of joining, TransferAborted, or DeadlineExceeded that names the missing members."""
+        members = "the channels' members"
         try:
-            deadline.until(self._joining.done, "the channels' joining", "the channels' members")
+            deadline.until(self._joining.done, "the channels' joining", members)
+            if not self.joined:
+                deadline.check("the channels' joining", members)  # an abort also leaves the channels, and is the reason then
         except DeadlineExceeded:
             present = self._present
             what = f"the joining of channel {present.name}"
