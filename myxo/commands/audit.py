@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import json
 from pathlib import Path
 
 from rich.console import Console
@@ -10,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run
-from myxo.display.text import figure_table
+from myxo.display.text import figure_table, json_text
 from myxo.run.run_access import reach
 from shared.bus import stream_replay
 from shared.bus.subjects import Subjects
@@ -40,7 +39,7 @@ async def audit(run: str, directory: Path, console: Console, as_json: bool) -> i
         report = checker.report()
         if as_json:
             plain = {JSON_NAMES.get(name, name): value for name, value in vars(report).items() if name != "staleness"}
-            console.file.write(json.dumps({"run": access.run, "ok": report.ok, **plain}, indent=2) + "\n")
+            console.file.write(json_text({"run": access.run, "ok": report.ok, **plain}) + "\n")
         else:
             console.print(table(access.run, access.config, report))
             for violation in report.violations:
