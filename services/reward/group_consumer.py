@@ -71,6 +71,7 @@ class GroupConsumer:
             return self._failed(group, f"given up after {lease.deliveries - 1} deliveries")
         try:
             samples = await self._samples(group)
+            as_read = _as_read(group.payload, samples)
             scores = await self._timed(group, samples)
             decided = await self._filter.decide(group.group, samples, scores)
         except (PayloadMissing, BadMessage, WorkerFailed, EnvironmentFailed, DeadlineExceeded) as error:
@@ -80,7 +81,7 @@ class GroupConsumer:
         service.metrics.add("groups_scored", environment=self._scorer.name)
         final = decided.scores
         return Scored(
-            **dict(group) | _as_read(group.payload, samples),
+            **dict(group) | as_read,
             rewards=[score.reward for score in final],
             parts=tuple(score.parts for score in final) if any(score.parts for score in final) else (),
             removed=tuple(index for index, score in enumerate(final) if score.removed),

@@ -11,19 +11,18 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
+from shared.schema.limits import LARGEST
 
 SCHEMA = 1
 """Version of the wire schema. It grows when a field changes its meaning."""
 
-_LARGEST_TOKEN = np.iinfo(np.int32).max
-
 
 def _token_array(value: object) -> np.ndarray[Any, Any]:
-    if isinstance(value, list) and all(isinstance(token, int) and abs(token) <= _LARGEST_TOKEN for token in value):
+    if isinstance(value, list) and all(isinstance(token, int) and abs(token) <= LARGEST for token in value):
         value = np.asarray(value, dtype=np.int64)
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
-        if len(value) and (value.min() < 0 or value.max() > _LARGEST_TOKEN):
-            raise ValueError(f"token ids lie between 0 and {_LARGEST_TOKEN}")
+        if len(value) and (value.min() < 0 or value.max() > LARGEST):
+            raise ValueError(f"token ids lie between 0 and {LARGEST}")
         return value.astype(np.int32, copy=False)
     raise ValueError("expected a one-dimensional array of token ids")
 
@@ -69,6 +68,6 @@ class Message(Part):
         try:
             return model.model_validate(fields)
         except ValidationError as error:
-            first = error.errors()[0]
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"])
             raise BadMessage(f"{kind}.{where}: {first['msg']}") from error

@@ -8,6 +8,22 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, FiniteFloat
 from pydantic.dataclasses import dataclass
 
+from shared.schema.limits import (
+    LARGEST,
+    MAX_KEYS,
+    MAX_SAMPLES,
+    MAX_SPANS,
+    Count,
+    Digest,
+    Gauges,
+    GroupId,
+    Name,
+    Parts,
+    Reason,
+    Reward,
+    StoreKey,
+    Timestamp,
+)
 from shared.schema.message import Message, Part, Tokens
 
 # --- the flow of a group: task, generated, scored
@@ -32,11 +48,11 @@ class Payload(Part):
     reads them compares. Empty: no blob fits it.
     """
 
-    keys: list[str] = Field(min_length=1)
-    bytes: int = Field(ge=0)
-    sizes: tuple[int, ...] = ()
-    tokens: tuple[int, ...] = ()
-    digest: str = Field(default="", max_length=32)
+    keys: list[StoreKey] = Field(min_length=1, max_length=MAX_KEYS)
+    bytes: int = Field(ge=0, le=1 << 40)
+    sizes: tuple[Count, ...] = Field(default=(), max_length=MAX_KEYS)
+    tokens: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
+    digest: Digest = ""
 
 
 # No `Part`: there is one for every sample, and in slots it takes a tenth of the memory, and less time.
@@ -48,12 +64,12 @@ class SampleMeta:
     token; ``spans``: (version, trained tokens of it), where these are of several. ``digest``: `Sample.token_digest`, by who scored it.
     """
 
-    tokens: int = Field(ge=0)
-    oldest: int = Field(ge=0)
-    newest: int = Field(ge=0)
+    tokens: Count
+    oldest: Count
+    newest: Count
     finish: Literal["stop", "length", "abort"]
-    trained: int = Field(default=0, ge=0)
-    spans: tuple[tuple[int, int], ...] = ()
+    trained: Count = 0
+    spans: tuple[tuple[Count, Count], ...] = Field(default=(), max_length=MAX_SPANS)
     digest: int = Field(default=0, ge=0, lt=1 << 64)
 
 
@@ -64,14 +80,14 @@ class GeneratedGroup(Part):
     from; empty where each gave one sample.
     """
 
-    group: str
-    attempt: int
+    group: GroupId
+    attempt: Count
     payload: Payload
-    samples: list[SampleMeta]
-    rollouts: tuple[int, ...] = ()
-    replica: str
-    started: float
-    ended: float
+    samples: list[SampleMeta] = Field(max_length=MAX_SAMPLES)
+    rollouts: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
+    replica: Name
+    started: Timestamp
+    ended: Timestamp
 
 
 class ScoredGroup(GeneratedGroup):
@@ -81,9 +97,9 @@ class ScoredGroup(GeneratedGroup):
     the loss; their rewards still count in the group.
     """
 
-    rewards: list[FiniteFloat]
-    parts: tuple[dict[str, float], ...] = ()
-    removed: tuple[int, ...] = ()
+    rewards: list[Reward] = Field(max_length=MAX_SAMPLES)
+    parts: tuple[Parts, ...] = Field(default=(), max_length=MAX_SAMPLES)
+    removed: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
 
 
 class Task(Message):
@@ -94,18 +110,18 @@ class Task(Message):
     ``renew_below`` are generated anew.
     """
 
-    group: str
-    attempt: int = Field(default=0, ge=0)
-    n: int = Field(gt=0)
+    group: GroupId
+    attempt: Count = 0
+    n: int = Field(gt=0, le=MAX_SAMPLES)
     prompt: str | list[dict[str, Any]]
     prompt_tokens: Tokens
     label: str | None = None
     metadata: dict[str, Any] = {}
-    environment: str
+    environment: Name
     sampling: Sampling
-    min_version: int = Field(ge=0)
+    min_version: Count
     partial: Payload | None = None
-    renew_below: int = Field(default=0, ge=0)
+    renew_below: Count = 0
 
 
 class Generated(Message, GeneratedGroup):
@@ -115,22 +131,22 @@ class Generated(Message, GeneratedGroup):
 class Outcome(Message):
     """Base of the messages to the buffer about one attempt at a group. Subject ``<run>.scored.<role>``, by the role of who reports."""
 
-    group: str
-    attempt: int
+    group: GroupId
+    attempt: Count
 
 
 class Scored(Outcome, ScoredGroup):
     """Rewards of a group. ``filtered``: why the dynamic sampling filter does not keep the group; None: it is kept."""
 
-    filtered: str | None = None
-    environment: str
+    filtered: Reason | None = None
+    environment: Name
 
 
 class Failed(Outcome):
     """Generation or scoring (``by``) gave the group up; the buffer makes it ``dead`` and frees its payload, where it has one."""
 
-    reason: str
-    by: str
+    reason: Reason
+    by: Name
     payload: Payload | None = None
 
 
@@ -141,7 +157,7 @@ class Interrupted(Outcome):
     """
 
     stale: bool
-    replica: str
+    replica: Name
     payload: Payload | None = None
 
 
@@ -155,8 +171,8 @@ class BatchRequest(Message):
     yet; without it the answer comes at once.
     """
 
-    step: int = Field(ge=0)
-    version: int = Field(ge=0)
+    step: Count
+    version: Count
     hold: bool = True
 
 
@@ -167,21 +183,21 @@ class BatchGroup(Part):
     tokens are older than the batch's ``mask_below``.
     """
 
-    group: str
+    group: GroupId
     payload: Payload
-    rewards: list[float]
-    removed: tuple[int, ...] = ()
-    stale: tuple[int, ...] = ()
+    rewards: list[Reward] = Field(max_length=MAX_SAMPLES)
+    removed: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
+    stale: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
 
 
 class RewardPart(Part):
     """One named reward over the ``samples`` of a batch that have it. ``std``: the population's."""
 
     samples: int
-    mean: float
-    std: float
-    min: float
-    max: float
+    mean: FiniteFloat
+    std: FiniteFloat
+    min: FiniteFloat
+    max: FiniteFloat
 
 
 class BatchAnswer(Message):
@@ -194,9 +210,9 @@ class Batch(BatchAnswer):
     ``mask_below``: tokens of older versions leave the loss. ``parts``: named rewards of its samples.
     """
 
-    step: int
-    version: int
-    mask_below: int = 0
+    step: Count
+    version: Count
+    mask_below: Count = 0
     groups: list[BatchGroup]
     parts: dict[str, RewardPart] = {}
 
@@ -217,8 +233,8 @@ class RunDone(BatchAnswer):
     """
 
     version: int = -1
-    rewards: dict[str, float] = {}
-    reason: str = ""
+    rewards: dict[str, FiniteFloat] = {}
+    reason: Reason = ""
 
 
 class Attestation(Part):
@@ -228,10 +244,10 @@ class Attestation(Part):
     of all tokens of these samples, in the batch's order.
     """
 
-    oldest: int
-    samples: int = Field(ge=0)
-    tokens: int = Field(ge=0)
-    digest: str = Field(max_length=32)
+    oldest: int = Field(ge=-1, le=LARGEST)
+    samples: Count
+    tokens: int = Field(ge=0, lt=1 << 63)
+    digest: Digest
 
 
 class Trained(Message):
@@ -240,18 +256,31 @@ class Trained(Message):
     With the step's ``metrics`` it is the event ``<run>.trainer.step``, too. ``started``/``ended``: seconds since the epoch.
     """
 
-    step: int = Field(ge=0)
-    version: int = Field(ge=0)
-    started: float
-    ended: float
+    step: Count
+    version: Count
+    started: Timestamp
+    ended: Timestamp
     attestation: Attestation | None = None
     metrics: dict[str, float] = {}
+
+
+class BatchRefused(Message):
+    """Trainer cannot train ``sample`` (its position in ``group``) of the batch of ``step``. Subject ``<run>.buffer.refused``.
+
+    The buffer counts refusals of a group, each ``at`` (seconds since the epoch) once; at the third it has another take the group's place.
+    """
+
+    step: int = Field(ge=0)
+    group: str
+    sample: int = Field(ge=0)
+    reason: str
+    at: float
 
 
 class Durable(Message):
     """A checkpoint holding every step below ``steps`` is on disk: their payloads may go. Subject ``<run>.buffer.durable``."""
 
-    steps: int = Field(ge=0)
+    steps: Count
 
 
 class Accepted(Message):
@@ -261,7 +290,7 @@ class Accepted(Message):
 class Refused(Message):
     """The receiver refuses the request; ``reason`` says why in one line."""
 
-    reason: str
+    reason: Reason
 
 
 # --- events and registry: live services and their state
@@ -286,10 +315,10 @@ class WarmStartEnded(Message):
 class ServiceEvent(Message):
     """Event ``<run>.service.<what>``: a service joined, left, was fenced, failed."""
 
-    service: str
-    instance: str
-    what: str
-    detail: str = ""
+    service: Name
+    instance: Name
+    what: Name
+    detail: Reason = ""
     at: float
 
 
@@ -313,9 +342,9 @@ class ServiceStatus(Message):
     version: int = -1
     incarnation: str = ""
     ranks: int = 1
-    gauges: dict[str, float] = {}
-    detail: str = ""
-    last_error: str = ""
+    gauges: Gauges = {}
+    detail: Reason = ""
+    last_error: Reason = ""
     last_error_at: float = 0.0
     at: float
 
