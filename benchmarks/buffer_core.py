@@ -31,7 +31,7 @@ from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState
 from shared.config.sections import RolloutSection
 from shared.schema.ledger import GroupsAdmitted, LedgerRecord, group_id
-from shared.schema.messages import Failed, Message, Payload, SampleMeta, Scored, Trained
+from shared.schema.messages import Failed, Message, Payload, SampleMeta, Scored
 
 EVENTS_GOAL = 50_000
 """Events per second."""
@@ -167,7 +167,7 @@ def _step(core: Core, limits: BufferConfig, step: int, lot: int, dice: random.Ra
         ]
         core.take("scored", events, decisions)
         core.take("batch", 1, [lambda: _asked(core, limits, step)])
-    core.take("trained", 1, [lambda: policy.trained(state, Trained(step=step, version=step + 1, started=0.0, ended=1.0), 0.0)])
+    core.take("trained", 1, [lambda: policy.trained(state, step, step + 1, 0.0, 1.0, 0.0)])
     if (step + 1) % SAVE_EVERY == 0 and step + 1 < limits.rollout.num_rollout:
         core.take("durable", 1, [lambda: policy.durable(state, step + 1, 0.0)])
 

@@ -148,7 +148,7 @@ class Store:
 class BlockingStore:
     """Reads a run's payloads in code without an event loop."""
 
-    def __init__(self, url: str, run: str) -> None:
+    def __init__(self, url: str, run: str = "") -> None:
         self._url, self._run = url, run
         self._reader: Reader | None = None
 

@@ -18,7 +18,8 @@ from shared.config.algorithm import AlgorithmSection
 from shared.runtime.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import BadMessage, PayloadMissing
 from shared.schema import sample
-from shared.schema.messages import Batch, BatchGroup, Payload
+from shared.schema.messages import Batch, BatchGroup
+from shared.schema.payload_digest import reference
 from shared.store.payload_store import BlockingStore, Store
 
 OBJECTIVE = AlgorithmSection()
@@ -74,9 +75,9 @@ async def stored(url: str, run: str, rewards: list[list[float]]) -> Batch:
         name = f"g{number:08d}"
         samples = [made(name, index, index + 1, number + 1) for index in range(len(values))]
         blobs = sample.encode(samples, 200)
-        keys = [f"{run}:{name}:{part}" for part in range(len(blobs))]
-        await store.write(dict(zip(keys, blobs, strict=True)))
-        payload = Payload(keys=keys, bytes=sum(map(len, blobs)), tokens=tuple(lengths(samples)))
+        written = {f"{run}:{name}:{part}": blob for part, blob in enumerate(blobs)}
+        await store.write(written)
+        payload = reference("", written, lengths(samples))
         groups.append(BatchGroup(group=name, payload=payload, rewards=values))
     await store.close()
     return Batch(step=7, version=3, groups=groups)
@@ -153,7 +154,7 @@ def test_what_does_not_fit_its_reference_is_named(valkey: EmbeddedValkey, run_na
         group.rewards = rewards
         with pytest.raises(BadMessage, match=problem):
             read(batch, valkey.url)
-    group.payload, group.rewards = group.payload.model_copy(update={"tokens": (3, 4), "keys": ["nowhere"]}), [1.0, 0.0]
+    group.payload, group.rewards = group.payload.model_copy(update={"tokens": (3, 4), "keys": ["nowhere"], "sizes": ()}), [1.0, 0.0]
     with pytest.raises(PayloadMissing, match="no blob nowhere"):
         read(batch, valkey.url)
     group.payload = group.payload.model_copy(update={"tokens": (3, 101)})
@@ -183,7 +184,7 @@ async def mixed(url: str, run: str, mask_below: int, removed: list[int], groups:
         samples = [two_versions(name, 0), made(name, 1, 3, 0), made(name, 2, 4, 2)]
         (blob,) = sample.encode(samples, 10_000)
         await store.write({f"{run}:{name}": blob})
-        payload = Payload(keys=[f"{run}:{name}"], bytes=len(blob), tokens=tuple(lengths(samples)))
+        payload = reference("", {f"{run}:{name}": blob}, lengths(samples))
         refs.append(BatchGroup(group=name, payload=payload, rewards=[1.0, 0.0, 0.0], removed=tuple(removed)))
     await store.close()
     return Batch(step=0, version=2, mask_below=mask_below, groups=refs)

@@ -21,7 +21,7 @@ from shared.runtime.errors import MyxoError
 from shared.schema.attestation import attest_scored
 from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsAdmitted, GroupsDropped, LedgerRecord, group_id, group_number
 from shared.schema.ledger_audit import Audit, AuditReport
-from shared.schema.messages import Interrupted, Payload, SampleMeta, Scored, Trained
+from shared.schema.messages import Interrupted, Payload, SampleMeta, Scored
 from shared.schema.versions import is_lost
 
 ENDLESS = 1 << 40
@@ -229,9 +229,8 @@ class World:
         began = self._now - self._model.train_seconds
         batch = self._state.batches[step]
         held = [(group.id, group.scored.samples, group.scored.removed) for group in batch.groups if group.scored is not None]
-        attested = attest_scored(held, batch.mask_below)
-        report = Trained(step=step, version=step + 1, started=began, ended=self._now, attestation=attested)
-        self._decide(policy.trained(self._state, report, self._now))
+        attestation = attest_scored(held, batch.mask_below)
+        self._decide(policy.trained(self._state, step, step + 1, began, self._now, self._now, attestation))
         self._decide(policy.durable(self._state, step + 1, self._now))
         self._now += self._model.push
         self._engine.stand_still_until(self._now)

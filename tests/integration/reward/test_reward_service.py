@@ -8,7 +8,8 @@ import pytest
 from shared.bus.registry import Registry
 from shared.bus.streams import generated_consumer
 from shared.bus.work_queue import WorkQueue
-from shared.schema.messages import Failed, Generated, Payload, SampleMeta, Scored
+from shared.schema.messages import Failed, Generated, SampleMeta, Scored
+from shared.schema.payload_digest import reference
 from tests.support.reward_bench import NewBench
 from tests.support.waiting import until
 
@@ -57,12 +58,12 @@ async def test_what_cannot_be_scored_fails_with_the_reason(bench: NewBench) -> N
     process = await desk.launch()
     await desk.generated("g0", "42", label=None)
     assert "needs a label and the prompt has none" in await desk.failure("g0")
-    await desk.generated("g1", "42", payload=Payload(keys=["never:written"], bytes=1))
+    await desk.generated("g1", "42", payload=reference(desk.names.run, {"never:written": b"1"}))
     assert "the store holds no blob never:written" in await desk.failure("g1")
     await desk.generated("g2", "42", "43", samples=[SampleMeta(tokens=2, oldest=3, newest=3, finish="stop")])
     assert "the payload holds 2 samples, its reference 1" in await desk.failure("g2")
     await desk.store.write({"broken": b"garbage"})
-    await desk.generated("g3", "42", payload=Payload(keys=["broken"], bytes=7))
+    await desk.generated("g3", "42", payload=reference(desk.names.run, {"broken": b"garbage"}))
     assert "that are not MessagePack" in await desk.failure("g3")
     await desk.generated("g4")
     assert "the payload holds no sample" in await desk.failure("g4")
