@@ -81,13 +81,13 @@ quickstart: $(READY)
 
 # three at a time, file by file: most tests wait for processes to start
 test: $(READY)
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu and not docker and not extra"
+	@$(BIN)/python -m pytest $(or $(AGAIN),-n 3 --dist loadfile --no-loadscope-reorder) -m "not gpu and not docker and not extra"
 
 test-extra: $(READY)
 	@$(BIN)/python -m pytest -m extra
 
 test-docker: $(READY)
-	@$(BIN)/python -m pytest -m docker tests/integration/bus_store tests/compose
+	@$(BIN)/python -m pytest -m docker -o cache_dir=.pytest_cache/docker $(AGAIN) tests/integration/bus_store tests/compose
 
 lint: $(READY)
 	@$(BIN)/ruff check .

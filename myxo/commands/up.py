@@ -106,8 +106,6 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
     console.print(
         f"Run {config.run.name} is on {redacted(given.nats_url)}. Start its services, each with {what} and MYXO_RUN={config.run.name}: "
         + ", ".join(f"python -m {module}" for module in SERVICE_MODULES.values()),
-        markup=False,
-        highlight=False,
         soft_wrap=True,
     )
     return exit_codes.DONE

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 
@@ -29,6 +28,7 @@ from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import MyxoError
+from shared.runtime.safe_text import say
 from shared.schema.ledger import RunFinished
 from shared.schema.messages import ServiceEvent, ServiceStatus
 from shared.store.payload_store import Store
@@ -267,17 +267,17 @@ class Launch:
             self._say(f"What went wrong cannot be summed up: {error or type(error).__name__}; `myxo summary {self._run}` tries again.")
 
     def _failed(self) -> int:
-        print(f"myxo: run {self._run} failed: {self._failure}", file=sys.stderr)
+        say(f"myxo: run {self._run} failed: {self._failure}")
         return exit_codes.FAILED
 
     def _give_up(self, stopped: StopReason) -> int:
         if stopped.bad_input:
             line = stopped.lines[-1] if stopped.lines else f"{stopped.instance} refused its input; see {stopped.log_path}"
-            print(f"myxo: {line}", file=sys.stderr)
+            say(f"myxo: {line}")
             return exit_codes.BAD_INPUT
         for line in stopped.lines:
-            print(f"  {line}", file=sys.stderr)
-        print(f"myxo: {stopped.reason}; its last lines are above, all of them in {stopped.log_path}", file=sys.stderr)
+            say(f"  {line}")
+        say(f"myxo: {stopped.reason}; its last lines are above, all of them in {stopped.log_path}")
         return exit_codes.FAILED
 
     def _interrupted(self) -> int:
@@ -286,4 +286,4 @@ class Launch:
         return 128 + first
 
     def _say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, markup=False)
+        self._console.print(text, soft_wrap=True)

@@ -3,6 +3,10 @@
 The server alone decides that a status has expired (``bus.registry_ttl``): the clocks of two machines may differ by more than a TTL.
 """
 
+from collections.abc import Callable
+
+import structlog
+
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.runtime.errors import BadMessage
@@ -27,12 +31,17 @@ RENEW_SECONDS = 4.0
 class Registry:
     """The statuses of a run's services.
 
+    Accounts may write only under the keys of their own kind of service, so the key says whose status it is. One that names another service
+    is ignored: it would speak for a service that its writer is not.
+
     Args:
-        bus: an open connection. run: the run's id.
+        bus: an open connection. run: the run's id. on_misplaced: called once for each key that holds a status of another service.
     """
 
-    def __init__(self, bus: Bus, run: str) -> None:
+    def __init__(self, bus: Bus, run: str, on_misplaced: Callable[[], None] = lambda: None) -> None:
         self._bus, self._bucket = bus, Subjects(run).services_bucket
+        self._on_misplaced = on_misplaced
+        self._misplaced: set[str] = set()
 
     async def renew(self, status: ServiceStatus) -> None:
         """Writes a status, which is valid for the run's ``bus.registry_ttl`` seconds."""
@@ -48,8 +57,19 @@ class Registry:
         for key in await self._bus.keys(self._bucket):
             if service is None or key.split(".", 1)[0] == service:
                 try:
-                    if value := await self._bus.get(self._bucket, key):
-                        statuses.append(ServiceStatus.decode(value))
+                    if (value := await self._bus.get(self._bucket, key)) and self._belongs(key, status := ServiceStatus.decode(value)):
+                        statuses.append(status)
                 except BadMessage:
                     continue  # services of another schema version are ignored
         return statuses
+
+    def _belongs(self, key: str, status: ServiceStatus) -> bool:
+        """Returns whether a status is that of its key's service."""
+        if [status.service, status.instance] == key.split(".", 1):
+            self._misplaced.discard(key)
+            return True
+        if key not in self._misplaced:
+            self._misplaced.add(key)
+            structlog.get_logger().warning("status_misplaced", key=key, names=f"{status.service}.{status.instance}"[:200])
+            self._on_misplaced()
+        return False

@@ -101,13 +101,13 @@ async def phase(bus: Bus, run: str) -> str | None:
 async def phase_and_reason(bus: Bus, run: str, deadline: float = 15.0) -> tuple[str | None, str]:
     """Returns the phase, and the reason of a run that is `FAILED`."""
     value = await bus.get(Subjects(run).config_bucket, _PHASE, deadline=deadline)
-    phase, _, reason = (value or b"").decode().partition("\n")
+    phase, _, reason = (value or b"").decode(errors="replace").partition("\n")
     return phase or None, reason
 
 
 async def set_phase(bus: Bus, run: str, value: str, reason: str = "") -> None:
     """Writes the phase; ``reason``: why a run is `FAILED`, in one line."""
-    await bus.put(Subjects(run).config_bucket, _PHASE, f"{value}\n{reason}".rstrip("\n").encode())
+    await bus.put(Subjects(run).config_bucket, _PHASE, f"{value}\n{reason}".rstrip("\n").encode(errors="backslashreplace"))
 
 
 async def last_record(bus: Bus, run: str, kind: type[Record]) -> Record | None:

@@ -51,6 +51,35 @@ async def test_a_status_of_another_schema_is_not_one_to_work_with(registry: Regi
     assert [one.instance for one in await registry.alive()] == ["r-1"]
 
 
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("rollout.r-2", ("rollout", "r-1")),  # another replica of the same account
+        ("rollout.r-2", ("trainer", "trainer-1")),
+        ("rollout.r.2", ("rollout.r", "2")),
+    ],
+)
+async def test_a_status_that_does_not_belong_to_its_key_is_ignored_and_counted(
+    key: str, named: tuple[str, str], registry: Registry, bus: Bus, run_name: str
+) -> None:
+    found: list[str] = []
+    registry = Registry(bus, run_name, lambda: found.append(key))
+    bucket = Subjects(run_name).services_bucket
+    await registry.renew(status("rollout", "r-1"))
+    await bus.put(bucket, key, status(*named, gauges={"onloaded": 1.0}).encode())
+    for _ in range(2):
+        assert [(one.service, one.instance, one.gauges) for one in await registry.alive()] == [("rollout", "r-1", {})]
+        assert [one.instance for one in await registry.alive("rollout")] == ["r-1"]
+        assert await registry.alive("trainer") == []
+    assert found == [key]  # once, not at every look
+
+    await bus.put(bucket, key, status(*key.split(".", 1)).encode())
+    assert len(await registry.alive("rollout")) == 2
+    await bus.put(bucket, key, status(*named).encode())
+    assert len(await registry.alive("rollout")) == 1
+    assert found == [key, key]
+
+
 async def test_who_stops_renewing_is_gone_after_the_ttl_and_who_renews_stays(bus: Bus, run_name: str, tmp_path: Path) -> None:
     await streams.create(bus, run_config(tmp_path, run={"name": run_name}, bus={"registry_ttl": TTL}))
     registry = Registry(bus, run_name)

@@ -52,7 +52,8 @@ async def a_run(
     nats: EmbeddedNats, valkey: EmbeddedValkey, name: str, directory: Path, model: Path, **weights: Any
 ) -> AsyncIterator[NewReplica]:
     """Makes a run and, on demand, its replicas: services around an engine each, which have no weights and look for some."""
-    config = run_config(directory, run={"name": name}, model={"hf_checkpoint": str(model)}, weights=weights)
+    unhurried = {"registry_ttl": 600}  # nobody renews the statuses of these services
+    config = run_config(directory, run={"name": name}, model={"hf_checkpoint": str(model)}, weights=weights, bus=unhurried)
     made: list[tuple[Service, list[asyncio.Task[None]]]] = []
     creator = await Bus.connect(nats.url, "test")
     await runs.create(creator, config, valkey.url)

@@ -5,7 +5,6 @@ are forgotten; a push of a part keeps the digests of the rest.
 """
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from services.rollout.engine.receiver import load_plan
 from services.rollout.engine.receiver.lora_adapter import merged
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
+from shared.runtime.untrusted_files import parse_json
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_hashing import ManifestHasher
 from shared.transfer.bucket_ring import BucketRing, bucket_views
@@ -229,8 +229,11 @@ class _JoinedChannels:
 
     def wait(self, deadline: TransferDeadline) -> None:
         """Returns once all are joined. Raises the error of joining, TransferAborted, or DeadlineExceeded that names the missing members."""
+        members = "the channels' members"
         try:
-            deadline.until(self._joining.done, "the channels' joining", "the channels' members")
+            deadline.until(self._joining.done, "the channels' joining", members)
+            if not self.joined:
+                deadline.check("the channels' joining", members)  # an abort also leaves the channels, and is the reason then
         except DeadlineExceeded:
             present = self._present
             what = f"the joining of channel {present.name}"
@@ -378,7 +381,7 @@ def _same_tensors(model: Any, manifest: Manifest) -> dict[str, Tensor]:
 def _proven(channel: ChannelReceiver, found: Mapping[str, TensorDigest], deadline: TransferDeadline) -> dict[str, TensorDigest]:
     """Returns the digests of the tensors of a version that another engine has sent. Raises BadMessage, ChannelBroken."""
     try:
-        known, sent = map(decoded_digests, json.loads(channel.read(PEER_PROOF, "the digests of what was sent", deadline)))
+        known, sent = map(decoded_digests, parse_json(channel.read(PEER_PROOF, "the digests of what was sent", deadline)))
     except (ValueError, TypeError, AttributeError) as error:
         raise BadMessage(f"{channel.source}: digests that cannot be read: {error}") from error
     if differing := [name for name in found if sent.get(name) != found[name]]:
