@@ -5,11 +5,10 @@ remove what is in it, so that it belongs on loopback, or on an address that only
 """
 
 import datetime
+import importlib
 import socket
 from typing import Any
 
-import torch.distributed
-import torch.distributed.rendezvous
 from torch.distributed import TCPStore
 
 MEETING_SECONDS = 300.0
@@ -37,5 +36,5 @@ class BoundStore(TCPStore):
 
 def bind_stores() -> None:
     """Makes every store that torch opens in this process, or that a library opens by its name, a `BoundStore`."""
-    for module in (torch.distributed, torch.distributed.rendezvous):
-        vars(module)["TCPStore"] = BoundStore
+    for module in ("torch.distributed", "torch.distributed.rendezvous"):  # by name: the attribute `rendezvous` is a function
+        vars(importlib.import_module(module))["TCPStore"] = BoundStore

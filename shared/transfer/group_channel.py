@@ -61,7 +61,7 @@ class BroadcastGroup:
         prefixed, size = PrefixStore(f"{address.name}/group/", store), address.world_size
         self._group: Any
         if address.backend == "gloo":
-            gloo = dist.ProcessGroupGloo._Options()
+            gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             gloo._timeout = datetime.timedelta(seconds=max(1.0, seconds))
             here = address.address if rank == 0 else address_towards(address.address)
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]  # by itself gloo takes what the host's name means
