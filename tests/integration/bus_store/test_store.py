@@ -91,7 +91,7 @@ async def test_only_what_was_announced_by_this_run_and_in_this_order_fits(store:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"sizes": (1, 1)}, {"sizes": ()}, {"sizes": (1, 2, 3)}, {"bytes": 10}, {"bytes": 300 << 20, "sizes": (150 << 20, 150 << 20)}],
+    [{"sizes": (2, 1)}, {"sizes": ()}, {"sizes": (1, 2, 3)}, {"bytes": 10}, {"bytes": 300 << 20, "sizes": (150 << 20, 150 << 20)}],
 )
 async def test_a_reference_that_contradicts_itself_or_is_too_large_is_not_followed(
     store: Store, valkey: EmbeddedValkey, run_name: str, changes: dict[str, object]
