@@ -148,7 +148,7 @@ STORE = {
     BUFFER: {"PING", "GETRANGE", "EXISTS", "UNLINK"},
     ROLLOUT: {"PING", "GETRANGE", "SETNX"},
     REWARD: {"PING", "GETRANGE"},
-    TRAINER: {"PING", "GETRANGE"},
+    TRAINER: {"PING", "GET", "GETRANGE"},
     OPERATOR: {"PING", "GET", "GETRANGE", "EXISTS", "UNLINK", "SCAN"},
     "health": {"PING"},
 }
