@@ -352,8 +352,9 @@ class ServiceStatus(Message):
     ``version``: weights served (-1: none). ``state``: starting, ready, updating, fenced, stopping, … ``gauges``: small live figures.
     ``ranks``: how many ranks its engine has in a process group. ``incarnation`` changes whenever what the service holds in memory (an
     engine's weights) is lost. ``detail``: the reason of the state, in words; for a buffer: why the newest dead group died, if any did.
-    ``last_error``: the newest error that it logged in this life, at ``last_error_at`` (seconds since the epoch). Service `environment`
-    is none of Myxo's: the reward services keep its status, with its URL as ``http``.
+    ``held_back``: why it holds its work back (a stream or the store is full), how long already, and until when. ``last_error``: the
+    newest error that it logged in this life, at ``last_error_at`` (seconds since the epoch). Service `environment` is none of Myxo's: the
+    reward services keep its status, with its URL as ``http``.
     """
 
     service: str
@@ -368,6 +369,7 @@ class ServiceStatus(Message):
     ranks: int = 1
     gauges: dict[str, float] = {}
     detail: str = ""
+    held_back: str = ""
     last_error: str = ""
     last_error_at: float = 0.0
     at: float
