@@ -20,6 +20,7 @@ from myxo.run.run_access import BUS_ERRORS, told_when_lost
 from myxo.run.run_directory import RunDirectory, ServerUrls
 from myxo.run.run_view import RunView, look
 from myxo.run.service_failures import RESTARTED, full_disk
+from myxo.run.vocabulary import vocabulary
 from shared.bus import runs, streams
 from shared.bus.connection import Bus
 from shared.bus.registry import ENVIRONMENT, Registry
@@ -83,7 +84,7 @@ class Launch:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._signals.append, signum)
-        self._servers = RunServers(self._directory, self._given, self._config.store.appendfsync)
+        self._servers = RunServers(self._directory, self._given, self._config.store)
         self._servers.start()
         try:
             inbox = Subjects(self._run).inbox("operator")
@@ -112,7 +113,7 @@ class Launch:
             await runs.refuse_differences(bus, config)
             self._say(f"Run {run} is finished: {finished.steps} steps. --fresh starts it anew, a larger --num-rollout goes on.")
             return await self._report(bus)
-        await runs.create(bus, config, self._servers.redis_url)
+        await runs.create(bus, config, self._servers.redis_url, await asyncio.to_thread(vocabulary, config))
         self._directory.freeze(config)
         self._directory.write_servers(ServerUrls(self._servers.nats_url, self._servers.redis_url, os.getpid()))
         self._began = await runs.trained_steps(bus, run)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from services.buffer import ended_groups, policy
+from services.buffer import amendment, ended_groups, policy
 from services.buffer.batch_selector import BufferFilter
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.ledger_writer import LedgerWriter
@@ -19,6 +19,7 @@ from services.buffer.prompt_supply import PromptSupply, open_prompts
 from services.buffer.rollout_keeper import RolloutKeeper
 from services.buffer.run_failure import RunFailure
 from services.buffer.state import BufferState
+from services.buffer.store_room import StoreRoom
 from services.buffer.task_publisher import TaskPublisher
 from shared.bus import runs
 from shared.bus.connection import TRANSIENT, WrongSequence
@@ -35,6 +36,7 @@ from shared.schema.messages import (
     Accepted,
     BatchAnswer,
     BatchPending,
+    BatchRefused,
     BatchRequest,
     Durable,
     Failed,
@@ -78,7 +80,9 @@ class Buffer:
     def __init__(self, service: Service, prompts: PromptSupply) -> None:
         config, heldout = service.config, prompts.heldout
         self._service, self._config, self._bus, self._log = service, config, service.bus, service.log
-        self._limits = BufferConfig(config.rollout, config.weights, config.eval, len(heldout) if heldout else 0)
+        self._limits = BufferConfig(
+            config.rollout, config.weights, config.eval, len(heldout) if heldout else 0, config.algorithm.has_critic
+        )
         self._tasks = TaskPublisher(service.bus, config, prompts)
         self._prompts = prompts
         path = config.rollout.buffer_filter_path
@@ -87,6 +91,7 @@ class Buffer:
         self._failure = RunFailure(service, self._limits.max_dead_in_a_row, self._lease.held)
         self._ledger = LedgerWriter(service.bus, service.run, self._lease.held)
         self._state = BufferState()
+        self._room = StoreRoom(service)
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._to_free: asyncio.Queue[list[str]] = asyncio.Queue()
@@ -131,6 +136,7 @@ class Buffer:
         await self._bus.serve(subjects.batch, BatchRequest, self._as_holder(self._on_batch))
         await self._bus.serve(subjects.trained, Trained, self._as_holder(self._on_trained))
         await self._bus.serve(subjects.durable, Durable, self._as_holder(self._on_durable))
+        await self._bus.serve(subjects.refused, BatchRefused, self._as_holder(self._on_refused))
         service.state = "ready"
         await self._failure.look()
         if took_over:
@@ -181,7 +187,7 @@ class Buffer:
             await self._record(decision())
             while records := [
                 *policy.close(self._state, self._limits, time.time()),
-                *([] if self._failure.reason else policy.admit(self._state, self._limits, time.time())),
+                *([] if self._failure.reason or self._service.held_back else policy.admit(self._state, self._limits, time.time())),
             ]:
                 await self._record(records)
         async with self._changed:
@@ -217,6 +223,10 @@ class Buffer:
                 self._log.info("groups_dropped", groups=names, reason=reason)
             case ledger.GroupDead(group=name, reason=reason) | ledger.EvalScored(group=name, rewards=[], reason=reason):
                 self._log.warning("group_dead", group=name, reason=reason)
+            case ledger.SampleRefused(step=step, group=name, sample=sample, reason=reason):
+                self._log.warning("sample_refused", step=step, group=name, sample=sample, reason=reason)
+            case ledger.BatchAmended(step=step, removed=removed, added=added):
+                self._log.warning("batch_amended", step=step, removed=removed, added=added)
             case ledger.EvalStarted(version=version):
                 self._tasks.evaluation(self._state.evaluations[version])
             case ledger.EvalEnded(dataset=dataset, version=version, mean_reward=mean, failed=failed):
@@ -293,9 +303,13 @@ class Buffer:
             return RunDone(reason=self._failure.reason)
         if step >= steps:
             if state.finished_steps < steps:
-                return BatchPending(step=step, have=0, need=0, waiting_for=self._awaited())
+                return self._pending(step, have=0, need=0)
             last = state.last_evaluation
             return RunDone() if last is None else RunDone(version=last.version, rewards={last.dataset: last.mean_reward})
+        if step in state.batches:
+            await self._lose_missing()
+            await self._decide(lambda: amendment.amended(self._state, limits, step, time.time()))
+            return policy.batch(state, step) or self._pending(step, have=len(state.batches[step].groups), need=size)
         if len(state.ready) >= size:
             await self._lose_missing()
         chosen = None
@@ -305,7 +319,10 @@ class Buffer:
         await self._decide(
             lambda: [] if step in state.batches else policy.form_batch(state, limits, step, request.version, time.time(), chosen)
         )
-        return policy.batch(state, step) or BatchPending(step=step, have=len(state.ready), need=size, waiting_for=self._awaited())
+        return policy.batch(state, step) or self._pending(step, have=len(state.ready), need=size)
+
+    def _pending(self, step: int, have: int, need: int) -> BatchPending:
+        return BatchPending(step=step, have=have, need=need, waiting_for=self._awaited(), store_full=bool(self._room.reason))
 
     async def _lose_missing(self) -> None:
         """Has groups generated anew whose payload the store has lost since they were scored."""
@@ -317,6 +334,10 @@ class Buffer:
         await self._decide(lambda: policy.trained(self._state, report.step, report.version, report.started, report.ended, time.time()))
         return Accepted()
 
+    async def _on_refused(self, refusal: BatchRefused) -> Message:
+        await self._decide(lambda: amendment.refused(self._state, refusal, time.time()))
+        return Accepted()
+
     async def _on_durable(self, report: Durable) -> Message:
         await self._decide(lambda: policy.durable(self._state, report.steps, time.time()))
         return Accepted()
@@ -326,6 +347,8 @@ class Buffer:
     def _awaited(self) -> str:
         """Returns, in words, the reason why the next batch waits."""
         state = self._state
+        if held := self._service.held_back:
+            return held
         if state.live_version < 0:
             return "a rollout replica that serves weights (none does yet)"
         if state.evaluations:
@@ -335,7 +358,7 @@ class Buffer:
         return f"{away}; live version {state.live_version}; {state.dead} dead so far"
 
     async def _watch_gauges(self) -> None:
-        """Updates the gauges (groups by state, queue depths), and resumes once a failed run goes on."""
+        """Updates the gauges (groups by state, queue depths), and resumes once a failed run goes on, or a full store has room."""
         run, bus_config = self._service.run, self._config.bus
         consumers = {
             "queue_task": [task_consumer(run, bus_config, TRAIN)],
@@ -345,7 +368,7 @@ class Buffer:
         }
         queues = {name: [WorkQueue(self._bus, consumer, Task) for consumer in parts] for name, parts in consumers.items()}
         while True:
-            if await self._failure.look():
+            if await self._failure.look() or await self._room.look():
                 await self._decide(lambda: [])
             state, metrics = self._state, self._service.metrics
             for name in _GAUGES:

@@ -81,8 +81,8 @@ class PermissionErrors:
 
 def full_reason(error: Exception) -> str:
     """Returns why there is no room, where the server refuses a message for that; else nothing."""
-    if isinstance(error, nats.js.errors.APIError) and error.err_code in STREAM_FULL:
-        return f"the bus is full ({error.description})"
+    if getattr(error, "err_code", None) in STREAM_FULL:  # not all of the library's errors of its API have one
+        return f"the bus is full ({getattr(error, 'description', 'no reason is given')})"
     return ""
 
 

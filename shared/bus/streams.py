@@ -70,7 +70,7 @@ def scored_consumer(run: str, bus: BusSection) -> Consumer:
 
 
 async def create(bus: Bus, config: RunConfig) -> None:
-    """Makes the run's streams, consumers and buckets; existing ones get the config's limits, and stay unchanged else.
+    """Makes the run's streams, consumers and buckets; existing ones get their bounds in bytes, and stay unchanged else.
 
     Raises NotPermitted, DeadlineExceeded; StreamFull where the server cannot reserve the bytes of them.
     """
@@ -116,11 +116,11 @@ def _name_in_use_is_fine() -> Iterator[None]:
 
 
 async def _limit(bus: Bus, stream: StreamConfig) -> None:
-    """Gives an existing stream the limits of the config, which may have changed; a full one has room again then."""
+    """Gives an existing stream the bytes of the config, which may have changed; a full one has room again then."""
     assert stream.name is not None
     there = (await bus.js.stream_info(stream.name)).config
-    if (there.max_bytes, there.max_msgs) != (stream.max_bytes, stream.max_msgs):
-        await bus.js.update_stream(there.evolve(max_bytes=stream.max_bytes, max_msgs=stream.max_msgs))
+    if there.max_bytes != stream.max_bytes:
+        await bus.js.update_stream(there.evolve(max_bytes=stream.max_bytes))
 
 
 def _queue(name: str, subject: str, bus: BusSection) -> StreamConfig:

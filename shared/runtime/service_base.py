@@ -65,7 +65,7 @@ class Service:
         self.incarnation = secrets.token_hex(4)  # not the pid: in a container every life has the same one
         self.ranks = 1
         self.host = own_address()
-        self.http = self.engine = self.detail = ""
+        self.http = self.engine = self.detail = self.holding = ""
         self._spawned: set[asyncio.Task[None]] = set()
 
     def status(self) -> ServiceStatus:
@@ -92,7 +92,7 @@ class Service:
     @property
     def held_back(self) -> str:
         """Returns why work is held back, while a stream or the store is full; such a service takes no more work. Else nothing."""
-        return str(self.bus.full) or str(self.store.full)
+        return str(self.bus.full) or str(self.store.full) or self.holding
 
     async def announce(self) -> None:
         """Renews the status now rather than at the next heartbeat."""

@@ -3,7 +3,7 @@
 A group's samples are encoded into one or more blobs (MessagePack, arrays as raw bytes); a reference lists the keys.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
+from shared.schema.limits import MAX_KEYS, Parts, Reward
 from shared.schema.messages import SampleMeta
 
 SCHEMA = 1
@@ -178,13 +179,13 @@ class Sample:
 
 @pydantic.dataclasses.dataclass(slots=True, kw_only=True, config=pydantic.ConfigDict(extra="forbid"))
 class Score:
-    """The reward of one sample, finite; ``parts`` holds named rewards where the environment gives several.
+    """The reward of one sample, within `shared.schema.limits`; ``parts`` holds named rewards where the environment gives several.
 
     ``removed``: a sample filter took the sample out of the loss; its reward still counts in the group.
     """
 
-    reward: pydantic.FiniteFloat
-    parts: dict[str, float] = field(default_factory=dict)
+    reward: Reward
+    parts: Parts = field(default_factory=dict)
     removed: bool = False
 
 
@@ -194,12 +195,12 @@ def rollouts(samples: Iterable[Sample]) -> tuple[int, ...]:
     return indices if len(set(indices)) < len(indices) else ()
 
 
-def encode(samples: Iterable[Sample], blob_bytes: int) -> list[bytes]:
-    """Returns blobs of about ``blob_bytes`` each, in sample order. The caller has checked the samples."""
+def encode(samples: Sequence[Sample], blob_bytes: int) -> list[bytes]:
+    """Returns blobs of about ``blob_bytes`` each, `MAX_KEYS` at most, in sample order. The caller has checked the samples."""
     batches: list[list[dict[str, Any]]] = [[]]
-    size = 0
+    size, fewest = 0, -(-len(samples) // MAX_KEYS)
     for sample in samples:
-        if size >= blob_bytes:
+        if size >= blob_bytes and len(batches[-1]) >= fewest:
             batches.append([])
             size = 0
         arrays = {name: codec.array(getattr(sample, name), dtype) for name, (_, dtype) in _ARRAYS.items()}

@@ -129,6 +129,11 @@ class Store:
         if keys:
             await self._retry(deadline, lambda: self._client.unlink(*keys), f"removal of {len(keys)} blobs")
 
+    async def memory(self, deadline: float) -> tuple[int, int]:
+        """Returns the bytes of memory that the store uses and those that it may use (0: it has no bound)."""
+        told = await self._retry(deadline, lambda: self._client.info("memory"), "its memory")
+        return int(told["used_memory"]), int(told["maxmemory"])
+
     async def close(self) -> None:
         if self._blobs is not None:
             self._blobs.cancel()

@@ -30,6 +30,7 @@ def subjects(run: str) -> Table:
         names.batch: ({TRAINER} | PEOPLE, {BUFFER}),
         names.trained: ({TRAINER} | PEOPLE, {BUFFER}),
         names.durable: ({TRAINER} | PEOPLE, {BUFFER}),
+        names.refused: ({TRAINER} | PEOPLE, {BUFFER}),
         names.environment("math", "describe"): ({REWARD} | PEOPLE, {ENVIRONMENT}),
         names.environment("math", "score"): ({REWARD} | PEOPLE, {ENVIRONMENT}),
         f"{run}.anything.else": (PEOPLE, NOBODY),
@@ -79,13 +80,13 @@ def interface(run: str) -> Table:
         f"STREAM.INFO.{names.ledger_stream}": SERVICES,
         f"STREAM.INFO.KV_{names.config_bucket}": SERVICES,
         f"STREAM.INFO.KV_{names.services_bucket}": SERVICES,
-        f"STREAM.INFO.KV_{names.weights_bucket}": {BUFFER, ROLLOUT, TRAINER},
+        f"STREAM.INFO.KV_{names.weights_bucket}": {BUFFER, ROLLOUT, REWARD, TRAINER},
         f"STREAM.INFO.KV_{names.leases_bucket}": {BUFFER},
         f"STREAM.INFO.{names.task_stream}": NOBODY,
         f"STREAM.MSG.GET.{names.ledger_stream}": {BUFFER},
         f"STREAM.MSG.GET.KV_{names.config_bucket}": SERVICES,
         f"STREAM.MSG.GET.KV_{names.services_bucket}": {ROLLOUT, TRAINER},
-        f"STREAM.MSG.GET.KV_{names.weights_bucket}": {BUFFER, ROLLOUT, TRAINER},
+        f"STREAM.MSG.GET.KV_{names.weights_bucket}": {BUFFER, ROLLOUT, REWARD, TRAINER},
         f"STREAM.MSG.GET.KV_{names.leases_bucket}": {BUFFER},
         f"STREAM.MSG.GET.{names.task_stream}": NOBODY,
         f"STREAM.MSG.GET.{names.scored_stream}": NOBODY,
@@ -142,7 +143,7 @@ def everything(run: str, other: str) -> Table:
 
 
 STORE = {
-    BUFFER: {"PING", "GET", "EXISTS", "UNLINK"},
+    BUFFER: {"PING", "GET", "EXISTS", "INFO", "UNLINK"},
     ROLLOUT: {"PING", "GET", "SET"},
     REWARD: {"PING", "GET"},
     TRAINER: {"PING", "GET"},

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shared.runtime.errors import BadMessage
 from shared.schema import codec, sample
+from shared.schema.limits import MAX_KEYS
 from shared.schema.sample import Sample, SampleLimits
 
 
@@ -67,6 +68,7 @@ def test_blobs_are_cut_near_the_size_that_was_asked_for() -> None:
     group = [make(index, length=1000) for index in range(10)]
     assert len(sample.encode(group, 1 << 20)) == 1
     one = len(sample.encode(group[:1], 1)[0])
+    assert len(sample.encode([make(2)] * (MAX_KEYS + 1), 1)) <= MAX_KEYS, "a reference lists no more"
     blobs = sample.encode(group, 20_000)
     assert len(blobs) == 4
     assert all(20_000 <= len(blob) < 20_000 + one for blob in blobs[:-1])
