@@ -28,6 +28,7 @@ from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import MyxoError
+from shared.runtime.http_address import HTTP_VARIABLE
 from shared.runtime.safe_text import say
 from shared.schema.ledger import RunFinished
 from shared.schema.messages import ServiceEvent, ServiceStatus
@@ -99,7 +100,7 @@ class Launch:
 
     async def _with_bus(self, bus: Bus) -> int:
         run, config = self._run, self._config
-        specs = plan(config, self._servers.nats_url, os.environ.get("MYXO_HTTP", ""))
+        specs = plan(config, self._servers.nats_url, os.environ.get(HTTP_VARIABLE, ""))
         if self._given.nats_url is not None and await streams.exists(bus, run):
             await self._refuse_others(bus, None if self._fresh else {spec.instance for spec in specs})
         if self._signals:

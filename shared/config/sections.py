@@ -328,6 +328,9 @@ class MonitoringSection(Section):
     )
     wandb_dir: Path | None = Field(default=None, description="where W&B's files lie; default: the run's directory", **MUTABLE)
     wandb_host: str | None = Field(default=None, description="URL of a W&B server of your own", **MUTABLE)
+    http_host: str = Field(
+        default="127.0.0.1", min_length=1, description="where services serve /healthz and /metrics; MYXO_HTTP, host:port, wins", **MUTABLE
+    )
     logprob_alarm: float = Field(
         default=0.1, gt=0, description="mean difference of engine's and trainer's log-probs at equal versions that is warned of", **MUTABLE
     )
