@@ -34,10 +34,15 @@ class SampleTooLong(MyxoError):
 
     def __init__(self, sample: str, tokens: int, budget: int) -> None:
         self.sample, self.tokens, self.budget = sample, tokens, budget
-        super().__init__(
-            f"sample {sample} has {tokens} tokens, a micro-batch holds at most {budget}: raise max_tokens_per_gpu or "
-            "the context parallel size, or lower rollout_max_context_len"
-        )
+        super().__init__(f"sample {sample} {too_long(tokens, budget)}")
+
+
+def too_long(tokens: int, budget: int) -> str:
+    """Returns what is wrong with a sample of so many tokens, as the end of a sentence about it."""
+    return (
+        f"has {tokens} tokens, a micro-batch holds at most {budget}: raise max_tokens_per_gpu or context_parallel_size, "
+        "or lower rollout_max_response_len"
+    )
 
 
 def balance(
