@@ -101,8 +101,7 @@ class RoleWorker:
         self._skipped = 0
         architecture = self._actor.architecture
         self._operations = cache(lambda tokens: flops.training(architecture, [tokens], value_head=role == "critic"))
-        # the limit of a micro-batch, which the ranks of a context-parallel group hold together
-        self._max_tokens = config.trainer.max_tokens_per_gpu * config.trainer.context_parallel_size
+        self._max_tokens = config.trainer.micro_batch_tokens
 
     def close(self) -> None:
         """Closes groups, files and connections."""
