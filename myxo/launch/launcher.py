@@ -20,6 +20,7 @@ from myxo.run.run_access import BUS_ERRORS, told_when_lost
 from myxo.run.run_directory import RunDirectory, ServerUrls
 from myxo.run.run_view import RunView, look
 from myxo.run.service_failures import RESTARTED, full_disk
+from myxo.run.vocabulary import vocabulary
 from shared.bus import runs, streams
 from shared.bus.connection import Bus
 from shared.bus.registry import ENVIRONMENT, Registry
@@ -113,7 +114,7 @@ class Launch:
             await runs.refuse_differences(bus, config)
             self._say(f"Run {run} is finished: {finished.steps} steps. --fresh starts it anew, a larger --num-rollout goes on.")
             return await self._report(bus)
-        await runs.create(bus, config, self._servers.redis_url)
+        await runs.create(bus, config, self._servers.redis_url, await asyncio.to_thread(vocabulary, config))
         self._directory.freeze(config)
         self._directory.write_servers(ServerUrls(self._servers.nats_url, self._servers.redis_url, os.getpid()))
         self._began = await runs.trained_steps(bus, run)
@@ -159,6 +160,7 @@ class Launch:
                 self._away = now
             supervisor.note_ready(self._statuses)
             if not self._ended and (reason := supervisor.tick(now, view.steps)) is not None:
+                shown.show(view.stopped(reason.reason), now)
                 return reason
             if polling.done():
                 polling.result()
@@ -166,7 +168,7 @@ class Launch:
                 show_at = now + SHOW_SECONDS
                 instances, servers, disk = supervisor.statuses(now), self._servers.restarts(), full_disk(self._directory.root)
                 view = look(self._config, self._statuses, instances, servers, view, self._began, disk)
-                shown.show(view.finished() if self._finished else view, now)
+                shown.show(view.finished() if self._finished else view.stopped(self._failure), now)
             if self._ended:
                 return None
             await asyncio.sleep(TICK_SECONDS)
@@ -269,7 +271,7 @@ class Launch:
 
     def _failed(self) -> int:
         say(f"myxo: run {self._run} failed: {self._failure}")
-        return exit_codes.FAILED
+        return exit_codes.RUN_FAILED
 
     def _give_up(self, stopped: StopReason) -> int:
         if stopped.bad_input:
@@ -279,7 +281,7 @@ class Launch:
         for line in stopped.lines:
             say(f"  {line}")
         say(f"myxo: {stopped.reason}; its last lines are above, all of them in {stopped.log_path}")
-        return exit_codes.FAILED
+        return exit_codes.RUN_FAILED
 
     def _interrupted(self) -> int:
         first = self._signals[0]
