@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from services.buffer import amendment, ended_groups, policy
+from services.buffer import amendment, ended_groups, outcome_check, policy
 from services.buffer.batch_selector import BufferFilter
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.ledger_writer import LedgerWriter
@@ -20,6 +20,7 @@ from services.buffer.rollout_keeper import RolloutKeeper
 from services.buffer.run_failure import RunFailure
 from services.buffer.state import BufferState
 from services.buffer.task_publisher import TaskPublisher
+from services.buffer.trial import BadRecord
 from shared.bus import runs
 from shared.bus.connection import TRANSIENT, WrongSequence
 from shared.bus.leader_lease import LeaderLease, LeaseLost, LeaseTiming
@@ -27,7 +28,7 @@ from shared.bus.registry import STANDBY
 from shared.bus.streams import generated_consumer, scored_consumer, task_consumer
 from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import WorkQueue
-from shared.runtime.errors import DeadlineExceeded
+from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.service_base import Service
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, group_id
@@ -39,13 +40,14 @@ from shared.schema.messages import (
     BatchRequest,
     Durable,
     Failed,
-    Interrupted,
+    GroupOutcome,
     Message,
     Outcome,
     RunDone,
     Scored,
     Task,
     Trained,
+    failure_of,
 )
 from shared.schema.weight_messages import WeightsLive
 
@@ -180,9 +182,18 @@ class Buffer:
     # --- deciding, recording, acting
 
     async def _decide(self, decision: Callable[[], Sequence[LedgerRecord]]) -> None:
-        """Makes a decision once those before it are recorded, records it and acts on it."""
+        """Makes a decision once those before it are recorded, records it and acts on it.
+
+        Raises BadRecord where it cannot be made or recorded, and the decision's own MyxoErrors.
+        """
         async with self._lock:
-            await self._record(decision())
+            try:
+                decided = decision()
+            except MyxoError:
+                raise
+            except Exception as error:
+                raise BadRecord(f"no decision: {type(error).__name__}: {error}") from error
+            await self._record(decided)
             while records := [
                 *policy.close(self._state, self._limits, time.time()),
                 *([] if self._failure.reason else policy.admit(self._state, self._limits, time.time())),
@@ -192,17 +203,18 @@ class Buffer:
             self._changed.notify_all()
 
     async def _record(self, records: Sequence[LedgerRecord]) -> None:
-        try:
-            for record in records:
-                await self._ledger.append(record)
+        for entry in self._ledger.tried(records):
+            record = entry.record
+            try:
+                await self._ledger.append(entry)
                 self._keeper.take(ended_groups.ended(self._state, record))
                 self._state.apply(record)
                 await self._failure.see(record, self._state.dead)
                 self._keeper.release(self._state.released)
                 await self._act(record)
-        except Exception as error:
-            self._broken.put_nowait(error)
-            raise
+            except Exception as error:
+                self._broken.put_nowait(error)
+                raise
 
     async def _until_broken(self) -> None:
         """Ends this buffer once a record could not be made or followed: state and ledger may differ then, or another buffer is active."""
@@ -243,32 +255,48 @@ class Buffer:
 
     async def _take_outcomes(self) -> None:
         """Takes rewards and failures; acks once they are in the ledger."""
-        queue = WorkQueue(self._bus, scored_consumer(self._service.run, self._config.bus), Outcome)
+        queue = WorkQueue(self._bus, scored_consumer(self._service.run, self._config.bus), Outcome, self._on_unreadable)
         while True:
             leases = await queue.fetch(FETCH)
             await self._lease.held()  # a state that may be behind must not ignore any message
-            rewards = [lease.message for lease in leases if isinstance(lease.message, Scored)]
-            if rewards:
-                await self._decide(partial(policy.scored, self._state, self._limits, rewards, time.time()))
-            for lease in leases:
-                if isinstance(lease.message, Failed):
-                    await self._decide(partial(policy.failed, self._state, lease.message, time.time()))
-                elif isinstance(lease.message, Interrupted):
-                    await self._decide(partial(policy.interrupted, self._state, self._limits, lease.message, time.time()))
-                self._free_unwanted(lease.message)
+            outcomes = [outcome_check.checked(lease.message, self._service.subjects, last=lease.last) for lease in leases]
+            if rewards := [outcome for outcome in outcomes if isinstance(outcome, Scored)]:
+                await self._settle(rewards)
+            for lease, outcome in zip(leases, outcomes, strict=True):
+                if not isinstance(outcome, Scored):
+                    await self._settle([outcome])
+                self._free_unwanted(outcome)
                 await lease.ack()
 
-    def _free_unwanted(self, message: Outcome) -> None:
-        """Frees the payload of a late or repeated attempt; only keys of its own, whatever the message says."""
-        assert isinstance(message, Scored | Failed | Interrupted)  # the kinds of outcomes that there are
-        own = self._service.subjects.payload_prefix(message.group, message.attempt)
-        if late := [key for key in policy.unwanted(self._state, message) if key.startswith(own)]:
+    async def _on_unreadable(self, data: bytes, reason: str) -> None:
+        if (failed := failure_of(data, reason, by=self._service.instance)) is not None:
+            await self._lease.held()
+            await self._settle([failed])
+
+    async def _settle(self, outcomes: Sequence[GroupOutcome]) -> None:
+        """Decides about outcomes together. What cannot be recorded ends its own group, and holds nothing else up."""
+        try:
+            await self._decide(lambda: policy.outcomes(self._state, self._limits, outcomes, time.time()))
+        except BadRecord as error:
+            if len(outcomes) > 1:
+                for outcome in outcomes:
+                    await self._settle([outcome])
+                return
+            [outcome] = outcomes
+            self._service.metrics.add("outcomes_refused")
+            self._log.error("outcome_refused", group=outcome.group, attempt=outcome.attempt, error=str(error))
+            if not isinstance(outcome, Failed):
+                await self._settle([Failed(group=outcome.group, attempt=outcome.attempt, reason=str(error), by=self._service.instance)])
+
+    def _free_unwanted(self, message: GroupOutcome) -> None:
+        """Frees the payload of a late or repeated attempt."""
+        if late := policy.unwanted(self._state, message):
             self._keeper.release(late)
 
     async def _watch_versions(self) -> None:
         """Reads the live version from KV, when an event says that there is a new one and, where an event was missed, now and then."""
         subjects = self._service.subjects
-        news = asyncio.Event()
+        news, refused = asyncio.Event(), b""
 
         async def on_event(_: object) -> None:
             news.set()
@@ -276,9 +304,13 @@ class Buffer:
         await self._bus.connection.subscribe(subjects.event("weights", "live"), cb=on_event)
         while True:
             news.clear()
-            if value := await self._bus.get(subjects.weights_bucket, "live", deadline=120):
-                version = WeightsLive.decode(value).version
-                await self._decide(partial(policy.live, self._state, self._limits, version, time.time()))
+            if (value := await self._bus.get(subjects.weights_bucket, "live", deadline=120)) and value != refused:
+                try:
+                    version = WeightsLive.decode(value).version
+                    await self._decide(partial(policy.live, self._state, self._limits, version, time.time()))
+                except (BadMessage, BadRecord, policy.WrongVersion) as error:
+                    self._log.error("live_version_refused", error=str(error))
+                    refused = value
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(news.wait(), POLL_INTERVAL_S)
 

@@ -8,7 +8,7 @@ what is older when the batch is formed, `services.buffer.batch_order` which of t
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from services.buffer import batch_order, evaluation, staleness
 from services.buffer.buffer_config import BufferConfig
@@ -17,7 +17,7 @@ from services.buffer.state import BufferState, GroupState
 from shared.runtime.errors import MyxoError
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, group_number
-from shared.schema.messages import Batch, BatchGroup, Failed, Interrupted, Outcome, Payload, RewardPart, Scored, ScoredGroup
+from shared.schema.messages import Batch, BatchGroup, Failed, GroupOutcome, Interrupted, Outcome, Payload, RewardPart, Scored, ScoredGroup
 
 STALE = "stale"
 """Reason of groups dropped for their age."""
@@ -29,7 +29,7 @@ FILTERED, NOTHING_LEFT = "filtered", "no sample is left to train"
 """The beginning of the reason of groups dropped by a filter, and its continuation where a sample filter took every sample."""
 
 RECORD_SAMPLES = 2048
-"""Samples of one `GroupsScored`: about 70 bytes each, a few hundred with named rewards, and the bus takes messages of 1 MiB."""
+"""Samples of one `GroupsScored`: about 70 bytes each. With many named rewards it is divided again (`services.buffer.record_size`)."""
 
 MOST_PARTS = 64
 """The most named rewards of a batch that are reported: the user chooses the names, and all of them go into one message."""
@@ -41,6 +41,10 @@ class BadChoice(MyxoError):
 
 class WrongStep(MyxoError):
     """A trainer asked for or reported a step that does not follow from the ledger; the text says what was expected."""
+
+
+class WrongVersion(MyxoError):
+    """Weights were announced that no trained step can have made."""
 
 
 # --- admission
@@ -72,6 +76,17 @@ def _waits_for_first_evaluation(state: BufferState, limits: BufferConfig) -> boo
 # --- outcomes
 
 
+def outcomes(state: BufferState, limits: BufferConfig, messages: Sequence[GroupOutcome], now: float) -> list[LedgerRecord]:
+    """Decides about outcomes together: about any number of `Scored`, or about a single one of another kind."""
+    match messages:
+        case [Failed() as message]:
+            return failed(state, message, now)
+        case [Interrupted() as message]:
+            return interrupted(state, limits, message, now)
+        case _:
+            return scored(state, limits, [message for message in messages if isinstance(message, Scored)], now)
+
+
 def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now: float) -> list[LedgerRecord]:
     """Takes rewards that arrived. Repeats, late attempts and groups that have ended give no record; a group with a sample too few is dead.
 
@@ -89,7 +104,7 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
         decided.add(name)
         if group is None:
             records += evaluation.came_back(state, message, now)
-        elif (problem := _misshapen(message, limits.rollout.n_samples_per_prompt)) is not None:
+        elif (problem := _misshapen(message, limits.rollout.n_samples_per_prompt) or _misdated(message, state, limits)) is not None:
             records.append(ledger.GroupDead(group=name, reason=problem, payload=message.payload, at=now))
         else:
             fresh.append(message)
@@ -118,6 +133,17 @@ def _misshapen(message: Scored, rollouts: int) -> str | None:
         return f"{samples} samples of {len(set(origins))} rollouts, with {rewards} rewards, came back for {rollouts} rollouts"
     if len(message.parts) not in (0, samples) or not set(message.removed) <= set(range(samples)):
         return f"named rewards of {len(message.parts)} samples, and {message.removed} removed, came back for {samples} samples"
+    if len(message.payload.tokens) not in (0, samples):
+        return f"lengths of {len(message.payload.tokens)} samples came back for {samples} samples"
+    return None
+
+
+def _misdated(message: Scored, state: BufferState, limits: BufferConfig) -> str | None:
+    """Returns what is wrong with the versions of a group: none is newer than the steps that have their batch can make."""
+    newest = limits.newest_version(state.formed_steps)
+    for index, sample in enumerate(message.samples):
+        if not sample.oldest <= sample.newest <= newest:
+            return f"sample {index} holds tokens of versions {sample.oldest} to {sample.newest}; the newest that there can be is {newest}"
     return None
 
 
@@ -142,7 +168,7 @@ def interrupted(state: BufferState, limits: BufferConfig, message: Interrupted, 
     return [_requeue(group, f"{message.replica} did not end it", now, partial=has, renew_below=group.renew_below)]
 
 
-def unwanted(state: BufferState, message: Scored | Failed | Interrupted) -> list[str]:
+def unwanted(state: BufferState, message: GroupOutcome) -> list[str]:
     """Returns the payload keys of an outcome that nobody needs after its decision: it is of an ended group, of an attempt that was given
     up, or a repeat. A second replica may have written them long after they were freed."""
     if message.payload is None:
@@ -257,10 +283,12 @@ def durable(state: BufferState, steps: int, now: float) -> list[LedgerRecord]:
 def live(state: BufferState, limits: BufferConfig, version: int, now: float) -> list[LedgerRecord]:
     """Takes note of a version that is served; an older one gives no record. Starts the evaluation that is due, unless it did before.
 
-    A version is announced again and again: a buffer that died between these two records finds the second one missing.
+    Raises WrongVersion. A version is announced again and again: a buffer that died between these two records finds the second one missing.
     """
     if version < state.live_version:
         return []
+    if version > (newest := limits.newest_version(state.formed_steps)):
+        raise WrongVersion(f"weights of version {version} are announced; the newest that there can be is {newest}")
     records: list[LedgerRecord] = [ledger.VersionLive(version=version, at=now)] if version > state.live_version else []
     started = version in state.evaluations or version in state.evaluated
     if limits.eval_prompts and not started and evaluation.is_due(limits, version):

@@ -33,6 +33,9 @@ EVENTS_BYTES = 1 << 26
 """The bytes of events that a run keeps, the latest ones. The server reserves them when the run is created: at a gigabyte each, a small disk
 would be full after a few runs."""
 
+SPARE_DELIVERIES = 2
+"""Deliveries beyond `max_deliver`: one lets a worker declare the message dead, and the worker may die of that, too."""
+
 CREATE_SECONDS = 30.0
 _NAME_IN_USE = 10058
 
@@ -135,7 +138,7 @@ async def _add_consumer(bus: Bus, consumer: Consumer) -> None:
             deliver_policy=DeliverPolicy.ALL,
             ack_policy=AckPolicy.EXPLICIT,
             ack_wait=settings.ack_wait,
-            max_deliver=settings.max_deliver + 2,  # one further delivery lets a worker declare it dead, another is spare
+            max_deliver=settings.max_deliver + SPARE_DELIVERIES,
             max_ack_pending=settings.max_ack_pending,
             num_replicas=settings.replicas,
         ),
