@@ -20,6 +20,7 @@ from myxo.run.run_access import BUS_ERRORS, told_when_lost
 from myxo.run.run_directory import RunDirectory, ServerUrls
 from myxo.run.run_view import RunView, look
 from myxo.run.service_failures import RESTARTED, full_disk
+from myxo.run.vocabulary import vocabulary
 from shared.bus import runs, streams
 from shared.bus.connection import Bus
 from shared.bus.registry import ENVIRONMENT, Registry
@@ -112,7 +113,7 @@ class Launch:
             await runs.refuse_differences(bus, config)
             self._say(f"Run {run} is finished: {finished.steps} steps. --fresh starts it anew, a larger --num-rollout goes on.")
             return await self._report(bus)
-        await runs.create(bus, config, self._servers.redis_url)
+        await runs.create(bus, config, self._servers.redis_url, await asyncio.to_thread(vocabulary, config))
         self._directory.freeze(config)
         self._directory.write_servers(ServerUrls(self._servers.nats_url, self._servers.redis_url, os.getpid()))
         self._began = await runs.trained_steps(bus, run)

@@ -163,6 +163,7 @@ def _reward(names: Subjects) -> BusRights:
         *_take(names.generated_stream, generated_consumer(names.run, BusSection(), ANY).name),
         names.scored,
         names.environment(ANY, ANY),
+        *_read(names.weights_bucket),  # to learn the live version: no sample is of a much newer one
         f"$KV.{names.services_bucket}.{registry.ENVIRONMENT}.{ANY}",  # the statuses of the environments that it scores with
     )
     return BusRights(publish, (_inbox(names, REWARD),))

@@ -12,10 +12,11 @@ from shared.config.run_config import RunConfig, changes
 from shared.runtime import server_urls
 from shared.runtime.errors import BadInput, ConfigError, raise_problems
 from shared.schema.ledger import BatchTrained, LedgerRecord, RunFinished
+from shared.schema.weight_messages import WeightsLive
 
 Record = TypeVar("Record", bound=LedgerRecord)
 
-_CONFIG, _STORE, _PHASE = "config", "store", "phase"
+_CONFIG, _STORE, _PHASE, _VOCABULARY = "config", "store", "phase", "vocabulary"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 """The phases of a run. A failed run continues when it is created again."""
 
@@ -31,12 +32,13 @@ class NoSuchRun(BadInput):
     """The bus holds no run of that name."""
 
 
-async def create(bus: Bus, config: RunConfig, store_url: str | None) -> None:
+async def create(bus: Bus, config: RunConfig, store_url: str | None, vocabulary: int | None = None) -> None:
     """Makes the run's streams and freezes its config; on a resume, updates the fields that may change.
 
     Args:
         store_url: the store of payloads, for services without ``REDIS_URL``. A URL with credentials is not recorded, because every service
             could read it, and each has its own account.
+        vocabulary: how many token ids the model has, for services that do not see its files. No group is scored without it.
 
     Raises ConfigError if a field differs that may not change, Problems for several.
     """
@@ -47,6 +49,8 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None) -> None:
     if store_url is not None:
         stated = "" if server_urls.has_credentials(store_url) else store_url
         await bus.put(bucket, _STORE, stated.encode())  # an empty value, too, because it must replace an earlier address
+    if vocabulary is not None:
+        await bus.put(bucket, _VOCABULARY, str(vocabulary).encode())
     known = await phase(bus, config.run.name)
     if known == FINISHED:  # resumed with more steps?
         finished = await last_record(bus, config.run.name, RunFinished)
@@ -91,6 +95,20 @@ async def store_url(bus: Bus, run: str) -> str | None:
     """Returns the URL of the run's store, as recorded when it was created; None if it was not."""
     value = await bus.get(Subjects(run).config_bucket, _STORE)
     return value.decode() if value else None
+
+
+async def vocabulary(bus: Bus, run: str) -> int:
+    """Returns how many token ids the run's model has. Raises NoSuchRun where that was not said when the run was put on the bus."""
+    value = await bus.get(Subjects(run).config_bucket, _VOCABULARY)
+    if value is None:
+        raise NoSuchRun(f"run {run!r} is on the bus without its model's vocabulary; `myxo up CONFIG` or `myxo submit CONFIG` writes it")
+    return int(value)
+
+
+async def live_version(bus: Bus, run: str) -> int:
+    """Returns the newest weight version that was announced as served; -1 before the first."""
+    value = await bus.get(Subjects(run).weights_bucket, "live")
+    return -1 if value is None else WeightsLive.decode(value).version
 
 
 async def phase(bus: Bus, run: str) -> str | None:

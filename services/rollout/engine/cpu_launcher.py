@@ -12,6 +12,8 @@ stand-ins before the first import of ``sglang``, inside the engine's processes a
   each process of the engine is 90 MB smaller without it.
 * ``megatron``: hidden. SGLang's debug dumper imports it where it is installed, 0.8 s for nothing.
 
+Its stores listen on loopback alone (`shared.transfer.bound_store`), as with `gpu_launcher`.
+
 Children are forked, where SGLang asks for spawn: they need not import everything again, which halves both the time to start and the memory.
 That is safe here and only here: no CUDA, and before the fork the parent has run no parallel region of torch's. A child that is spawned all
 the same imports this file again, as ``__mp_main__``, and so gets the stand-ins as well.
@@ -34,6 +36,8 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # read while sglang is impo
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # some routers are compiled functions: there is no compiler for them here
 
 import torch
+
+from shared.transfer.bound_store import bind_stores
 
 
 class InertClass(Exception):
@@ -169,6 +173,7 @@ def fork_children() -> None:
 
 
 torchvision_operators = load_torchvision_operators()
+bind_stores()
 stand_in_for_sgl_kernel()
 stand_in_for_triton()
 sys.modules["megatron"] = None  # type: ignore[assignment]  # `import megatron` raises ImportError
