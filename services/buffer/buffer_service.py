@@ -11,10 +11,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from services.buffer import amendment, ended_groups, outcome_check, policy
+from services.buffer import amendment, ended_groups, policy
 from services.buffer.batch_selector import BufferFilter
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.ledger_writer import LedgerWriter
+from services.buffer.outcome_consumer import OutcomeConsumer
 from services.buffer.prompt_supply import PromptSupply, open_prompts
 from services.buffer.rollout_keeper import RolloutKeeper
 from services.buffer.run_failure import RunFailure
@@ -39,23 +40,15 @@ from shared.schema.messages import (
     BatchRefused,
     BatchRequest,
     Durable,
-    Failed,
-    GroupOutcome,
     Message,
-    Outcome,
     RunDone,
-    Scored,
     Task,
     Trained,
-    failure_of,
 )
 from shared.schema.weight_messages import WeightsLive
 
 ANSWER_SECONDS = 1.5
 """The time that a batch request is held before it is answered with `BatchPending`."""
-
-FETCH = 256
-"""Outcomes that are taken at once."""
 
 POLL_INTERVAL_S = 2.0
 """The interval at which live version and queue depths are read, besides the events that announce them."""
@@ -96,6 +89,7 @@ class Buffer:
         self._changed = asyncio.Condition()
         self._to_free: asyncio.Queue[list[str]] = asyncio.Queue()
         self._keeper = RolloutKeeper(service, prompts, self._to_free.put_nowait)
+        self._outcomes = OutcomeConsumer(service, self._limits, self._lease.held, self._decide, self._keeper.release)
         self._broken: asyncio.Queue[Exception] = asyncio.Queue()
 
     async def run(self) -> None:
@@ -144,7 +138,7 @@ class Buffer:
             await service.tell("took_over")
         watching = (self._watch_versions(), self._watch_gauges(), self._until_broken())
         publishing = (self._tasks.publish(TRAIN), self._tasks.publish(EVAL))
-        async with service.background(*publishing, self._keeper.run(), self._free(), self._take_outcomes(), *watching):
+        async with service.background(*publishing, self._keeper.run(), self._free(), self._outcomes.run(self._state), *watching):
             await service.stopping.wait()
             with contextlib.suppress(TimeoutError):  # the end comes between two decisions, and none follows
                 await asyncio.wait_for(self._lock.acquire(), HAND_OVER_SECONDS)
@@ -252,46 +246,6 @@ class Buffer:
             await self._service.store.free(await self._to_free.get())
 
     # --- incoming messages
-
-    async def _take_outcomes(self) -> None:
-        """Takes rewards and failures; acks once they are in the ledger."""
-        queue = WorkQueue(self._bus, scored_consumer(self._service.run, self._config.bus), Outcome, self._on_unreadable)
-        while True:
-            leases = await queue.fetch(FETCH)
-            await self._lease.held()  # a state that may be behind must not ignore any message
-            outcomes = [outcome_check.checked(lease.message, self._service.subjects, last=lease.last) for lease in leases]
-            if rewards := [outcome for outcome in outcomes if isinstance(outcome, Scored)]:
-                await self._settle(rewards)
-            for lease, outcome in zip(leases, outcomes, strict=True):
-                if not isinstance(outcome, Scored):
-                    await self._settle([outcome])
-                self._free_unwanted(outcome)
-                await lease.ack()
-
-    async def _on_unreadable(self, data: bytes, reason: str) -> None:
-        if (failed := failure_of(data, reason, by=self._service.instance)) is not None:
-            await self._lease.held()
-            await self._settle([failed])
-
-    async def _settle(self, outcomes: Sequence[GroupOutcome]) -> None:
-        """Decides about outcomes together. What cannot be recorded ends its own group, and holds nothing else up."""
-        try:
-            await self._decide(lambda: policy.outcomes(self._state, self._limits, outcomes, time.time()))
-        except BadRecord as error:
-            if len(outcomes) > 1:
-                for outcome in outcomes:
-                    await self._settle([outcome])
-                return
-            [outcome] = outcomes
-            self._service.metrics.add("outcomes_refused")
-            self._log.error("outcome_refused", group=outcome.group, attempt=outcome.attempt, error=str(error))
-            if not isinstance(outcome, Failed):
-                await self._settle([Failed(group=outcome.group, attempt=outcome.attempt, reason=str(error), by=self._service.instance)])
-
-    def _free_unwanted(self, message: GroupOutcome) -> None:
-        """Frees the payload of a late or repeated attempt."""
-        if late := policy.unwanted(self._state, message):
-            self._keeper.release(late)
 
     async def _watch_versions(self) -> None:
         """Reads the live version from KV, when an event says that there is a new one and, where an event was missed, now and then."""

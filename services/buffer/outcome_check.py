@@ -3,11 +3,9 @@
 An outcome may speak of the blobs of its own attempt alone: the buffer frees what is named to it, and the trainer reads it.
 """
 
+from services.buffer.policy import BUFFER
 from shared.bus.subjects import Subjects
 from shared.schema.messages import Failed, GroupOutcome, Outcome
-
-BUFFER = "buffer"
-"""The service that gives up a group for an outcome that is not taken."""
 
 
 def checked(outcome: Outcome, subjects: Subjects, *, last: bool) -> GroupOutcome:
