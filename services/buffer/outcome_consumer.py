@@ -56,7 +56,7 @@ class OutcomeConsumer:
                 await lease.ack()
 
     async def _on_unreadable(self, data: bytes, reason: str) -> None:
-        if (failed := failure_of(data, reason, by=policy.BUFFER)) is not None:
+        if (failed := failure_of(data, reason, by=outcome_check.BUFFER)) is not None:
             await self._held()
             await self.settle([failed])
 
@@ -75,4 +75,4 @@ class OutcomeConsumer:
         self._service.metrics.add("outcomes_refused")
         self._service.log.error("outcome_refused", group=outcome.group, attempt=outcome.attempt, error=reason)
         if not isinstance(outcome, Failed):
-            await self.settle([Failed(group=outcome.group, attempt=outcome.attempt, reason=reason, by=policy.BUFFER)])
+            await self.settle([Failed(group=outcome.group, attempt=outcome.attempt, reason=reason, by=outcome_check.BUFFER)])

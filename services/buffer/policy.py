@@ -10,7 +10,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 
-from services.buffer import batch_order, evaluation, staleness
+from services.buffer import batch_order, evaluation, outcome_check, staleness
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.staleness import StalenessDecision
 from services.buffer.state import BufferState, GroupState
@@ -18,9 +18,6 @@ from shared.runtime.errors import MyxoError
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, group_number
 from shared.schema.messages import Batch, BatchGroup, Failed, GroupOutcome, Interrupted, Outcome, Payload, RewardPart, Scored, ScoredGroup
-
-BUFFER = "buffer"
-"""Who gives up a group for an outcome that is not taken."""
 
 STALE = "stale"
 """Reason of groups dropped for their age."""
@@ -106,9 +103,8 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
             continue
         decided.add(name)
         if group is None:
-            problem = _misaligned(message)
-            records += evaluation.came_back(state, message if problem is None else _not_taken(message, problem), now)
-        elif (problem := _misshapen(message, limits.rollout.n_samples_per_prompt) or _misdated(message, state, limits)) is not None:
+            records += evaluation.came_back(state, outcome_check.aligned(message), now)
+        elif (problem := outcome_check.group_problem(message, state, limits)) is not None:
             records.append(ledger.GroupDead(group=name, reason=problem, payload=message.payload, at=now))
         else:
             fresh.append(message)
@@ -127,40 +123,6 @@ def _awaited(group: GroupState, message: Outcome) -> bool:
 
 def _filtered(message: Scored) -> str | None:
     return NOTHING_LEFT if message.filtered is None and len(set(message.removed)) == len(message.samples) else message.filtered
-
-
-def _not_taken(message: Scored, problem: str) -> Failed:
-    return Failed(group=message.group, attempt=message.attempt, reason=problem, by=BUFFER, payload=message.payload)
-
-
-def _misaligned(message: Scored) -> str | None:
-    """Returns which of a group's lists do not belong to the same samples."""
-    samples, rewards = len(message.samples), len(message.rewards)
-    if samples != rewards:
-        return f"{samples} samples, with {rewards} rewards, came back"
-    if len(message.parts) not in (0, samples) or not set(message.removed) <= set(range(samples)):
-        return f"named rewards of {len(message.parts)} samples, and {str(message.removed)[:80]} removed, came back for {samples} samples"
-    if len(message.payload.tokens) not in (0, samples):
-        return f"lengths of {len(message.payload.tokens)} samples came back for {samples} samples"
-    return None
-
-
-def _misshapen(message: Scored, rollouts: int) -> str | None:
-    """Returns what is wrong with a group that should hold one or more samples of each of ``rollouts`` rollouts."""
-    samples, rewards = len(message.samples), len(message.rewards)
-    origins = message.rollouts or range(samples)
-    if not samples == rewards == len(origins) or len(set(origins)) != rollouts:
-        return f"{samples} samples of {len(set(origins))} rollouts, with {rewards} rewards, came back for {rollouts} rollouts"
-    return _misaligned(message)
-
-
-def _misdated(message: Scored, state: BufferState, limits: BufferConfig) -> str | None:
-    """Returns what is wrong with the versions of a group: none is newer than what the steps that have their batch can make."""
-    newest = max(state.live_version, limits.newest_version(state.formed_steps))
-    for index, sample in enumerate(message.samples):
-        if not sample.oldest <= sample.newest <= newest:
-            return f"sample {index} holds tokens of versions {sample.oldest} to {sample.newest}; the newest that there can be is {newest}"
-    return None
 
 
 def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord]:
