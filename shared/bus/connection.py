@@ -202,7 +202,7 @@ class Bus:
     async def publish(
         self,
         subject: str,
-        message: Message,
+        message: Message | bytes,
         *,
         msg_id: str | None = None,
         after: tuple[str, int] | None = None,
@@ -210,7 +210,7 @@ class Bus:
         deadline: float = 60.0,
         hold: bool = True,
     ) -> int:
-        """Publishes into a stream and waits for the server's acknowledgement.
+        """Publishes a message, or the bytes of one, into a stream and waits for the server's acknowledgement.
 
         Args:
             msg_id: makes a repeated publish count once, within the stream's duplicate window.
@@ -257,11 +257,11 @@ class Bus:
         if left:
             await self.retry(attempt, f"confirmation of {subject}", subject, deadline=deadline, hold=True)
 
-    def _outgoing(self, subject: str, message: Message, msg_id: str | None, after: tuple[str, int] | None) -> Outgoing:
+    def _outgoing(self, subject: str, message: Message | bytes, msg_id: str | None, after: tuple[str, int] | None) -> Outgoing:
         headers: dict[str, str] = {} if msg_id is None else {"Nats-Msg-Id": msg_id}
         if after is not None:
             headers["Nats-Expected-Last-Sequence"] = str(after[1])
-        payload = message.encode()
+        payload = message if isinstance(message, bytes) else message.encode()
         self._check_size(subject, payload, headers)
         return payload, headers or None
 
@@ -272,6 +272,11 @@ class Bus:
         except nats.js.errors.NotFoundError:
             return False
         return (stored.headers or {}).get("Nats-Msg-Id") == msg_id
+
+    @property
+    def message_limit(self) -> int:
+        """Returns the most bytes of an encoded message that the bus takes, whatever headers it has."""
+        return self.connection.max_payload - 2 * SIZE_MARGIN
 
     def _check_size(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
         size = len(payload) + sum(len(key) + len(value) + 4 for key, value in headers.items())

@@ -37,6 +37,9 @@ with the defaults: much more, and a small disk would be full after a few runs.""
 BUCKET_BYTES = 16 << 20
 """The bytes of a KV bucket, which keeps the last value of each key: the statuses of thousands of services."""
 
+SPARE_DELIVERIES = 2
+"""Deliveries beyond `max_deliver`: one lets a worker declare the message dead, and the worker may die of that, too."""
+
 CREATE_SECONDS = 30.0
 _NAME_IN_USE = 10058
 
@@ -159,7 +162,7 @@ async def _add_consumer(bus: Bus, consumer: Consumer) -> None:
             deliver_policy=DeliverPolicy.ALL,
             ack_policy=AckPolicy.EXPLICIT,
             ack_wait=settings.ack_wait,
-            max_deliver=settings.max_deliver + 2,  # one further delivery lets a worker declare it dead, another is spare
+            max_deliver=settings.max_deliver + SPARE_DELIVERIES,
             max_ack_pending=settings.max_ack_pending,
             num_replicas=settings.replicas,
         ),

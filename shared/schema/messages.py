@@ -78,7 +78,7 @@ class Message(Part):
         if schema != SCHEMA:
             raise BadMessage(f"{kind or cls.__name__}: schema version {schema!r} is unknown here; this side speaks {SCHEMA}")
         model = Message.kinds.get(str(kind))
-        if model is None or not issubclass(model, cls):
+        if model is None or not issubclass(model, cls) or model.__subclasses__():  # a base is no kind of its own
             raise BadMessage(f"message kind {kind!r} where {cls.__name__} was expected")
         try:
             return model.model_validate(fields)
@@ -204,6 +204,15 @@ class Failed(Outcome):
     payload: Payload | None = None
 
 
+def failure_of(data: bytes, reason: str, by: str) -> Failed | None:
+    """Returns the failure of the group that a message of an attempt names although it cannot be decoded; None where it names none."""
+    try:
+        fields = codec.unpack(data)
+        return Failed(group=fields["group"], attempt=fields["attempt"], reason=reason, by=by)
+    except (BadMessage, ValidationError, TypeError, LookupError):
+        return None
+
+
 class Interrupted(Outcome):
     """A replica stopped generating the group before its end; ``payload`` holds what its samples have so far, if they have anything.
 
@@ -213,6 +222,10 @@ class Interrupted(Outcome):
     stale: bool
     replica: Name
     payload: Payload | None = None
+
+
+GroupOutcome = Scored | Failed | Interrupted
+"""The kinds of outcomes that there are."""
 
 
 def outcome_id(message: Generated | Outcome) -> str:
