@@ -33,7 +33,8 @@ from services.trainer.warm_start import train_demonstrations
 from services.trainer.weights.pusher import Pusher
 from services.trainer.weights.snapshot_writer import SnapshotWriter
 from shared.config.run_config import RunConfig
-from shared.schema.messages import Batch, Trained
+from shared.schema.attestation import attest
+from shared.schema.messages import Attestation, Batch, Trained
 from shared.store.payload_store import BlockingStore
 
 
@@ -80,11 +81,15 @@ class Trainer(RoleWorker):
                 case Train(batch=batch, ahead=ahead):
                     self._colocation.onload()
                     version = self._version
-                    self._train(batch, ahead)
-                    self._save_if_due()
+                    with self._refusing():
+                        self._train(batch, ahead)
+                        self._save_if_due()
                     if self._version == version:  # no push follows that would give the GPUs to the engines
                         self._colocation.offload()
-                case Wait():
+                case Wait(save=save):
+                    if save and self._begun_save < self._progress.steps:
+                        self._colocation.onload()
+                        self._save_at_once()
                     self._colocation.offload()
                 case Leave(done=done):
                     return self._leave(done)
@@ -100,9 +105,11 @@ class Trainer(RoleWorker):
 
     def _train(self, batch: Batch, ahead: Batch | None) -> None:
         started = time.time()
+        if not batch.groups:  # all of them were refused
+            return self._finished(batch, started, time.time(), attest([]))
+        prepared = self._prepared(batch, ahead)
         if self._control is not None and (template := self._config.monitoring.save_debug_rollout_data) is not None:
             dumps.write_batch(template, batch, self._store)
-        prepared = self._prepared(batch, ahead)
         means = token_means(prepared.packed, runtime.sum_over_data_parallel)
         attestation = attestation_of(prepared, runtime.sum_over_data_parallel)
         optimizing, results = time.monotonic(), []
@@ -111,11 +118,14 @@ class Trainer(RoleWorker):
             results = self._optimized(prepared, lambda index: self._loss_inputs.loss(prepared, index), need_entropy=need_entropy)
         optimized, ended = time.monotonic() - optimizing, time.time()
         self._inspect(prepared, results)
+        if self._metrics is not None and results:
+            self._metrics.step(prepared, results, started, ended, optimized=optimized, token_means=means)
+        self._finished(batch, started, ended, attestation)
+
+    def _finished(self, batch: Batch, started: float, ended: float, attestation: Attestation) -> None:
         self._progress.steps = batch.step + 1
         if self._reference is not None:
             self._reference.renew(self._progress.steps)
-        if self._metrics is not None and results:
-            self._metrics.step(prepared, results, started, ended, optimized=optimized, token_means=means)
         if self._control is not None:
             report = Trained(step=batch.step, version=batch.version, started=started, ended=ended, attestation=attestation)
             self._control.trained(report)

@@ -75,7 +75,7 @@ def rights(run: str) -> tuple[Rights, ...]:
     names = Subjects(run)
     payloads, exchange, everything = (names.payload_keys,), (names.exchange_keys,), (f"{run}:*",)
     store = {
-        BUFFER: StoreRights((*_CONNECTION, "exists", "getrange", "unlink"), payloads, payloads),
+        BUFFER: StoreRights((*_CONNECTION, "exists", "getrange", "info", "unlink"), payloads, payloads),
         # SETNX sets what is not there: whoever has this account can add payloads, and change none
         ROLLOUT: StoreRights((*_CONNECTION, "getrange", "setnx"), payloads, payloads),
         REWARD: StoreRights((*_CONNECTION, "getrange"), payloads),

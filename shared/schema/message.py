@@ -63,7 +63,7 @@ class Message(Part):
         if schema != SCHEMA:
             raise BadMessage(f"{kind or cls.__name__}: schema version {schema!r} is unknown here; this side speaks {SCHEMA}")
         model = Message.kinds.get(str(kind))
-        if model is None or not issubclass(model, cls):
+        if model is None or not issubclass(model, cls) or model.__subclasses__():  # a base is no kind of its own
             raise BadMessage(f"message kind {kind!r} where {cls.__name__} was expected")
         try:
             return model.model_validate(fields)

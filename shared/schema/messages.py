@@ -5,9 +5,11 @@ The catalogue in ``docs/messages.md`` is generated from these models.
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, FiniteFloat
+from pydantic import ConfigDict, Field, FiniteFloat, ValidationError
 from pydantic.dataclasses import dataclass
 
+from shared.runtime.errors import BadMessage
+from shared.schema import codec
 from shared.schema.limits import (
     LARGEST,
     MAX_KEYS,
@@ -150,6 +152,15 @@ class Failed(Outcome):
     payload: Payload | None = None
 
 
+def failure_of(data: bytes, reason: str, by: str) -> Failed | None:
+    """Returns the failure of the group that a message of an attempt names although it cannot be decoded; None where it names none."""
+    try:
+        fields = codec.unpack(data)
+        return Failed(group=fields["group"], attempt=fields["attempt"], reason=reason, by=by)
+    except (BadMessage, ValidationError, TypeError, LookupError):
+        return None
+
+
 class Interrupted(Outcome):
     """A replica stopped generating the group before its end; ``payload`` holds what its samples have so far, if they have anything.
 
@@ -159,6 +170,10 @@ class Interrupted(Outcome):
     stale: bool
     replica: Name
     payload: Payload | None = None
+
+
+GroupOutcome = Scored | Failed | Interrupted
+"""The kinds of outcomes that there are."""
 
 
 # --- the trainer's side of the buffer, request and reply: batches and their results
@@ -218,12 +233,16 @@ class Batch(BatchAnswer):
 
 
 class BatchPending(BatchAnswer):
-    """No batch is ready: ``have`` of ``need`` groups are; ``waiting_for`` names in words the services that have the rest."""
+    """No batch is ready: ``have`` of ``need`` groups are; ``waiting_for`` names in words the services that have the rest.
+
+    ``store_full``: a checkpoint is wanted now, after which the payloads of the steps behind it are freed.
+    """
 
     step: int
     have: int
     need: int
     waiting_for: str
+    store_full: bool = False
 
 
 class RunDone(BatchAnswer):
@@ -328,8 +347,9 @@ class ServiceStatus(Message):
     ``version``: weights served (-1: none). ``state``: starting, ready, updating, fenced, stopping, … ``gauges``: small live figures.
     ``ranks``: how many ranks its engine has in a process group. ``incarnation`` changes whenever what the service holds in memory (an
     engine's weights) is lost. ``detail``: the reason of the state, in words; for a buffer: why the newest dead group died, if any did.
-    ``last_error``: the newest error that it logged in this life, at ``last_error_at`` (seconds since the epoch). Service `environment`
-    is none of Myxo's: the reward services keep its status, with its URL as ``http``.
+    ``held_back``: why it holds its work back (a stream or the store is full), how long already, and until when. ``last_error``: the
+    newest error that it logged in this life, at ``last_error_at`` (seconds since the epoch). Service `environment` is none of Myxo's: the
+    reward services keep its status, with its URL as ``http``.
     """
 
     service: str
@@ -344,6 +364,7 @@ class ServiceStatus(Message):
     ranks: int = 1
     gauges: Gauges = {}
     detail: Reason = ""
+    held_back: Reason = ""
     last_error: Reason = ""
     last_error_at: float = 0.0
     at: float

@@ -145,7 +145,7 @@ def everything(run: str, other: str) -> Table:
 
 
 STORE = {
-    BUFFER: {"PING", "GETRANGE", "EXISTS", "UNLINK"},
+    BUFFER: {"PING", "GETRANGE", "EXISTS", "INFO", "UNLINK"},
     ROLLOUT: {"PING", "GETRANGE", "SETNX"},
     REWARD: {"PING", "GETRANGE"},
     TRAINER: {"PING", "GET", "GETRANGE"},
