@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from typing import Any
+from typing import Any, Self
 
 import msgpack
 from torch.distributed import DistStoreError, HashStore, Store
@@ -180,6 +180,10 @@ class RemoteStore(Store):
         while not self.check(keys, PATIENCE_S):
             if time.monotonic() >= end:
                 raise RuntimeError(f"{self._name} had no {', '.join(keys)} within {seconds:g} s")
+
+    def clone(self) -> Self:
+        """Returns a store for another thread of torch's: this one, which any thread may use."""
+        return self
 
     def close(self) -> None:
         """Ends the connection; a request that waits for its answer fails."""

@@ -150,5 +150,7 @@ def test_a_process_group_is_formed_over_it(server: StoreServer, values: HashStor
         return dist.ProcessGroupGloo(PrefixStore("group/", store), rank, 3, limit)
 
     with ThreadPoolExecutor(3) as pool, reader(server) as one, reader(server) as other:
+        PrefixStore("unique", one).clone().set("id", b"\x00\xff")  # as NCCL's monitor does, which has a store of its own
+        assert PrefixStore("unique", other).get("id") == values.get("unique/id") == b"\x00\xff"
         groups = [pool.submit(form, rank, store) for rank, store in enumerate([values, one, other])]
         assert [group.result(SECONDS).size() for group in groups] == [3, 3, 3]
