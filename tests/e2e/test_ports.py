@@ -1,8 +1,10 @@
 """The port inventory: nothing of a run listens but what docs/ports.md says, at the addresses that it says."""
 
+import asyncio
 import contextlib
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,15 +12,23 @@ from typing import NamedTuple
 
 import pytest
 
+from shared.bus.connection import Bus
+from shared.bus.registry import Registry
+from shared.bus.subjects import Subjects
+from shared.runtime.errors import MyxoError
 from shared.schema.messages import ServiceStatus
+from shared.schema.weight_messages import PeerTransferOffer, PeerTransferRequest, WeightChannelAddress
 from tests.e2e.launched import ROOT, LaunchedRun
 from tests.support.listening_sockets import ListeningSocket, listening_sockets
 
 RUN_SECONDS = 900
 LOOK_S = 0.1
+LENDS_SECONDS = 60.0
+"""How long the lender waits for the borrower."""
+
 FLAGS = [
     *("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2", "--rollout-replicas", "2"),
-    *("--update-weights-interval", "20"),  # a replica that comes back finds weights at the other one before the next push
+    *("--update-weights-interval", "20"),  # a replica refuses to lend weights that are being changed
 ]
 ADDRESSES = {"loopback": "127.0.0.1", "private": "127.0.0.2"}
 """The private address is this machine's, too, but another one than that of everything else."""
@@ -70,6 +80,12 @@ class Inventory:
         self.seen |= {(row.process, one.address) for one in sockets for row in self._rows if row.names(one.command)}
         self.excess += excess(sockets, self._rows)
 
+    def until_seen(self, process: str, address: str) -> None:
+        end = time.monotonic() + LENDS_SECONDS
+        while (process, address) not in self.seen:
+            assert time.monotonic() < end, f"{process} did not listen at {address} within {LENDS_SECONDS:g} s; seen: {self.seen}"
+            time.sleep(LOOK_S)
+
 
 @contextlib.contextmanager
 def inventory(pid: int) -> Iterator[Inventory]:
@@ -93,29 +109,44 @@ def inventory(pid: int) -> Iterator[Inventory]:
 def test_a_run_listens_where_the_page_says_and_nowhere_else(
     small_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two trainer ranks, two engines, pushes, and a replica that comes back and takes its weights from the other one."""
+    """Two trainer ranks, two engines, a push, and a replica that lends its weights to one that never comes for them."""
     monkeypatch.setenv("MYXO_HOST", ADDRESSES["private"])
     for name in ("MYXO_HTTP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     config, root = small_run("ports", steps=500, staleness=1), tmp_path / "runs" / "ports"
     with LaunchedRun(config, root, "ports", FLAGS) as run, inventory(run.process.pid) as taken:
-        cards = run.until("two replicas that were pushed to", lambda cards: len(replicas(cards)) == 2, RUN_SECONDS)
-        killed = next(card for card in cards if card.instance == "rollout-1")
-        run.kill(killed.pid)
-        run.until("weights that one replica lent to the other", lambda _: lent(root), RUN_SECONDS)
+        cards = run.until("two replicas that were pushed to", lambda cards: len(served(cards)) == 2, RUN_SECONDS)
+        channel = asyncio.run(lent_by(served(cards)[0], run))
+        assert channel.address == ADDRESSES["private"]
+        taken.until_seen("sglang::scheduler", channel.address)
     assert not taken.excess, "\n".join(sorted(set(taken.excess)))
     unseen = {(row.process, address) for row in page_rows() for address in row.addresses} - taken.seen
     assert not unseen, f"on the page, and nothing of it listened in a whole run: {unseen}"
 
 
-def replicas(cards: list[ServiceStatus]) -> list[ServiceStatus]:
+def served(cards: list[ServiceStatus]) -> list[ServiceStatus]:
     return [card for card in cards if card.service == "rollout" and card.version >= 0]
 
 
-def lent(root: Path) -> bool:
-    return any(
-        '"caught_up"' in line and '"peer"' in line for log in root.glob("logs/rollout-*.log") for line in log.read_text().splitlines()
-    )
+async def lent_by(replica: ServiceStatus, run: LaunchedRun) -> WeightChannelAddress:
+    """Asks a replica for the weights that it serves, as another one does; again while it refuses, because a push is changing them."""
+    servers, end = run.directory.servers(), time.monotonic() + RUN_SECONDS
+    assert servers is not None
+    bus = await Bus.connect(servers.nats_url, "test")
+    subject = Subjects(run.run).replica_weights(replica.instance, "transfer")
+    try:
+        while True:
+            serving = {card.instance: card.version for card in await Registry(bus, run.run).alive("rollout")}
+            version = serving.get(replica.instance, replica.version)
+            request = PeerTransferRequest(destination="nobody", version=version, ranks=1, deadline=LENDS_SECONDS)
+            try:
+                offer = await bus.request(subject, request, PeerTransferOffer, deadline=30, awaited_from=replica.instance, patient=False)
+                return offer.channels[0]
+            except MyxoError as error:
+                assert time.monotonic() < end, f"{replica.instance} lent no weights: {error}\n{run.said()}"
+                await asyncio.sleep(LOOK_S)
+    finally:
+        await bus.close()
 
 
 def test_what_is_not_on_the_page_is_found() -> None:
