@@ -64,8 +64,9 @@ class Critic(RoleWorker):
                 case Leave(done=done):
                     self._save_before_leaving(done)
                     return self._report_saved()
-                case Wait():
-                    pass
+                case Wait(save=save):
+                    if save and self._begun_save < self._progress.steps:
+                        self._save_at_once()
             self._report_saved()
 
     def _value(self, batch: Batch) -> TrainBatch:

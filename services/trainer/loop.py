@@ -84,7 +84,10 @@ class Trainer(RoleWorker):
                         self._save_if_due()
                     if self._version == version:  # no push follows that would give the GPUs to the engines
                         self._colocation.offload()
-                case Wait():
+                case Wait(save=save):
+                    if save and self._begun_save < self._progress.steps:
+                        self._colocation.onload()
+                        self._save_at_once()
                     self._colocation.offload()
                 case Leave(done=done):
                     return self._leave(done)

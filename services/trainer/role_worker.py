@@ -199,6 +199,11 @@ class RoleWorker:
         self._begun_save = steps
         self._log.info("checkpoint_saved" if wait else "checkpoint_begun", steps=steps, seconds=round(time.monotonic() - started, 2))
 
+    def _save_at_once(self) -> None:
+        """Returns once the training's present state is on disk, ahead of its interval."""
+        self._save()
+        self._actor.finish_save()
+
     def _save_before_leaving(self, done: bool) -> None:
         """Returns once everything that a resume needs is on disk."""
         if not done and self._begun_save < self._progress.steps:
