@@ -38,7 +38,7 @@ from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import log_error
 
-FULL_BYTES = 16 << 20
+_FULL_BYTES = 16 << 20
 """A disk with less room than this, once a write has failed, counts as full."""
 
 _POLL_SECONDS = 0.05
@@ -124,7 +124,7 @@ def _decoded(result: list[Any]) -> WriteResult:
 
 def _attributed(error: Exception, directory: Path) -> Exception:
     """Returns the error of writing into a directory, or where its disk is full an OSError that says so: torch names a wrong position."""
-    full = not isinstance(error, OSError) and directory.is_dir() and shutil.disk_usage(directory).free < FULL_BYTES
+    full = not isinstance(error, OSError) and directory.is_dir() and shutil.disk_usage(directory).free < _FULL_BYTES
     return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({error})", str(directory)) if full else error
 
 
