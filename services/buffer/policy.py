@@ -118,6 +118,8 @@ def _misshapen(message: Scored, rollouts: int) -> str | None:
         return f"{samples} samples of {len(set(origins))} rollouts, with {rewards} rewards, came back for {rollouts} rollouts"
     if len(message.parts) not in (0, samples) or not set(message.removed) <= set(range(samples)):
         return f"named rewards of {len(message.parts)} samples, and {message.removed} removed, came back for {samples} samples"
+    if not {position for position, _ in message.unread} <= set(range(samples)):
+        return f"unread responses {dict(message.unread)} came back for {samples} samples"
     return None
 
 
