@@ -5,6 +5,7 @@ the values of a response's first token sit on the prompt's last position. A sequ
 Values of tokens that are not trained are left out: a field is 0 wherever the mask is 0.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -65,15 +66,6 @@ class PackedBatch:
         return replace(self, fields={**self.fields, **tensors})
 
 
-def check_vocabulary(sample: Sample, vocab_size: int) -> None:
-    """Raises BadSample for a token outside ``[0, vocab_size)``: an embedding would be read beyond its end."""
-    for field, tokens in (("prompt", sample.prompt), ("response", sample.response)):
-        if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
-            position = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
-            problem = f"token {int(tokens[position])} at position {position} is outside the vocabulary of {vocab_size}"
-            raise BadSample(sample.name, field, problem)
-
-
 def pack(samples: Sequence[Sample], weights: Sequence[float]) -> PackedBatch:
     """Lays samples end to end as one micro-batch; without samples, a filler that trains nothing and has the same fields.
 
@@ -106,6 +98,18 @@ def pack(samples: Sequence[Sample], weights: Sequence[float]) -> PackedBatch:
         max_seqlen=max(lengths),
         fields={name: torch.from_numpy(array) for name, array in fields.items()},
     )
+
+
+def separate(packed: PackedBatch) -> list[PackedBatch]:
+    """Returns each of a micro-batch's sequences as a micro-batch of its own: views of its tensors."""
+    found = []
+    for start, end in itertools.pairwise(packed.cu_seqlens.tolist()):
+        per_token = {name: getattr(packed, name)[start:end] for name in ("tokens", "labels", "loss_mask")}
+        fields = {name: tensor[start:end] for name, tensor in packed.fields.items()}
+        found.append(
+            PackedBatch(**per_token, cu_seqlens=torch.tensor([0, end - start], dtype=torch.int32), max_seqlen=end - start, fields=fields)
+        )
+    return found
 
 
 def spread(samples: Sequence[Sample], values: Sequence[Tensor], field: str) -> Tensor:

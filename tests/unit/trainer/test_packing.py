@@ -1,6 +1,5 @@
 """Samples end to end: what stands where, and what is refused."""
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -10,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.trainer.batches import demonstration_micro_batches
-from services.trainer.packing import BadSample, check_vocabulary, collect, pack, spread
+from services.trainer.packing import BadSample, collect, pack, separate, spread
 from services.trainer.placement import SampleTooLong
 from shared.config.algorithm import AlgorithmSection
 from tests.support.train_samples import train_sample
@@ -114,6 +113,19 @@ def test_a_filler_has_the_fields_of_any_micro_batch_and_trains_nothing():
     assert spread([], [], "kl").shape == filler.tokens.shape
 
 
+def test_separate_samples_are_those_that_were_packed_together():
+    both = [sample(), train_sample([5], [6, 7], 2, mask=np.array([0, 1], np.uint8))]
+    packed = pack(both, [0.25, 0.5]).with_fields(more=torch.arange(8.0))
+    for found, expected, start in zip(separate(packed), [pack([both[0]], [0.25]), pack([both[1]], [0.5])], (0, 5), strict=True):
+        for name in ("tokens", "labels", "loss_mask", "cu_seqlens"):
+            assert (
+                torch.equal(getattr(found, name), getattr(expected, name)) and getattr(found, name).dtype == getattr(expected, name).dtype
+            )
+        assert all(torch.equal(found.fields[name], values) for name, values in expected.fields.items())
+        assert found.fields["more"].tolist() == [float(start + at) for at in range(expected.tokens.numel())]
+        assert found.max_seqlen == expected.max_seqlen
+
+
 def test_moving_and_adding_fields_leave_the_original_alone():
     batch = pack([sample()], [1.0])
     more = batch.with_fields(proximal_log_probs=torch.zeros(5))
@@ -124,21 +136,6 @@ def test_moving_and_adding_fields_leave_the_original_alone():
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert moved.fields.keys() == more.fields.keys()
     assert batch.tokens.device.type == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("changes", "vocabulary", "problem"),
-    [
-        ({"prompt": np.array([3, -2], np.int32)}, 100, "prompt: token -2 at position 1 is outside"),
-        ({"response": np.array([3, 4, -1], np.int32)}, 100, "response: token -1 at position 2 is outside"),
-        ({}, 13, "response: token 13 at position 2 is outside the vocabulary of 13"),
-        ({}, 2, "prompt: token 2 at position 1 is outside the vocabulary of 2"),
-    ],
-)
-def test_tokens_outside_the_vocabulary_are_refused(changes, vocabulary, problem):
-    check_vocabulary(sample(), 14)
-    with pytest.raises(BadSample, match=f"sample g7/3: {problem}"):
-        check_vocabulary(dataclasses.replace(sample(), **changes), vocabulary)
 
 
 @pytest.mark.parametrize(
