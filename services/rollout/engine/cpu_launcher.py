@@ -35,6 +35,8 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # some routers are compiled f
 
 import torch
 
+from services.rollout.engine import private_endpoints
+
 
 class InertClass(Exception):
     """The class behind every capitalised name of an inert module; it can be constructed, subclassed, subscripted or named in ``except``."""
@@ -168,6 +170,7 @@ def fork_children() -> None:
     os.register_at_fork(before=gc.freeze)  # or the children's collector would touch, and so copy, every page
 
 
+private_endpoints.apply()
 torchvision_operators = load_torchvision_operators()
 stand_in_for_sgl_kernel()
 stand_in_for_triton()
@@ -180,6 +183,7 @@ if __name__ == "__main__":
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    private_endpoints.leave_out_own_requests()
     load_plugins()
     arguments = prepare_server_args(sys.argv[1:])
     absorb_latent_attention(arguments.model_path)
