@@ -87,6 +87,7 @@ def _names() -> list[str]:
         (run.batch, "request and reply", "`BatchRequest` → `Batch`, `BatchPending` or `RunDone`"),
         (run.trained, "request and reply", "`Trained` → `Accepted`"),
         (run.durable, "request and reply", "`Durable` → `Accepted`"),
+        (run.refused, "request and reply", "`BatchRefused` → `Accepted`"),
         (run.replica_weights("<replica>", "<verb>"), "request and reply", "the `Weights…` messages of a push"),
         (run.environment("<environment>", "<verb>"), "request and reply", "plain maps, the [environment protocol](environments.md)"),
         (run.event("weights", "live"), f"stream `{run.events_stream}`, oldest discarded when full", "`WeightsLive`"),

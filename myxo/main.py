@@ -5,11 +5,11 @@ Exit codes: 0 done, 1 failed (an audit's violation, a service that cannot run), 
 
 import argparse
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
+from myxo.display.safe_console import SafeConsole
 from shared import __version__
 from shared.runtime import exit_codes, telemetry
 from shared.runtime.command_line import Parser, complain, ended
@@ -43,7 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code."""
     parsed = parse(sys.argv[1:] if arguments is None else arguments)
     telemetry.silence_logs()
-    console = Console(highlight=False)
+    console = SafeConsole()
+    for stream in (sys.stdout, sys.stderr):  # text that the terminal's own encoding lacks must not end a command
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         return ended("myxo", lambda: parsed.run_command(parsed, console))
     except ModuleNotFoundError as error:

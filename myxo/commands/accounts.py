@@ -39,7 +39,7 @@ def accounts(parsed: argparse.Namespace, console: Console) -> int:
     nats, redis = address("--nats", parsed.nats), address("--redis", parsed.redis)
     deployment = Deployment(parsed.run, nats, redis, tls=parsed.tls, mounted=parsed.mounted.rstrip("/"))
     for line in make(parsed.directory, deployment):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     return exit_codes.DONE
 
 

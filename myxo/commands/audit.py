@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import json
 from pathlib import Path
 
 from rich.console import Console
@@ -10,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run
-from myxo.display.text import figure_table
+from myxo.display.text import figure_table, json_text
 from myxo.run.run_access import reach
 from shared.bus import stream_replay
 from shared.bus.subjects import Subjects
@@ -19,7 +18,7 @@ from shared.runtime import exit_codes
 from shared.schema.ledger import LedgerRecord
 from shared.schema.ledger_audit import Audit, AuditReport
 
-JSON_NAMES = {"max_staleness": "max_staleness_seen", "masked": "masked_samples", "removed": "removed_samples"}
+JSON_NAMES = {"max_staleness": "max_staleness_seen", "masked": "masked_samples", "removed": "removed_samples", "amended": "amended_groups"}
 """Names of a report's figures in JSON, where they are others."""
 
 
@@ -40,7 +39,7 @@ async def audit(run: str, directory: Path, console: Console, as_json: bool) -> i
         report = checker.report()
         if as_json:
             plain = {JSON_NAMES.get(name, name): value for name, value in vars(report).items() if name != "staleness"}
-            console.file.write(json.dumps({"run": access.run, "ok": report.ok, **plain}, indent=2) + "\n")
+            console.file.write(json_text({"run": access.run, "ok": report.ok, **plain}) + "\n")
         else:
             console.print(table(access.run, access.config, report))
             for violation in report.violations:
@@ -57,12 +56,13 @@ def table(run: str, config: RunConfig, report: AuditReport) -> Table:
         f"{report.in_flight} in flight",
     ]
     samples, bound = report.staleness.total(), config.rollout.max_staleness
+    amended = f", {report.amended} groups taken out of their batches" if report.amended else ""
     untrained = {"masked in part or whole": report.masked, "removed": report.removed}
     outside = "".join(f", {count} {what}" for what, count in untrained.items() if count)
     figures = {
         "conservation": f"{report.admitted} admitted = {' + '.join(ends)}",
         "staleness": f"{report.max_staleness} at most in {samples} trained samples, bound {bound}{outside}",
-        "steps": f"{report.steps} trained, {report.durable_steps} durable" + (", finished" if report.finished else ""),
+        "steps": f"{report.steps} trained, {report.durable_steps} durable{amended}" + (", finished" if report.finished else ""),
         "live version": "none yet" if report.live_version < 0 else str(report.live_version),
     }
     rows = figure_table(figures.items(), f"Audit of run {run}")

@@ -3,13 +3,13 @@
 import argparse
 import asyncio
 import contextlib
-import json
 from dataclasses import asdict
 
 from rich.console import Console
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, seconds
+from myxo.display.text import json_text
 from myxo.preflight.server_checks import connect
 from shared.bus.connection import Bus
 from shared.bus.subjects import RUN_ID
@@ -56,7 +56,7 @@ async def check(parsed: argparse.Namespace, console: Console) -> int:
     warned = sum(result.result == "warning" for result in results)
     if parsed.json:
         answer = {"url": environment.shown, "ok": not failed, "checks": [asdict(result) for result in results]}
-        console.file.write(json.dumps(answer, indent=2) + "\n")
+        console.file.write(json_text(answer) + "\n")
     else:
         verdict = "does not keep the protocol" if failed else "keeps the protocol"
         counts = f"checks: {len(results)}, failed: {failed}, warnings: {warned}"

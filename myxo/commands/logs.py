@@ -153,12 +153,12 @@ class Tail:
 def parse(instance: str, text: str, at: str) -> Line:
     """Reads one line of an instance's log. ``at``: the time of the line before."""
     if text.startswith("{"):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             fields = json.loads(text)
             if isinstance(fields.get("timestamp"), str):
                 return Line(instance, text, fields["timestamp"], fields)
     if (stamp := _LOCAL_TIME.match(text)) is not None:  # as an engine's lines carry it
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OverflowError):
             at = datetime.fromisoformat(f"{stamp[1]}T{stamp[2]}").astimezone(UTC).isoformat()
     return Line(instance, text, at)
 
@@ -184,5 +184,5 @@ def show(console: Console, line: Line) -> None:
 def _clock(at: str) -> str:
     try:
         return datetime.fromisoformat(at).astimezone().strftime("%H:%M:%S")
-    except ValueError:
+    except (ValueError, OverflowError):
         return "--:--:--"

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run, count, number
+from myxo.display.safe_console import SafeConsole
 from myxo.display.sample_list import ORDERS, SampleList, WantedGroups, table
 from myxo.display.sample_page import Pieces, ShownGroup, as_plain, json_line, page, responses, row_as_plain
 from myxo.preflight.server_checks import given_servers
@@ -237,7 +238,7 @@ class _OpenRun:
         if reader.torn and not self.torn:
             self.torn = reader.torn
             lines = "1 line" if self.torn == 1 else f"{self.torn} lines"
-            Console(stderr=True).print(Text(f"{lines} of {DIRECTORY}/ cut off or damaged, and left out", style="yellow"))
+            SafeConsole(stderr=True).print(Text(f"{lines} of {DIRECTORY}/ cut off or damaged, and left out", style="yellow"))
 
     def pieces(self) -> Pieces | None:
         """Returns what gives the text of single tokens by the run's tokenizer; None where this machine does not have it."""

@@ -2,17 +2,17 @@
 
 import argparse
 import asyncio
-import json
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run
 from myxo.display.progress_display import Display, panel
+from myxo.display.text import json_text
 from myxo.launch import exit_report
 from myxo.run.run_access import BUS_ERRORS, Access, reach
 from myxo.run.run_summary import collect
@@ -22,8 +22,12 @@ from shared.bus import runs
 from shared.bus.registry import ENVIRONMENT, Registry
 from shared.runtime import exit_codes
 from shared.runtime.errors import MyxoError
+from shared.runtime.safe_text import printable_line, say
 
 POLL_INTERVAL_S = 0.5
+
+LONGEST_REASON = 1000
+"""Characters of the reason of a run that failed."""
 
 
 class NotAtWork(MyxoError):
@@ -61,9 +65,9 @@ async def status(run: str, directory: Path, console: Console, as_json: bool) -> 
         else:
             found = await _at_rest(access, phase, console, as_json)
         if as_json:
-            console.file.write(json.dumps({"phase": phase, "reason": reason, "running": running, **found}, indent=2) + "\n")
+            console.file.write(json_text({"phase": phase, "reason": reason, "running": running, **found}) + "\n")
         elif reason:
-            console.print(f"Run {access.run} failed: {reason}", soft_wrap=True, markup=False, highlight=False, style="red")
+            console.print(Text(f"Run {access.run} failed: {printable_line(reason, LONGEST_REASON)}", style="red"), soft_wrap=True)
     return exit_codes.DONE
 
 
@@ -78,7 +82,7 @@ def _running(view: RunView, console: Console, as_json: bool) -> dict[str, Any]:
     console.print(panel(view))
     for line in view.services:
         if line.http:
-            console.print(f"metrics of {line.instance}: http://{line.http}/metrics", style="dim", soft_wrap=True)
+            console.print(Text(f"metrics of {line.instance}: http://{line.http}/metrics", style="dim"), soft_wrap=True)
     return {}
 
 
@@ -95,7 +99,7 @@ async def _at_rest(access: Access, phase: str | None, console: Console, as_json:
         line += "`myxo up` with its config goes on."
     console.print(line, soft_wrap=True)
     for name, value in exit_report.troubles_of(summary):
-        console.print(f"  {name} {value}", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"  {name} {value}", soft_wrap=True)
     return {}
 
 
@@ -112,7 +116,7 @@ async def watch(run: str, directory: Path, console: Console) -> int:
         code = await exit_report.report_in_time(access.bus, access.run, access.directory, console)
         phase, reason = await runs.phase_and_reason(access.bus, access.run)
         if phase == runs.FAILED:
-            print(f"myxo: run {access.run} failed: {reason}", file=sys.stderr)
+            say(f"myxo: run {access.run} failed: {reason}")
             return exit_codes.FAILED
         return code
 

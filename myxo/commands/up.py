@@ -12,6 +12,7 @@ from myxo.preflight import checked_config, server_checks
 from myxo.run import config_toml
 from myxo.run.run_access import told_when_lost
 from myxo.run.run_directory import RunDirectory
+from myxo.run.vocabulary import vocabulary
 from shared.bus import runs
 from shared.bus.connection import redacted
 from shared.config import flags
@@ -99,25 +100,23 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
         raise ConfigError("NATS_URL", None, "required in the environment: nats://[user:password@]host:port of the bus, or NATS_URL_FILE")
     if given.redis_url is None:
         raise ConfigError("REDIS_URL", None, "required in the environment: redis://[user:password@]host:port, or REDIS_URL_FILE")
-    asyncio.run(_submit(config, given.nats_url, given.redis_url))
+    asyncio.run(_submit(config, given.nats_url, given.redis_url, vocabulary(config)))
     what = "NATS_URL"
     if server_urls.has_credentials(given.redis_url):
         what = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"
     console.print(
         f"Run {config.run.name} is on {redacted(given.nats_url)}. Start its services, each with {what} and MYXO_RUN={config.run.name}: "
         + ", ".join(f"python -m {module}" for module in SERVICE_MODULES.values()),
-        markup=False,
-        highlight=False,
         soft_wrap=True,
     )
     return exit_codes.DONE
 
 
-async def _submit(config: RunConfig, nats_url: str, redis_url: str) -> None:
+async def _submit(config: RunConfig, nats_url: str, redis_url: str, vocabulary: int) -> None:
     await server_checks.check_store(redis_url)
     bus = await server_checks.connect(nats_url, config.run.name)
     try:
         with told_when_lost():
-            await runs.create(bus, config, redis_url)
+            await runs.create(bus, config, redis_url, vocabulary)
     finally:
         await bus.close()

@@ -11,8 +11,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from myxo.display.text import duration
+from myxo.display.text import LARGE, duration, number
 from myxo.run.run_view import RunView
+from shared.runtime.safe_text import printable
 
 PLAIN_SECONDS = 5.0
 """Plain lines come no closer together than this."""
@@ -78,7 +79,8 @@ class Display:
         news = _SECONDS.sub("", said)  # seconds pass without anything happening
         if news != self._last and (now - self._shown_at >= PLAIN_SECONDS or view.steps >= view.of):
             self._last, self._shown_at = news, now
-            print("  ".join([said, *_speeds(view), _times(elapsed, left)]), file=self._console.file, flush=True)
+            line = "  ".join([said, *_speeds(view), _times(elapsed, left)])
+            print(printable(line).replace("\n", " "), file=self._console.file, flush=True)
 
     def close(self) -> None:
         """Leaves the last view standing."""
@@ -88,19 +90,19 @@ class Display:
 
 def _speeds(view: RunView) -> list[str]:
     rates = [text for text in (_rate("gen", view.generated_per_s), _rate("train", view.trained_per_s)) if text]
-    queues = " ".join(f"{name} {waiting}+{held}" for name, (waiting, held) in view.queues.items())
+    queues = " ".join(f"{name} {number(waiting)}+{number(held)}" for name, (waiting, held) in view.queues.items())
     return [*rates, f"queues {queues}"] if queues else rates
 
 
 def what_happened(view: RunView) -> str:
     """Returns the part of a plain line that is worth a new line when it differs: no rates, no times."""
     ready, replicas = view.replicas_ready
-    staleness = f"staleness {view.staleness_mean or 0:.2f} mean {view.staleness_max:.0f} max" if view.staleness_max is not None else ""
+    staleness = "" if view.staleness_max is None else f"staleness {_mean_staleness(view)} mean {number(view.staleness_max)} max"
     parts = [
         f"step {view.steps}/{view.of}",
         f"waiting for {view.waiting_for}" if view.waiting_for else "",
-        f"reward {view.reward:.3f}" if view.reward is not None else "",
-        *(f"eval/{name} {found.mean_reward:.3f} (v{found.version})" for name, found in view.evaluations.items()),
+        f"reward {number(view.reward, '.3f')}" if view.reward is not None else "",
+        *(f"eval/{name} {number(found.mean_reward, '.3f')} (v{number(found.version)})" for name, found in view.evaluations.items()),
         staleness,
         f"v{view.live_version}" if view.live_version >= 0 else "",
         f"replicas {ready}/{replicas}",
@@ -115,30 +117,30 @@ def panel(view: RunView, elapsed: float | None = None, remaining: float | None =
     head = Table.grid(padding=(0, 1), expand=True)
     head.add_column(ratio=1)
     head.add_column(justify="right")
-    head.add_row(ProgressBar(total=view.of, completed=view.steps), f"step [bold]{view.steps}[/]/{view.of}")
+    head.add_row(ProgressBar(total=view.of, completed=view.steps), Text.assemble("step ", (str(view.steps), "bold"), f"/{view.of}"))
     parts: list[RenderableType] = [head, _figures(view)]
     if view.queues:
-        depths = ", ".join(f"{name} {waiting} waiting + {held} held" for name, (waiting, held) in view.queues.items())
+        depths = ", ".join(f"{name} {number(waiting)} waiting + {number(held)} held" for name, (waiting, held) in view.queues.items())
         parts.append(Text(f"queues  {depths}", style="dim"))
     if view.waiting_for:
         parts.append(Text(f"waiting for {view.waiting_for}", style="yellow"))
     parts += [_services(view), *(Text(line, style="red") for line in view.troubles.lines())]
-    times = None if elapsed is None else _times(elapsed, remaining)
-    return Panel(Group(*parts), title=f"[bold]{view.run}[/]", subtitle=times, border_style="cyan")
+    times = None if elapsed is None else Text(_times(elapsed, remaining))
+    return Panel(Group(*parts), title=Text(view.run, style="bold"), subtitle=times, border_style="cyan")
 
 
 def _figures(view: RunView) -> Table:
     """Returns the figures of the run, two in a row."""
-    staleness = "–" if view.staleness_max is None else f"{view.staleness_mean or 0:.2f} mean, {view.staleness_max:.0f} max of {view.bound}"
+    staleness = "–" if view.staleness_max is None else f"{_mean_staleness(view)} mean, {number(view.staleness_max)} max of {view.bound}"
     computing = "" if view.computed_per_s is None else f", {_tokens(view.computed_per_s)} computing"
     cells = [
-        ("reward", "–" if view.reward is None else f"{view.reward:.3f}"),
-        *((f"eval/{name}", f"{found.mean_reward:.3f} at v{found.version}") for name, found in view.evaluations.items()),
+        ("reward", "–" if view.reward is None else number(view.reward, ".3f")),
+        *((f"eval/{name}", f"{number(found.mean_reward, '.3f')} at v{number(found.version)}") for name, found in view.evaluations.items()),
         ("live version", "–" if view.live_version < 0 else str(view.live_version)),
         ("staleness", staleness),
         ("generation", _rate("", view.generated_per_s) or "–"),
         ("training", (_rate("", view.trained_per_s) or "–") + computing),
-        ("groups in flight", "–" if view.in_flight is None else str(view.in_flight)),
+        ("groups in flight", "–" if view.in_flight is None else number(view.in_flight)),
         ("restarts", str(view.restarts)),
     ]
     figures = Table.grid(padding=(0, 2))
@@ -156,8 +158,12 @@ def _services(view: RunView) -> Table:
         restarts = f"restarted {line.restarts}×" if line.restarts else ""
         version = f"v{line.version}" if line.version >= 0 else ""
         state = Text(line.state, style=_STATE_STYLES.get(line.state, ""))
-        table.add_row(line.instance, state, version, Text(line.detail, style="dim"), restarts)
+        table.add_row(Text(line.instance), state, version, Text(line.detail, style="dim"), restarts)
     return table
+
+
+def _mean_staleness(view: RunView) -> str:
+    return number(view.staleness_mean or 0, ".2f")
 
 
 def _times(elapsed: float, left: float | None) -> str:
@@ -169,4 +175,4 @@ def _rate(name: str, tokens: float | None) -> str:
 
 
 def _tokens(count: float) -> str:
-    return f"{count:.0f}" if count < 10_000 else f"{count / 1000:.1f}k"
+    return f"{count / 1000:.1f}k" if 10_000 <= count < LARGE else number(count)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from rich.table import Table
 from rich.text import Text
 
-from myxo.display.text import printable
 from myxo.run.group_history import BATCHED, DEAD, DROPPED, ENDS, READY, REQUEUED, TRAINED, GroupHistory, GroupRecord
+from shared.runtime.safe_text import printable
 from shared.schema.ledger import LedgerRecord
 
 ORDERS: dict[str, Callable[[GroupRecord], float]] = {
@@ -103,7 +103,7 @@ class SampleList:
 def table(run: str, rows: Sequence[GroupRecord], of: int) -> Table:
     """Returns one line a group."""
     shown = f"{of} groups" if len(rows) == of else f"{len(rows)} of {of} groups"
-    lines = Table(title=f"Run {run}: {shown}", title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    lines = Table(title=Text(f"Run {run}: {shown}"), title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("group", "attempt"):
         lines.add_column(name, no_wrap=True)
     lines.add_column("status", overflow="fold")
@@ -114,7 +114,7 @@ def table(run: str, rows: Sequence[GroupRecord], of: int) -> Table:
     for group in rows:
         where = printable(group.where())
         lines.add_row(
-            group.group,
+            Text(printable(group.group)),
             str(group.attempt),
             Text(where if len(where) <= _REASON_SHOWN else where[:_REASON_SHOWN] + " …", style=_STYLES.get(group.status, "dim")),
             _rewards(group.rewards),

@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from myxo.display.sample_list import span
-from myxo.display.text import figure_table, printable
+from myxo.display.text import figure_table
 from myxo.run.group_history import GroupRecord, ProvenanceStep
+from shared.runtime.safe_text import printable
 from shared.schema.sample import Sample
 
 CELL = 9
@@ -72,7 +73,7 @@ def responses(run: str, groups: Sequence[ShownGroup]) -> RenderableType:
     parts: list[RenderableType] = []
     for shown in groups:
         group, samples = shown.group, shown.samples
-        parts += [Text(), Text.assemble((group.group, "bold"), "  ", printable(group.where()))]
+        parts += [Text(), Text.assemble((printable(group.group), "bold"), "  ", printable(group.where()))]
         parts += [_nothing(shown.absent)] if shown.absent is not None else _named("prompt", prompt_text(samples[0].prompt_text))
         for index, sample in enumerate(samples):
             reward = group.reward_of(index)
@@ -172,11 +173,11 @@ def _heading(run: str, group: GroupRecord, index: int | None) -> Text:
     name = group.group if index is None else f"{group.group}/{index}"
     made = f" by {group.replica} in {group.seconds:.1f} s" if group.seconds is not None else ""
     where = f"attempt {group.attempt}{made}, {group.where()}"
-    return Text.assemble((f"{name} of run {run}", "bold"), "  ", printable(where))
+    return Text.assemble((printable(f"{name} of run {run}"), "bold"), "  ", printable(where))
 
 
 def _nothing(absent: str) -> Text:
-    return Text(f"No samples to show: {absent}.", style="yellow")
+    return Text(printable(f"No samples to show: {absent}."), style="yellow")
 
 
 def _overview(group: GroupRecord, samples: Sequence[Sample]) -> Table:
@@ -195,7 +196,7 @@ def _overview(group: GroupRecord, samples: Sequence[Sample]) -> Table:
             f"{reward:.4g}" + (" (removed)" if index in group.removed else ""),
             str(_length(group, index, sample) or "–"),
             span(versions, versions) if group.dataset is not None else span(oldest, newest),
-            sample.finish if sample else "–",
+            Text(printable(sample.finish) if sample else "–"),
             Text(printable(text if len(text) <= BEGINNING else text[:BEGINNING] + " …")),
         )
     return lines
@@ -252,7 +253,7 @@ def _titled(title: str, text: str) -> list[RenderableType]:
 
 def _named(name: str, text: str) -> list[RenderableType]:
     shown = text if len(text) <= SHOWN else f"{text[:SHOWN]} … ({len(text) - SHOWN} more characters)"
-    return [Text(name, style="dim"), Padding(Text(printable(shown)), (0, 0, 0, 2))]
+    return [Text(printable(name), style="dim"), Padding(Text(printable(shown)), (0, 0, 0, 2))]
 
 
 def _cell(text: str) -> str:

@@ -1,20 +1,26 @@
-"""Formats text for people: durations, figures beside their names, and foreign text made safe for a terminal."""
+"""Formats text for people: durations, numbers that may be none, figures beside their names."""
 
-import re
+import json
+import math
 from collections.abc import Iterable
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""C0 and C1 control characters but tab and newline, and those that turn the direction of writing."""
+from shared.runtime.safe_text import printable_line
 
 LINE_LIMIT = 160
 """Characters of a reason in a line."""
 
+LARGE = 1e15
+"""Numbers from here on are shown by their order."""
+
 
 def duration(seconds: float) -> str:
     """Returns a time as people write it: 45s, 2m10s, 3h05m."""
+    if not math.isfinite(seconds):
+        return f"{seconds}s"
     whole = int(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -23,20 +29,25 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-def printable(text: str) -> str:
-    """Returns the text with its control characters spelled out: a model's output must not move the cursor or set the window's title."""
-    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+def number(value: float, form: str = ".0f") -> str:
+    """Returns a number in a format; ``nan`` and ``inf`` as such, and one that is too large for a line by its order."""
+    return f"{value:{form}}" if abs(value) < LARGE or not math.isfinite(value) else f"{value:.2g}"
 
 
 def shortened_line(text: str) -> str:
-    """Returns the text as one short line without control characters."""
-    line = printable(" ".join(text.split()))
-    return line if len(line) <= LINE_LIMIT else line[: LINE_LIMIT - 2] + " …"
+    """Returns the text as one short safe line."""
+    return printable_line(text, LINE_LIMIT)
+
+
+def json_text(value: Any) -> str:
+    """Returns plain data as strict JSON, indented and in ASCII; what is not finite becomes null."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=2)
 
 
 def figure_table(figures: Iterable[tuple[str, str]], title: str | None = None) -> Table:
     """Returns one line a figure: its name and its value, indented under a title."""
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2) if title else (0, 2, 0, 0))
+    heading = None if title is None else Text(title)
+    table = Table(title=heading, title_justify="left", show_header=False, box=None, padding=(0, 2) if title else (0, 2, 0, 0))
     for name, value in figures:
         table.add_row(Text(name, style="dim"), Text(value))
     return table

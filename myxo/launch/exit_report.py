@@ -1,7 +1,6 @@
 """The report at the end of a run: summary.json, the picture, a table, and the audit's verdict."""
 
 import asyncio
-import json
 import time
 from dataclasses import asdict
 
@@ -12,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myxo.display import reward_chart
-from myxo.display.text import duration, figure_table, shortened_line
+from myxo.display.text import duration, figure_table, json_text, shortened_line
 from myxo.run.run_directory import RunDirectory
 from myxo.run.run_summary import Summary, collect
 from shared.bus.connection import TRANSIENT, Bus
@@ -35,16 +34,16 @@ async def report(bus: Bus, run: str, directory: RunDirectory, console: Console) 
     tally = await collect(bus, run)
     summary = tally.summary()
     directory.root.mkdir(parents=True, exist_ok=True)
-    replace_file(directory.summary, f"{json.dumps(asdict(summary), indent=2)}\n".encode())
+    replace_file(directory.summary, f"{json_text(asdict(summary))}\n".encode())
     console.print(table(summary))
     if not tally.rewards:
         console.print("No picture: no step is trained yet.")
     elif not reward_chart.available():
-        console.print("No picture: matplotlib is not installed (pip install 'myxo[report]').", markup=False)
+        console.print("No picture: matplotlib is not installed (pip install 'myxo[report]').")
     else:
         reward_chart.draw(summary, tally.rewards, tally.warm_start, directory.chart)
-        console.print(f"Picture: {directory.chart}", soft_wrap=True, highlight=False)
-    console.print(f"Summary: {directory.summary}", soft_wrap=True, highlight=False)
+        console.print(f"Picture: {directory.chart}", soft_wrap=True)
+    console.print(f"Summary: {directory.summary}", soft_wrap=True)
     return exit_codes.DONE if summary.audit == "ok" else exit_codes.FAILED
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 
@@ -21,6 +20,7 @@ from myxo.run.run_access import BUS_ERRORS, told_when_lost
 from myxo.run.run_directory import RunDirectory, ServerUrls
 from myxo.run.run_view import RunView, look
 from myxo.run.service_failures import RESTARTED, full_disk
+from myxo.run.vocabulary import vocabulary
 from shared.bus import runs, streams
 from shared.bus.connection import Bus
 from shared.bus.registry import ENVIRONMENT, Registry
@@ -29,6 +29,7 @@ from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import MyxoError
+from shared.runtime.safe_text import say
 from shared.schema.ledger import RunFinished
 from shared.schema.messages import ServiceEvent, ServiceStatus
 from shared.store.payload_store import Store
@@ -112,7 +113,7 @@ class Launch:
             await runs.refuse_differences(bus, config)
             self._say(f"Run {run} is finished: {finished.steps} steps. --fresh starts it anew, a larger --num-rollout goes on.")
             return await self._report(bus)
-        await runs.create(bus, config, self._servers.redis_url)
+        await runs.create(bus, config, self._servers.redis_url, await asyncio.to_thread(vocabulary, config))
         self._directory.freeze(config)
         self._directory.write_servers(ServerUrls(self._servers.nats_url, self._servers.redis_url, os.getpid()))
         self._began = await runs.trained_steps(bus, run)
@@ -267,17 +268,17 @@ class Launch:
             self._say(f"What went wrong cannot be summed up: {error or type(error).__name__}; `myxo summary {self._run}` tries again.")
 
     def _failed(self) -> int:
-        print(f"myxo: run {self._run} failed: {self._failure}", file=sys.stderr)
+        say(f"myxo: run {self._run} failed: {self._failure}")
         return exit_codes.FAILED
 
     def _give_up(self, stopped: StopReason) -> int:
         if stopped.bad_input:
             line = stopped.lines[-1] if stopped.lines else f"{stopped.instance} refused its input; see {stopped.log_path}"
-            print(f"myxo: {line}", file=sys.stderr)
+            say(f"myxo: {line}")
             return exit_codes.BAD_INPUT
         for line in stopped.lines:
-            print(f"  {line}", file=sys.stderr)
-        print(f"myxo: {stopped.reason}; its last lines are above, all of them in {stopped.log_path}", file=sys.stderr)
+            say(f"  {line}")
+        say(f"myxo: {stopped.reason}; its last lines are above, all of them in {stopped.log_path}")
         return exit_codes.FAILED
 
     def _interrupted(self) -> int:
@@ -286,4 +287,4 @@ class Launch:
         return 128 + first
 
     def _say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, markup=False)
+        self._console.print(text, soft_wrap=True)

@@ -6,7 +6,6 @@ for the sake of something that another check reports. A new one is a function in
 and stands in a table below. None needs a GPU; all together take seconds.
 """
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from shared.config.run_config import RunConfig, read
 from shared.hub import hub_resolve
 from shared.hub.hub_client import Hub
 from shared.runtime.errors import BadInput, problems_of, raise_problems
+from shared.runtime.safe_text import printable_line, say
 
 Check = Callable[[Inspection], Findings]
 
@@ -104,5 +104,5 @@ def inspect(inspection: Inspection) -> list[BadInput]:
         problems += inspection.problems[known:]
         known = len(inspection.problems)
     for line in [] if problems else notes:
-        print(f"myxo: {line if len(line) <= LONGEST_NOTE else line[:LONGEST_NOTE] + ' …'}", file=sys.stderr)
+        say(f"myxo: {printable_line(line, LONGEST_NOTE)}")
     return problems

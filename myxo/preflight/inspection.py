@@ -1,6 +1,5 @@
 """The input of a run's checks: its config, and the files that several of them read from disk, each loaded once."""
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from shared.model import hf_checkpoint
 from shared.model.architecture import Architecture
 from shared.model.families import read_architecture
 from shared.runtime.errors import BadInput, ConfigError
+from shared.runtime.untrusted_files import parse_json
 from shared.transfer.manifest import ITEM_BYTES
 
 Result = TypeVar("Result")
@@ -85,7 +85,7 @@ class Inspection:
     def model_config(self) -> dict[str, Any] | None:
         """Returns the checkpoint's ``config.json``; None where it holds no JSON object, which the check of the model's files reports."""
         try:
-            values = json.loads((self.config.model.hf_checkpoint / "config.json").read_text())
+            values = parse_json((self.config.model.hf_checkpoint / "config.json").read_bytes())
         except (OSError, ValueError):
             return None
         return values if isinstance(values, dict) else None

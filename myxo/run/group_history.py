@@ -11,6 +11,7 @@ from typing import Any
 
 from shared.data.rollout_files import DEAD, DROPPED, EVALUATED, FAILED, TRAINED, RolloutRecord
 from shared.schema.ledger import (
+    BatchAmended,
     BatchFormed,
     BatchTrained,
     CheckpointDurable,
@@ -22,6 +23,7 @@ from shared.schema.ledger import (
     GroupsDropped,
     GroupsScored,
     LedgerRecord,
+    SampleRefused,
     eval_group_parts,
     group_id,
 )
@@ -152,10 +154,10 @@ def kept_group(position: int, record: RolloutRecord) -> GroupRecord:
 
 @dataclass
 class GroupHistory:
-    """The fold. ``open``: groups in flight by id; ``batches``: the groups of each batch in training; ``admitted``: how many there were."""
+    """The fold. ``open``: groups in flight by id; ``batches``: each batch in training, as amended; ``admitted``: how many there were."""
 
     open: dict[str, GroupRecord] = field(default_factory=dict)
-    batches: dict[int, list[str]] = field(default_factory=dict)
+    batches: dict[int, BatchFormed] = field(default_factory=dict)
     admitted: int = 0
     durable_steps: int = 0
 
@@ -182,21 +184,32 @@ class GroupHistory:
                 return self._ended(names, sequence, record, DROPPED, reason)
             case GroupDead(group=name, reason=reason):
                 return self._ended([name], sequence, record, DEAD, reason)
-            case BatchFormed():
-                return self._batched(sequence, record)
-            case BatchTrained(step=step):
-                return self._ended(self.batches.pop(step, []), sequence, record, TRAINED, "")
+            case SampleRefused(group=name):
+                return self._changed([name], sequence, record)
+            case BatchFormed() | BatchAmended() | BatchTrained():
+                return self._batch(sequence, record)
             case CheckpointDurable(steps=steps):
                 self.durable_steps = max(self.durable_steps, steps)
             case EvalScored():
                 return [evaluated(sequence, record)]
         return []
 
-    def _batched(self, sequence: int, record: BatchFormed) -> list[GroupRecord]:
-        self.batches[record.step] = record.groups
-        changed = self._changed(record.groups, sequence, record)
+    def _batch(self, sequence: int, record: BatchFormed | BatchAmended | BatchTrained) -> list[GroupRecord]:
+        if isinstance(record, BatchFormed):
+            self.batches[record.step] = record
+            return self._batched(record, record.groups, sequence, record)
+        if (batch := self.batches.pop(record.step, None)) is None:
+            return []
+        if isinstance(record, BatchTrained):
+            return self._ended(batch.groups, sequence, record, TRAINED, "")
+        groups = [name for name in batch.groups if name not in record.removed] + record.added
+        self.batches[record.step] = amended = batch.model_copy(update={"groups": groups})
+        return self._batched(amended, record.added, sequence, record)
+
+    def _batched(self, batch: BatchFormed, groups: list[str], sequence: int, record: LedgerRecord) -> list[GroupRecord]:
+        changed = self._changed(groups, sequence, record)
         for group in changed:
-            group.status, group.step, group.version, group.mask_below = BATCHED, record.step, record.version, record.mask_below
+            group.status, group.step, group.version, group.mask_below = BATCHED, batch.step, batch.version, batch.mask_below
         return changed
 
     def durable(self, group: GroupRecord) -> bool:
@@ -290,6 +303,10 @@ def _words(record: LedgerRecord, group: GroupRecord) -> str | None:
         case BatchFormed(step=step, version=version, mask_below=mask_below):
             masked = f", tokens older than version {mask_below} masked" if mask_below else ""
             return f"in the batch of step {step}, on version {version}{masked}"
+        case BatchAmended(step=step, removed=removed):
+            return f"in the batch of step {step}, in the place of {', '.join(removed)}"
+        case SampleRefused(step=step, sample=sample, reason=reason):
+            return f"refused by the trainer in step {step}: sample {sample}: {reason}"
         case BatchTrained(step=step, started=started, ended=ended):
             return f"trained in step {step}, {ended - started:.1f} s"
         case EvalScored(reason=reason):

@@ -205,9 +205,9 @@ async def collect(bus: Bus, run: str) -> SummaryTally:
     tally, names = SummaryTally(config), Subjects(run)
     async for _, record in stream_replay.read(bus, names.ledger_stream, LedgerRecord):
         tally.apply(record)
-    async for _, step in stream_replay.read(bus, names.events_stream, Trained, subject=names.event("trainer", "step")):
+    async for _, step in stream_replay.read(bus, names.events_stream, Trained, names.event("trainer", "step"), strict=False):
         tally.apply_step(step)
-    async for _, ended in stream_replay.read(bus, names.events_stream, WarmStartEnded, subject=names.event("trainer", "warm_start")):
+    async for _, ended in stream_replay.read(bus, names.events_stream, WarmStartEnded, names.event("trainer", "warm_start"), strict=False):
         tally.warm_start = ended
     tally.failures = await read_failures(bus, run)
     return tally

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from myxo.display.text import duration, shortened_line
+from myxo.display.text import duration, number, shortened_line
+from myxo.run.shown_status import count, shown
 from shared.bus.registry import ENVIRONMENT, STANDBY
 from shared.config.run_config import RunConfig
 from shared.runtime.child_process import cause
@@ -59,7 +60,7 @@ class EvaluationLine:
     """The newest evaluation of one held-out set. ``version``: the weights that it was made with."""
 
     mean_reward: float
-    version: int
+    version: float
 
 
 @dataclass(frozen=True)
@@ -72,17 +73,17 @@ class ServiceError:
 
     def __str__(self) -> str:
         restarts = f" restarts {self.restarts}" if self.restarts else ""
-        return f"{self.instance}{restarts}" + (f": {shortened_line(self.reason)}" if self.reason else "")
+        return f"{shortened_line(self.instance)}{restarts}" + (f": {shortened_line(self.reason)}" if self.reason else "")
 
 
 @dataclass(frozen=True)
 class Troubles:
     """``dead``: groups since the run began; ``dead_reason``: the newest reason in this buffer's life. ``eval_failed``: held-out prompts."""
 
-    dead: int = 0
+    dead: float = 0
     dead_per_minute: float = 0.0
     dead_reason: str = ""
-    eval_failed: int = 0
+    eval_failed: float = 0
     errors: tuple[ServiceError, ...] = ()
     disk: str = ""
 
@@ -90,15 +91,15 @@ class Troubles:
         """Returns one line for each trouble."""
         found = []
         if self.dead or self.eval_failed:
-            failed = f" and {self.eval_failed} held-out prompts" if self.eval_failed else ""
+            failed = f" and {number(self.eval_failed)} held-out prompts" if self.eval_failed else ""
             reason = f": {shortened_line(self.dead_reason)}" if self.dead_reason else ""
-            found.append(f"dead {self.dead} groups{failed} ({self.dead_per_minute:.0f}/min){reason}")
+            found.append(f"dead {number(self.dead)} groups{failed} ({number(self.dead_per_minute)}/min){reason}")
         return [*found, *map(str, self.errors), *([self.disk] if self.disk else [])]
 
 
 @dataclass(frozen=True)
 class RunView:
-    """A run at one moment. ``queues``: name → (waiting, in workers' hands).
+    """A run at one moment. ``queues``: name → (waiting, in workers' hands). A figure that a service gives as nan or inf stays that.
 
     Rates are in tokens a second: ``generated_per_s`` over the last seconds, ``trained_per_s`` over the newest step and the wait before it,
     ``computed_per_s`` over that step's optimizer steps alone. ``evaluations``: by the held-out sets' names.
@@ -117,9 +118,9 @@ class RunView:
     trained_per_s: float | None = None
     computed_per_s: float | None = None
     live_version: int = -1
-    in_flight: int | None = None
-    ready_groups: int | None = None
-    queues: dict[str, tuple[int, int]] = field(default_factory=dict)
+    in_flight: float | None = None
+    ready_groups: float | None = None
+    queues: dict[str, tuple[float, float]] = field(default_factory=dict)
     services: tuple[InstanceLine, ...] = ()
     restarts: int = 0
     waiting_for: str | None = None
@@ -158,14 +159,14 @@ def look(
             tells. began: steps trained when the launch began: until there is one more the view says what it waits for. disk: what to say
             of a disk that is full.
     """
-    before = before or RunView.at_start(config, 0)
+    before, services = before or RunView.at_start(config, 0), [shown(status) for status in services]
     buffer, trainer = _newest(services, "buffer"), _newest(services, "trainer")
     served = [status.version for status in services if status.service == "trainer"]  # the version its last push made live
     rates = [status.gauges["generated_tokens_per_s"] for status in services if "generated_tokens_per_s" in status.gauges]
-    steps = max(buffer.get("trained_steps", 0), trainer.get("step", 0), before.steps)
+    steps = max(count(buffer, "trained_steps"), count(trainer, "step"), before.steps)
     return RunView(
         run=config.run.name,
-        steps=int(steps),
+        steps=steps,
         of=config.rollout.num_rollout,
         bound=config.rollout.max_staleness,
         reward=trainer.get("reward", before.reward),
@@ -176,12 +177,10 @@ def look(
         generated_per_s=sum(rates) if rates else None,
         trained_per_s=trainer.get("train_tokens_per_s"),
         computed_per_s=trainer.get("train_compute_tokens_per_s"),
-        live_version=max(int(buffer.get("live_version", -1)), *served, before.live_version),
-        in_flight=int(buffer["in_flight"]) if "in_flight" in buffer else None,
-        ready_groups=int(buffer["ready"]) if "ready" in buffer else None,
-        queues={
-            name: (int(buffer[f"queue_{name}"]), int(buffer.get(f"queue_{name}_held", 0))) for name in QUEUES if f"queue_{name}" in buffer
-        },
+        live_version=max(count(buffer, "live_version", -1), *served, before.live_version),
+        in_flight=buffer.get("in_flight"),
+        ready_groups=buffer.get("ready"),
+        queues={name: (buffer[f"queue_{name}"], buffer.get(f"queue_{name}_held", 0)) for name in QUEUES if f"queue_{name}" in buffer},
         services=_lines(services, instances),
         restarts=sum(instance.restarts for instance in instances) + sum(server.restarts for server in servers),
         waiting_for=waiting_for(config, services, instances) if steps <= began else None,
@@ -192,7 +191,7 @@ def look(
 def _evaluations(buffer: dict[str, float]) -> dict[str, EvaluationLine]:
     """Reads the gauges ``eval_<name>`` and ``eval_<name>_version``, in the names' order."""
     names = sorted(gauge.removeprefix("eval_") for gauge in buffer if gauge.startswith("eval_") and f"{gauge}_version" in buffer)
-    return {name: EvaluationLine(buffer[f"eval_{name}"], int(buffer[f"eval_{name}_version"])) for name in names}
+    return {name: EvaluationLine(buffer[f"eval_{name}"], buffer[f"eval_{name}_version"]) for name in names}
 
 
 # --- what the next training step waits for
@@ -260,12 +259,12 @@ def _environments(services: Sequence[ServiceStatus]) -> str:
 
 def _evaluation(buffer: dict[str, float]) -> str | None:
     pending, version = buffer.get("eval_pending", 0), buffer.get("live_version", -1)
-    return f"the evaluation of version {version:.0f} ({pending:.0f} prompts outstanding)" if pending else None
+    return f"the evaluation of version {number(version)} ({number(pending)} prompts outstanding)" if pending else None
 
 
 def _batch(buffer: dict[str, float], size: int) -> str | None:
     ready = buffer.get("ready", size)
-    return f"a batch ({ready:.0f} of {size} groups ready)" if ready < size else None
+    return f"a batch ({number(ready)} of {size} groups ready)" if ready < size else None
 
 
 # --- services
@@ -307,15 +306,15 @@ def _detail(status: ServiceStatus) -> str:
     match status.service:
         case "rollout" if "running_groups" in gauges:
             rate = gauges.get("generated_tokens_per_s", 0.0)
-            return f"{gauges['running_groups']:.0f} groups, {gauges.get('running_samples', 0):.0f} samples, {rate:.0f} tokens/s"
+            return f"{number(gauges['running_groups'])} groups, {number(gauges.get('running_samples', 0))} samples, {number(rate)} tokens/s"
         case "reward" if "scoring" in gauges:
-            return f"scoring {gauges['scoring']:.0f} groups"
+            return f"scoring {number(gauges['scoring'])} groups"
         case "buffer" if status.state == STANDBY:
-            return f"{gauges.get('followed', 0):.0f} records of the ledger followed"
+            return f"{number(gauges.get('followed', 0))} records of the ledger followed"
         case "buffer" if "in_flight" in gauges:
-            return f"{gauges['in_flight']:.0f} groups in flight, {gauges.get('ready', 0):.0f} ready"
+            return f"{number(gauges['in_flight'])} groups in flight, {number(gauges.get('ready', 0))} ready"
         case "trainer":
-            return _warm_start([status]) or (f"{gauges['train_tokens_per_s']:.0f} tokens/s" if "train_tokens_per_s" in gauges else "")
+            return _warm_start([status]) or (f"{number(gauges['train_tokens_per_s'])} tokens/s" if "train_tokens_per_s" in gauges else "")
         case _:
             return ""
 
@@ -325,9 +324,9 @@ def _warm_start(services: Sequence[ServiceStatus]) -> str | None:
     done, total = trainer.get("sft_step", 0), trainer.get("sft_steps")
     if not total or done >= total:
         return None
-    loss = f", loss {trainer['sft_loss']:.3f}" if "sft_loss" in trainer else ""
+    loss = f", loss {number(trainer['sft_loss'], '.3f')}" if "sft_loss" in trainer else ""
     left = f", about {duration(trainer['sft_seconds_left'])} left" if "sft_seconds_left" in trainer else ""
-    return f"SFT step {done:.0f}/{total:.0f}{loss}{left}"
+    return f"SFT step {number(done)}/{number(total)}{loss}{left}"
 
 
 def _newest_status(services: Sequence[ServiceStatus], service: str) -> ServiceStatus | None:
@@ -355,10 +354,10 @@ def troubles(
     buffer = _newest_status(services, "buffer")
     gauges, detail = (buffer.gauges, buffer.detail) if buffer is not None and buffer.state != "starting" else ({}, "")
     return Troubles(
-        dead=int(gauges.get("dead", before.dead)),
+        dead=gauges.get("dead", before.dead),
         dead_per_minute=gauges.get("dead_per_minute", before.dead_per_minute),
         dead_reason=detail or before.dead_reason,
-        eval_failed=int(gauges.get("eval_failed", before.eval_failed)),
+        eval_failed=gauges.get("eval_failed", before.eval_failed),
         errors=(*_errors(services, instances), *(server for server in servers if server.restarts)),
         disk=disk,
     )

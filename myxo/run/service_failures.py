@@ -12,6 +12,7 @@ from myxo.run.run_view import LATELY_SECONDS, RunView, ServiceError
 from shared.bus import stream_replay
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
+from shared.runtime.errors import BadMessage
 from shared.schema.messages import ServiceEvent
 
 FAILED, RESTARTED = "failed", "restarted"
@@ -40,7 +41,7 @@ class ServiceFailures:
 async def read_failures(bus: Bus, run: str) -> ServiceFailures:
     """Reads the events since the run began."""
     found, names = ServiceFailures(), Subjects(run)
-    async for _, event in stream_replay.read(bus, names.events_stream, ServiceEvent, subject=names.event("service", "*")):
+    async for _, event in stream_replay.read(bus, names.events_stream, ServiceEvent, names.event("service", "*"), strict=False):
         found.take(event)
     return found
 
@@ -61,7 +62,10 @@ async def with_newest_failure(bus: Bus, view: RunView) -> RunView:
         last = await bus.js.get_last_msg(names.events_stream, names.event("service", FAILED))
     except NotFoundError:
         return view
-    event = None if last.data is None else ServiceEvent.decode(last.data)
+    try:
+        event = None if last.data is None else ServiceEvent.decode(last.data)
+    except BadMessage:
+        return view
     known = view.troubles.errors
     if event is None or event.instance in {error.instance for error in known} or time.time() - event.at > LATELY_SECONDS:
         return view

@@ -11,12 +11,16 @@ DEAD_BATCHES, FEWEST_DEAD = 4, 32
 
 @dataclass(frozen=True)
 class BufferConfig:
-    """The sections for the buffer's decisions, and values derived from them. eval_prompts: held-out prompts (0: nothing is evaluated)."""
+    """The sections for the buffer's decisions, and values derived from them.
+
+    eval_prompts: held-out prompts (0: nothing is evaluated). has_critic: whether a critic trains the same batches.
+    """
 
     rollout: RolloutSection
     weights: WeightsSection = field(default_factory=WeightsSection)
     evaluation: EvalSection = field(default_factory=EvalSection)
     eval_prompts: int = 0
+    has_critic: bool = False
 
     @property
     def surplus(self) -> int:

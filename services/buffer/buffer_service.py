@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from services.buffer import ended_groups, policy
+from services.buffer import amendment, ended_groups, policy
 from services.buffer.batch_selector import BufferFilter
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.ledger_writer import LedgerWriter
@@ -35,6 +35,7 @@ from shared.schema.messages import (
     Accepted,
     BatchAnswer,
     BatchPending,
+    BatchRefused,
     BatchRequest,
     Durable,
     Failed,
@@ -78,7 +79,9 @@ class Buffer:
     def __init__(self, service: Service, prompts: PromptSupply) -> None:
         config, heldout = service.config, prompts.heldout
         self._service, self._config, self._bus, self._log = service, config, service.bus, service.log
-        self._limits = BufferConfig(config.rollout, config.weights, config.eval, len(heldout) if heldout else 0)
+        self._limits = BufferConfig(
+            config.rollout, config.weights, config.eval, len(heldout) if heldout else 0, config.algorithm.has_critic
+        )
         self._tasks = TaskPublisher(service.bus, config, prompts)
         self._prompts = prompts
         path = config.rollout.buffer_filter_path
@@ -131,6 +134,7 @@ class Buffer:
         await self._bus.serve(subjects.batch, BatchRequest, self._as_holder(self._on_batch))
         await self._bus.serve(subjects.trained, Trained, self._as_holder(self._on_trained))
         await self._bus.serve(subjects.durable, Durable, self._as_holder(self._on_durable))
+        await self._bus.serve(subjects.refused, BatchRefused, self._as_holder(self._on_refused))
         service.state = "ready"
         await self._failure.look()
         if took_over:
@@ -217,6 +221,10 @@ class Buffer:
                 self._log.info("groups_dropped", groups=names, reason=reason)
             case ledger.GroupDead(group=name, reason=reason) | ledger.EvalScored(group=name, rewards=[], reason=reason):
                 self._log.warning("group_dead", group=name, reason=reason)
+            case ledger.SampleRefused(step=step, group=name, sample=sample, reason=reason):
+                self._log.warning("sample_refused", step=step, group=name, sample=sample, reason=reason)
+            case ledger.BatchAmended(step=step, removed=removed, added=added):
+                self._log.warning("batch_amended", step=step, removed=removed, added=added)
             case ledger.EvalStarted(version=version):
                 self._tasks.evaluation(self._state.evaluations[version])
             case ledger.EvalEnded(dataset=dataset, version=version, mean_reward=mean, failed=failed):
@@ -296,6 +304,12 @@ class Buffer:
                 return BatchPending(step=step, have=0, need=0, waiting_for=self._awaited())
             last = state.last_evaluation
             return RunDone() if last is None else RunDone(version=last.version, rewards={last.dataset: last.mean_reward})
+        if step in state.batches:
+            await self._lose_missing()
+            await self._decide(lambda: amendment.amended(self._state, limits, step, time.time()))
+            return policy.batch(state, step) or BatchPending(
+                step=step, have=len(state.batches[step].groups), need=size, waiting_for=self._awaited()
+            )
         if len(state.ready) >= size:
             await self._lose_missing()
         chosen = None
@@ -315,6 +329,10 @@ class Buffer:
 
     async def _on_trained(self, report: Trained) -> Message:
         await self._decide(lambda: policy.trained(self._state, report.step, report.version, report.started, report.ended, time.time()))
+        return Accepted()
+
+    async def _on_refused(self, refusal: BatchRefused) -> Message:
+        await self._decide(lambda: amendment.refused(self._state, refusal, time.time()))
         return Accepted()
 
     async def _on_durable(self, report: Durable) -> Message:

@@ -48,7 +48,8 @@ class WrongStep(MyxoError):
 
 def admit(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRecord]:
     """Returns the record of the groups to let in now, if there are any."""
-    if state.live_version < 0 or state.formed_steps >= limits.rollout.num_rollout or _waits_for_first_evaluation(state, limits):
+    complete = state.formed_steps >= limits.rollout.num_rollout and not any(batch.dead for batch in state.batches.values())
+    if state.live_version < 0 or complete or _waits_for_first_evaluation(state, limits):
         return []
     room = limits.admissible_groups(state.live_version) - (state.admitted - state.dropped - state.dead)
     return [ledger.GroupsAdmitted(first=state.admitted, count=room, version=state.live_version, at=now)] if room > 0 else []
@@ -166,7 +167,7 @@ def lost_payload(state: BufferState, name: str, now: float) -> list[LedgerRecord
 
 def candidates(state: BufferState, limits: BufferConfig, step: int, version: int) -> list[GroupState]:
     """Returns the ready groups that the batch of ``step`` may take, in the order they came back. Raises WrongStep."""
-    return _by_decision(state, limits, _bound(state, limits, step, version))["fits"]
+    return by_decision(state, limits, _bound(state, limits, step, version))["fits"]
 
 
 def form_batch(
@@ -182,7 +183,7 @@ def form_batch(
     Raises WrongStep.
     """
     bound = _bound(state, limits, step, version)
-    ready = _by_decision(state, limits, bound)
+    ready = by_decision(state, limits, bound)
     records: list[LedgerRecord] = [_drop([group.id for group in ready["drop"]], now)] if ready["drop"] else []
     for group in ready["requeue"]:
         kept = group.scored.payload if group.scored is not None and limits.rollout.staleness_policy == "continue" else None
@@ -203,9 +204,9 @@ def form_batch(
 
 
 def batch(state: BufferState, step: int) -> Batch | None:
-    """Returns the batch of a step as the trainer gets it, the same one every time; None where it was not formed yet."""
+    """Returns the batch of a step as the trainer gets it, the same one every time; None where it was not formed yet, or lacks a group."""
     record = state.batches.get(step)
-    if record is None:
+    if record is None or record.dead:
         return None
     groups = []
     for group in record.groups:
@@ -238,6 +239,8 @@ def trained(state: BufferState, step: int, version: int, started: float, ended: 
         raise WrongStep(f"step {step} was reported as trained; the next one to train is {state.trained_steps}")
     if step not in state.batches:
         raise WrongStep(f"step {step} was reported as trained; its batch was not formed yet")
+    if dead := state.batches[step].dead:
+        raise WrongStep(f"step {step} was reported as trained; its groups {', '.join(dead)} were refused, and are not replaced yet")
     return [ledger.BatchTrained(step=step, version=version, started=started, ended=ended, at=now)]
 
 
@@ -289,7 +292,7 @@ def _bound(state: BufferState, limits: BufferConfig, step: int, version: int) ->
     return version - limits.rollout.max_staleness
 
 
-def _by_decision(state: BufferState, limits: BufferConfig, bound: int) -> dict[StalenessDecision, list[GroupState]]:
+def by_decision(state: BufferState, limits: BufferConfig, bound: int) -> dict[StalenessDecision, list[GroupState]]:
     """Returns the ready groups, in the order they came back, by their staleness decision."""
     ready: dict[StalenessDecision, list[GroupState]] = {"fits": [], "drop": [], "requeue": []}
     rule = limits.rollout.staleness_policy

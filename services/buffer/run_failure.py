@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from shared.bus import runs
 from shared.runtime import failure_summary
 from shared.runtime.service_base import Service
-from shared.schema.ledger import EvalScored, GroupDead, GroupsScored, LedgerRecord
+from shared.schema.ledger import BatchTrained, EvalScored, GroupDead, GroupsScored, LedgerRecord, SampleRefused
 
 STATE = "run failed"
 """State of a buffer whose run has failed. The buffer itself is well."""
@@ -24,11 +24,13 @@ class DeadGroups:
 
     A held-out prompt that fails counts like a dead group, and one that is scored ends the row like a scored group, since a general fault
     fails both. The count begins anew with each buffer process, since a restart of the run may have repaired the cause.
-    ``in_a_row``: since a group was last scored. ``eval_failed``: held-out prompts that failed.
+    ``in_a_row``: since a group was last scored. ``eval_failed``: held-out prompts that failed. ``refused``: groups that the trainer refused
+    since it last trained a step: those that come back scored, and are no good all the same.
     """
 
     def __init__(self) -> None:
         self.in_a_row, self.eval_failed, self.reason = 0, 0, ""
+        self.refused: set[str] = set()
         self._ended: deque[float] = deque()
         self._since: float | None = None
 
@@ -43,6 +45,10 @@ class DeadGroups:
                 self._forget(record.at)
             case GroupsScored() | EvalScored():
                 self.in_a_row = 0
+            case SampleRefused(group=name):
+                self.refused.add(name)
+            case BatchTrained():
+                self.refused.clear()
 
     def per_minute(self, now: float) -> float:
         """Returns the dead groups a minute, as of late. ``now``: seconds since the epoch."""
@@ -52,9 +58,13 @@ class DeadGroups:
 
     def hopeless(self, limit: int) -> str | None:
         """Returns why the run has to stop, once ``limit`` groups (0: never) have ended dead in a row."""
-        if not limit or self.in_a_row < limit:
+        if not limit or max(self.in_a_row, len(self.refused)) < limit:
             return None
         reason = failure_summary.short(self.reason)
+        if len(self.refused) >= limit:
+            return (
+                f"the trainer refused {len(self.refused)} groups for one step (rollout.max_dead_in_a_row = {limit}), the last one: {reason}"
+            )
         return f"{self.in_a_row} groups in a row failed (rollout.max_dead_in_a_row = {limit}), the last one: {reason}"
 
     def _forget(self, now: float) -> None:

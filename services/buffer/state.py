@@ -66,6 +66,7 @@ class GroupState:
     """A group in flight. ``scored`` is set once it came back; ``step`` once it is in a batch.
 
     ``partial``: samples that the present attempt goes on from, but for those that hold nothing newer than ``renew_below``.
+    ``refused``: when the trainer refused it.
     """
 
     number: int
@@ -75,16 +76,21 @@ class GroupState:
     step: int | None = None
     partial: Payload | None = None
     renew_below: int = 0
+    refused: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
 class BatchRecord:
-    """A batch that was formed: kept until a checkpoint beyond it is durable, so that it can be handed out again."""
+    """A batch that was formed: kept until a checkpoint beyond it is durable, so that it can be handed out again.
+
+    ``dead``: groups that it has lost since, and that nothing has replaced yet.
+    """
 
     step: int
     version: int
     groups: list[GroupState]
     mask_below: int = 0
+    dead: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -165,6 +171,11 @@ class BufferState:
         self.dropped += len(record.groups)
 
     def _group_dead(self, record: ledger.GroupDead) -> None:
+        if (step := self.groups[record.group].step) is not None:
+            batch = self.batches[step]
+            batch.groups = [group for group in batch.groups if group.id != record.group]
+            batch.dead.append(record.group)
+            self.trained -= step < self.trained_steps  # its training was undone with the trainer's death
         self._end(record.group)
         self.released += record.payload.keys if record.payload is not None else []
         self.dead += 1
@@ -176,6 +187,20 @@ class BufferState:
             del self.ready[group.id]
         self.batches[record.step] = batch
         self.formed_steps = record.step + 1
+
+    def _sample_refused(self, record: ledger.SampleRefused) -> None:
+        group = self.groups[record.group]
+        group.refused = (*group.refused, record.refused)
+
+    def _batch_amended(self, record: ledger.BatchAmended) -> None:
+        batch, added = self.batches[record.step], [self.groups[name] for name in record.added]
+        for group in added:
+            group.step = record.step
+            del self.ready[group.id]
+        batch.groups = sorted(batch.groups + added, key=lambda group: group.number)
+        batch.dead = []
+        if record.step < self.trained_steps:
+            self.trained += len(added)
 
     def _batch_trained(self, record: ledger.BatchTrained) -> None:
         self.trained += len(self.batches[record.step].groups)

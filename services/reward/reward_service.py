@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from services.reward.environment_health import EnvironmentHealthCheck
 from services.reward.group_consumer import GroupConsumer
 from services.reward.group_filter import GroupFilter
+from services.reward.payload_reader import PayloadReader
 from services.reward.scorer import CustomScorer, ExternalScorer, Scorer, VerifierScorer
 from services.reward.worker_pool import HooksPool, VerifierPool
 from shared import hooks
@@ -32,7 +33,8 @@ async def serve(service: Service) -> None:
             checks.append(EnvironmentHealthCheck(service, environment))
             scorers.append(ExternalScorer(environment, checks[-1], service.run, service.config.reward))
         group_filter = GroupFilter(service.config, functions)
-        consumers = [GroupConsumer(service, scorer, group_filter) for scorer in scorers]
+        reader = await PayloadReader.open(service)
+        consumers = [GroupConsumer(service, reader, scorer, group_filter) for scorer in scorers]
         service.state = "ready"
         work = [*(check.run() for check in checks), *(consumer.run() for consumer in consumers), _count(service, consumers)]
         try:

@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from shared.environment.protocol import MAX_NAME, MAX_PARTS, shown
+from shared.environment.protocol import shown
+from shared.schema.limits import LARGEST_REWARD, MAX_NAME, MAX_PARTS, is_part_name, is_reward
 from shared.schema.sample import Score
 
 REWARD = "reward"
@@ -22,8 +23,8 @@ def read(value: object, key: str | None) -> Score:
     if not isinstance(value, Mapping):
         return Score(reward=_number(value, "a reward"))
     named = {str(name): number for name, number in ((name, _plain(entry)) for name, entry in value.items()) if number is not None}
-    if len(named) > MAX_PARTS or any(not 0 < len(name) <= MAX_NAME for name in named):
-        raise ValueError(f"{len(named)} named rewards; expected at most {MAX_PARTS}, with names of 1 to {MAX_NAME} characters")
+    if len(named) > MAX_PARTS or not all(map(is_part_name, named)):
+        raise ValueError(f"{len(named)} named rewards; expected at most {MAX_PARTS}, with names of 1 to {MAX_NAME} printable characters")
     for name, number in named.items():
         _number(number, name)
     return _counted(named, key)
@@ -62,4 +63,6 @@ def _number(value: object, name: str) -> float:
     number = _plain(value)
     if number is None or not math.isfinite(number):
         raise ValueError(f"{name} is {shown(value)}; expected a finite number")
+    if not is_reward(number):
+        raise ValueError(f"{name} is {shown(value)}; expected a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}")
     return number

@@ -4,6 +4,8 @@ import asyncio
 import time
 import uuid
 
+from pydantic import ValidationError
+
 from services.rollout.custom_generate import CustomGenerate
 from services.rollout.engine.engine_errors import EngineError, InvalidRequest
 from services.rollout.generate import generate_group
@@ -119,7 +121,8 @@ class Rollout:
         except (DeadlineExceeded, EngineError) as error:
             log.warning("group_handed_back", error=str(error))
             await lease.hand_back(delay=1.0)
-        except (BadMessage, InvalidRequest, HookFailed) as error:  # would fail again: a prompt that does not fit the model, a broken hook
+        # these would fail again: a prompt that does not fit the model, a broken hook, more samples than a reference may list
+        except (BadMessage, InvalidRequest, HookFailed, ValidationError) as error:
             log.warning("group_refused", error=str(error))
             await self._give_up(task, str(error))
             await lease.ack()

@@ -1,11 +1,13 @@
 """``python -m services.trainer [critic]``: the trainer of the run named by MYXO_RUN, or its critic, one process a rank."""
 
 import os
+import secrets
 import sys
 
 from services.trainer.rank import SERVICES, read_run
 from shared.config.run_config import RunConfig
 from shared.runtime.child_process import die_with_parent
+from shared.runtime.own_address import LOOPBACK, listening_interfaces
 from shared.runtime.service_base import exit_code
 
 
@@ -25,13 +27,18 @@ def prepare_environment(config: RunConfig) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads must not spin on cores that an engine may want
     if config.trainer.train_device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    for name, value in listening_interfaces().items():
+        os.environ.setdefault(name, value)
     # both ends of a weight push must agree on these; SGLang sets them for itself
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 
 def run_ranks(ranks: int, *module: str) -> None:
-    """Runs torchrun with its own rendezvous on a free port; the first failed rank's exit code becomes this process's.
+    """Runs torchrun with its static rendezvous on loopback; the first failed rank's exit code becomes this process's.
+
+    torchrun's other rendezvous, ``c10d`` (also behind ``--standalone``), unpickles what anybody writes to its port. And each TCP store that
+    torch opens by itself listens on all addresses. The static one takes the store that this process has already for its port.
 
     Args:
         module: what each rank runs, and its arguments.
@@ -40,11 +47,13 @@ def run_ranks(ranks: int, *module: str) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
-    arguments = get_args_parser().parse_args(
-        ["--standalone", "--nnodes", "1", "--nproc-per-node", str(ranks), "--max-restarts", "0", "-m", *module]
-    )
+    from shared.transfer.bound_store import BoundStore
+
+    store = BoundStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    where = ["--rdzv-backend", "static", "--master-addr", LOOPBACK, "--master-port", str(store.port), "--rdzv-id", secrets.token_hex(16)]
+    job = ["--nnodes", "1", "--node-rank", "0", "--nproc-per-node", str(ranks), "--max-restarts", "0", "-m", *module]
     try:
-        run(arguments)
+        run(get_args_parser().parse_args([*where, *job]))
     except SignalException:
         pass  # this process was asked to stop: torchrun has passed the signal on and waited for the ranks
     except ChildFailedError as error:

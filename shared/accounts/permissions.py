@@ -140,7 +140,7 @@ def _buffer(names: Subjects) -> BusRights:
         *_read(names.leases_bucket),
         f"$KV.{names.leases_bucket}.{BUFFER}",
     )
-    listen = (_inbox(names, BUFFER), names.batch, names.trained, names.durable, names.event("weights", "live"))
+    listen = (_inbox(names, BUFFER), names.batch, names.trained, names.durable, names.refused, names.event("weights", "live"))
     return BusRights(publish, listen, _SHORT_ANSWER)
 
 
@@ -163,6 +163,7 @@ def _reward(names: Subjects) -> BusRights:
         *_take(names.generated_stream, generated_consumer(names.run, BusSection(), ANY).name),
         names.scored,
         names.environment(ANY, ANY),
+        *_read(names.weights_bucket),  # to learn the live version: no sample is of a much newer one
         f"$KV.{names.services_bucket}.{registry.ENVIRONMENT}.{ANY}",  # the statuses of the environments that it scores with
     )
     return BusRights(publish, (_inbox(names, REWARD),))
@@ -175,6 +176,7 @@ def _trainer(names: Subjects) -> BusRights:
         names.batch,
         names.trained,
         names.durable,
+        names.refused,
         names.replica_weights(ANY, ANY),
         names.event("weights", "live"),
         names.event("trainer", "step"),

@@ -12,10 +12,11 @@ from shared.config.run_config import RunConfig, changes
 from shared.runtime import server_urls
 from shared.runtime.errors import BadInput, ConfigError, raise_problems
 from shared.schema.ledger import BatchTrained, LedgerRecord, RunFinished
+from shared.schema.weight_messages import WeightsLive
 
 Record = TypeVar("Record", bound=LedgerRecord)
 
-_CONFIG, _STORE, _PHASE = "config", "store", "phase"
+_CONFIG, _STORE, _PHASE, _VOCABULARY = "config", "store", "phase", "vocabulary"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 """The phases of a run. A failed run continues when it is created again."""
 
@@ -31,12 +32,13 @@ class NoSuchRun(BadInput):
     """The bus holds no run of that name."""
 
 
-async def create(bus: Bus, config: RunConfig, store_url: str | None) -> None:
+async def create(bus: Bus, config: RunConfig, store_url: str | None, vocabulary: int | None = None) -> None:
     """Makes the run's streams and freezes its config; on a resume, updates the fields that may change.
 
     Args:
         store_url: the store of payloads, for services without ``REDIS_URL``. A URL with credentials is not recorded, because every service
             could read it, and each has its own account.
+        vocabulary: how many token ids the model has, for services that do not see its files. No group is scored without it.
 
     Raises ConfigError if a field differs that may not change, Problems for several.
     """
@@ -47,6 +49,8 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None) -> None:
     if store_url is not None:
         stated = "" if server_urls.has_credentials(store_url) else store_url
         await bus.put(bucket, _STORE, stated.encode())  # an empty value, too, because it must replace an earlier address
+    if vocabulary is not None:
+        await bus.put(bucket, _VOCABULARY, str(vocabulary).encode())
     known = await phase(bus, config.run.name)
     if known == FINISHED:  # resumed with more steps?
         finished = await last_record(bus, config.run.name, RunFinished)
@@ -93,6 +97,20 @@ async def store_url(bus: Bus, run: str) -> str | None:
     return value.decode() if value else None
 
 
+async def vocabulary(bus: Bus, run: str) -> int:
+    """Returns how many token ids the run's model has. Raises NoSuchRun where that was not said when the run was put on the bus."""
+    value = await bus.get(Subjects(run).config_bucket, _VOCABULARY)
+    if value is None:
+        raise NoSuchRun(f"run {run!r} is on the bus without its model's vocabulary; `myxo up CONFIG` or `myxo submit CONFIG` writes it")
+    return int(value)
+
+
+async def live_version(bus: Bus, run: str) -> int:
+    """Returns the newest weight version that was announced as served; -1 before the first."""
+    value = await bus.get(Subjects(run).weights_bucket, "live")
+    return -1 if value is None else WeightsLive.decode(value).version
+
+
 async def phase(bus: Bus, run: str) -> str | None:
     """Returns `RUNNING`, `FINISHED`, `FAILED`, or None before the run exists."""
     return (await phase_and_reason(bus, run))[0]
@@ -101,13 +119,13 @@ async def phase(bus: Bus, run: str) -> str | None:
 async def phase_and_reason(bus: Bus, run: str, deadline: float = 15.0) -> tuple[str | None, str]:
     """Returns the phase, and the reason of a run that is `FAILED`."""
     value = await bus.get(Subjects(run).config_bucket, _PHASE, deadline=deadline)
-    phase, _, reason = (value or b"").decode().partition("\n")
+    phase, _, reason = (value or b"").decode(errors="replace").partition("\n")
     return phase or None, reason
 
 
 async def set_phase(bus: Bus, run: str, value: str, reason: str = "") -> None:
     """Writes the phase; ``reason``: why a run is `FAILED`, in one line."""
-    await bus.put(Subjects(run).config_bucket, _PHASE, f"{value}\n{reason}".rstrip("\n").encode())
+    await bus.put(Subjects(run).config_bucket, _PHASE, f"{value}\n{reason}".rstrip("\n").encode(errors="backslashreplace"))
 
 
 async def last_record(bus: Bus, run: str, kind: type[Record]) -> Record | None:

@@ -13,7 +13,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from shared.bus.bus_errors import RETRY_PAUSE, TRANSIENT
 from shared.bus.connection import Bus
-from shared.runtime.errors import DeadlineExceeded
+from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.schema.messages import Message
 
 Entry = TypeVar("Entry", bound=Message)
@@ -31,13 +31,16 @@ async def last_sequence(bus: Bus, stream: str, deadline: float = 30.0) -> int:
 
 
 async def read(
-    bus: Bus, stream: str, model: type[Entry], subject: str = ">", deadline: float = 120.0, after: int = 0
+    bus: Bus, stream: str, model: type[Entry], subject: str = ">", deadline: float = 120.0, after: int = 0, strict: bool = True
 ) -> AsyncIterator[tuple[int, Entry]]:
     """Yields (sequence, message) for all messages that the stream holds now, oldest first.
 
     Args:
         model: the messages' (base) class. subject: a filter. deadline: seconds without progress.
-        after: only messages with a higher sequence are read.
+        after: only messages with a higher sequence are read. strict: where it is not set, what cannot be decoded is left out: of a
+            stream on which no decision depends, and into which every service may write.
+
+    Raises BadMessage for what cannot be decoded, DeadlineExceeded.
     """
     seen, progress = after, time.monotonic()
     while True:
@@ -57,12 +60,22 @@ async def read(
                 for message in messages:
                     pending -= 1
                     seen = message.metadata.sequence.stream
-                    yield seen, model.decode(message.data)
+                    if (entry := _decoded(model, message.data, strict)) is not None:
+                        yield seen, entry
             else:
                 return
         finally:
             with contextlib.suppress(nats.errors.Error, *TRANSIENT):
                 await pull.unsubscribe()
+
+
+def _decoded(model: type[Entry], data: bytes, strict: bool) -> Entry | None:
+    try:
+        return model.decode(data)
+    except BadMessage:
+        if strict:
+            raise
+        return None
 
 
 async def _reader(bus: Bus, stream: str, subject: str, first: int) -> tuple[JetStreamContext.PullSubscription, int]:

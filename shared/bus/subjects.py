@@ -24,6 +24,7 @@ class Subjects:
         self.batch = f"{run}.buffer.batch"
         self.trained = f"{run}.buffer.trained"
         self.durable = f"{run}.buffer.durable"
+        self.refused = f"{run}.buffer.refused"
         # streams and buckets (no dots allowed in their names)
         self.task_stream = f"{run}-task"
         self.generated_stream = f"{run}-generated"

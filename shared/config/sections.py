@@ -14,6 +14,7 @@ from shared.data.data_files import DataFile
 from shared.environment import environment_url
 from shared.hub import hub_names
 from shared.runtime.errors import nearest
+from shared.schema.limits import MAX_SAMPLES
 
 _AsText = PlainSerializer(lambda files: files and [str(file) for file in files], return_type=list[str] | None)
 
@@ -108,8 +109,8 @@ class RolloutSection(Section):
     )
 
     num_rollout: int = Field(gt=0, description="training steps (one rollout batch each)", **MUTABLE)
-    rollout_batch_size: int = Field(gt=0, description="prompts (groups) a step")
-    n_samples_per_prompt: int = Field(default=1, gt=0, description="samples a group")
+    rollout_batch_size: int = Field(gt=0, le=65536, description="prompts (groups) a step")
+    n_samples_per_prompt: int = Field(default=1, gt=0, le=MAX_SAMPLES, description="samples a group")
     max_staleness: int = Field(default=1, ge=0, description="bound on version trained - oldest trained token's version; 0 = synchronous")
     staleness_policy: Literal["drop", "requeue", "continue", "mask"] = Field(
         default="drop",
@@ -234,10 +235,12 @@ class EvalSection(Section):
     eval_prompt_data: Files = Field(
         default=None, description="JSONL or Parquet files of held-out prompts, or parts PATH@[start:stop] of them; keys as in [data]"
     )
-    eval_name: str = Field(default="heldout", pattern=r"^[A-Za-z0-9_-]+$", description="name of the dataset in metrics and group ids")
+    eval_name: str = Field(
+        default="heldout", max_length=64, pattern=r"^[A-Za-z0-9_-]+$", description="name of the dataset in metrics and group ids"
+    )
     eval_interval: int | None = Field(default=None, gt=0, description="steps between evaluations, besides first and last", **MUTABLE)
     skip_eval_before_train: bool = Field(default=False, description="do not evaluate the initial weights")
-    n_samples_per_eval_prompt: int = Field(default=1, gt=0, description="samples a held-out prompt")
+    n_samples_per_eval_prompt: int = Field(default=1, gt=0, le=MAX_SAMPLES, description="samples a held-out prompt")
     eval_temperature: float | None = Field(default=None, ge=0, description="sampling temperature; default: the rollout's")
     eval_max_response_len: int | None = Field(default=None, gt=0, description="tokens; default: the rollout's")
 

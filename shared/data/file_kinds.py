@@ -1,7 +1,8 @@
 """The kind of a data file that is not JSONL, by its first bytes, with how to convert it."""
 
-import json
 from pathlib import Path
+
+from shared.runtime.untrusted_files import parse_json
 
 LOOKED_AT = 4096
 """The first bytes of a file that are examined."""
@@ -52,7 +53,7 @@ def other_than_jsonl(path: Path, beginning: bytes) -> str | None:
 def _is_plain_list(line: bytes) -> bool:
     """Returns whether a line is a complete list without objects, which is a single wrong line of a JSONL file."""
     try:
-        return not any(isinstance(item, dict) for item in json.loads(line))
+        return not any(isinstance(item, dict) for item in parse_json(line))
     except ValueError:
         return False
 

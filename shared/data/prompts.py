@@ -1,7 +1,6 @@
 """Prompts from rows of files: text or chat messages, label, metadata, tools, environment; rendered and tokenised without torch."""
 
 import bisect
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from shared.data.row_order import MixedOrder
 from shared.data.rows import RowEntry, Rows, open_rows
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError, nearest
+from shared.runtime.untrusted_files import parse_json
 from shared.schema import codec
 
 OVERLONG, BAD = "overlong", "bad"
@@ -158,7 +158,7 @@ def chat_tools(entry: RowEntry, key: str) -> dict[str, Any]:
     tools = entry.values.get(key)
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
+            tools = parse_json(tools)
         except ValueError:
             raise entry.refusal(key, f"expected a list of tools, or JSON text of one, found {tools!r}") from None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):

@@ -8,6 +8,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from shared.runtime.safe_text import say
+
 PATIENCE_SECONDS = 2.0
 """Work that ends sooner shows nothing."""
 
@@ -44,7 +46,7 @@ class ReadProgress:
         else:
             self._due, self.shown = time.monotonic() + LINE_SECONDS, True
             progress = f"{self._amount(done)} of {self._amount(self._total)}"
-            print(f"myxo: {self._what}: {progress} ({done / max(self._total, 1):.0%})", file=sys.stderr, flush=True)
+            say(f"myxo: {self._what}: {progress} ({done / max(self._total, 1):.0%})")
 
     def __enter__(self) -> Self:
         return self

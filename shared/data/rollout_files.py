@@ -6,7 +6,6 @@ group that was written by two buffers is told by its id and attempt.
 """
 
 import contextlib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from shared.runtime.untrusted_files import parse_json
 from shared.schema.sample import Sample
 
 DIRECTORY = "rollouts"
@@ -152,7 +152,7 @@ class RolloutReader:
 def _head(line: bytes) -> RolloutRecord | None:
     with contextlib.suppress(ValueError):
         if line.endswith(b"\n"):
-            return RolloutRecord.model_validate({"at": 0.0, **json.loads(line[: line.index(_AFTER_HEAD)] + b"}")})
+            return RolloutRecord.model_validate({"at": 0.0, **parse_json(line[: line.index(_AFTER_HEAD)] + b"}")})
     return None
 
 

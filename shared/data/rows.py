@@ -2,7 +2,6 @@
 
 import bisect
 import difflib
-import json
 import tempfile
 from abc import ABC, abstractmethod
 from array import array
@@ -15,6 +14,7 @@ from shared.data import file_kinds
 from shared.data.data_files import DataFile
 from shared.data.read_progress import ReadProgress
 from shared.runtime.errors import ConfigError
+from shared.runtime.untrusted_files import parse_json
 
 INDEX_ENTRIES = 1 << 20
 """Bound of a JSONL file's index: a longer file has one entry for every second, fourth, … row (16 bytes each)."""
@@ -158,11 +158,11 @@ class JsonlRows(Rows):
     def __getitem__(self, row: int) -> dict[str, Any]:
         text, _ = self._read(row)
         try:
-            value = json.loads(text)
+            value = parse_json(text)
         except UnicodeDecodeError as error:
             expected = f"not UTF-8: {error.reason} {error.object[error.start : error.end]!r} at byte {error.start} of the line"
             raise ConfigError(self.field, self.where(row), f"{expected}; if it is Latin-1: iconv -f LATIN1 -t UTF-8") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ConfigError(self.field, self.where(row), f"not JSON: {error}") from None
         if not isinstance(value, dict):
             raise ConfigError(self.field, self.where(row), f"expected a JSON object, found a {type(value).__name__}")

@@ -14,6 +14,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from shared.runtime.errors import ConfigError
+from shared.runtime.untrusted_files import parse_json
 
 
 class Tokenizer:
@@ -101,7 +102,7 @@ def _environment() -> jinja2.Environment:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
+        value = parse_json(path.read_bytes())
     except FileNotFoundError:
         return {}
     except ValueError as error:

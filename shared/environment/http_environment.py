@@ -19,6 +19,7 @@ from shared.environment.environment import Environment
 from shared.environment.environment_url import EnvironmentUrl, blocked
 from shared.environment.protocol import MAX_ANSWER, EnvironmentAway, EnvironmentFailed, words
 from shared.runtime.errors import DeadlineExceeded
+from shared.runtime.untrusted_files import parse_json
 
 CONNECT_SECONDS = 3.0
 """The seconds that resolving and connecting may take before the environment counts as unreachable."""
@@ -95,8 +96,8 @@ class HttpEnvironment(Environment):
         if len(answer) > MAX_ANSWER:
             raise EnvironmentFailed(self.label, f"answered {verb} with more than {MAX_ANSWER} bytes")
         try:
-            value: object = json.loads(answer)
-        except (ValueError, RecursionError) as error:
+            value: object = parse_json(answer)
+        except ValueError as error:
             if status < 300:
                 found = f"the answer to {verb} is {words(repr(answer[:60]))}; expected JSON ({words(error)})"
                 raise EnvironmentFailed(self.label, found) from None

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shared.runtime.errors import MyxoError
+from shared.schema.limits import LARGEST_REWARD, MAX_NAME, MAX_PARTS, is_part_name, is_reward
 from shared.schema.sample import Score
 
 PROTOCOL = 1
@@ -18,12 +19,6 @@ DESCRIBE, SCORE = "describe", "score"
 
 MAX_ANSWER = 4 << 20
 """The most bytes of an answer."""
-
-MAX_PARTS = 64
-"""The most named numbers of one sample."""
-
-MAX_NAME = 64
-"""The most characters of the name of an environment or of a part."""
 
 _SHOWN = 80
 
@@ -123,8 +118,8 @@ def _score(entry: object, field: str, environment: str) -> Score:
         raise EnvironmentFailed(environment, f"{field} has {len(entry)} entries; expected at most {MAX_PARTS} beside reward")
     parts = {}
     for name, value in entry.items():
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-            raise EnvironmentFailed(environment, f"{field} has the name {shown(name)}; expected text of 1 to {MAX_NAME} characters")
+        if not isinstance(name, str) or not is_part_name(name):
+            raise EnvironmentFailed(environment, f"{field} has the name {shown(name)}; expected 1 to {MAX_NAME} printable characters")
         parts[name] = _number(
             value, f"{field}.{name}" if name.isidentifier() else f"{field}[{shown(name)}]", environment, "a finite number"
         )
@@ -137,8 +132,10 @@ def _number(value: object, field: str, environment: str, expected: str) -> float
             number = float(value)
         except OverflowError:
             number = math.inf
-        if math.isfinite(number):
+        if is_reward(number):
             return number
+        if math.isfinite(number):
+            expected = f"a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
     raise EnvironmentFailed(environment, f"{field} is {shown(value)}; expected {expected}")
 
 

@@ -8,7 +8,6 @@ no network, and nothing but the split is downloaded.
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from shared.hub.hub_client import Hub, HubError, RepositoryListing, one_line, re
 from shared.hub.hub_download import download
 from shared.hub.hub_names import HubName
 from shared.runtime.atomic_files import replacement
+from shared.runtime.safe_text import say
 
 _CARDS = ("README.md", ".huggingface.yaml", "dataset_infos.json")
 """The files that tell the configs and splits."""
@@ -102,7 +102,7 @@ def _split_files(directory: Path, builder: Any, name: HubName) -> list[str]:
 
 
 def _write(snapshot: Path, directory: Path, builder: Any, name: HubName, files: list[str], out: IO[bytes]) -> None:
-    print(f"myxo: writing the rows of {name}", file=sys.stderr, flush=True)
+    say(f"myxo: writing the rows of {name}")
     if all(file.endswith(".jsonl") for file in files):  # they stay as they are: no type is read into them
         for file in files:
             with (snapshot / file).open("rb") as source:

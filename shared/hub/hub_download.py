@@ -1,7 +1,6 @@
 """Downloads of a repository's files into the cache, with room checked before and progress shown: a bar on a terminal, else plain lines."""
 
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import wait
@@ -14,6 +13,7 @@ from shared.data.read_progress import ReadProgress
 from shared.hub.hub_client import Hub, HubError, RepositoryListing, Unreachable
 from shared.hub.hub_names import HubName
 from shared.runtime.daemon_thread import run_in_thread
+from shared.runtime.safe_text import say
 
 STALL_SECONDS = 120.0
 """The seconds that a download may go without a byte."""
@@ -142,4 +142,4 @@ def _meter(transfer: _Transfer) -> type[Any]:
 
 
 def _tell(line: str) -> None:
-    print(f"myxo: {line}", file=sys.stderr, flush=True)
+    say(f"myxo: {line}")

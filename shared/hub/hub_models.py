@@ -1,11 +1,11 @@
 """Models from the hub: which files of a repository a run needs, and a directory that holds them."""
 
-import json
 from pathlib import Path
 
 from shared.hub.hub_client import Hub, HubError, RepositoryListing, require
 from shared.hub.hub_download import download
 from shared.hub.hub_names import HubName
+from shared.runtime.untrusted_files import parse_json
 
 INDEX = "model.safetensors.index.json"
 
@@ -53,7 +53,7 @@ def _indexed(snapshot: Path) -> list[str]:
     if not path.is_file():
         return []
     try:
-        return sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        return sorted(set(parse_json(path.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise HubError(f"its {INDEX} is none ({error})") from None
 

@@ -4,13 +4,13 @@
 not know) instead of training a model that is almost the right one.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from shared.model.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Rope, YarnScaling
 from shared.runtime.errors import ConfigError
+from shared.runtime.untrusted_files import parse_json
 
 Trait = bool | tuple[str, bool]
 """A feature of a family: a fixed answer, or the entry of ``config.json`` that decides it, with its default."""
@@ -66,7 +66,7 @@ def read_architecture(hf_dir: Path, quantized: bool = False) -> Architecture:
     if not path.is_file():
         raise ConfigError("model.hf_checkpoint", str(hf_dir), "a Hugging Face checkpoint; it has no config.json")
     try:
-        raw = json.loads(path.read_text())
+        raw = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError("model.hf_checkpoint", str(path), f"a readable JSON file ({error})") from error
     if not isinstance(raw, dict):

@@ -1,11 +1,11 @@
 """Reads the headers of a Hugging Face checkpoint's safetensors files, and checks that they hold the model."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shared.model.architecture import Architecture
 from shared.runtime.errors import ConfigError
+from shared.runtime.untrusted_files import is_plain_name, parse_json
 from shared.transfer.tensor_file import TensorFileBroken, TensorFiles
 
 INDEX = "model.safetensors.index.json"
@@ -25,7 +25,9 @@ def weight_files(directory: Path, field: str = "model.hf_checkpoint") -> tuple[l
     path = directory / INDEX
     if path.is_file():
         try:
-            index = json.loads(path.read_text())["weight_map"]
+            index = parse_json(path.read_bytes())["weight_map"]
+            if astray := [name for name in index.values() if not is_plain_name(name)]:
+                raise ValueError(f"it names {astray[0]!r}, which is no file of this directory")
             return [directory / name for name in sorted(set(index.values()))], index
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(field, str(path), f"an index of weights: JSON with a weight_map ({type(error).__name__}: {error})") from None
@@ -42,7 +44,7 @@ def read_headers(directory: Path, field: str = "model.hf_checkpoint") -> tuple[d
     held, where, problems = dict[str, tuple[str, Shape]](), dict[str, str](), list[ConfigError]()
     for path in paths:
         try:
-            file = TensorFiles([path])
+            file = TensorFiles([path], links=True)
             held.update(file.tensors)
             where.update(dict.fromkeys(file.tensors, path.name))
         except TensorFileBroken as error:

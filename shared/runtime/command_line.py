@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from shared.runtime import exit_codes
 from shared.runtime.errors import BadInput, MyxoError, problems_of
+from shared.runtime.safe_text import printable_line, say
 
 LONGEST_ERROR = 1000
 """The most characters of an error that are shown: it may contain a whole prompt."""
@@ -41,6 +42,5 @@ def ended(program: str, work: Callable[[], int], *failures: type[Exception]) -> 
 
 
 def complain(message: str, program: str) -> None:
-    """Prints one line on the standard error."""
-    line = " ".join(message.split())
-    print(f"{program}: {line if len(line) <= LONGEST_ERROR else line[:LONGEST_ERROR] + ' …'}", file=sys.stderr)
+    """Prints one safe line on the standard error."""
+    say(f"{program}: {printable_line(message, LONGEST_ERROR)}")

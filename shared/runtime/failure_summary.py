@@ -1,10 +1,11 @@
 """Derives why a service failed, in one short line, from its log. Pure."""
 
-import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from shared.runtime.untrusted_files import parse_json
 
 ERROR_LEVELS = ("error", "critical")
 
@@ -68,7 +69,7 @@ def _event(line: str) -> dict[str, Any] | None:
     if not line.startswith("{"):
         return None
     try:
-        event = json.loads(line)
+        event = parse_json(line)
     except ValueError:
         return None
     return event if isinstance(event, dict) else None

@@ -5,8 +5,10 @@ loopback where NATS is on this machine and the address of the right interface wh
 over loopback, but has to be reached from other machines, needs ``MYXO_HOST``.
 """
 
+import contextlib
 import os
 import socket
+import sys
 from urllib.parse import urlsplit
 
 from shared.runtime.errors import ConfigError
@@ -14,6 +16,9 @@ from shared.runtime.server_urls import nats_url
 
 HOST_VARIABLE = "MYXO_HOST"
 LOOPBACK = "127.0.0.1"
+
+LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
+"""The interface of that address, by which gloo and NCCL know it."""
 
 
 def own_address() -> str:
@@ -29,11 +34,27 @@ def own_address() -> str:
         ) from None
 
 
-def _outgoing_address(url: str) -> str:
-    """Returns the local address of the route to a server. Connecting a UDP socket chooses the route and sends nothing."""
+def address_towards(host: str) -> str:
+    """Returns the local address of the route to a host. Connecting a UDP socket chooses the route and sends nothing."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((urlsplit(url).hostname or LOOPBACK, 9))
+            probe.connect((host, 9))
             return str(probe.getsockname()[0])
-    except (OSError, ValueError):  # no such name, no route, no URL
+    except OSError:  # no such name, no route
         return LOOPBACK
+
+
+def listening_interfaces() -> dict[str, str]:
+    """Returns the variables that tell gloo and NCCL where the ranks of one machine listen for each other; what is set already stays.
+
+    Left to themselves gloo takes the address that the host's name means, NCCL the first interface that is not loopback. NCCL has one choice
+    for all groups of a process, and carries weights, too: where other machines reach this process, the choice is left to NCCL.
+    """
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if own_address() == LOOPBACK else ("GLOO_SOCKET_IFNAME",)
+    return {name: os.environ.get(name, LOOPBACK_INTERFACE) for name in names}
+
+
+def _outgoing_address(url: str) -> str:
+    with contextlib.suppress(ValueError):  # no URL
+        return address_towards(urlsplit(url).hostname or LOOPBACK)
+    return LOOPBACK

@@ -31,6 +31,7 @@ from shared.hub import hub_resolve
 from shared.runtime import exit_codes, failure_summary, failures, http_endpoints, server_urls
 from shared.runtime.errors import BadInput, ConfigError, DeadlineExceeded, MyxoError
 from shared.runtime.own_address import own_address
+from shared.runtime.safe_text import say
 from shared.runtime.telemetry import Metrics, configure_logs, last_error
 from shared.schema.messages import Message, ServiceEvent, ServiceStatus
 from shared.store.payload_store import Store, StoreUnreachable
@@ -252,7 +253,7 @@ def exit_code(name: str, work: Callable[[], None]) -> int:
     try:
         work()
     except (BadInput, runs.NoSuchRun, BusUnreachable, StoreUnreachable) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        say(f"{name}: {error}")
         return exit_codes.BAD_INPUT
     except MyxoError as error:
         log.error("failed", error=str(error), kind=type(error).__name__)

@@ -67,7 +67,8 @@ class _Packers(threading.local):
     """One packer for each thread: its buffer, a quarter of a megabyte, is not made anew for each message."""
 
     def __init__(self) -> None:
-        self.packer = msgpack.Packer(default=_encode_array, use_bin_type=True)
+        # a surrogate (from the JSON of an environment, the name of a file) travels spelled out: no text keeps a message from being sent
+        self.packer = msgpack.Packer(default=_encode_array, use_bin_type=True, unicode_errors="backslashreplace")
 
 
 _packers = _Packers()

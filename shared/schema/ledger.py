@@ -7,6 +7,7 @@ import re
 
 from pydantic import Field
 
+from shared.schema.limits import LARGEST, MAX_SAMPLES, Count, GroupId, Name, Parts, Reason, Reward, Timestamp
 from shared.schema.messages import Message, Payload, ScoredGroup
 
 _EVAL_GROUP = re.compile(r"eval\.([^.]+)\.([0-9]+)\.([0-9]+)\Z")
@@ -15,7 +16,7 @@ _EVAL_GROUP = re.compile(r"eval\.([^.]+)\.([0-9]+)\.([0-9]+)\Z")
 class LedgerRecord(Message):
     """Base of all ledger records. ``at``: seconds since the epoch when it was decided."""
 
-    at: float
+    at: Timestamp
 
     @classmethod
     def event(cls) -> str:
@@ -26,9 +27,9 @@ class LedgerRecord(Message):
 class GroupsAdmitted(LedgerRecord):
     """``count`` groups enter the run, numbered from ``first`` on; ``version`` was live and admitted them."""
 
-    first: int = Field(ge=0)
-    count: int = Field(gt=0)
-    version: int
+    first: Count
+    count: int = Field(gt=0, le=LARGEST)
+    version: Count
 
 
 class GroupsScored(LedgerRecord):
@@ -40,64 +41,82 @@ class GroupsScored(LedgerRecord):
 class GroupRequeued(LedgerRecord):
     """A group is generated anew as ``attempt``, or goes on from what ``partial`` holds, but for samples all older than ``renew_below``."""
 
-    group: str
-    attempt: int
-    reason: str
+    group: GroupId
+    attempt: Count
+    reason: Reason
     partial: Payload | None = None
-    renew_below: int = 0
+    renew_below: Count = 0
 
 
 class GroupsDropped(LedgerRecord):
     """Groups end as dropped, for ``reason``."""
 
-    groups: list[str]
-    reason: str
+    groups: list[GroupId]
+    reason: Reason
 
 
 class GroupDead(LedgerRecord):
     """A group ends as dead: it failed too often, or can never succeed. ``payload``: what had been generated, to be freed."""
 
-    group: str
-    reason: str
+    group: GroupId
+    reason: Reason
     payload: Payload | None = None
 
 
 class BatchFormed(LedgerRecord):
     """``step`` trains these groups on weights of ``version``, now and after any restart; older tokens than ``mask_below`` are masked."""
 
+    step: Count
+    version: Count
+    groups: list[GroupId]
+    mask_below: Count = 0
+
+
+class SampleRefused(LedgerRecord):
+    """The trainer refused the batch of ``step`` at ``refused`` (seconds since the epoch): it cannot train ``sample`` of ``group``."""
+
     step: int
-    version: int
-    groups: list[str]
-    mask_below: int = 0
+    group: str
+    sample: int
+    reason: str
+    refused: float
+
+
+class BatchAmended(LedgerRecord):
+    """``step`` trains ``added`` in the place of ``removed``, which have ended as dead; fewer where nothing can take their place."""
+
+    step: int
+    removed: list[str]
+    added: list[str]
 
 
 class BatchTrained(LedgerRecord):
     """The trainer made ``step`` into weights: its groups end as trained. ``started``/``ended``: seconds since the epoch."""
 
-    step: int
-    version: int
-    started: float
-    ended: float
+    step: Count
+    version: Count
+    started: Timestamp
+    ended: Timestamp
 
 
 class CheckpointDurable(LedgerRecord):
     """A checkpoint with every step below ``steps`` is durable; their payloads are freed after this record."""
 
-    steps: int
+    steps: Count
 
 
 class VersionLive(LedgerRecord):
     """Weights of ``version`` are served by at least one replica."""
 
-    version: int
+    version: Count
 
 
 class EvalStarted(LedgerRecord):
     """``prompts`` held-out prompts of ``dataset`` go out, for weights of ``version``."""
 
-    dataset: str
-    version: int
-    prompts: int
+    dataset: Name
+    version: Count
+    prompts: Count
 
 
 class EvalScored(LedgerRecord):
@@ -106,31 +125,31 @@ class EvalScored(LedgerRecord):
     ``oldest``/``newest``: versions that generated it. ``parts`` as in `ScoredGroup`; ``reason``: why it failed.
     """
 
-    group: str
-    dataset: str
-    version: int
-    rewards: list[float]
-    parts: tuple[dict[str, float], ...] = ()
-    oldest: int = 0
-    newest: int = 0
-    reason: str = ""
+    group: GroupId
+    dataset: Name
+    version: Count
+    rewards: list[Reward] = Field(max_length=MAX_SAMPLES)
+    parts: tuple[Parts, ...] = Field(default=(), max_length=MAX_SAMPLES)
+    oldest: Count = 0
+    newest: Count = 0
+    reason: Reason = ""
     payload: Payload | None = None
 
 
 class EvalEnded(LedgerRecord):
     """Every held-out prompt of the evaluation is scored or dead (``failed`` of them). ``mean_reward``: that of all ``samples``."""
 
-    dataset: str
-    version: int
-    failed: int
-    samples: int
-    mean_reward: float
+    dataset: Name
+    version: Count
+    failed: Count
+    samples: Count
+    mean_reward: Reward
 
 
 class RunFinished(LedgerRecord):
     """Every step is trained and durable, every evaluation ended."""
 
-    steps: int
+    steps: Count
 
 
 def group_id(index: int) -> str:

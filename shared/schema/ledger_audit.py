@@ -2,7 +2,7 @@
 
 Conservation: admitted = trained + dropped + dead + in flight, and each group ends once. Staleness: no batch trains a token older than the
 bound; tokens that it masks for their age, and samples that a filter removed, are not trained. Batches: each step once, of the configured
-size, in order. Versions: never fall.
+size, in order; an amendment takes out what is dead, for as many others at most. Versions: never fall.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ class AuditReport:
     """The result of the replay. ``violations`` is empty when every invariant holds.
 
     staleness: trained samples by age, in versions. masked: samples of which some or all tokens were masked for their age; removed: those
-    that a filter took out.
+    that a filter took out. amended: groups that were taken out of their batch since the trainer refused them.
     """
 
     admitted: int = 0
@@ -35,6 +35,7 @@ class AuditReport:
     staleness: Counter[int] = field(default_factory=Counter)
     masked: int = 0
     removed: int = 0
+    amended: int = 0
     finished: bool = False
     violations: list[str] = field(default_factory=list)
 
@@ -54,15 +55,19 @@ class Audit:
         self._bound, self._size = max_staleness, groups_per_batch
         self._report = AuditReport()
         self._open: dict[str, ScoredGroup | None] = {}
-        self._batched: dict[int, list[str]] = {}
+        self._batched: dict[int, ledger.BatchFormed] = {}
+        self._refused: dict[str, int] = {}  # groups that the trainer refused, and the step
+        self._lost: dict[int, list[str]] = {}  # those of them that ended as dead, until the batch is amended
         self._in_batch: set[str] = set()
         self._checks: dict[type[LedgerRecord], Callable[[Any], None]] = {
             ledger.GroupsAdmitted: self._admitted,
             ledger.GroupsScored: self._scored,
             ledger.GroupRequeued: self._requeued,
             ledger.GroupsDropped: lambda record: self._end(record.groups, self._report.dropped, record.reason),
-            ledger.GroupDead: lambda record: self._end([record.group], self._report.dead, record.reason),
+            ledger.GroupDead: self._dead,
+            ledger.SampleRefused: self._sample_refused,
             ledger.BatchFormed: self._formed,
+            ledger.BatchAmended: self._amended,
             ledger.BatchTrained: self._trained,
             ledger.CheckpointDurable: self._durable,
             ledger.VersionLive: self._live,
@@ -109,16 +114,55 @@ class Audit:
             self._violation(f"batch of step {step} was formed after that of step {len(self._batched) - 1}")
         if len(record.groups) != self._size:
             self._violation(f"batch of step {step} has {len(record.groups)} groups, not {self._size}")
-        for group in record.groups:
-            scored = self._open.get(group) if self._known(group, f"batched for step {step}") else None
+        self._take(record, record.groups)
+        self._batched[step] = record.model_copy(update={"groups": list(record.groups)})
+
+    def _take(self, batch: ledger.BatchFormed, groups: list[str]) -> None:
+        """Checks groups that a batch trains, from its beginning or as an amendment."""
+        for group in groups:
+            scored = self._open.get(group) if self._known(group, f"batched for step {batch.step}") else None
             if group in self._in_batch:
                 self._violation(f"{group} is in two batches")
             self._in_batch.add(group)
             if scored is None:
-                self._violation(f"{group} was batched for step {step} without a score")
+                self._violation(f"{group} was batched for step {batch.step} without a score")
             else:
-                self._check_ages(record, scored)
-        self._batched[step] = record.groups
+                self._check_ages(batch, scored)
+
+    def _amended(self, record: ledger.BatchAmended) -> None:
+        step, batch = record.step, self._batched.get(record.step)
+        lost = self._lost.pop(step, [])
+        if batch is None or not lost or sorted(record.removed) != sorted(lost):
+            self._violation(f"step {step} was amended by removing {record.removed}; of its groups {lost} were dead")
+        if batch is None:
+            return
+        if len(record.added) > len(record.removed):
+            self._violation(f"step {step} was amended by {len(record.added)} groups for {len(record.removed)}")
+        self._take(batch, record.added)
+        batch.groups = [group for group in batch.groups if group not in record.removed] + record.added
+        self._report.amended += len(record.removed)
+        if step < self._report.steps:
+            self._trained_groups(step, record.added)
+
+    def _sample_refused(self, record: ledger.SampleRefused) -> None:
+        batch = self._batched.get(record.step)
+        if batch is None or record.group not in batch.groups or record.step < self._report.durable_steps:
+            self._violation(f"{record.group} was refused in step {record.step}, which does not train it")
+        else:
+            self._refused[record.group] = record.step
+
+    def _dead(self, record: ledger.GroupDead) -> None:
+        """Ends a group, as any, or as one that the trainer refused: even one that it trained before its death, which undid that."""
+        group, report = record.group, self._report
+        step = self._refused.pop(group, None)
+        if step is not None and step >= report.durable_steps:
+            self._lost.setdefault(step, []).append(group)
+            self._in_batch.discard(group)
+            if step < report.steps:
+                report.trained -= 1
+                report.dead[record.reason] += 1
+                return
+        self._end([group], report.dead, record.reason)
 
     def _check_ages(self, record: ledger.BatchFormed, scored: ScoredGroup) -> None:
         report, step = self._report, record.step
@@ -139,12 +183,16 @@ class Audit:
         step = record.step
         if step != self._report.steps:
             self._violation(f"step {step} was trained after {self._report.steps} steps")
-        for group in self._batched.get(step, []):
+        if step in self._batched:
+            self._trained_groups(step, self._batched[step].groups)
+        self._report.steps = step + 1
+
+    def _trained_groups(self, step: int, groups: list[str]) -> None:
+        for group in groups:
             if self._known(group, f"trained in step {step}"):
                 del self._open[group]
                 self._in_batch.discard(group)
                 self._report.trained += 1
-        self._report.steps = step + 1
 
     def _durable(self, record: ledger.CheckpointDurable) -> None:
         report, steps = self._report, record.steps

@@ -13,19 +13,31 @@ from pydantic.dataclasses import dataclass
 
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
+from shared.schema.limits import (
+    LARGEST,
+    MAX_KEYS,
+    MAX_SAMPLES,
+    Count,
+    Gauges,
+    GroupId,
+    Name,
+    Parts,
+    Reason,
+    Reward,
+    StoreKey,
+    Timestamp,
+)
 
 SCHEMA = 1
 """Version of the wire schema. It grows when a field changes its meaning."""
 
-_LARGEST_TOKEN = np.iinfo(np.int32).max
-
 
 def _token_array(value: object) -> np.ndarray[Any, Any]:
-    if isinstance(value, list) and all(isinstance(token, int) and abs(token) <= _LARGEST_TOKEN for token in value):
+    if isinstance(value, list) and all(isinstance(token, int) and abs(token) <= LARGEST for token in value):
         value = np.asarray(value, dtype=np.int64)
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
-        if len(value) and (value.min() < 0 or value.max() > _LARGEST_TOKEN):
-            raise ValueError(f"token ids lie between 0 and {_LARGEST_TOKEN}")
+        if len(value) and (value.min() < 0 or value.max() > LARGEST):
+            raise ValueError(f"token ids lie between 0 and {LARGEST}")
         return value.astype(np.int32, copy=False)
     raise ValueError("expected a one-dimensional array of token ids")
 
@@ -71,7 +83,7 @@ class Message(Part):
         try:
             return model.model_validate(fields)
         except ValidationError as error:
-            first = error.errors()[0]
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"])
             raise BadMessage(f"{kind}.{where}: {first['msg']}") from error
 
@@ -96,9 +108,9 @@ class Payload(Part):
     ``tokens``: the length of each sample, prompt and response together, so that a batch can be partitioned before anybody reads it.
     """
 
-    keys: list[str] = Field(min_length=1)
-    bytes: int = Field(ge=0)
-    tokens: tuple[int, ...] = ()
+    keys: list[StoreKey] = Field(min_length=1, max_length=MAX_KEYS)
+    bytes: int = Field(ge=0, le=1 << 40)
+    tokens: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
 
 
 # No `Part`: there is one for every sample, and in slots it takes a tenth of the memory, and less time.
@@ -109,9 +121,9 @@ class SampleMeta:
     ``tokens``: length of the response. ``oldest``/``newest``: weight versions of its oldest and newest trained token.
     """
 
-    tokens: int = Field(ge=0)
-    oldest: int = Field(ge=0)
-    newest: int = Field(ge=0)
+    tokens: Count
+    oldest: Count
+    newest: Count
     finish: Literal["stop", "length", "abort"]
 
 
@@ -122,14 +134,14 @@ class GeneratedGroup(Part):
     from; empty where each gave one sample.
     """
 
-    group: str
-    attempt: int
+    group: GroupId
+    attempt: Count
     payload: Payload
-    samples: list[SampleMeta]
-    rollouts: tuple[int, ...] = ()
-    replica: str
-    started: float
-    ended: float
+    samples: list[SampleMeta] = Field(max_length=MAX_SAMPLES)
+    rollouts: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
+    replica: Name
+    started: Timestamp
+    ended: Timestamp
 
 
 class ScoredGroup(GeneratedGroup):
@@ -139,9 +151,9 @@ class ScoredGroup(GeneratedGroup):
     the loss; their rewards still count in the group.
     """
 
-    rewards: list[FiniteFloat]
-    parts: tuple[dict[str, float], ...] = ()
-    removed: tuple[int, ...] = ()
+    rewards: list[Reward] = Field(max_length=MAX_SAMPLES)
+    parts: tuple[Parts, ...] = Field(default=(), max_length=MAX_SAMPLES)
+    removed: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
 
 
 class Task(Message):
@@ -152,18 +164,18 @@ class Task(Message):
     ``renew_below`` are generated anew.
     """
 
-    group: str
-    attempt: int = Field(default=0, ge=0)
-    n: int = Field(gt=0)
+    group: GroupId
+    attempt: Count = 0
+    n: int = Field(gt=0, le=MAX_SAMPLES)
     prompt: str | list[dict[str, Any]]
     prompt_tokens: Tokens
     label: str | None = None
     metadata: dict[str, Any] = {}
-    environment: str
+    environment: Name
     sampling: Sampling
-    min_version: int = Field(ge=0)
+    min_version: Count
     partial: Payload | None = None
-    renew_below: int = Field(default=0, ge=0)
+    renew_below: Count = 0
 
 
 class Generated(Message, GeneratedGroup):
@@ -173,22 +185,22 @@ class Generated(Message, GeneratedGroup):
 class Outcome(Message):
     """Base of the messages to the buffer about one attempt at a group. Subject ``<run>.scored``."""
 
-    group: str
-    attempt: int
+    group: GroupId
+    attempt: Count
 
 
 class Scored(Outcome, ScoredGroup):
     """Rewards of a group. ``filtered``: why the dynamic sampling filter does not keep the group; None: it is kept."""
 
-    filtered: str | None = None
-    environment: str
+    filtered: Reason | None = None
+    environment: Name
 
 
 class Failed(Outcome):
     """Generation or scoring (``by``) gave the group up; the buffer makes it ``dead`` and frees its payload, where it has one."""
 
-    reason: str
-    by: str
+    reason: Reason
+    by: Name
     payload: Payload | None = None
 
 
@@ -199,7 +211,7 @@ class Interrupted(Outcome):
     """
 
     stale: bool
-    replica: str
+    replica: Name
     payload: Payload | None = None
 
 
@@ -222,8 +234,8 @@ class BatchRequest(Message):
     yet; without it the answer comes at once.
     """
 
-    step: int = Field(ge=0)
-    version: int = Field(ge=0)
+    step: Count
+    version: Count
     hold: bool = True
 
 
@@ -234,21 +246,21 @@ class BatchGroup(Part):
     tokens are older than the batch's ``mask_below``.
     """
 
-    group: str
+    group: GroupId
     payload: Payload
-    rewards: list[float]
-    removed: tuple[int, ...] = ()
-    stale: tuple[int, ...] = ()
+    rewards: list[Reward] = Field(max_length=MAX_SAMPLES)
+    removed: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
+    stale: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
 
 
 class RewardPart(Part):
     """One named reward over the ``samples`` of a batch that have it. ``std``: the population's."""
 
     samples: int
-    mean: float
-    std: float
-    min: float
-    max: float
+    mean: FiniteFloat
+    std: FiniteFloat
+    min: FiniteFloat
+    max: FiniteFloat
 
 
 class BatchAnswer(Message):
@@ -261,9 +273,9 @@ class Batch(BatchAnswer):
     ``mask_below``: tokens of older versions leave the loss. ``parts``: named rewards of its samples.
     """
 
-    step: int
-    version: int
-    mask_below: int = 0
+    step: Count
+    version: Count
+    mask_below: Count = 0
     groups: list[BatchGroup]
     parts: dict[str, RewardPart] = {}
 
@@ -284,8 +296,8 @@ class RunDone(BatchAnswer):
     """
 
     version: int = -1
-    rewards: dict[str, float] = {}
-    reason: str = ""
+    rewards: dict[str, FiniteFloat] = {}
+    reason: Reason = ""
 
 
 class Trained(Message):
@@ -294,17 +306,30 @@ class Trained(Message):
     With the step's ``metrics`` it is the event ``<run>.trainer.step``, too. ``started``/``ended``: seconds since the epoch.
     """
 
-    step: int = Field(ge=0)
-    version: int = Field(ge=0)
-    started: float
-    ended: float
+    step: Count
+    version: Count
+    started: Timestamp
+    ended: Timestamp
     metrics: dict[str, float] = {}
+
+
+class BatchRefused(Message):
+    """Trainer cannot train ``sample`` (its position in ``group``) of the batch of ``step``. Subject ``<run>.buffer.refused``.
+
+    The buffer counts refusals of a group, each ``at`` (seconds since the epoch) once; at the third it has another take the group's place.
+    """
+
+    step: int = Field(ge=0)
+    group: str
+    sample: int = Field(ge=0)
+    reason: str
+    at: float
 
 
 class Durable(Message):
     """A checkpoint holding every step below ``steps`` is on disk: their payloads may go. Subject ``<run>.buffer.durable``."""
 
-    steps: int = Field(ge=0)
+    steps: Count
 
 
 class Accepted(Message):
@@ -314,7 +339,7 @@ class Accepted(Message):
 class Refused(Message):
     """The receiver refuses the request; ``reason`` says why in one line."""
 
-    reason: str
+    reason: Reason
 
 
 # --- events and registry: live services and their state
@@ -339,10 +364,10 @@ class WarmStartEnded(Message):
 class ServiceEvent(Message):
     """Event ``<run>.service.<what>``: a service joined, left, was fenced, failed."""
 
-    service: str
-    instance: str
-    what: str
-    detail: str = ""
+    service: Name
+    instance: Name
+    what: Name
+    detail: Reason = ""
     at: float
 
 
@@ -366,9 +391,9 @@ class ServiceStatus(Message):
     version: int = -1
     incarnation: str = ""
     ranks: int = 1
-    gauges: dict[str, float] = {}
-    detail: str = ""
-    last_error: str = ""
+    gauges: Gauges = {}
+    detail: Reason = ""
+    last_error: Reason = ""
     last_error_at: float = 0.0
     at: float
 

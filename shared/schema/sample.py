@@ -3,7 +3,7 @@
 A group's samples are encoded into one or more blobs (MessagePack, arrays as raw bytes); a reference lists the keys.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,10 +13,15 @@ from numpy.typing import NDArray
 
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
+from shared.schema.limits import MAX_KEYS, Parts, Reward
 from shared.schema.messages import SampleMeta
 
 SCHEMA = 1
 """Version of the payload's schema."""
+
+LOG_PROBS = -1e4, 1e-3
+"""The range of a trained token's log-prob. It is at most 0, but engines round: 1e-3 changes an importance weight by a thousandth. What is
+below cannot have been sampled, and its square or its sum over a batch would not be finite any more."""
 
 _ARRAYS: dict[str, tuple[str, np.dtype[Any]]] = {
     "prompt": ("iu", np.dtype("<i4")),
@@ -25,6 +30,23 @@ _ARRAYS: dict[str, tuple[str, np.dtype[Any]]] = {
     "mask": ("bu", np.dtype("|u1")),
 }
 """numpy's kinds that a sample's arrays may be of, and the type that they travel as."""
+
+_FINISH = ("stop", "length", "abort")
+
+
+@dataclass(frozen=True)
+class SampleLimits:
+    """What a run knows of all its samples. By default: what the arrays can hold.
+
+    vocabulary: token ids lie in [0, vocabulary), by the ``vocab_size`` of the model's config. newest: the newest weight version that there
+    can be (`shared.schema.versions.newest_possible`). There is no oldest one: what becomes of stale samples is the buffer's decision.
+    """
+
+    vocabulary: int = 1 << 31
+    newest: int = (1 << 31) - 1
+
+
+_FORMAT = SampleLimits()
 
 
 @dataclass
@@ -64,42 +86,79 @@ class Sample:
         """Returns the number of tokens of prompt and response."""
         return len(self.prompt) + len(self.response)
 
-    def check(self) -> None:
-        """Raises BadMessage, naming field and numbers, where the parts do not fit together.
-
-        It is called where a sample crosses a trust boundary: made of an engine's answer or by a hook, or decoded from the store.
-        """
-        problem = self._array_problem() or self._length_problem() or self._segment_problem()
+    def check(self, limits: SampleLimits = _FORMAT) -> None:
+        """Raises BadMessage, naming the sample, for one that is not valid. It is called where a sample crosses a trust boundary."""
+        problem = self.problem(limits)
         if problem is not None:
             raise BadMessage(f"sample {self.name}: {problem}")
 
-    def _array_problem(self) -> str | None:
+    def problem(self, limits: SampleLimits = _FORMAT) -> str | None:
+        """Returns why this is no valid sample, with the field and the numbers; None for a valid one. This is all that validity means.
+
+        The parts have their types and lengths and fit together; the prompt is not empty; token ids and versions are within the limits; the
+        mask holds 0 and 1; log-probs of trained tokens are in `LOG_PROBS`. What is masked out may have any log-prob, or none (NaN).
+        """
+        return (
+            self._field_problem()
+            or self._token_problem(limits.vocabulary)
+            or self._alignment_problem()
+            or self._log_prob_problem()
+            or self._segment_problem(limits.newest)
+        )
+
+    def _field_problem(self) -> str | None:
         for name, (kinds, _) in _ARRAYS.items():
             array = getattr(self, name)
             if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
                 return f"{name} is not a one-dimensional array of {'floats' if kinds == 'f' else 'integers'}"
-        if not isinstance(self.rollout, int):
-            return f"rollout is {self.rollout!r}, not an integer"
+        for name in ("index", "rollout"):
+            if type(value := getattr(self, name)) is not int or not 0 <= value < 1 << 31:
+                return f"{name} is {str(value)[:80]!r}, not an integer from 0"
+        if self.finish not in _FINISH:
+            return f"finish is {str(self.finish)[:80]!r}; expected one of {', '.join(_FINISH)}"
+        if not isinstance(self.group, str) or not isinstance(self.text, str) or not isinstance(self.label, str | None):
+            return "group and text are text, label is text or None"
+        if not isinstance(self.metadata, dict):
+            return "metadata is not a map"
         return None if len(self.prompt) else "prompt is empty; the first response token needs a predecessor"
 
-    def _length_problem(self) -> str | None:
+    def _token_problem(self, vocabulary: int) -> str | None:
+        for name in ("prompt", "response"):
+            ids = getattr(self, name)
+            unsigned = ids.view(f"u{ids.itemsize}")  # in which negative ids are larger than any vocabulary
+            if len(ids) and np.maximum.reduce(unsigned) >= vocabulary:
+                position = int(np.argmax(unsigned >= vocabulary))
+                return f"{name} holds token {ids[position]} at {position}, which is not in [0, {vocabulary})"
+        return None
+
+    def _alignment_problem(self) -> str | None:
         length = len(self.response)
         for name in ("log_probs", "mask"):
             if len(getattr(self, name)) != length:
                 return f"{name} has {len(getattr(self, name))} entries for {length} response tokens"
         if length and np.maximum.reduce(self.mask) > 1:
             return f"mask holds {self.mask.max()}; expected 0 and 1"
-        # all of them at once first: what is masked out need not be finite, but nearly always is
-        finite = np.isfinite(self.log_probs)
-        if np.count_nonzero(finite) < length and not finite[self.mask.astype(bool)].all():
-            return "log_probs holds values that are not finite"
         return None
 
-    def _segment_problem(self) -> str | None:
+    def _log_prob_problem(self) -> str | None:
+        least, most = LOG_PROBS
+        values = self.log_probs
+        # all of them at once first, in which one NaN makes both comparisons false: what is masked out nearly always fits, too
+        if not len(values) or (np.minimum.reduce(values) >= least and np.maximum.reduce(values) <= most):
+            return None
+        wrong = self.mask.astype(bool) & ~((values >= least) & (values <= most))
+        if not wrong.any():
+            return None
+        position = int(np.argmax(wrong))
+        return f"log_probs holds {values[position]} at {position}, a trained token; expected a finite number, at most 0"
+
+    def _segment_problem(self, newest: int) -> str | None:
         length, tiled = len(self.response), 0
         for start, end, version in self.segments:
-            if start != tiled or end <= start or version < 0:
-                return f"segments {self.segments} do not tile the {length} response tokens"
+            if start != tiled or end <= start:
+                return f"segments do not tile the {length} response tokens: ({start}, {end}, {version}) comes where {tiled} are covered"
+            if not 0 <= version <= newest:
+                return f"segments name version {version}; versions lie between 0 and {newest}, the newest that there can be"
             tiled = end
         return None if tiled == length else f"segments end at {tiled}, the response at {length}"
 
@@ -120,13 +179,13 @@ class Sample:
 
 @pydantic.dataclasses.dataclass(slots=True, kw_only=True, config=pydantic.ConfigDict(extra="forbid"))
 class Score:
-    """The reward of one sample, finite; ``parts`` holds named rewards where the environment gives several.
+    """The reward of one sample, within `shared.schema.limits`; ``parts`` holds named rewards where the environment gives several.
 
     ``removed``: a sample filter took the sample out of the loss; its reward still counts in the group.
     """
 
-    reward: pydantic.FiniteFloat
-    parts: dict[str, float] = field(default_factory=dict)
+    reward: Reward
+    parts: Parts = field(default_factory=dict)
     removed: bool = False
 
 
@@ -136,12 +195,12 @@ def rollouts(samples: Iterable[Sample]) -> tuple[int, ...]:
     return indices if len(set(indices)) < len(indices) else ()
 
 
-def encode(samples: Iterable[Sample], blob_bytes: int) -> list[bytes]:
-    """Returns blobs of about ``blob_bytes`` each, in sample order. The caller has checked the samples."""
+def encode(samples: Sequence[Sample], blob_bytes: int) -> list[bytes]:
+    """Returns blobs of about ``blob_bytes`` each, `MAX_KEYS` at most, in sample order. The caller has checked the samples."""
     batches: list[list[dict[str, Any]]] = [[]]
-    size = 0
+    size, fewest = 0, -(-len(samples) // MAX_KEYS)
     for sample in samples:
-        if size >= blob_bytes:
+        if size >= blob_bytes and len(batches[-1]) >= fewest:
             batches.append([])
             size = 0
         arrays = {name: codec.array(getattr(sample, name), dtype) for name, (_, dtype) in _ARRAYS.items()}
@@ -150,7 +209,7 @@ def encode(samples: Iterable[Sample], blob_bytes: int) -> list[bytes]:
     return [codec.pack({"schema": SCHEMA, "samples": batch}) for batch in batches]
 
 
-def decode(blobs: Iterable[bytes]) -> list[Sample]:
+def decode(blobs: Iterable[bytes], limits: SampleLimits = _FORMAT) -> list[Sample]:
     """Reads `encode`'s blobs back, and checks the samples; arrays are read-only views of the blobs. Raises BadMessage."""
     samples = []
     for blob in blobs:
@@ -165,12 +224,12 @@ def decode(blobs: Iterable[bytes]) -> list[Sample]:
         except (TypeError, KeyError) as error:
             raise BadMessage(f"payload sample with unexpected fields: {error}") from error
         for sample in read:
-            sample.check()
+            sample.check(limits)
         samples += read
     return samples
 
 
 def _segment(start: int, end: int, version: int) -> tuple[int, int, int]:
-    if not (isinstance(start, int) and isinstance(end, int) and isinstance(version, int)):
+    if not type(start) is type(end) is type(version) is int:
         raise TypeError(f"segment ({start!r}, {end!r}, {version!r})")
     return start, end, version

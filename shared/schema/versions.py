@@ -25,6 +25,15 @@ def admissible_steps(live: int, max_staleness: int, interval: int, total: int) -
     return min(total, (live + max_staleness + 1) * interval)
 
 
+def newest_possible(live: int, max_staleness: int) -> int:
+    """Returns the newest version that a replica can serve while ``live`` is the newest one that was announced (-1: none).
+
+    A version is served a moment before it is announced, and the announcement may be lost with the trainer. But each step needs its groups,
+    and none is admitted beyond `admissible_steps`, after which the version is live + max_staleness + 1.
+    """
+    return live + max_staleness + 1
+
+
 def is_lost(oldest: int, live: int, max_staleness: int, policy: str) -> bool:
     """Returns whether nothing will be trained of a group whose oldest token is of version ``oldest``, however soon it ends.
 

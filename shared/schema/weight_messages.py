@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
+from shared.schema.limits import Count, Name, Reason, Timestamp
 from shared.schema.messages import Message, Part
 
 
@@ -97,18 +98,18 @@ class WeightsAbort(Message):
     """The push of ``version`` failed for ``reason``: the replica is fenced until one succeeds."""
 
     version: int
-    reason: str
+    reason: Reason
 
 
 class WeightsLive(Message):
     """Event and KV value ``weights/live``: ``version`` is served by ``replicas``; ``seconds``, ``bytes`` of its push, ``digest`` of it."""
 
-    version: int
-    replicas: list[str]
-    seconds: float
+    version: Count
+    replicas: list[Name]
+    seconds: FiniteFloat
     bytes: int
     digest: str = ""
-    at: float
+    at: Timestamp
 
 
 class WeightsSnapshot(Message):

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shared.transfer.manifest import Bucket
+from shared.transfer.manifest import Bucket, checked_tensor
 
 LEAF_BYTES = 65_536
 
@@ -27,7 +27,12 @@ class TensorDigest(NamedTuple):
 
 def decoded_digests(fields: Mapping[str, Sequence[Any]]) -> dict[str, TensorDigest]:
     """Returns the digests of tensors that have travelled as JSON. Raises TypeError, ValueError."""
-    return {name: TensorDigest(str(dtype), tuple(shape), int(digest)) for name, (dtype, shape, digest) in fields.items()}
+    found = {}
+    for name, (dtype, shape, digest) in fields.items():
+        if type(digest) is not int or not 0 <= digest < 2**64:
+            raise ValueError(f"{name}: digest {str(digest)[:100]!r}")
+        found[name] = TensorDigest(*checked_tensor(name, dtype, shape)[1:], digest)
+    return found
 
 
 def leaf_table(bucket: Bucket) -> NDArray[np.int64]:

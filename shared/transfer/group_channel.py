@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.own_address import address_towards
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_ring import BUFFERS, BucketRing
 from shared.transfer.manifest import Manifest
@@ -60,7 +61,11 @@ class BroadcastGroup:
         prefixed, size = PrefixStore(f"{address.name}/group/", store), address.world_size
         self._group: Any
         if address.backend == "gloo":
-            self._group = dist.ProcessGroupGloo(prefixed, rank, size, datetime.timedelta(seconds=max(1.0, seconds)))
+            gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            gloo._timeout = datetime.timedelta(seconds=max(1.0, seconds))
+            here = address.address if rank == 0 else address_towards(address.address)
+            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]  # by itself gloo takes what the host's name means
+            self._group = dist.ProcessGroupGloo(prefixed, rank, size, gloo)
         else:
             torch.cuda.set_device(device)  # of this thread
             with _environment(NCCL_SETTINGS):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shared.runtime.atomic_files import scratch
 from shared.runtime.errors import BadMessage
+from shared.runtime.untrusted_files import open_regular
 from shared.transfer import digest
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.manifest import ITEM_BYTES
@@ -24,6 +25,9 @@ from shared.transfer.weight_checkpoint import (
     version_of,
 )
 from shared.transfer.weight_delta import apply_delta
+
+COPY_BYTES = 16 * 1024**2
+"""The bytes that are copied at a time."""
 
 
 class LocalCheckpoint:
@@ -53,7 +57,8 @@ class LocalCheckpoint:
         self.clear()
         draft = scratch(self.directory / directory_name(checkpoint.version))
         for name in checkpoint.files:
-            shutil.copyfile(checkpoint.path / name, draft / name)
+            with open_regular(checkpoint.path / name) as source, (draft / name).open("xb") as copy:
+                shutil.copyfileobj(source, copy, COPY_BYTES)
         self.finish_change(draft, checkpoint)
 
     def begin_change(self) -> tuple[Path, TensorFiles]:

@@ -5,11 +5,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import xxhash
 
 from shared.runtime.errors import BadMessage
+from shared.runtime.untrusted_files import parse_json
 
 ALIGNMENT = 256
 """Every tensor begins at a multiple of so many bytes of its bucket: any dtype can be viewed there, and GPUs read whole lines."""
@@ -21,6 +22,15 @@ ITEM_BYTES = {
 """Bytes per element of the dtypes that a bucket may hold, by torch's names."""
 
 Kind = Literal["weights", "adapter", "parameters"]
+
+MAX_DIMENSIONS = 32
+"""The most dimensions that a tensor may have."""
+
+MAX_TENSOR_NAME = 1000
+"""The most characters of a tensor's name, all of which must be printable: a version's digest puts other characters between names."""
+
+MAX_TENSOR_BYTES = 2**48
+"""The size from which on a tensor is refused for its shape alone."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +99,41 @@ class Manifest:
     def decode(cls, encoded: bytes) -> "Manifest":
         """Reads the JSON of `encoded`. Raises BadMessage."""
         try:
-            fields = json.loads(encoded)
-            buckets = tuple(_bucket((name, dtype, tuple(shape)) for name, dtype, shape in slots) for slots in fields["buckets"])
-            return cls(buckets, fields["kind"], float(fields["scale"]))
-        except (ValueError, KeyError, TypeError) as error:
+            fields = parse_json(encoded)
+            buckets = tuple(_bucket(checked_tensor(name, dtype, shape) for name, dtype, shape in slots) for slots in fields["buckets"])
+            names = [slot.name for bucket in buckets for slot in bucket.slots]
+            if len(set(names)) < len(names):
+                raise ValueError("a tensor is in it twice")
+            kind, scale = fields["kind"], float(fields["scale"])
+            if kind not in get_args(Kind) or not math.isfinite(scale):
+                raise ValueError(f"kind {kind!r} and scale {scale}")
+            return cls(buckets, kind, scale)
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise BadMessage(f"a manifest of weights that cannot be read: {type(error).__name__}: {error}") from error
 
 
 TensorSpec = tuple[str, str, tuple[int, ...]]
 """A tensor's name, dtype and shape."""
+
+
+def checked_tensor(name: Any, dtype: Any, shape: Any) -> TensorSpec:
+    """Returns what was received as a tensor's name, dtype and shape. Raises ValueError, TypeError: no tensor can have them."""
+    if not (isinstance(name, str) and 0 < len(name) <= MAX_TENSOR_NAME and name.isprintable()):
+        raise ValueError(f"a tensor called {str(name)[:100]!r}")
+    sizes = checked_sizes(shape)
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ValueError(f"{name}: dtype {str(dtype)[:100]!r}")
+    if len(sizes) > MAX_DIMENSIONS or math.prod(sizes) * ITEM_BYTES[dtype] > MAX_TENSOR_BYTES:
+        raise ValueError(f"{name}: a {dtype} of shape {sizes[:MAX_DIMENSIONS]!s}")
+    return name, dtype, sizes
+
+
+def checked_sizes(values: Any) -> tuple[int, ...]:
+    """Returns integers from 0 up as a tuple. Raises ValueError, TypeError for anything else."""
+    sizes = tuple(values)
+    if not all([type(size) is int and 0 <= size < 2**63 for size in sizes]):
+        raise ValueError(f"{str(sizes)[:100]} where sizes from 0 on belong")
+    return sizes
 
 
 def lay_out(tensors: Iterable[TensorSpec], bucket_bytes: int, kind: Kind = "weights", scale: float = 1.0) -> Manifest:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shared.runtime.errors import BadMessage
+from shared.runtime.untrusted_files import parse_json
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_ring import BucketRing
 from shared.transfer.manifest import Manifest
@@ -194,7 +195,7 @@ class MemoryReceiver(ChannelReceiver):
         """Opens the buffers of a push; those that are open already stay so."""
         opened: dict[str, Tensor] = {}
         try:
-            for handles in json.loads(encoded):
+            for handles in parse_json(encoded):
                 key = json.dumps(handle := handles[self.rank - 1])
                 with torch.inference_mode(False):
                     opened[key] = self._opened[key] if key in self._opened else _opened(*handle)

@@ -15,17 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.runtime.errors import MyxoError
+from shared.runtime.untrusted_files import open_regular, parse_json
 from shared.transfer import digest
 from shared.transfer.digest import TensorDigest
-from shared.transfer.manifest import ITEM_BYTES
+from shared.transfer.manifest import ITEM_BYTES, checked_sizes, checked_tensor
 
 ByteArray = NDArray[np.uint8]
 
 TensorBytes = tuple[str, tuple[int, ...], ByteArray]
 """A tensor as its dtype by torch's name, its shape, and its bytes: uint8 [nbytes]."""
 
-HEADER_LIMIT = 100_000_000
-"""The most bytes that a header may have, as in the safetensors library."""
+HEADER_LIMIT = 16 * 1024**2
+"""The most bytes that a header may have: some hundred thousand tensors. Read as JSON it takes thirty times as much memory."""
 
 HASH_THREADS = min(8, os.cpu_count() or 1)
 """The threads that hash, pack and unpack, all of which release the interpreter's lock."""
@@ -46,6 +47,7 @@ class TensorFiles:
 
     Args:
         writable: whether changes of the bytes go to the files.
+        links: whether the files may be symbolic links, as those of the hub's cache are. A directory that another service writes has none.
 
     Attributes:
         tensors: name → (dtype by torch's name, shape), in the files' order.
@@ -54,12 +56,13 @@ class TensorFiles:
         TensorFileBroken: a file is no safetensors file, or a tensor is in two of them.
     """
 
-    def __init__(self, paths: Iterable[Path], *, writable: bool = False) -> None:
+    def __init__(self, paths: Iterable[Path], *, writable: bool = False, links: bool = False) -> None:
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._bytes: dict[str, ByteArray] = {}
         for path in paths:
             try:
-                self._add(np.memmap(path, np.uint8, mode="r+" if writable else "c"))
+                with open_regular(path, links=links, writable=writable) as file:
+                    self._add(np.memmap(file, np.uint8, mode="r+" if writable else "c"))
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise TensorFileBroken(f"{path} is no safetensors file: {type(error).__name__}: {error}") from error
 
@@ -67,13 +70,13 @@ class TensorFiles:
         size = int.from_bytes(content[:8].tobytes(), "little")
         if len(content) < 8 or size > min(HEADER_LIMIT, len(content) - 8):
             raise ValueError(f"{len(content)} bytes, of which {size} should be its header")
-        header = json.loads(content[8 : 8 + size].tobytes())
+        header = parse_json(content[8 : 8 + size].tobytes())
         header.pop("__metadata__", None)
         end = first = 8 + size
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            dtype, shape = _DTYPES[entry["dtype"]], tuple(int(length) for length in entry["shape"])
-            start, stop = (first + int(offset) for offset in entry["data_offsets"])
-            if start != end or stop - start != math.prod(shape) * ITEM_BYTES[dtype] or min(shape, default=0) < 0:
+            _, dtype, shape = checked_tensor(name, _DTYPES[entry["dtype"]], entry["shape"])
+            start, stop = (first + offset for offset in checked_sizes(entry["data_offsets"]))
+            if start != end or stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
                 raise ValueError(f"{name}: bytes {start} to {stop} of a {dtype} of shape {list(shape)}")
             if name in self.tensors:
                 raise ValueError(f"{name} is in another file, too")

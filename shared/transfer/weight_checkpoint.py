@@ -7,7 +7,7 @@ and the deltas from there on, each lying on the one before.
 
 import contextlib
 import hashlib
-import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -19,12 +19,16 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from shared.config.run_config import RunConfig
 from shared.runtime.atomic_files import replaced_by, settle
 from shared.runtime.errors import MyxoError
+from shared.runtime.untrusted_files import is_plain_name, open_regular, parse_json, read_regular
 from shared.transfer.digest import TensorDigest, version_digest
-from shared.transfer.manifest import ITEM_BYTES
+from shared.transfer.manifest import checked_tensor
 
 CHECKPOINT_FILE = "checkpoint.json"
 
-_DIRECTORY_NAME = re.compile(r"v(\d{6,})\Z")
+MAX_CHECKPOINT_JSON = 64 * 1024**2
+"""The most bytes of a ``checkpoint.json``, which has about 150 for each tensor."""
+
+_DIRECTORY_NAME = re.compile(r"v([0-9]{6,15})\Z")
 
 
 class BrokenCheckpoint(MyxoError):
@@ -43,8 +47,8 @@ class FileSum(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> "FileSum":
-        with path.open("rb") as file:
-            return cls(path.stat().st_size, hashlib.file_digest(file, xxhash.xxh3_128).hexdigest())
+        with open_regular(path) as file:
+            return cls(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, xxhash.xxh3_128).hexdigest())
 
 
 class VersionId(NamedTuple):
@@ -76,11 +80,10 @@ class WeightCheckpoint(BaseModel):
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         for name in self.files:
-            if name != Path(name).name or name == CHECKPOINT_FILE:
+            if not is_plain_name(name) or name == CHECKPOINT_FILE:
                 raise ValueError(f"a file called {name!r}")
         for name, tensor in self.tensors.items():
-            if tensor.dtype not in ITEM_BYTES:
-                raise ValueError(f"{name}: dtype {tensor.dtype!r}")
+            checked_tensor(name, tensor.dtype, tensor.shape)
         if version_digest(self.tensors) != self.digest:
             raise ValueError("its digest is not that of its tensors")
         if self.base is not None and self.base.version >= self.version:
@@ -112,10 +115,19 @@ class WeightCheckpoint(BaseModel):
         return BrokenCheckpoint(self.version, self.path, str(reason))
 
     def check_files(self, *, contents: bool = True) -> None:
-        """Compares the size of every file, and its bytes if ``contents``. Raises BrokenCheckpoint that names the first that differs."""
+        """Compares the size of every file, and its bytes if ``contents``. Raises BrokenCheckpoint that names the first that differs.
+
+        A file that ``checkpoint.json`` does not name makes it broken, too: an engine loads whatever weights lie in the directory.
+        """
+        try:
+            unknown = {*os.listdir(self.path)} - self.files.keys() - {CHECKPOINT_FILE}
+        except OSError as error:
+            raise self.broken(error.strerror) from error
+        if unknown:
+            raise self.broken(f"it holds {min(unknown)!r}, which its {CHECKPOINT_FILE} does not name")
         for name, expected in self.files.items():
             try:
-                size = (self.path / name).stat().st_size
+                size = os.lstat(self.path / name).st_size
                 if size != expected.bytes:
                     raise self.broken(f"{name} is {size} bytes, not {expected.bytes}")
                 if contents and FileSum.read(self.path / name) != expected:
@@ -134,7 +146,7 @@ def load_checkpoint(path: Path) -> WeightCheckpoint:
     if version is None:
         raise BrokenCheckpoint(-1, path, "no directory of a version: those are called v000012")
     try:
-        fields: dict[str, Any] = json.loads((path / CHECKPOINT_FILE).read_text())
+        fields: dict[str, Any] = parse_json(read_regular(path / CHECKPOINT_FILE, MAX_CHECKPOINT_JSON))
         if fields["version"] != version:
             raise ValueError(f"it says that it is version {fields['version']!r}")
         return WeightCheckpoint.model_validate(fields | {"path": path})
@@ -173,7 +185,7 @@ class WeightCheckpoints:
         """Returns the versions that there are directories of, readable or not, the oldest first."""
         if not self.directory.is_dir():
             return []
-        found = (version_of(path) for path in self.directory.iterdir() if path.is_dir())
+        found = (version_of(path) for path in self.directory.iterdir() if path.is_dir() and not path.is_symlink())
         return sorted(version for version in found if version is not None)
 
     def load(self, version: int) -> WeightCheckpoint:

@@ -21,10 +21,18 @@ from shared.runtime.service_base import Service, attended
 from shared.schema import sample
 from shared.schema.messages import Failed, Generated, Outcome, Payload, ServiceStatus
 from shared.schema.sample import Sample
+from shared.schema.weight_messages import WeightsLive
 from shared.store.payload_store import Store
+from tests.support.poison import Poison, poisoned
 from tests.support.run_config import run_config
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
+
+VOCABULARY = 100
+"""Token ids of the run's model."""
+
+LIVE = 3
+"""The version that its replicas serve."""
 
 
 class Bench:
@@ -81,11 +89,14 @@ class Bench:
         label: str | None = "42",
         environment: str | None = None,
         rollouts: list[int] | None = None,
+        tokens: tuple[int, ...] | None = None,
+        poison: Poison | None = None,
         **changes: Any,
     ) -> Generated:
         """Puts a group's samples into the store and their reference on the queue of ``environment`` (None: the run's own).
 
-        ``rollouts``: of each sample, where several come from one.
+        ``rollouts``: of each sample, where several come from one. ``tokens``: their
+        lengths, as the reference says. ``poison``: a change of the last one.
         """
         samples = [
             Sample(
@@ -95,7 +106,7 @@ class Bench:
                 response=np.arange(2, dtype=np.int32),
                 log_probs=np.zeros(2, np.float32),
                 mask=np.ones(2, np.uint8),
-                segments=[(0, 2, 3)],
+                segments=[(0, 2, LIVE)],
                 finish="stop",
                 text=text,
                 prompt_text="40+2=",
@@ -107,11 +118,12 @@ class Bench:
         ]
         keys = [self.names.payload_key(group, 0, 0)]
         [blob] = sample.encode(samples, 1 << 20)
+        blob = poisoned(blob, poison) if poison is not None else blob
         await self.store.write({keys[0]: blob})
         message = Generated(
             group=group,
             attempt=0,
-            payload=Payload(keys=keys, bytes=len(blob)),
+            payload=Payload(keys=keys, bytes=len(blob), tokens=tokens or tuple(one.length for one in samples)),
             samples=[one.meta() for one in samples],
             rollouts=rollouts or [],
             replica="replica-1",
@@ -165,7 +177,9 @@ async def bench(
 
     async def make(**sections: dict[str, Any]) -> Bench:
         config = run_config(tmp_path, run={"name": run_name}, **sections)
-        await runs.create(bus, config, valkey.url)
+        await runs.create(bus, config, valkey.url, VOCABULARY)
+        live = WeightsLive(version=LIVE, replicas=[], seconds=1.0, bytes=1, at=1.0)
+        await bus.put(Subjects(run_name).weights_bucket, "live", live.encode())
         benches.append(Bench(bus, store, config, (nats.url, valkey.url), tmp_path))
         return benches[-1]
 

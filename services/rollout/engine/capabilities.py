@@ -4,7 +4,6 @@ Two generations of SGLang are in use. From 0.5.21 on, a weight push lies between
 ``/end_weight_update``, and is refused outside; before, there are no such endpoints.
 """
 
-import json
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.transport import EngineTransport
 from shared.config.engine_limits import longest_sequence
+from shared.runtime.untrusted_files import parse_json
 
 DRAWN, BEGUN = "sglang:realtime_tokens_total", "sglang:queue_time_seconds_count"
 """Metrics of an engine: tokens by the kind of step that processed them, and requests whose prefill has begun."""
@@ -69,7 +69,7 @@ async def read_capabilities(transport: EngineTransport, deadline: float) -> Capa
     model = await transport.get("/model_info", deadline)
     served = await transport.get("/v1/models", deadline)
     try:
-        config = json.loads(Path(model["model_path"], "config.json").read_text())
+        config = parse_json(Path(model["model_path"], "config.json").read_bytes())
         context = served["data"][0]["max_model_len"]
         return Capabilities(
             release=info["version"],
@@ -79,7 +79,7 @@ async def read_capabilities(transport: EngineTransport, deadline: float) -> Capa
             overlaps=not info["disable_overlap_schedule"],
             ranks=int(info.get("tp_size") or 1),
         )
-    except (KeyError, TypeError, IndexError, AttributeError, OSError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, OSError, ValueError) as error:
         raise EngineError(transport.url, f"its description lacks something: {type(error).__name__} {error}") from error
 
 

@@ -12,6 +12,8 @@ stand-ins before the first import of ``sglang``, inside the engine's processes a
   each process of the engine is 90 MB smaller without it.
 * ``megatron``: hidden. SGLang's debug dumper imports it where it is installed, 0.8 s for nothing.
 
+Its stores listen on loopback alone (`shared.transfer.bound_store`), as with `gpu_launcher`.
+
 Children are forked, where SGLang asks for spawn: they need not import everything again, which halves both the time to start and the memory.
 That is safe here and only here: no CUDA, and before the fork the parent has run no parallel region of torch's. A child that is spawned all
 the same imports this file again, as ``__mp_main__``, and so gets the stand-ins as well.
@@ -35,7 +37,8 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # some routers are compiled f
 
 import torch
 
-from services.rollout.engine import private_endpoints
+from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
+from shared.transfer.bound_store import bind_stores
 
 
 class InertClass(Exception):
@@ -170,8 +173,9 @@ def fork_children() -> None:
     os.register_at_fork(before=gc.freeze)  # or the children's collector would touch, and so copy, every page
 
 
-private_endpoints.apply()
 torchvision_operators = load_torchvision_operators()
+serve_on_socket()
+bind_stores()
 stand_in_for_sgl_kernel()
 stand_in_for_triton()
 sys.modules["megatron"] = None  # type: ignore[assignment]  # `import megatron` raises ImportError
@@ -183,7 +187,7 @@ if __name__ == "__main__":
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    private_endpoints.leave_out_own_requests()
+    leave_out_own_requests()
     load_plugins()
     arguments = prepare_server_args(sys.argv[1:])
     absorb_latent_attention(arguments.model_path)

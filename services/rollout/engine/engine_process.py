@@ -47,7 +47,7 @@ class EngineProcess(ChildProcess):
         return await asyncio.to_thread(self.wait_ready, self._answers, "a first generation", deadline)
 
     def _answers(self) -> bool:
-        connection = _UnixConnection(self.receiver / SOCKET)
+        connection = UnixConnection(self.receiver / SOCKET, PROBE_SECONDS)
         try:
             connection.request("POST", "/generate", _ONE_TOKEN, {"Content-Type": "application/json"})
             return connection.getresponse().status == 200
@@ -57,11 +57,11 @@ class EngineProcess(ChildProcess):
             connection.close()
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket, for code that blocks. ``timeout``: seconds for each step."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__("engine", timeout=PROBE_SECONDS)
+    def __init__(self, path: Path, timeout: float) -> None:
+        super().__init__("engine", timeout=timeout)
         self._path = path
 
     def connect(self) -> None:

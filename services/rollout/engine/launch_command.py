@@ -17,12 +17,14 @@ import shared
 from shared.config.engine_limits import cpu_token_capacity
 from shared.config.sglang_flags import plain_name
 from shared.runtime.errors import ConfigError
+from shared.runtime.own_address import listening_interfaces
 
 FlagValue = bool | int | float | str | list[str] | list[int] | None
 """A flag's value. True: the bare flag. False or None: left out, also where it is a default. A list: the flag, then each item."""
 
 ENGINE_SITE_VARIABLE = "MYXO_ENGINE_SITE"
-CPU_LAUNCHER, CUDA_LAUNCHER = Path(__file__).with_name("cpu_launcher.py"), Path(__file__).with_name("cuda_launcher.py")
+CPU_LAUNCHER = Path(__file__).with_name("cpu_launcher.py")
+GPU_LAUNCHER = Path(__file__).with_name("gpu_launcher.py")
 
 RECEIVER_LOADER = "services.rollout.engine.receiver.loader.load"
 """The function that an engine calls, in each of its schedulers, to receive weights."""
@@ -100,8 +102,13 @@ def engine_command(
         "skip-server-warmup": True,  # it would ask itself over a port; EngineProcess.ready waits for a real request anyway
         "custom-weight-loader": RECEIVER_LOADER,
     }
-    launcher = CPU_LAUNCHER if device == "cpu" else CUDA_LAUNCHER
-    env = COMMON_VARIABLES | (CPU_VARIABLES if device == "cpu" else CUDA_VARIABLES) | {"PYTHONPATH": _engine_path(device)}
+    launcher = CPU_LAUNCHER if device == "cpu" else GPU_LAUNCHER
+    env = (
+        COMMON_VARIABLES
+        | listening_interfaces()
+        | (CPU_VARIABLES if device == "cpu" else CUDA_VARIABLES)
+        | {"PYTHONPATH": _engine_path(device)}
+    )
     if chosen.get("enable-memory-saver") and (runtime := _cuda_runtime()):
         env["LD_LIBRARY_PATH"] = os.pathsep.join([*runtime, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
     return EngineCommand([sys.executable, str(launcher), *_arguments(chosen)], env)

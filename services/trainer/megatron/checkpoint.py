@@ -5,8 +5,7 @@
 The directory is written under another name and renamed when all of it is on the disk, so whatever bears the final name is
 complete (see :mod:`.directory`).
 
-The shards are read back by ``torch.load`` inside Megatron and PyTorch: a checkpoint directory is trusted storage of the
-operator, like the code, and never a place for files that came over the wire.
+Megatron and PyTorch unpickle parts of it when they read it back; :mod:`.checkpoint_pickles` sees to it that those run no code.
 """
 
 import json
@@ -25,6 +24,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 
 from services.trainer.megatron import DEVICE_TYPE
+from services.trainer.megatron.checkpoint_pickles import check_checkpoint_files, weights_only
 from services.trainer.megatron.checkpoint_writer import Save, StagedShards
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.optimizer import Optimizer
@@ -33,8 +33,12 @@ from shared.config.learning_rate import LearningRateSchedule
 from shared.model.architecture import Architecture
 from shared.runtime.atomic_files import fsync_tree, publish, replaced_by, scratch, settle
 from shared.runtime.errors import ConfigError, MyxoError
+from shared.runtime.untrusted_files import parse_json, read_regular
 
 FORMAT = 2
+MAX_MARKER = 16 * 1024**2
+"""The most bytes of a ``checkpoint.json``."""
+
 MARKER = "checkpoint.json"
 _NAME = re.compile(r"step_(\d{8,})")
 
@@ -96,7 +100,7 @@ def load_checkpoint(
     path, marker = find_checkpoint(root, step)
     if reset_optimizer or marker.get("weights_only"):  # a converted checkpoint has nothing else
         _check(path, marker, model)
-        with deadline(f"reading the weights of checkpoint {path}"):
+        with deadline(f"reading the weights of checkpoint {path}"), weights_only():
             loaded = dist_checkpointing.load(sharded_modules(model), str(path), strict="assume_ok_unexpected")
         _load_modules(loaded, model)
         optimizer.megatron.reload_model_params()
@@ -105,7 +109,7 @@ def load_checkpoint(
     _check(path, marker, model, optimizer)
     same_layout = marker["layout"] == _layout(model)
     state = _sharded_state(model, optimizer, loading=True, with_random=same_layout, updates=marker["updates"])
-    with deadline(f"reading checkpoint {path}"):
+    with deadline(f"reading checkpoint {path}"), weights_only():
         loaded = dist_checkpointing.load(state, str(path), strict="raise_all" if same_layout else "assume_ok_unexpected")
     _load_modules(loaded, model)
     for role, part in optimizer.parts().items():
@@ -132,10 +136,18 @@ def find_checkpoint(root: Path, step: int | None) -> tuple[Path, dict[str, Any]]
 
 
 def read_marker(path: Path) -> dict[str, Any]:
-    """Returns the marker of the checkpoint at ``path``. Raises ConfigError: it is of another format."""
-    marker: dict[str, Any] = json.loads((path / MARKER).read_text())
-    if marker.get("format") != FORMAT:
-        raise ConfigError(f"{path}:format", marker.get("format"), f"{FORMAT}; written by another version of Myxo")
+    """Returns the marker of the checkpoint at ``path``, whose files may then be read.
+
+    Raises ConfigError: it is of another format, or holds what no checkpoint does.
+    """
+    try:
+        marker: dict[str, Any] = parse_json(read_regular(path / MARKER, MAX_MARKER, links=True))
+        version = marker.get("format")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(str(path), MARKER, f"a readable JSON object ({error})") from error
+    if version != FORMAT:
+        raise ConfigError(f"{path}:format", version, f"{FORMAT}; written by another version of Myxo")
+    check_checkpoint_files(path)
     return marker
 
 

@@ -108,7 +108,7 @@ class Player:
         return Scored(
             group=task.group,
             attempt=task.attempt,
-            payload=Payload(keys=keys, bytes=sum(map(len, blobs))),
+            payload=Payload(keys=keys, bytes=sum(map(len, blobs)), tokens=tuple(one.length for one in samples)),
             samples=[one.meta() for one in samples],
             rewards=[float(index % 2) for index in range(task.n)],
             replica="replica-1",

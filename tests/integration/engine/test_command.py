@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engine.launch_command import CPU_LAUNCHER, CUDA_LAUNCHER, engine_command
+from services.rollout.engine.launch_command import CPU_LAUNCHER, GPU_LAUNCHER, engine_command
 from shared.config.engine_limits import CPU_MIN_TOKENS
 from shared.runtime.errors import ConfigError
 
@@ -65,7 +65,7 @@ def test_on_a_cpu(model: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_on_cuda() -> None:
     command = engine_command("Qwen/Qwen3-4B", 31000, device="cuda")
-    assert command.argv[:2] == [sys.executable, str(CUDA_LAUNCHER)]
+    assert command.argv[:2] == [sys.executable, str(GPU_LAUNCHER)]
     assert "--skip-server-warmup" in command.argv
     assert flag(command.argv, "--model-path") == "Qwen/Qwen3-4B"
     assert "--enable-metrics" in command.argv

@@ -75,7 +75,7 @@ class Rollout:
         message = Generated(
             group=task.group,
             attempt=task.attempt,
-            payload=Payload(keys=keys, bytes=sum(len(blob) for blob in blobs)),
+            payload=Payload(keys=keys, bytes=sum(map(len, blobs)), tokens=tuple(one.length for one in samples)),
             samples=[one.meta() for one in samples],
             replica=service.instance,
             started=started,

@@ -1,15 +1,21 @@
 """The real reward process over real servers: what it is given comes out scored, or failed with the reason."""
 
+import re
 import time
 from pathlib import Path
 
 import pytest
 
+from shared.bus import runs
+from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.streams import generated_consumer
 from shared.bus.work_queue import WorkQueue
-from shared.schema.messages import Failed, Generated, Payload, SampleMeta, Scored
-from tests.support.reward_bench import NewBench
+from shared.schema.messages import Failed, Generated, Outcome, Payload, SampleMeta, Scored
+from shared.schema.weight_messages import WeightsLive
+from tests.support.poison import POISON
+from tests.support.reward_bench import LIVE, NewBench
+from tests.support.run_config import run_config
 from tests.support.waiting import until
 
 HANGS = "\\boxed{9^{9^{9^{9}}}}"
@@ -69,6 +75,60 @@ async def test_what_cannot_be_scored_fails_with_the_reason(bench: NewBench) -> N
     await desk.generated("g5", "42")
     assert isinstance((await desk.outcomes(1))["g5"], Scored)
     assert process.process.poll() is None
+
+
+async def test_a_sample_that_is_none_costs_its_group_and_says_why(bench: NewBench) -> None:
+    desk = await bench(reward={"rm_type": "exact"})
+    process = await desk.launch()
+    for number, (poison, _) in enumerate(POISON.values()):
+        await desk.generated(f"g{number:08d}", "42", "42", poison=poison)
+    await desk.generated("fine", "42", "41")
+    outcomes = await desk.outcomes(len(POISON) + 1)
+    for number, (name, (_, reason)) in enumerate(POISON.items()):
+        outcome = outcomes[f"g{number:08d}"]
+        assert isinstance(outcome, Failed), name
+        assert re.search(reason, outcome.reason), f"{name}: {outcome.reason}"
+        assert outcome.payload is not None
+    fine = outcomes["fine"]
+    assert isinstance(fine, Scored) and fine.rewards == [1.0, 0.0]
+    assert process.process.poll() is None and "Traceback" not in process.words()
+
+
+async def test_a_reference_that_does_not_describe_its_samples_costs_its_group(bench: NewBench) -> None:
+    desk = await bench(reward={"rm_type": "exact"})
+    await desk.serve()
+    await desk.generated("g0", "42", samples=[SampleMeta(tokens=2, oldest=4, newest=4, finish="stop")])
+    said = await desk.failure("g0")
+    assert re.search(r"sample g0/0: its reference says SampleMeta\(.*oldest=4.*, the payload SampleMeta\(.*oldest=3", said)
+    await desk.generated("g1", "42", tokens=(7,))
+    assert await desk.failure("g1") == "g1: the payload's samples have [3] tokens, by its reference [7]"
+    await desk.generated("g2", "42", "42", rollouts=[0, 0])
+    assert isinstance((await desk.outcomes(1))["g2"], Scored)
+    await desk.generated("g3", "42", "42", rollouts=[0, 0], poison=lambda sample: sample.update(rollout=1))
+    assert "come from other rollouts than its reference says" in await desk.failure("g3")
+
+
+async def test_a_version_is_taken_as_soon_as_it_can_be_served(bench: NewBench) -> None:
+    desk = await bench(reward={"rm_type": "exact"}, rollout={"max_staleness": 1})
+    await desk.serve()
+
+    async def outcome_of(group: str, version: int) -> Outcome:
+        meta = SampleMeta(tokens=2, oldest=version, newest=version, finish="stop")
+        await desk.generated(group, "42", poison=lambda sample: sample.update(segments=[[0, 2, version]]), samples=[meta])
+        return (await desk.outcomes(1))[group]
+
+    assert isinstance(await outcome_of("g0", LIVE + 2), Scored)  # all the steps that groups are admitted for may have been trained
+    refused = await outcome_of("g1", LIVE + 3)
+    assert isinstance(refused, Failed) and f"version {LIVE + 3}; versions lie between 0 and {LIVE + 2}" in refused.reason
+    live = WeightsLive(version=LIVE + 1, replicas=[], seconds=1.0, bytes=1, at=1.0)
+    await desk.bus.put(desk.names.weights_bucket, "live", live.encode())
+    assert isinstance(await outcome_of("g2", LIVE + 3), Scored)
+
+
+async def test_no_group_is_scored_where_the_vocabulary_is_not_known(bus: Bus, run_name: str, tmp_path: Path) -> None:
+    await runs.create(bus, run_config(tmp_path, run={"name": run_name}), None)
+    with pytest.raises(runs.NoSuchRun, match=f"run '{run_name}' is on the bus without its model's vocabulary"):
+        await runs.vocabulary(bus, run_name)
 
 
 async def test_work_that_killed_its_workers_too_often_is_given_up(bench: NewBench) -> None:

@@ -41,6 +41,7 @@ EVENTS = [
     World.interrupt,
     World.fall_short,
     World.lose_payload,
+    World.refuse,
     World.kill_trainer,
     World.kill_buffer,
 ]
@@ -105,7 +106,7 @@ def test_a_calm_run_finishes_and_drops_nothing(max_staleness: int, interval: int
 def test_the_play_reaches_what_it_is_meant_to_reach() -> None:
     """The property above would be empty if groups never went stale, were never requeued, or never came twice."""
     seen: set[str] = set()
-    for seed, policy in enumerate(["drop", "requeue", "continue", "mask"] * 40):
+    for seed, policy in enumerate(["drop", "requeue", "continue", "mask"] * 60):
         limits = buffer_config(
             steps=5,
             groups=2,
@@ -134,5 +135,5 @@ def test_the_play_reaches_what_it_is_meant_to_reach() -> None:
     stale = {"drop: stale", "requeue: stale, anew", "continue: stale, goes on", "mask: stale", "continue: masked", "mask: masked"}
     assert seen >= stale | {"drop: surplus", "drop: filtered: zero_std", "drop: filtered: no sample is left to train"}
     assert seen >= {f"{policy}: r did not end it, goes on" for policy in ("drop", "requeue", "continue", "mask")}
-    assert seen >= {"group_dead", "eval_ended", "staleness 0", "staleness 1", "drop: payload lost, anew"}
+    assert seen >= {"group_dead", "batch_amended", "eval_ended", "staleness 0", "staleness 1", "drop: payload lost, anew"}
     assert not seen & {"drop: masked", "requeue: masked", "requeue: stale", "continue: stale", "mask: stale, goes on"}

@@ -8,10 +8,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from services.buffer import policy
+from services.buffer import amendment, policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState, GroupState
 from shared.schema.ledger import (
+    BatchAmended,
     BatchFormed,
     EvalEnded,
     EvalScored,
@@ -25,7 +26,7 @@ from shared.schema.ledger import (
     group_id,
 )
 from shared.schema.ledger_audit import Audit
-from shared.schema.messages import Batch, Failed, Interrupted, Payload, SampleMeta, Scored
+from shared.schema.messages import Batch, BatchRefused, Failed, Interrupted, Payload, SampleMeta, Scored
 from shared.schema.versions import admissible_steps, is_lost, is_pushed, version_after
 
 
@@ -70,6 +71,7 @@ class World:
     filters: bool = False
     store: dict[str, list[SampleMeta]] = field(default_factory=dict)  # payloads: what the samples under a key hold
     freed: set[str] = field(default_factory=set)
+    refusals: int = 0
 
     def __post_init__(self) -> None:
         self.audit = Audit(self.limits.rollout.max_staleness, self.limits.rollout.rollout_batch_size)
@@ -97,6 +99,8 @@ class World:
                     self._send(self.state.groups[group_id(number)])
             case GroupRequeued(group=name):
                 self._send(self.state.groups[name])
+            case BatchAmended(step=step):
+                self.batches.pop(step, None)
             case EvalStarted(version=version):
                 for name in self.state.evaluations[version].pending:
                     self.jobs.append(Job(name, 0, 1, version))
@@ -226,7 +230,9 @@ class World:
         if self.step >= self.limits.rollout.num_rollout:
             return
         version = self.limits.version_of_step(self.step)
-        if self.step not in self.state.batches:
+        if self.step in self.state.batches:
+            self.decide(amendment.amended(self.state, self.limits, self.step, 0.0))
+        else:
             self.decide(policy.form_batch(self.state, self.limits, self.step, version, 0.0))
         batch = policy.batch(self.state, self.step)
         if batch is not None:
@@ -249,8 +255,22 @@ class World:
             if self.limits.rollout.staleness_policy in ("drop", "requeue"):
                 assert batch.mask_below == 0
 
+    def refuse(self) -> None:
+        """The trainer, or its critic, cannot train a group of a batch, says so perhaps twice, and tries again at once or not."""
+        groups = [group for batch in self.state.batches.values() if batch.step >= self.step for group in batch.groups]
+        if groups:
+            group = self.dice.choice(groups)
+            assert group.step is not None
+            for _ in range(self.dice.randint(1, amendment.MOST_REFUSALS)):
+                self.refusals += 1
+                message = BatchRefused(step=group.step, group=group.id, sample=0, reason="no good", at=float(self.refusals))
+                for _ in range(self.dice.randint(1, 2)):
+                    self.decide(amendment.refused(self.state, message, 0.0))
+
     def train(self) -> None:
         """The trainer trains the batch it has and reports it, perhaps twice."""
+        if self.step in self.state.batches and self.state.batches[self.step].dead:
+            return
         if self.step in self.batches and self.step < self.limits.rollout.num_rollout and self.step in self.state.batches:
             step, self.step = self.step, self.step + 1
             for _ in range(self.dice.randint(1, 2)):
@@ -350,7 +370,8 @@ class World:
         state, limits, report = self.state, self.limits, self.audit.report()
         assert state.finished_steps == limits.rollout.num_rollout, "the run does not finish although everything comes back"
         assert report.finished and report.in_flight == 0
-        assert report.trained == limits.rollout.num_rollout * limits.rollout.rollout_batch_size == state.trained
+        shrunk = sum(len(record.removed) - len(record.added) for record in self.records if isinstance(record, BatchAmended))
+        assert report.trained == limits.rollout.num_rollout * limits.rollout.rollout_batch_size - shrunk == state.trained
         assert not state.groups and not state.batches and not state.evaluations
         assert sum(isinstance(record, RunFinished) for record in self.records) == 1
         assert [record.step for record in self.records if isinstance(record, BatchFormed)] == list(range(limits.rollout.num_rollout))

@@ -43,7 +43,9 @@ def test_what_counts(value: Any, key: str | None, score: Score) -> None:
         ({"score": "much"}, "score", "no reward is named score; there are none"),
         ({"score": 1.0, "acc": math.inf}, "score", "acc is inf; expected a finite number"),
         ({f"part-{number}": 1.0 for number in range(65)}, None, "65 named rewards; expected at most 64"),
-        ({"x" * 65: 1.0, "reward": 1.0}, None, "with names of 1 to 64 characters"),
+        ({"acc": 1e10, "reward": 1.0}, None, "acc is 10000000000.0; expected a number from -1e\\+09 to 1e\\+09"),
+        ({"\ud800": 1.0, "reward": 1.0}, None, "with names of 1 to 64 printable characters"),
+        ({"x" * 65: 1.0, "reward": 1.0}, None, "with names of 1 to 64 printable characters"),
     ],
 )
 def test_what_cannot_count(value: Any, key: str | None, words: str) -> None:

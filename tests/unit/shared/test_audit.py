@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from shared.schema.ledger import (
+    BatchAmended,
     BatchFormed,
     BatchTrained,
     CheckpointDurable,
@@ -16,6 +17,7 @@ from shared.schema.ledger import (
     GroupsScored,
     LedgerRecord,
     RunFinished,
+    SampleRefused,
     VersionLive,
     group_id,
 )
@@ -157,6 +159,62 @@ def test_each_violation_is_named(change: Callable[[list[LedgerRecord]], Any], vi
     report = audit(records, BOUND, SIZE)
     assert not report.ok
     assert any(violation in found for found in report.violations), report.violations
+
+
+def refused(step: int, number: int, at: float = 0.0) -> SampleRefused:
+    return SampleRefused(step=step, group=group_id(number), sample=0, reason="token 7 is outside", refused=at, at=at)
+
+
+def dead(number: int) -> GroupDead:
+    return GroupDead(group=group_id(number), reason="trainer", at=0.0)
+
+
+def amended(step: int, removed: list[int], added: list[int]) -> BatchAmended:
+    return BatchAmended(step=step, removed=[group_id(number) for number in removed], added=[group_id(number) for number in added], at=0.0)
+
+
+def amended_run() -> list[LedgerRecord]:
+    """One step of two groups: one of them is refused, and another takes its place."""
+    beginning = [live(0), admitted(0, 2), scored(0, 1), formed(0, 0, 1)]
+    return [*beginning, refused(0, 0), dead(0), admitted(2, 1), scored(2), amended(0, [0], [2]), trained(0)]
+
+
+def test_a_group_that_the_trainer_refuses_is_replaced() -> None:
+    for length in range(len(amended_run())):
+        assert audit(amended_run()[:length], BOUND, SIZE).violations == []
+    report = audit(amended_run(), BOUND, SIZE)
+    assert report.violations == []
+    assert (report.admitted, report.trained, report.dead, report.amended, report.in_flight) == (3, 2, {"trainer": 1}, 1, 0)
+
+
+def test_a_trained_group_that_is_refused_when_it_is_trained_again_ends_as_dead() -> None:
+    records = [live(0), admitted(0, 2), scored(0, 1), formed(0, 0, 1), trained(0), refused(0, 0), dead(0), amended(0, [0], [])]
+    report = audit([*records, durable(1)], BOUND, SIZE)
+    assert report.violations == []
+    assert (report.admitted, report.trained, report.dead, report.in_flight) == (2, 1, {"trainer": 1}, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "violation"),
+    [
+        (remove(4), "step 0 was amended by removing ['g00000000']; of its groups [] were dead"),
+        (remove(5), "step 0 was amended by removing ['g00000000']; of its groups [] were dead"),
+        (replace(8, amended(0, [1], [2])), "step 0 was amended by removing ['g00000001']; of its groups ['g00000000'] were dead"),
+        (replace(8, amended(1, [0], [2])), "step 1 was amended by removing ['g00000000']; of its groups [] were dead"),
+        (replace(8, amended(0, [0], [1])), "g00000001 is in two batches"),
+        (replace(8, amended(0, [0], [0])), "g00000000 was batched for step 0 but is not in flight"),
+        (remove(7), "g00000002 was batched for step 0 without a score"),
+        (replace(7, scored(2, newest=1)), "step 0 on version 0 holds a token of version 1"),
+        (remove(8), "g00000000 was trained in step 0 but is not in flight"),
+        (replace(4, refused(0, 2)), "g00000002 was refused in step 0, which does not train it"),
+        (replace(4, refused(1, 0)), "g00000000 was refused in step 1, which does not train it"),
+        (insert(10, dead(1)), "g00000001 was ended (trainer) but is not in flight"),
+    ],
+)
+def test_each_violation_of_an_amendment_is_named(change: Callable[[list[LedgerRecord]], Any], violation: str) -> None:
+    records = amended_run()
+    change(records)
+    assert any(violation in found for found in audit(records, BOUND, SIZE).violations), audit(records, BOUND, SIZE).violations
 
 
 def test_a_run_that_goes_on_after_its_end_is_not_finished() -> None:

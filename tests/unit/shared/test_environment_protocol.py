@@ -17,10 +17,9 @@ from shared.schema.sample import Score
 WHOM = "environment judge at http://judge:8080"
 GOOD = {"protocol": 1, "name": "judge", "verbs": ["score"]}
 
-finite = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**63), 2**64 - 1)
-entry = finite | st.dictionaries(st.text(min_size=1, max_size=20), finite, max_size=5).flatmap(
-    lambda parts: finite.map(lambda reward: {**parts, "reward": reward})
-)
+finite = st.floats(-1e9, 1e9) | st.integers(-(10**9), 10**9)
+name = st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=20)
+entry = finite | st.dictionaries(name, finite, max_size=5).flatmap(lambda parts: finite.map(lambda reward: {**parts, "reward": reward}))
 junk = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5) | st.binary(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rewards", "reward", "error", "x", 7]), inner, max_size=3),
@@ -84,7 +83,10 @@ def test_whatever_comes_is_scores_or_a_refusal(answer: object, count: int) -> No
         ({"rewards": [{"reward": True}]}, "rewards[0].reward is True"),
         ({"rewards": [{"reward": 1, "format": "yes"}]}, "rewards[0].format is 'yes'; expected a finite number"),
         ({"rewards": [{"reward": 1, "two words": math.inf}]}, "rewards[0]['two words'] is inf"),
-        ({"rewards": [{"reward": 1, 7: 1.0}]}, "rewards[0] has the name 7; expected text"),
+        ({"rewards": [{"reward": 1, 7: 1.0}]}, "rewards[0] has the name 7; expected 1 to 64 printable"),
+        ({"rewards": [{"reward": 1, "\ud800": 1.0}]}, "rewards[0] has the name '\\ud800'; expected 1 to 64 printable"),
+        ({"rewards": [{"reward": 1, "a\x1b[31m": 1.0}]}, "rewards[0] has the name 'a\\x1b[31m'; expected 1 to 64 printable"),
+        ({"rewards": [{"reward": 1e10}]}, "rewards[0].reward is 10000000000.0; expected a number from -1e+09 to 1e+09"),
         ({"rewards": [{"reward": 1, "": 1.0}]}, "rewards[0] has the name ''"),
         ({"rewards": [{"reward": 1, "n" * 65: 1.0}]}, "rewards[0] has the name 'nnn"),
         ({"rewards": [{"reward": 1, **{str(n): 1.0 for n in range(MAX_PARTS + 1)}}]}, "rewards[0] has 66 entries; expected at most 64"),

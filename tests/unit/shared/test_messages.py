@@ -7,7 +7,8 @@ import pytest
 
 from shared.runtime.errors import BadMessage
 from shared.schema import codec, ledger, messages, weight_messages
-from shared.schema.messages import SCHEMA, Message, Outcome, Scored, Task
+from shared.schema.limits import MAX_KEYS, MAX_SAMPLES, REASON_LENGTH
+from shared.schema.messages import SCHEMA, Message, Outcome, Scored, ServiceStatus, Task
 
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 8}
 PAYLOAD = {"keys": ["run:group:g00000000:0:0"], "bytes": 100}
@@ -65,6 +66,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "RunDone": {},
     "Trained": {"step": 0, "version": 1, "started": 1.0, "ended": 2.0, "metrics": {"loss": 0.5}},
     "Durable": {"steps": 1},
+    "BatchRefused": {"step": 0, "group": "g00000000", "sample": 1, "reason": "token 9 is outside", "at": 1.0},
     "Accepted": {},
     "Refused": {"reason": "no"},
     "LeaseStatus": {"holder": "buffer-0", "term": "t", "mark": "m", "at": 1.0},
@@ -104,6 +106,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "GroupsDropped": {"groups": ["g00000000"], "reason": "stale", "at": 1.0},
     "GroupDead": {"group": "g00000000", "reason": "x", "at": 1.0},
     "BatchFormed": {"step": 0, "version": 0, "groups": ["g00000000"], "at": 1.0},
+    "SampleRefused": {"step": 0, "group": "g00000000", "sample": 1, "reason": "token 9 is outside", "refused": 1.0, "at": 1.0},
+    "BatchAmended": {"step": 0, "removed": ["g00000000"], "added": ["g00000001"], "at": 1.0},
     "BatchTrained": {"step": 0, "version": 1, "started": 1.0, "ended": 2.0, "at": 1.0},
     "CheckpointDurable": {"steps": 1, "at": 1.0},
     "VersionLive": {"version": 1, "at": 1.0},
@@ -206,7 +210,28 @@ def test_every_missing_field_is_named() -> None:
         ("Scored", {"rewards": [float("nan")]}, r"^Scored\.rewards\.0: "),
         ("Scored", {"rewards": [float("inf")]}, r"^Scored\.rewards\.0: "),
         ("Scored", {"samples": [SAMPLE, {**SAMPLE, "finish": "maybe"}]}, r"^Scored\.samples\.1\.finish: "),
+        ("Scored", {"rewards": [1.1e9]}, r"^Scored\.rewards\.0: "),
         ("Scored", {"payload": {"keys": [], "bytes": 0}}, r"^Scored\.payload\.keys: "),
+        ("Scored", {"payload": {**PAYLOAD, "keys": ["k"] * (MAX_KEYS + 1)}}, r"^Scored\.payload\.keys: "),
+        ("Scored", {"payload": {**PAYLOAD, "keys": ["k" * 321]}}, r"^Scored\.payload\.keys\.0: "),
+        ("Scored", {"payload": {**PAYLOAD, "keys": ["k\0"]}}, r"^Scored\.payload\.keys\.0: "),
+        ("Scored", {"payload": {**PAYLOAD, "tokens": [-1, 5]}}, r"^Scored\.payload\.tokens\.0: "),
+        ("Scored", {"payload": {**PAYLOAD, "tokens": [2**31]}}, r"^Scored\.payload\.tokens\.0: "),
+        ("Generated", {"payload": {**PAYLOAD, "tokens": [-1, 5]}}, r"^Generated\.payload\.tokens\.0: "),
+        ("Interrupted", {"payload": {**PAYLOAD, "tokens": [2**40]}}, r"^Interrupted\.payload\.tokens\.0: "),
+        ("Scored", {"parts": [{"f": float("nan")}]}, r"^Scored\.parts\.0\.f: "),
+        ("Scored", {"parts": [{"f\x1b[31m": 1.0}]}, r"^Scored\.parts\.0"),
+        ("Scored", {"parts": [{"f" * 65: 1.0}]}, r"^Scored\.parts\.0"),
+        ("Scored", {"parts": [{str(index): 1.0 for index in range(65)}]}, r"^Scored\.parts\.0: "),
+        ("Scored", {"samples": [{**SAMPLE, "newest": 2**40}]}, r"^Scored\.samples\.0\.newest: "),
+        ("Scored", {"samples": [SAMPLE] * (MAX_SAMPLES + 1)}, r"^Scored\.samples: "),
+        ("Scored", {"removed": [-1]}, r"^Scored\.removed\.0: "),
+        ("Scored", {"group": "g00000001:0"}, r"^Scored\.group: "),
+        ("Scored", {"attempt": 2**31}, r"^Scored\.attempt: "),
+        ("Scored", {"started": float("nan")}, r"^Scored\.started: "),
+        ("Batch", {"groups": [{"group": "g", "payload": PAYLOAD, "rewards": [float("nan")]}]}, r"^Batch\.groups\.0\.rewards\.0: "),
+        ("Trained", {"started": 1e300}, r"^Trained\.started: "),
+        ("WeightsLive", {"version": 2**40}, r"^WeightsLive\.version: "),
         ("Task", {"sampling": {**SAMPLING, "top_p": 0.0}}, r"^Task\.sampling\.top_p: "),
         ("Task", {"n": 0}, r"^Task\.n: "),
     ],
@@ -214,6 +239,20 @@ def test_every_missing_field_is_named() -> None:
 def test_a_field_that_does_not_fit_is_named(kind: str, changes: dict[str, Any], where: str) -> None:
     with pytest.raises(BadMessage, match=where):
         CONCRETE[kind].decode(envelope(kind, **changes))
+
+
+def test_reasons_are_cut_and_lose_what_cannot_travel() -> None:
+    for kind in ("Failed", "Refused", "GroupDead"):
+        message = CONCRETE[kind](**{**EXAMPLES[kind], "reason": "\ud800 x" * 5000})
+        back = CONCRETE[kind].decode(message.encode())
+        assert back == message
+        assert len(message.reason) == REASON_LENGTH and message.reason.endswith(" …") and message.reason.startswith("? x")  # type: ignore[attr-defined]
+
+
+def test_figures_that_are_not_finite_leave_a_status() -> None:
+    gauges = {"rate": 1.0, "broken": float("nan"), "worse": float("inf")}
+    status = ServiceStatus.decode(envelope("ServiceStatus", gauges=gauges))
+    assert status.gauges == ServiceStatus(**{**EXAMPLES["ServiceStatus"], "gauges": gauges}).gauges == {"rate": 1.0}
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", codec.pack([1]), codec.pack("text"), codec.pack(np.zeros(2, np.int32))])
@@ -225,7 +264,7 @@ def test_bytes_that_are_no_envelope_are_refused(data: bytes) -> None:
 def test_ledger_events_are_named_after_their_records() -> None:
     assert ledger.GroupsAdmitted.event() == "groups_admitted"
     names = [kind.event() for kind in CONCRETE.values() if issubclass(kind, ledger.LedgerRecord)]
-    assert len(set(names)) == len(names) == 13
+    assert len(set(names)) == len(names) == 15
 
 
 def test_group_ids_count_from_zero_and_sort_in_order_of_admission() -> None:

@@ -3,12 +3,12 @@
 import pytest
 
 from shared.runtime.errors import ConfigError
-from shared.runtime.own_address import own_address
+from shared.runtime.own_address import address_towards, listening_interfaces, own_address
 
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("MYXO_HOST", "NATS_URL", "NATS_URL_FILE"):
+    for variable in ("MYXO_HOST", "NATS_URL", "NATS_URL_FILE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -33,3 +33,16 @@ def test_what_is_given_wins_and_has_to_resolve(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("MYXO_HOST", "no-such-host.invalid")
     with pytest.raises(ConfigError, match="MYXO_HOST = 'no-such-host.invalid': does not resolve"):
         own_address()
+
+
+def test_ranks_listen_on_loopback_and_nccl_where_other_machines_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert listening_interfaces() == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    monkeypatch.setenv("MYXO_HOST", "127.0.0.7")
+    assert listening_interfaces() == {"GLOO_SOCKET_IFNAME": "lo"}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert listening_interfaces() == {"GLOO_SOCKET_IFNAME": "eth7"}
+
+
+def test_the_way_to_a_host_begins_at_an_address_of_this_machine() -> None:
+    assert address_towards("127.0.0.9").startswith("127.")
+    assert address_towards("no-such-host.invalid") == "127.0.0.1"

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from shared.runtime.errors import BadMessage
 from shared.schema import codec, sample
-from shared.schema.sample import Sample
+from shared.schema.limits import MAX_KEYS
+from shared.schema.sample import Sample, SampleLimits
 
 
 def make(index: int = 0, length: int = 4, **changes: Any) -> Sample:
@@ -67,6 +68,7 @@ def test_blobs_are_cut_near_the_size_that_was_asked_for() -> None:
     group = [make(index, length=1000) for index in range(10)]
     assert len(sample.encode(group, 1 << 20)) == 1
     one = len(sample.encode(group[:1], 1)[0])
+    assert len(sample.encode([make(2)] * (MAX_KEYS + 1), 1)) <= MAX_KEYS, "a reference lists no more"
     blobs = sample.encode(group, 20_000)
     assert len(blobs) == 4
     assert all(20_000 <= len(blob) < 20_000 + one for blob in blobs[:-1])
@@ -102,15 +104,18 @@ def test_meta_covers_the_trained_tokens_and_versions_tile_the_response(one: Samp
     [
         ({"log_probs": np.zeros(3, np.float32)}, "log_probs has 3 entries for 4 response tokens"),
         ({"mask": np.ones(5, np.uint8)}, "mask has 5 entries for 4 response tokens"),
-        ({"log_probs": np.array([0, np.nan, 0, 0], np.float32)}, "log_probs holds values that are not finite"),
-        ({"log_probs": np.array([0, -np.inf, 0, 0], np.float32)}, "log_probs holds values that are not finite"),
+        ({"log_probs": np.array([0, np.nan, 0, 0], np.float32)}, "log_probs holds nan at 1, a trained token"),
+        ({"log_probs": np.array([0, -np.inf, 0, 0], np.float32)}, "log_probs holds -inf at 1, a trained token"),
+        ({"log_probs": np.array([0, 0, 0.002, 0], np.float32)}, "log_probs holds 0.002.* at 2, a trained token; .*at most 0"),
+        ({"log_probs": np.array([0, 0, 0, -3e38], np.float32)}, "log_probs holds .*e.38 at 3, a trained token"),
         ({"segments": [(0, 3, 1)]}, "segments end at 3, the response at 4"),
         ({"segments": []}, "segments end at 0, the response at 4"),
         ({"segments": [(1, 4, 1)]}, "do not tile"),
         ({"segments": [(0, 2, 1), (3, 4, 1)]}, "do not tile"),
         ({"segments": [(0, 3, 1), (2, 4, 1)]}, "do not tile"),
         ({"segments": [(0, 2, 1), (2, 2, 1), (2, 4, 1)]}, "do not tile"),
-        ({"segments": [(0, 4, -1)]}, "do not tile"),
+        ({"segments": [(0, 4, -1)]}, "segments name version -1; versions lie between 0 and"),
+        ({"segments": [(0, 2, 1), (2, 4, 2**40)]}, "segments name version 1099511627776; versions lie between 0 and 2147483647"),
         ({"segments": [(0, 5, 1)]}, "segments end at 5, the response at 4"),
         ({"response": np.zeros((2, 2), np.int32)}, "response is not a one-dimensional array of integers"),
         ({"response": np.zeros(4, np.float32)}, "response is not a one-dimensional array of integers"),
@@ -118,12 +123,47 @@ def test_meta_covers_the_trained_tokens_and_versions_tile_the_response(one: Samp
         ({"log_probs": [0.0] * 4}, "log_probs is not a one-dimensional array of floats"),
         ({"mask": np.array([0, 1, 2, 1], np.uint8)}, "mask holds 2; expected 0 and 1"),
         ({"prompt": np.zeros(0, np.int32)}, "prompt is empty"),
+        ({"mask": np.full(4, 7, np.uint8)}, "mask holds 7; expected 0 and 1"),
+        ({"prompt": np.array([5, -1], np.int32)}, "prompt holds token -1 at 1, which is not in"),
+        ({"response": np.array([1, 2, 3, 2**40])}, "response holds token 1099511627776 at 3"),
+        ({"rollout": True}, "rollout is .True., not an integer"),
+        ({"rollout": 1 << 31}, "rollout is '2147483648'"),
+        ({"finish": "why"}, "finish is 'why'; expected one of stop, length, abort"),
+        ({"text": None}, "group and text are text"),
+        ({"label": 4}, "label is text or None"),
+        ({"metadata": []}, "metadata is not a map"),
         ({"mask": "1111"}, "mask is not a one-dimensional array of integers"),
     ],
 )
 def test_parts_that_do_not_fit_together_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(BadMessage, match=f"sample g00000000/2: .*{words}"):
         make(2, **changes).check()
+
+
+LIMITS = SampleLimits(vocabulary=10, newest=5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt": np.array([1, 10], np.int32)}, r"prompt holds token 10 at 1, which is not in \[0, 10\)"),
+        ({"response": np.array([0, 1, -7, 10], np.int32)}, r"response holds token -7 at 2, which is not in \[0, 10\)"),
+        ({"segments": [(0, 4, 6)]}, "segments name version 6; versions lie between 0 and 5, the newest that there can be"),
+    ],
+)
+def test_what_a_run_knows_of_all_samples_is_held_against_each(changes: dict[str, Any], words: str) -> None:
+    odd = make(**changes)
+    make().check(LIMITS)
+    with pytest.raises(BadMessage, match=words):
+        odd.check(LIMITS)
+    if odd.problem() is None:
+        assert len(sample.decode(sample.encode([odd], 1000))) == 1
+    with pytest.raises(BadMessage, match=words):
+        sample.decode(sample.encode([odd], 1000), LIMITS)
+
+
+def test_the_rounding_of_an_engine_is_no_fault() -> None:
+    make(log_probs=np.array([1e-6, 9e-4, 0, -900], np.float32)).check()
 
 
 def test_what_is_not_trained_may_lack_a_log_prob() -> None:
@@ -179,6 +219,13 @@ def blob(**changes: Any) -> bytes:
         blob(rollout="1"),
         blob(rollout=1.5),
         blob(rollout=None),
+        blob(index=None),
+        blob(group=5),
+        blob(text=5),
+        blob(metadata=None),
+        blob(segments=[[0, 4, 1 << 40]]),
+        blob(segments=[[0, 4, True]]),
+        blob(response=np.array([0, 1, 2, 1 << 40])),
     ],
 )
 def test_a_payload_from_elsewhere_is_read_or_refused(data: bytes) -> None:

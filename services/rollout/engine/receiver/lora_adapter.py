@@ -34,7 +34,7 @@ def merged(manifest: Manifest, tensors: Mapping[str, Tensor], model_path: Path) 
     """
     matrices = _matrices(manifest)
     try:
-        base = TensorFiles(weight_files(model_path)[0])
+        base = TensorFiles(weight_files(model_path)[0], links=True)
     except TensorFileBroken as error:
         raise ConfigError(FIELD, str(model_path), f"readable safetensors: {error}") from error
     for name, (a, b) in matrices.items():

@@ -5,7 +5,6 @@ are forgotten; a push of a part keeps the digests of the rest.
 """
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from services.rollout.engine.receiver import load_plan
 from services.rollout.engine.receiver.lora_adapter import merged
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
+from shared.runtime.untrusted_files import parse_json
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_hashing import ManifestHasher
 from shared.transfer.bucket_ring import BucketRing, bucket_views
@@ -381,7 +381,7 @@ def _same_tensors(model: Any, manifest: Manifest) -> dict[str, Tensor]:
 def _proven(channel: ChannelReceiver, found: Mapping[str, TensorDigest], deadline: TransferDeadline) -> dict[str, TensorDigest]:
     """Returns the digests of the tensors of a version that another engine has sent. Raises BadMessage, ChannelBroken."""
     try:
-        known, sent = map(decoded_digests, json.loads(channel.read(PEER_PROOF, "the digests of what was sent", deadline)))
+        known, sent = map(decoded_digests, parse_json(channel.read(PEER_PROOF, "the digests of what was sent", deadline)))
     except (ValueError, TypeError, AttributeError) as error:
         raise BadMessage(f"{channel.source}: digests that cannot be read: {error}") from error
     if differing := [name for name in found if sent.get(name) != found[name]]:

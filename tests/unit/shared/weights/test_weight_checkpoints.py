@@ -1,5 +1,6 @@
 """Versions on disk: chains, what breaks them, what is kept, and that nobody ever sees half of one."""
 
+import json
 import os
 import shutil
 import signal
@@ -257,3 +258,64 @@ def test_a_writer_that_is_killed_leaves_no_half_checkpoint(step: int, tmp_path: 
     current = LocalCheckpoint(tmp_path / ".current").held()
     assert current is None or current.digest in (snapshots.load(1).digest, newest.digest)
     assert {path.name for path in tmp_path.iterdir()} <= {"v000000", "v000001", "v000002", ".current", "cache"}
+
+
+def hide_in(path: Path, kind: str) -> None:
+    """Does to a version's directory what another account could."""
+    config, elsewhere = path / "config.json", path.parent / "elsewhere"
+    described = path / CHECKPOINT_FILE
+    if kind == "linked file":
+        shutil.move(config, elsewhere)
+        config.symlink_to(elsewhere)
+    elif kind == "linked description":
+        shutil.move(described, elsewhere)
+        described.symlink_to(elsewhere)
+    elif kind == "linked directory":
+        shutil.move(path, elsewhere)
+        path.symlink_to(elsewhere)
+    elif kind == "pipe":
+        config.unlink()
+        os.mkfifo(config)
+    elif kind == "described by a pipe":
+        described.unlink()
+        os.mkfifo(described)
+    elif kind == "more weights":
+        shutil.copy(path / "model-00001-of-00002.safetensors", path / "other.safetensors")
+    elif kind == "weights to unpickle":
+        (path / "pytorch_model.bin").write_bytes(b"")
+    elif kind == "nested":
+        described.write_text('{"version": 1, "tensors": ' + "[" * 100_000)
+    else:
+        fields = json.loads(described.read_text())
+        files = {
+            "a file above": {"..": [4096, "0" * 32]},
+            "a file elsewhere": {"/etc/hostname": [1, "0" * 32]},
+            "a name with NUL": {"config.json\0": [3, "0" * 32]},
+            "a name with an escape": {"\x1b[2J": [3, "0" * 32]},
+            "a name of no character": {"\ud800": [3, "0" * 32]},
+        }
+        described.write_text(json.dumps(fields | {"files": fields["files"] | files[kind]}))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "linked file", "linked description", "linked directory", "pipe", "described by a pipe", "more weights", "weights to unpickle",
+        "nested", "a file above", "a file elsewhere", "a name with NUL", "a name with an escape", "a name of no character",
+    ],
+)  # fmt: skip
+def test_what_another_account_hides_in_a_version_makes_it_broken(kind: str, tmp_path: Path) -> None:
+    snapshots = history(tmp_path, "ff")
+    hide_in(snapshots.path_of(1), kind)
+    replica = LocalCheckpoint(tmp_path / "cache")
+    with pytest.raises(BrokenCheckpoint) as error:
+        replica.follow(snapshots, 1)
+    assert error.value.version == 1 and error.value.path == snapshots.path_of(1)
+    assert replica.follow(snapshots, 0).version == 0  # the others are as good as before
+
+
+@pytest.mark.parametrize("name", ["v" + "9" * 40, "v\u0661\u0662\u0663\u0664\u0665\u0666", "v-00001"])
+def test_directories_that_are_called_like_no_version_do_not_count(name: str, tmp_path: Path) -> None:
+    snapshots = history(tmp_path, "f")
+    shutil.copytree(snapshots.path_of(0), tmp_path / name)
+    assert snapshots.versions() == [0]

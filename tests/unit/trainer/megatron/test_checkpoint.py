@@ -1,7 +1,11 @@
 """Exact resume, atomic publication through kills, and refusal of what does not belong."""
 
+import io
 import json
 import os
+import pickle
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -251,6 +255,75 @@ def test_another_format_is_refused(make_actor, tmp_path):
     marker.write_text(json.dumps(json.loads(marker.read_text()) | {"format": 99}))
     with pytest.raises(ConfigError, match="99"):
         actor.load_checkpoint(tmp_path)
+
+
+class Runs:
+    """What a pickle of code looks like: reading it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_checkpoint_runs_no_code(make_actor, tmp_path):
+    actor = make_actor("qwen3")
+    path, proof = actor.save_checkpoint(tmp_path, 1), tmp_path / "ran"
+    metadata, good = path / ".metadata", (path / ".metadata").read_bytes()
+    for bad, said in ((pickle.dumps(Runs(proof)), "posix.mkdir"), (good[:-20], "metadata"), (b"", "metadata")):
+        metadata.write_bytes(bad)
+        with pytest.raises(ConfigError, match=said):
+            actor.load_checkpoint(tmp_path)
+    metadata.write_bytes(good)
+    state = torch.load(path / "common.pt", weights_only=False)
+    torch.save({**state, "content": Runs(proof)}, path / "common.pt")
+    with pytest.raises(BaseException, match=r"[Ww]eights[_ ]only"):  # PyTorch gathers what ranks raise in one of those
+        actor.load_checkpoint(tmp_path)
+    torch.save(state, path / "common.pt")
+    rewrite_first_bytes_entry(path, Runs(proof))
+    with pytest.raises(BaseException, match=r"[Ww]eights[_ ]only"):  # PyTorch gathers what ranks raise in one of those
+        actor.load_checkpoint(tmp_path)
+    assert not proof.exists()
+
+
+def rewrite_first_bytes_entry(path: Path, value: object) -> None:
+    """Puts a value in the place of the random states, the entry that PyTorch reads as a pickle."""
+    with (path / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    index = next(index for index in metadata.storage_data if index.fqn.startswith("random"))
+    saved = io.BytesIO()
+    torch.save(value, saved)
+    (path / "other.distcp").write_bytes(saved.getvalue())
+    metadata.storage_data[index] = replace(metadata.storage_data[index], relative_path="other.distcp", offset=0, length=saved.tell())
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("kind", ["linked shard", "pipe", "shard elsewhere", "nested", "not JSON"])
+def test_a_checkpoint_is_made_of_plain_files(kind, make_actor, tmp_path):
+    actor = make_actor("qwen3")
+    path = actor.save_checkpoint(tmp_path, 1)
+    shard = next(path.glob("*.distcp"))
+    if kind == "linked shard":
+        shutil.move(shard, tmp_path / "elsewhere")
+        shard.symlink_to(tmp_path / "elsewhere")
+    elif kind == "pipe":
+        os.mkfifo(path / "more.distcp")
+    elif kind == "shard elsewhere":
+        shutil.move(shard, tmp_path / shard.name)
+        content = (path / ".metadata").read_bytes()
+        (path / ".metadata").write_bytes(renamed_in_pickle(content, shard.name, f"../{shard.name}"))
+    else:
+        (path / "checkpoint.json").write_text("[" * 100_000 if kind == "nested" else "no JSON")
+    with pytest.raises(ConfigError, match="plain file|readable"):
+        actor.load_checkpoint(tmp_path)
+
+
+def renamed_in_pickle(content: bytes, name: str, other: str) -> bytes:
+    metadata = pickle.loads(content)
+    storage = metadata.storage_data
+    metadata.storage_data = {key: replace(info, relative_path=info.relative_path.replace(name, other)) for key, info in storage.items()}
+    return pickle.dumps(metadata)
 
 
 @pytest.mark.parametrize("extra", [{"bad": float("nan")}, {"bad": object()}])

@@ -1,0 +1,19 @@
+"""Starts SGLang's own HTTP server on GPUs: it listens on a private socket, and its ranks' store on loopback alone.
+
+    PYTHONPATH=MYXO python gpu_launcher.py --model-path MODEL ...    (sglang.launch_server's flags)
+
+The store is where an engine's schedulers meet (`shared.transfer.bound_store`); they trust what they find there, and unpickle what they then
+send to each other. They are spawned, and a child that is spawned imports this file again, as ``__mp_main__``.
+"""
+
+import runpy
+
+from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
+from shared.transfer.bound_store import bind_stores
+
+serve_on_socket()
+bind_stores()
+
+if __name__ == "__main__":
+    leave_out_own_requests()
+    runpy.run_module("sglang.launch_server", run_name="__main__")

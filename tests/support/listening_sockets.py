@@ -1,0 +1,29 @@
+"""The sockets on which a process and all below it listen."""
+
+import contextlib
+import socket
+from typing import NamedTuple
+
+import psutil
+
+
+class ListeningSocket(NamedTuple):
+    """A TCP socket that takes connections, or a UDP one that takes packets from anybody. ``command``: of its process."""
+
+    command: str
+    address: str
+    port: int
+
+
+def listening_sockets(pid: int) -> set[ListeningSocket]:
+    """Returns those of the process ``pid`` and of its descendants; processes that end meanwhile are left out."""
+    found: set[ListeningSocket] = set()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                command = " ".join(process.cmdline()).strip()
+                for connection in process.net_connections("inet"):
+                    if connection.status == psutil.CONN_LISTEN or (connection.type == socket.SOCK_DGRAM and not connection.raddr):
+                        found.add(ListeningSocket(command, connection.laddr.ip, connection.laddr.port))
+    return found
