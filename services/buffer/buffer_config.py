@@ -13,7 +13,8 @@ DEAD_BATCHES, FEWEST_DEAD = 4, 32
 class BufferConfig:
     """The sections for the buffer's decisions, and values derived from them.
 
-    eval_prompts: held-out prompts (0: nothing is evaluated). has_critic: whether a critic trains the same batches.
+    eval_prompts: held-out prompts (0: nothing is evaluated). has_critic: whether a critic trains the same batches. longest_sample: tokens
+    of a micro-batch.
     """
 
     rollout: RolloutSection
@@ -21,6 +22,7 @@ class BufferConfig:
     evaluation: EvalSection = field(default_factory=EvalSection)
     eval_prompts: int = 0
     has_critic: bool = False
+    longest_sample: int = 1 << 31
 
     @property
     def surplus(self) -> int:
@@ -53,3 +55,7 @@ class BufferConfig:
     def version_of_step(self, step: int) -> int:
         """Returns the weight version that ``step`` trains on."""
         return step // self.weights.update_weights_interval
+
+    def newest_version(self, formed_steps: int) -> int:
+        """Returns the newest weight version that there can be, since a step is trained once its batch was formed."""
+        return version_after(formed_steps, self.weights.update_weights_interval, self.rollout.num_rollout)
