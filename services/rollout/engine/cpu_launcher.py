@@ -183,11 +183,12 @@ sys.modules["megatron"] = None  # type: ignore[assignment]  # `import megatron` 
 if __name__ == "__main__":
     fork_children()
     from sglang.launch_server import run_server
+    from sglang.srt.entrypoints import http_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    leave_out_own_requests()
+    leave_out_own_requests(http_server)
     load_plugins()
     arguments = prepare_server_args(sys.argv[1:])
     absorb_latent_attention(arguments.model_path)

@@ -15,5 +15,7 @@ serve_on_socket()
 bind_stores()
 
 if __name__ == "__main__":
-    leave_out_own_requests()
+    from sglang.srt.entrypoints import http_server
+
+    leave_out_own_requests(http_server)
     runpy.run_module("sglang.launch_server", run_name="__main__")

@@ -31,8 +31,6 @@ def serve_on_socket() -> None:
     uvicorn.Config.__init__ = on_socket  # type: ignore[method-assign,assignment]
 
 
-def leave_out_own_requests() -> None:
-    """Has SGLang's server send itself no request over a port that it does not have. What it would ask for, the rollout service does."""
-    from sglang.srt.entrypoints import http_server
-
+def leave_out_own_requests(http_server: Any) -> None:
+    """Has SGLang's ``http_server`` send itself no request over a port that it has not: the service does that."""
     http_server._freeze_gc_after_server_warmup = lambda _arguments: None
