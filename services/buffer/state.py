@@ -40,7 +40,7 @@ class Result:
     @classmethod
     def of(cls, scored: ledger.ScoredGroup) -> "Result":
         payload, samples, removed = scored.payload, scored.samples, scored.removed
-        trained = _without(samples, removed) if removed else samples
+        trained = _without(samples, removed)
         oldest = min([sample.oldest for sample in trained], default=NOTHING_TRAINED)
         rewards, tokens = array("d", scored.rewards), array("I", payload.tokens)
         parts = tuple({sys.intern(name): value for name, value in sample.items()} for sample in scored.parts)  # names are kept once
@@ -252,4 +252,7 @@ _FOLDS: dict[type[LedgerRecord], Callable[[BufferState, Any], None]] = {
 
 
 def _without(samples: list[SampleMeta], removed: tuple[int, ...]) -> list[SampleMeta]:
-    return [sample for index, sample in enumerate(samples) if index not in removed]
+    if not removed:
+        return samples
+    without = set(removed)
+    return [sample for index, sample in enumerate(samples) if index not in without]

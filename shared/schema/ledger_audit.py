@@ -166,8 +166,9 @@ class Audit:
 
     def _check_ages(self, record: ledger.BatchFormed, scored: ScoredGroup) -> None:
         report, step = self._report, record.step
-        report.removed += len(scored.removed)
-        for sample in (sample for index, sample in enumerate(scored.samples) if index not in scored.removed):
+        removed = set(scored.removed)
+        report.removed += len(removed)
+        for sample in (sample for index, sample in enumerate(scored.samples) if index not in removed):
             report.masked += sample.oldest < record.mask_below
             if sample.newest < record.mask_below:
                 continue

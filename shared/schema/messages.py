@@ -78,7 +78,7 @@ class Message(Part):
         if schema != SCHEMA:
             raise BadMessage(f"{kind or cls.__name__}: schema version {schema!r} is unknown here; this side speaks {SCHEMA}")
         model = Message.kinds.get(str(kind))
-        if model is None or not issubclass(model, cls):
+        if model is None or not issubclass(model, cls) or model.__subclasses__():  # a base is no kind of its own
             raise BadMessage(f"message kind {kind!r} where {cls.__name__} was expected")
         try:
             return model.model_validate(fields)
@@ -148,12 +148,14 @@ class ScoredGroup(GeneratedGroup):
     """A group with the rewards of its samples, in order; it suffices to hand out its batch again.
 
     ``parts``: named rewards of each sample, empty where there are none. ``removed``: positions of samples that a sample filter took out of
-    the loss; their rewards still count in the group.
+    the loss; their rewards still count in the group. ``unread``: positions of samples that have 0 because the verifier could not read the
+    response, or not in time, with the reason.
     """
 
     rewards: list[Reward] = Field(max_length=MAX_SAMPLES)
     parts: tuple[Parts, ...] = Field(default=(), max_length=MAX_SAMPLES)
     removed: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
+    unread: tuple[tuple[Count, Reason], ...] = Field(default=(), max_length=MAX_SAMPLES)
 
 
 class Task(Message):
@@ -204,6 +206,15 @@ class Failed(Outcome):
     payload: Payload | None = None
 
 
+def failure_of(data: bytes, reason: str, by: str) -> Failed | None:
+    """Returns the failure of the group that a message of an attempt names although it cannot be decoded; None where it names none."""
+    try:
+        fields = codec.unpack(data)
+        return Failed(group=fields["group"], attempt=fields["attempt"], reason=reason, by=by)
+    except (BadMessage, ValidationError, TypeError, LookupError):
+        return None
+
+
 class Interrupted(Outcome):
     """A replica stopped generating the group before its end; ``payload`` holds what its samples have so far, if they have anything.
 
@@ -213,6 +224,10 @@ class Interrupted(Outcome):
     stale: bool
     replica: Name
     payload: Payload | None = None
+
+
+GroupOutcome = Scored | Failed | Interrupted
+"""The kinds of outcomes that there are."""
 
 
 def outcome_id(message: Generated | Outcome) -> str:
@@ -281,12 +296,16 @@ class Batch(BatchAnswer):
 
 
 class BatchPending(BatchAnswer):
-    """No batch is ready: ``have`` of ``need`` groups are; ``waiting_for`` names in words the services that have the rest."""
+    """No batch is ready: ``have`` of ``need`` groups are; ``waiting_for`` names in words the services that have the rest.
+
+    ``store_full``: a checkpoint is wanted now, after which the payloads of the steps behind it are freed.
+    """
 
     step: int
     have: int
     need: int
     waiting_for: str
+    store_full: bool = False
 
 
 class RunDone(BatchAnswer):
@@ -377,8 +396,9 @@ class ServiceStatus(Message):
     ``version``: weights served (-1: none). ``state``: starting, ready, updating, fenced, stopping, … ``gauges``: small live figures.
     ``ranks``: how many ranks its engine has in a process group. ``incarnation`` changes whenever what the service holds in memory (an
     engine's weights) is lost. ``detail``: the reason of the state, in words; for a buffer: why the newest dead group died, if any did.
-    ``last_error``: the newest error that it logged in this life, at ``last_error_at`` (seconds since the epoch). Service `environment`
-    is none of Myxo's: the reward services keep its status, with its URL as ``http``.
+    ``held_back``: why it holds its work back (a stream or the store is full), how long already, and until when. ``last_error``: the
+    newest error that it logged in this life, at ``last_error_at`` (seconds since the epoch). Service `environment` is none of Myxo's: the
+    reward services keep its status, with its URL as ``http``.
     """
 
     service: str
@@ -393,6 +413,7 @@ class ServiceStatus(Message):
     ranks: int = 1
     gauges: Gauges = {}
     detail: Reason = ""
+    held_back: Reason = ""
     last_error: Reason = ""
     last_error_at: float = 0.0
     at: float
