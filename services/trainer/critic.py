@@ -75,7 +75,7 @@ class Critic(RoleWorker):
             empty = TrainBatch(Partition(batch, [], []), empty_table(0), [])
             self._give("values", empty)
             return empty
-        prepared = self._assembled(batch).with_computed("values", self._trained_values)
+        prepared = self._computed(self._assembled(batch), "values", self._trained_values)
         self._give("values", prepared)
         return prepared
 

@@ -160,7 +160,7 @@ class CriticStepScheduler:
                 self._valued = batch
                 return Value(batch)
             return batch
-        if self._with_kl and not self._batches.has("kl", step, "the actor"):
+        if self._with_kl and self._valued.groups and not self._batches.has("kl", step, "the actor"):
             return Wait()
         batch = self._batches.next(step, version)
         if not isinstance(batch, Batch):
