@@ -85,7 +85,7 @@ class Launch:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._signals.append, signum)
-        self._servers = RunServers(self._directory, self._given, self._config.store.appendfsync)
+        self._servers = RunServers(self._directory, self._given, self._config.store)
         self._servers.start()
         try:
             inbox = Subjects(self._run).inbox("operator")

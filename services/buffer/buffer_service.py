@@ -20,6 +20,7 @@ from services.buffer.prompt_supply import PromptSupply, open_prompts
 from services.buffer.rollout_keeper import RolloutKeeper
 from services.buffer.run_failure import RunFailure
 from services.buffer.state import BufferState
+from services.buffer.store_room import StoreRoom
 from services.buffer.task_publisher import TaskPublisher
 from services.buffer.trial import BadRecord
 from shared.bus import runs
@@ -90,6 +91,7 @@ class Buffer:
         self._failure = RunFailure(service, self._limits.max_dead_in_a_row, self._lease.held)
         self._ledger = LedgerWriter(service.bus, service.run, self._lease.held)
         self._state = BufferState()
+        self._room = StoreRoom(service)
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._to_free: asyncio.Queue[list[str]] = asyncio.Queue()
@@ -195,7 +197,7 @@ class Buffer:
             await self._record(decided)
             while records := [
                 *policy.close(self._state, self._limits, time.time()),
-                *([] if self._failure.reason else policy.admit(self._state, self._limits, time.time())),
+                *([] if self._failure.reason or self._service.held_back else policy.admit(self._state, self._limits, time.time())),
             ]:
                 await self._record(records)
         async with self._changed:
@@ -292,15 +294,13 @@ class Buffer:
             return RunDone(reason=self._failure.reason)
         if step >= steps:
             if state.finished_steps < steps:
-                return BatchPending(step=step, have=0, need=0, waiting_for=self._awaited())
+                return self._pending(step, have=0, need=0)
             last = state.last_evaluation
             return RunDone() if last is None else RunDone(version=last.version, rewards={last.dataset: last.mean_reward})
         if step in state.batches:
             await self._lose_missing()
             await self._decide(lambda: amendment.amended(self._state, limits, step, time.time()))
-            return policy.batch(state, step) or BatchPending(
-                step=step, have=len(state.batches[step].groups), need=size, waiting_for=self._awaited()
-            )
+            return policy.batch(state, step) or self._pending(step, have=len(state.batches[step].groups), need=size)
         if len(state.ready) >= size:
             await self._lose_missing()
         chosen = None
@@ -310,7 +310,10 @@ class Buffer:
         await self._decide(
             lambda: [] if step in state.batches else policy.form_batch(state, limits, step, request.version, time.time(), chosen)
         )
-        return policy.batch(state, step) or BatchPending(step=step, have=len(state.ready), need=size, waiting_for=self._awaited())
+        return policy.batch(state, step) or self._pending(step, have=len(state.ready), need=size)
+
+    def _pending(self, step: int, have: int, need: int) -> BatchPending:
+        return BatchPending(step=step, have=have, need=need, waiting_for=self._awaited(), store_full=bool(self._room.reason))
 
     async def _lose_missing(self) -> None:
         """Has groups generated anew whose payload the store has lost since they were scored."""
@@ -335,6 +338,8 @@ class Buffer:
     def _awaited(self) -> str:
         """Returns, in words, the reason why the next batch waits."""
         state = self._state
+        if held := self._service.held_back:
+            return held
         if state.live_version < 0:
             return "a rollout replica that serves weights (none does yet)"
         if state.evaluations:
@@ -344,7 +349,7 @@ class Buffer:
         return f"{away}; live version {state.live_version}; {state.dead} dead so far"
 
     async def _watch_gauges(self) -> None:
-        """Updates the gauges (groups by state, queue depths), and resumes once a failed run goes on."""
+        """Updates the gauges (groups by state, queue depths), and resumes once a failed run goes on, or a full store has room."""
         run, bus_config = self._service.run, self._config.bus
         consumers = {
             "queue_task": [task_consumer(run, bus_config, TRAIN)],
@@ -354,7 +359,7 @@ class Buffer:
         }
         queues = {name: [WorkQueue(self._bus, consumer, Task) for consumer in parts] for name, parts in consumers.items()}
         while True:
-            if await self._failure.look():
+            if await self._failure.look() or await self._room.look():
                 await self._decide(lambda: [])
             state, metrics = self._state, self._service.metrics
             for name in _GAUGES:

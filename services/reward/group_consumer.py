@@ -48,7 +48,10 @@ class GroupConsumer:
         await cancelled(self.in_hand)
 
     async def _may_fetch(self) -> bool:
-        """Returns whether the environment takes work; waits a while for one that does not."""
+        """Returns whether the environment takes work, and outcomes have room; waits a while where not."""
+        if self._service.held_back:
+            await asyncio.sleep(FETCH_SECONDS)
+            return False
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._scorer.open.wait(), FETCH_SECONDS)
         return self._scorer.open.is_set()

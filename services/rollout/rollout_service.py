@@ -16,6 +16,7 @@ from services.rollout.router import Router, router_url
 from services.rollout.token_rate import DrawnTokens, TokenRate
 from services.rollout.weight_catch_up import WeightCatchUp
 from services.rollout.weight_receiver import WeightsReceiver
+from shared.bus.bus_errors import StreamFull
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
@@ -24,12 +25,14 @@ from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, PayloadMissing, raise_problems
+from shared.runtime.failures import fatal
 from shared.runtime.service_base import Service
 from shared.schema import sample as sample_codec
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Failed, Generated, Interrupted, Payload, Task, outcome_id
 from shared.schema.overlong import fitted
 from shared.schema.sample import Sample
+from shared.store.payload_store import StoreFull
 
 POLL_INTERVAL_S = 0.05
 """The interval at which a replica checks whether it has weights, free capacity, or stale generations."""
@@ -91,7 +94,7 @@ class Rollout:
         queue = WorkQueue(service.bus, task_consumer(service.run, self._config.bus, task_class), Task)
         while not service.stopping.is_set():
             room = limit - len(self.running)
-            if not self.replica.serving or room <= 0:
+            if not self.replica.serving or room <= 0 or service.held_back:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
             for lease in await queue.fetch(room):
@@ -102,6 +105,8 @@ class Rollout:
     def _handled(self, handling: asyncio.Task[None]) -> None:
         del self.running[handling]
         if not handling.cancelled() and (error := handling.exception()) is not None:
+            if isinstance(error, StoreFull | StreamFull):
+                return fatal("the storing of a group", error)
             self._service.log.error("task_failed", error=f"{type(error).__name__}: {error}", exc_info=error)
 
     async def _handle(self, lease: MessageLease[Task]) -> None:
@@ -117,6 +122,9 @@ class Rollout:
                     await self._publish(service.subjects.generated(task.environment) if done else service.subjects.scored, outcome)
             await lease.ack()
         except asyncio.CancelledError:
+            await lease.hand_back()
+            raise
+        except (StoreFull, StreamFull):  # there was no room for the run's whole `bus.full_timeout`: this service ends
             await lease.hand_back()
             raise
         except (DeadlineExceeded, EngineError) as error:

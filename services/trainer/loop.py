@@ -84,7 +84,10 @@ class Trainer(RoleWorker):
                         self._save_if_due()
                     if self._version == version:  # no push follows that would give the GPUs to the engines
                         self._colocation.offload()
-                case Wait():
+                case Wait(save=save):
+                    if save and self._begun_save < self._progress.steps:
+                        self._colocation.onload()
+                        self._save_at_once()
                     self._colocation.offload()
                 case Leave(done=done):
                     return self._leave(done)
@@ -128,13 +131,13 @@ class Trainer(RoleWorker):
         prepared = self._assembled(batch, ahead)
         wanted = needs(self._objective, len(prepared.steps))
         if wanted.proximal:  # with a single step the policy itself is the proximal one
-            prepared = prepared.with_computed("proximal_log_probs", self._actor.log_probs)
+            prepared = self._computed(prepared, "proximal_log_probs", self._actor.log_probs)
         if self._reference is not None:
             with self._reference.in_place_of_the_policy():
-                prepared = prepared.with_computed("ref_log_probs", self._actor.log_probs)
+                prepared = self._computed(prepared, "ref_log_probs", self._actor.log_probs)
         if self._teacher is not None:
             with self._teacher.in_place_of(self._actor.model):
-                prepared = prepared.with_computed("teacher_log_probs", self._actor.log_probs)
+                prepared = self._computed(prepared, "teacher_log_probs", self._actor.log_probs)
         if wanted.kl:
             prepared = prepared.with_field("kl", self._reward_kl)
             if self._exchange is not None:  # the critic's returns contain the penalty too

@@ -77,7 +77,7 @@ def rights(run: str) -> tuple[Rights, ...]:
     """
     bus = {BUFFER: _buffer, ROLLOUT: _rollout, REWARD: _reward, TRAINER: _trainer, OPERATOR: _operator, ENVIRONMENT: _environment}
     store = {
-        BUFFER: StoreRights((*_CONNECTION, "exists", "get", "unlink"), "RW", f"{run}:*"),
+        BUFFER: StoreRights((*_CONNECTION, "exists", "get", "info", "unlink"), "RW", f"{run}:*"),
         ROLLOUT: StoreRights((*_CONNECTION, "get", "set"), "RW", f"{run}:*"),
         REWARD: StoreRights((*_CONNECTION, "get"), "R", f"{run}:*"),
         TRAINER: StoreRights((*_CONNECTION, "get", "hexists", "hmget", "hset", "set", "unlink"), "R", f"{run}:*", f"{run}:exchange:*"),

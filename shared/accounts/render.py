@@ -14,6 +14,9 @@ from shared.accounts.permissions import HEALTH, REST, BusRights, Rights, StoreRi
 MAX_PAYLOAD = 1 << 20
 """The largest message in bytes, headers included: NATS's own default. Payloads are in Redis."""
 
+MEMORY = "2gb"
+"""The memory of Redis, unless `myxo accounts` is told otherwise."""
+
 KEY, CERTIFICATE = "key.pem", "certificate.pem"
 """The names of a server's own TLS files, beside its config."""
 
@@ -41,7 +44,8 @@ class NatsSettings:
 
 @dataclass(frozen=True)
 class RedisSettings:
-    """The same settings for Redis. ``socket``: a unix socket for health checks inside the container."""
+    """The same settings for Redis. ``socket``: a unix socket for health checks inside the container. ``memory``: its maxmemory, as Redis
+    writes it; a container needs half as much again, for what is not data and while its log is rewritten."""
 
     bind: str = "* -::*"
     port: int = 6379
@@ -49,6 +53,7 @@ class RedisSettings:
     data: str = "/data"
     tls: str | None = None
     appendfsync: str = "everysec"
+    memory: str = MEMORY
 
 
 def nats_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings: NatsSettings) -> str:
@@ -98,7 +103,8 @@ def redis_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings:
         "appendonly yes",
         f"appendfsync {settings.appendfsync}",
         'save ""',
-        "maxmemory-policy noeviction",  # an evicted payload would lose its group
+        f"maxmemory {settings.memory}",
+        "maxmemory-policy noeviction",  # an evicted payload would lose its group; services hold their work back instead
         "daemonize no",
     ]
     if settings.tls is None:

@@ -367,6 +367,13 @@ class BusSection(Section):
     max_deliver: int = Field(default=3, gt=0, description="deliveries before a message is declared dead")
     max_ack_pending: int = Field(default=8192, gt=0, description="messages in workers' hands at once")
     max_queued: int = Field(default=1_000_000, gt=0, description="messages a queue holds before publishers wait")
+    max_queued_bytes: int = Field(
+        default=128 << 20, ge=4 << 20, description="bytes a queue holds before publishers wait, work in workers' hands included", **MUTABLE
+    )
+    max_ledger_bytes: int = Field(default=512 << 20, ge=4 << 20, description="bytes of the ledger, beyond which the run waits", **MUTABLE)
+    full_timeout: float = Field(
+        default=3600, gt=0, description="seconds that a service waits for room in a full stream or store before it ends", **MUTABLE
+    )
     replicas: int = Field(default=1, ge=1, le=5, description="copies of each stream in a NATS cluster")
     lease_duration: float = Field(default=5.0, ge=0.5, description="seconds after which a silent buffer's place is taken by another")
     registry_ttl: float = Field(default=10.0, ge=1, description="seconds after which a silent service is taken for gone")
@@ -377,6 +384,12 @@ class StoreSection(Section):
 
     blob_bytes: int = Field(default=262144, gt=0, description="a group's samples are split over blobs of about this size")
     appendfsync: Literal["always", "everysec", "no"] = Field(default="everysec", description="durability of the embedded Valkey's log")
+    max_bytes: int | None = Field(
+        default=None,
+        ge=8 << 20,
+        description="memory of the embedded Valkey, beyond which writers wait; default: a quarter of the machine's, or of the container's",
+        **MUTABLE,
+    )
 
 
 def _url_problems(field: str, url: str) -> Iterator[str]:

@@ -294,12 +294,16 @@ class Batch(BatchAnswer):
 
 
 class BatchPending(BatchAnswer):
-    """No batch is ready: ``have`` of ``need`` groups are; ``waiting_for`` names in words the services that have the rest."""
+    """No batch is ready: ``have`` of ``need`` groups are; ``waiting_for`` names in words the services that have the rest.
+
+    ``store_full``: a checkpoint is wanted now, after which the payloads of the steps behind it are freed.
+    """
 
     step: int
     have: int
     need: int
     waiting_for: str
+    store_full: bool = False
 
 
 class RunDone(BatchAnswer):
@@ -390,8 +394,9 @@ class ServiceStatus(Message):
     ``version``: weights served (-1: none). ``state``: starting, ready, updating, fenced, stopping, … ``gauges``: small live figures.
     ``ranks``: how many ranks its engine has in a process group. ``incarnation`` changes whenever what the service holds in memory (an
     engine's weights) is lost. ``detail``: the reason of the state, in words; for a buffer: why the newest dead group died, if any did.
-    ``last_error``: the newest error that it logged in this life, at ``last_error_at`` (seconds since the epoch). Service `environment`
-    is none of Myxo's: the reward services keep its status, with its URL as ``http``.
+    ``held_back``: why it holds its work back (a stream or the store is full), how long already, and until when. ``last_error``: the
+    newest error that it logged in this life, at ``last_error_at`` (seconds since the epoch). Service `environment` is none of Myxo's: the
+    reward services keep its status, with its URL as ``http``.
     """
 
     service: str
@@ -406,6 +411,7 @@ class ServiceStatus(Message):
     ranks: int = 1
     gauges: Gauges = {}
     detail: Reason = ""
+    held_back: Reason = ""
     last_error: Reason = ""
     last_error_at: float = 0.0
     at: float

@@ -12,11 +12,20 @@ import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ConstantBackoff
-from redis.exceptions import AuthenticationError, AuthorizationError, BusyLoadingError, NoPermissionError, RedisError
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    NoPermissionError,
+    OutOfMemoryError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.runtime import server_urls
+from shared.runtime.back_pressure import RETRY_PAUSE_S, BackPressure
 from shared.runtime.errors import DeadlineExceeded, MyxoError, PayloadMissing
 from shared.store.blobs import SOCKET_SECONDS, Answer, BlobConnection, Reader, options
 
@@ -33,13 +42,25 @@ class StoreRefused(MyxoError):
     """The store does not take the credentials, or the account may not do this. Trying again does not help."""
 
 
+class StoreFull(MyxoError):
+    """The store takes no more blobs: it has reached its ``maxmemory``, or the disk of its log is full."""
+
+
+def full_reason(error: Exception) -> str:
+    """Returns why there is no room, where the store refuses a write for that; else nothing."""
+    if isinstance(error, OutOfMemoryError) or str(error).startswith("OOM "):
+        return f"the store is full, at its maxmemory ({error})"
+    return f"the store cannot write to its disk ({error})" if str(error).startswith("MISCONF ") else ""
+
+
 class Store:
     """Holds blobs by key. They go over a connection of their own (`shared.store.blobs`), with TLS over the library's pool like all else.
 
     Args:
         url: ``redis://…``, ``rediss://…`` (trusts ``MYXO_CA_FILE``) or ``unix:///path/to/socket``.
 
-    Every call raises DeadlineExceeded where the store stays away, StoreRefused where the account may not do this.
+    Every call raises DeadlineExceeded where the store stays away, StoreRefused where the account may not do this, StoreFull where it had no
+    room for longer than `BackPressure.patience_s`. ``full``: the writes that wait for room.
     """
 
     def __init__(self, url: str) -> None:
@@ -52,6 +73,7 @@ class Store:
             **options(url),
         )
         self._blobs: asyncio.Future[BlobConnection] | None = None
+        self.full = BackPressure()
 
     async def ping(self, deadline: float = 15.0) -> None:
         """Proves that the store answers. Raises StoreUnreachable."""
@@ -107,6 +129,11 @@ class Store:
         if keys:
             await self._retry(deadline, lambda: self._client.unlink(*keys), f"removal of {len(keys)} blobs")
 
+    async def memory(self, deadline: float) -> tuple[int, int]:
+        """Returns the bytes of memory that the store uses and those that it may use (0: it has no bound)."""
+        told = await self._retry(deadline, lambda: self._client.info("memory"), "its memory")
+        return int(told["used_memory"]), int(told["maxmemory"])
+
     async def close(self) -> None:
         if self._blobs is not None:
             self._blobs.cancel()
@@ -122,13 +149,20 @@ class Store:
         return await asyncio.shield(opened)
 
     async def _retry(self, deadline: float, attempt: Any, what: str) -> Any:
-        end = time.monotonic() + deadline
-        while True:
-            try:
-                return await attempt()
-            except (*_REFUSED, *_AWAY) as error:
-                _check_another_attempt(what, error, end, deadline)
-            await asyncio.sleep(RETRY_PAUSE)
+        start = time.monotonic()
+        with self.full.write(self.full.patience_s) as write:
+            while True:
+                try:
+                    return await attempt()
+                except (*_REFUSED, *_AWAY) as error:
+                    _check_another_attempt(what, error, start + deadline, deadline)
+                except ResponseError as error:
+                    if not (reason := full_reason(error)):
+                        raise
+                    write.refused(f"{what}: {reason}")
+                    if time.monotonic() - start > (limit := max(deadline, write.patience_s)):
+                        raise StoreFull(f"{write.reason}; no room within {limit:g} s, given up") from error
+                await asyncio.sleep(RETRY_PAUSE_S if write.reason else RETRY_PAUSE)
 
 
 class BlockingStore:

@@ -143,7 +143,7 @@ def everything(run: str, other: str) -> Table:
 
 
 STORE = {
-    BUFFER: {"PING", "GET", "EXISTS", "UNLINK"},
+    BUFFER: {"PING", "GET", "EXISTS", "INFO", "UNLINK"},
     ROLLOUT: {"PING", "GET", "SET"},
     REWARD: {"PING", "GET"},
     TRAINER: {"PING", "GET"},

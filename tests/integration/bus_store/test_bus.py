@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
+from shared.bus.bus_errors import StreamFull
 from shared.bus.connection import SIZE_MARGIN, Bus, BusUnreachable, RequestRefused, WrongSequence
 from shared.runtime.embedded_servers import EmbeddedNats, free_port
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
@@ -109,7 +110,7 @@ async def test_a_full_stream_makes_the_publisher_wait_and_loses_nothing(bus: Bus
     )
     for steps in range(2):
         await bus.publish(f"{run_name}.a", Durable(steps=steps))
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(StreamFull, match="maximum messages exceeded"):
         await bus.publish(f"{run_name}.a", Durable(steps=2), deadline=0.5)
     waiting = asyncio.create_task(bus.publish(f"{run_name}.a", Durable(steps=3), deadline=60))
     await asyncio.sleep(0.3)
@@ -149,7 +150,7 @@ async def test_many_are_confirmed_at_once_and_a_repeat_counts_once(bus: Bus, str
 async def test_of_many_those_that_find_no_room_wait_for_it(bus: Bus, run_name: str) -> None:
     await bus.js.add_stream(StreamConfig(name=run_name, subjects=[f"{run_name}.>"], max_msgs=3, discard=DiscardPolicy.NEW))
     lot = {f"id.{steps}": Durable(steps=steps) for steps in range(5)}
-    with pytest.raises(DeadlineExceeded, match=f"confirmation of {run_name}.a"):
+    with pytest.raises(StreamFull, match=f"confirmation of {run_name}.a"):
         await bus.publish_all(f"{run_name}.a", lot, deadline=0.5)
     waiting = asyncio.create_task(bus.publish_all(f"{run_name}.a", lot))
     for number in (1, 2):

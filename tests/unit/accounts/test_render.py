@@ -59,7 +59,7 @@ def test_redis_has_no_user_without_a_password_and_no_password_in_the_clear() -> 
 @pytest.mark.parametrize(
     ("role", "keys", "commands"),
     [
-        ("buffer", "~demo:*", ["+ping", "+exists", "+get", "+unlink"]),
+        ("buffer", "~demo:*", ["+ping", "+exists", "+get", "+info", "+unlink"]),
         ("rollout", "~demo:*", ["+ping", "+get", "+set"]),
         ("reward", "%R~demo:*", ["+ping", "+get"]),
         ("trainer", "%R~demo:* ~demo:exchange:*", ["+ping", "+get", "+hexists", "+hmget", "+hset", "+set", "+unlink"]),

@@ -18,6 +18,10 @@ from tests.support.run_config import run_config, values
 
 SECTIONS: dict[str, type[Section]] = {section: section_model(section) for section in RunConfig.model_fields}
 MUTABLE = {
+    "full_timeout",
+    "max_bytes",
+    "max_ledger_bytes",
+    "max_queued_bytes",
     "buffer_replicas",
     "colocate",
     "check_weight_update_equal",
