@@ -60,6 +60,10 @@ def check_functions(inspection: Inspection) -> Findings:
     functions = hooks.paths(inspection.config)
     if not functions:
         return
+    if inspection.starts:
+        for name in inspection.config.reward.worker_environment:
+            if name not in os.environ:
+                yield ConfigError("reward.worker_environment", name, "names of variables that are set where `myxo up` starts")
     field, path = next(iter(functions.items()))
     command, config = [sys.executable, "-m", "shared.hooks"], inspection.config.model_dump_json()
     try:

@@ -63,6 +63,8 @@ def _alignment_problem(message: Scored) -> str | None:
         return f"{samples} samples, with {rewards} rewards, came back"
     if len(message.parts) not in (0, samples) or not set(message.removed) <= set(range(samples)):
         return f"named rewards of {len(message.parts)} samples, and {str(message.removed)[:80]} removed, came back for {samples} samples"
+    if not {position for position, _ in message.unread} <= set(range(samples)):
+        return f"unread responses {str(message.unread)[:80]} came back for {samples} samples"
     if len(message.payload.tokens) not in (0, samples):
         return f"lengths of {len(message.payload.tokens)} samples came back for {samples} samples"
     return None

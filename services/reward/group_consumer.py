@@ -86,11 +86,16 @@ class GroupConsumer:
         service.metrics.add("samples_scored", len(scores))
         service.metrics.add("groups_scored", environment=self._scorer.name)
         final = decided.scores
+        unread = tuple((index, score.unread) for index, score in enumerate(final) if score.unread)
+        if unread:
+            service.metrics.add("responses_unread", len(unread), environment=self._scorer.name)
+            log.warning("responses_unread", samples=dict(unread))
         return Scored(
             **dict(group),
             rewards=[score.reward for score in final],
             parts=tuple(score.parts for score in final) if any(score.parts for score in final) else (),
             removed=tuple(index for index, score in enumerate(final) if score.removed),
+            unread=unread,
             filtered=decided.filtered,
             environment=self._scorer.name,
         )

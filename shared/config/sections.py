@@ -1,5 +1,6 @@
 """The sections of a run's config (`shared.config.run_config`), each field with its default, bounds and meaning."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -30,6 +31,9 @@ REMOTE = "remote_rm"
 
 CUSTOM = "custom_rm"
 """The environment of ``custom_rm_path``."""
+
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 class RunSection(Section):
@@ -192,6 +196,12 @@ class RewardSection(Section):
     )
     reward_timeout: float = Field(default=30, gt=0, description="seconds for scoring one group", **MUTABLE)
     reward_workers: int = Field(default=1, gt=0, description="processes of each verifier and of hooks in a reward service", **MUTABLE)
+    worker_environment: list[str] = Field(
+        default=[],
+        description="environment variables that hooks of the reward service get besides PATH, HOME, LANG, TMPDIR and the like: "
+        "the key of a judge, say",
+        **MUTABLE,
+    )
     reward_replicas: int = Field(default=1, gt=0, description="reward services that `myxo up` starts", **MUTABLE)
 
     def _misfits(self) -> Iterator[str]:
@@ -202,6 +212,9 @@ class RewardSection(Section):
             if name in taken:
                 yield f"reward.environments: the name {name!r} is taken; {', '.join(taken[:-1])} and {CUSTOM} are there already"
             yield from _url_problems(f"reward.environments.{name}", url)
+        for name in self.worker_environment:
+            if not VARIABLE.match(name) or name.startswith(("NATS_URL", "REDIS_URL")):
+                yield f"reward.worker_environment: {name!r}: use names of environment variables, without the credentials of NATS and Redis"
         if self.rm_url is not None:
             yield from _url_problems("reward.rm_url", self.rm_url)
         elif self.rm_type == REMOTE and self.custom_rm_path is None:

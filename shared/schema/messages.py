@@ -148,12 +148,14 @@ class ScoredGroup(GeneratedGroup):
     """A group with the rewards of its samples, in order; it suffices to hand out its batch again.
 
     ``parts``: named rewards of each sample, empty where there are none. ``removed``: positions of samples that a sample filter took out of
-    the loss; their rewards still count in the group.
+    the loss; their rewards still count in the group. ``unread``: positions of samples that have 0 because the verifier could not read the
+    response, or not in time, with the reason.
     """
 
     rewards: list[Reward] = Field(max_length=MAX_SAMPLES)
     parts: tuple[Parts, ...] = Field(default=(), max_length=MAX_SAMPLES)
     removed: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
+    unread: tuple[tuple[Count, Reason], ...] = Field(default=(), max_length=MAX_SAMPLES)
 
 
 class Task(Message):

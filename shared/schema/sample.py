@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
-from shared.schema.limits import MAX_KEYS, Parts, Reward
+from shared.schema.limits import MAX_KEYS, Parts, Reason, Reward
 from shared.schema.messages import SampleMeta
 
 SCHEMA = 1
@@ -189,12 +189,14 @@ class Sample:
 class Score:
     """The reward of one sample, within `shared.schema.limits`; ``parts`` holds named rewards where the environment gives several.
 
-    ``removed``: a sample filter took the sample out of the loss; its reward still counts in the group.
+    ``removed``: a sample filter took the sample out of the loss; its reward still counts in the group. ``unread``: why the verifier could
+    not read the response, so that the reward is 0; empty where it could.
     """
 
     reward: Reward
     parts: Parts = field(default_factory=dict)
     removed: bool = False
+    unread: Reason = ""
 
 
 def rollouts(samples: Iterable[Sample]) -> tuple[int, ...]:

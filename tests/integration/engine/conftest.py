@@ -76,7 +76,7 @@ def running_engine(model: Path, directory: Path, flags: dict[str, FlagValue]) ->
 @asynccontextmanager
 async def fresh_client(engine: EngineProcess, checkpoint: Checkpoint) -> AsyncIterator[EngineClient]:
     """A client of an engine that is idle, not paused, and serves ``checkpoint`` as version 0."""
-    async with await EngineClient.connect(engine.url, engine.receiver) as client:
+    async with await EngineClient.connect(engine.receiver) as client:
         await client.abort_all()
         await client.resume()
         await client.open_receivers()

@@ -132,7 +132,7 @@ async def test_log_probs_are_the_trainers(
 @asynccontextmanager
 async def connected(engine: EngineProcess) -> AsyncIterator[EngineClient]:
     assert engine.receiver is not None  # it was started
-    async with await EngineClient.connect(engine.url, engine.receiver) as client:
+    async with await EngineClient.connect(engine.receiver) as client:
         await client.open_receivers()
         yield client
 

@@ -34,6 +34,7 @@ MUTABLE = {
     "generate_timeout",
     "max_dead_in_a_row",
     "environment_concurrency",
+    "worker_environment",
     "environments",
     "rm_url",
     "reward_timeout",
