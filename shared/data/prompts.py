@@ -93,7 +93,7 @@ class PromptReader:
             raise entry.refusal(data.metadata_key, f"expected an object, found {metadata!r}")
         label = self._label(entry)
         try:
-            size = len(codec.pack([[[[content, label, metadata]]]]))  # as deep as in a payload, of which it becomes a part
+            size = codec.exact_size([[[[content, label, metadata]]]])  # as deep as in a payload, of which it becomes a part
         except (TypeError, ValueError, OverflowError) as error:  # an integer over 64 bits, half a surrogate pair, a date
             expected = f"expected text and numbers that MessagePack carries, found {str(error)!r}"
             raise entry.refusal(data.input_key, expected) from None

@@ -88,8 +88,6 @@ MISTAKES = [
             change=rows(PROMPTS[0], {**PROMPTS[1], "metadata": {"document": "x" * (1 << 20)}})),
     Mistake("half a surrogate pair", ("eval.eval_prompt_data:prompt", "heldout.jsonl:1", "surrogates not allowed"),
             change=rows({**PROMPTS[1], "metadata": {"name": "\ud800"}}, name="heldout.jsonl")),
-    Mistake("metadata nested without end", ("data.prompt_data:prompt", "prompts.jsonl:1", "MessagePack"),
-            change=content(b'{"prompt": "1+1=", "label": "2", "metadata": ' + b'{"a": ' * 509 + b"1" + b"}" * 509 + b"}\n")),
     # keys
     Mistake("another key for prompts", ("data.prompt_data:prompt", "prompts.jsonl:1", "did you mean data.input_key = 'question'?"),
             change=rows({"question": "1+1=", "answer": "2"})),
