@@ -3,11 +3,13 @@
 from typing import Any
 
 from shared.bus.registry import Registry
+from shared.bus.subjects import REWARD
 from shared.bus.work_queue import MessageLease
 from shared.schema import codec
 from shared.schema.ledger import EvalScored, GroupDead, GroupsScored
 from shared.schema.limits import REASON_LENGTH
-from shared.schema.messages import SCHEMA, Failed, Interrupted, Message, Payload, Scored, Task
+from shared.schema.message import SCHEMA
+from shared.schema.messages import Failed, Interrupted, Message, Payload, Scored, Task
 from shared.schema.weight_messages import WeightsLive
 from tests.integration.buffer.conftest import Launched, NewRun, Served
 from tests.integration.buffer.player import Player
@@ -35,7 +37,7 @@ async def taken(player: Player, count: int) -> list[Scored]:
 
 
 async def say_raw(player: Player, data: bytes) -> None:
-    await player.bus.js.publish(player.names.scored, data)
+    await player.bus.js.publish(player.names.scored(REWARD), data)
 
 
 async def reasons(player: Player, dead: int) -> dict[str, str]:
@@ -135,7 +137,7 @@ async def test_a_backlog_of_named_rewards_is_divided_over_records(served: Served
     parts = tuple({f"{'x' * 58}{part:02}": 0.5 for part in range(64)} for _ in range(8))
     said = {f"{scored.group}.0": scored.model_copy(update={"parts": parts}) for scored in groups}
     assert sum(len(message.encode()) for message in said.values()) > player.bus.connection.max_payload
-    await player.bus.publish_all(player.names.scored, said)
+    await player.bus.publish_all(player.names.scored(REWARD), said)
     batch = await player.batch(0)
     assert len(batch.groups) == count and len(batch.parts) == 64
     assert sum(len(record.groups) for record in await player.records() if isinstance(record, GroupsScored)) == count
