@@ -14,7 +14,7 @@ from shared.environment.protocol import EnvironmentFailed
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, PayloadMissing
 from shared.runtime.service_base import Service
-from shared.schema.messages import Failed, Generated, Outcome, Scored, outcome_id
+from shared.schema.messages import Failed, Generated, Outcome, Scored, failure_of, outcome_id
 from shared.schema.sample import Sample, Score
 
 _ON_INPUT = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
@@ -27,7 +27,9 @@ class GroupConsumer:
 
     def __init__(self, service: Service, reader: PayloadReader, scorer: Scorer, group_filter: GroupFilter) -> None:
         self._service, self._reader, self._scorer, self._filter = service, reader, scorer, group_filter
-        self._queue = WorkQueue(service.bus, generated_consumer(service.run, service.config.bus, scorer.name), Generated)
+        self._queue = WorkQueue(
+            service.bus, generated_consumer(service.run, service.config.bus, scorer.name), Generated, self._on_unreadable
+        )
         self.in_hand: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -64,6 +66,11 @@ class GroupConsumer:
             except (MessageTooLarge, *_ON_INPUT) as error:  # the latter: what does not go into a message
                 await self._publish(self._failed(lease.message, str(error)))
         await lease.ack()
+
+    async def _on_unreadable(self, data: bytes, reason: str) -> None:
+        if (failed := failure_of(data, reason, by=self._service.instance)) is not None:
+            self._service.metrics.add("groups_not_scored", environment=self._scorer.name)
+            await self._publish(failed)
 
     async def _publish(self, outcome: Outcome) -> None:
         await self._service.bus.publish(self._service.subjects.scored, outcome, msg_id=outcome_id(outcome), deadline=600)

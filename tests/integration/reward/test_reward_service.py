@@ -105,6 +105,8 @@ async def test_a_reference_that_does_not_describe_its_samples_costs_its_group(be
     assert re.search(r"sample g0/0: its reference says SampleMeta\(.*oldest=4.*, the payload SampleMeta\(.*oldest=3", said)
     await desk.generated("g1", "42", tokens=(7,))
     assert await desk.failure("g1") == "g1: the payload's samples have [3] tokens, by its reference [7]"
+    await desk.generated("gx", "42", tokens=(-1,))
+    assert "Generated.payload.tokens" in await desk.failure("gx")
     await desk.generated("g2", "42", "42", rollouts=[0, 0])
     assert isinstance((await desk.outcomes(1))["g2"], Scored)
     await desk.generated("g3", "42", "42", rollouts=[0, 0], poison=lambda sample: sample.update(rollout=1))
