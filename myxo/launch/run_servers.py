@@ -77,6 +77,17 @@ class RunServers:
             if managed.due is not None and now >= managed.due:
                 self._restart(managed)
 
+    def write_again(self) -> None:
+        """Restarts the embedded NATS server after its disk was full: a stream that could not be written refuses messages until then.
+
+        Valkey tries again by itself, every second.
+        """
+        for managed in self.managed:
+            if isinstance(managed.server, EmbeddedNats) and managed.server.alive():
+                managed.reason = "its disk was full"
+                managed.server.stop()
+                self._restart(managed)
+
     def _restart(self, managed: ManagedServer) -> None:
         managed.restarts += 1
         managed.since = time.monotonic()

@@ -322,7 +322,8 @@ class Buffer:
             await self._decide(partial(policy.lost_payload, self._state, name, time.time()))
 
     async def _on_trained(self, report: Trained) -> Message:
-        await self._decide(lambda: policy.trained(self._state, report.step, report.version, report.started, report.ended, time.time()))
+        step, version, started, ended, attestation = report.step, report.version, report.started, report.ended, report.attestation
+        await self._decide(lambda: policy.trained(self._state, step, version, started, ended, time.time(), attestation))
         return Accepted()
 
     async def _on_refused(self, refusal: BatchRefused) -> Message:

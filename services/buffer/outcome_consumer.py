@@ -3,12 +3,12 @@
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from services.buffer import outcome_check, policy
+from services.buffer import outcome_check, outcome_sources, policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState
 from services.buffer.trial import BadRecord
 from shared.bus.streams import scored_consumer
-from shared.bus.work_queue import WorkQueue
+from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.runtime.service_base import Service
 from shared.schema.ledger import LedgerRecord
 from shared.schema.messages import Failed, GroupOutcome, Outcome, Scored, failure_of
@@ -43,8 +43,9 @@ class OutcomeConsumer:
         """Takes outcomes until cancelled; acks each once it is in the ledger."""
         self._state = state
         while True:
-            leases = await self._queue.fetch(FETCH)
+            fetched = await self._queue.fetch(FETCH)
             await self._held()  # a state that may be behind must not ignore any message
+            leases = [lease for lease in fetched if not await self._misplaced(lease)]
             outcomes = [outcome_check.checked(lease.message, self._service.subjects, last=lease.last) for lease in leases]
             if rewards := [outcome for outcome in outcomes if isinstance(outcome, Scored)]:
                 await self.settle(rewards)
@@ -54,6 +55,15 @@ class OutcomeConsumer:
                 if late := policy.unwanted(state, outcome):
                     self._free(late)
                 await lease.ack()
+
+    async def _misplaced(self, lease: MessageLease[Outcome]) -> bool:
+        """Returns whether an outcome came from somebody who may not report it; it is then gone from the queue."""
+        reason = outcome_sources.refusal(self._service.subjects, lease.subject, lease.message)
+        if reason is not None:
+            self._service.metrics.add("outcomes_refused")
+            self._service.log.error("outcome_refused", group=lease.message.group, attempt=lease.message.attempt, error=reason)
+            await lease.ack()
+        return reason is not None
 
     async def _on_unreadable(self, data: bytes, reason: str) -> None:
         if (failed := failure_of(data, reason, by=outcome_check.BUFFER)) is not None:

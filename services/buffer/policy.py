@@ -17,7 +17,19 @@ from services.buffer.state import BufferState, GroupState
 from shared.runtime.errors import MyxoError
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, group_number
-from shared.schema.messages import Batch, BatchGroup, Failed, GroupOutcome, Interrupted, Outcome, Payload, RewardPart, Scored, ScoredGroup
+from shared.schema.messages import (
+    Attestation,
+    Batch,
+    BatchGroup,
+    Failed,
+    GroupOutcome,
+    Interrupted,
+    Outcome,
+    Payload,
+    RewardPart,
+    Scored,
+    ScoredGroup,
+)
 
 STALE = "stale"
 """Reason of groups dropped for their age."""
@@ -235,7 +247,9 @@ def _reward_parts(samples: Iterable[Mapping[str, float]]) -> dict[str, RewardPar
     return parts
 
 
-def trained(state: BufferState, step: int, version: int, started: float, ended: float, now: float) -> list[LedgerRecord]:
+def trained(
+    state: BufferState, step: int, version: int, started: float, ended: float, now: float, attestation: Attestation | None = None
+) -> list[LedgerRecord]:
     """Ends the groups of a step that the trainer has finished; a repeat gives no record. Raises WrongStep."""
     if step < state.trained_steps:
         return []
@@ -245,7 +259,7 @@ def trained(state: BufferState, step: int, version: int, started: float, ended: 
         raise WrongStep(f"step {step} was reported as trained; its batch was not formed yet")
     if dead := state.batches[step].dead:
         raise WrongStep(f"step {step} was reported as trained; its groups {', '.join(dead)} were refused, and are not replaced yet")
-    return [ledger.BatchTrained(step=step, version=version, started=started, ended=ended, at=now)]
+    return [ledger.BatchTrained(step=step, version=version, started=started, ended=ended, attestation=attestation, at=now)]
 
 
 def durable(state: BufferState, steps: int, now: float) -> list[LedgerRecord]:

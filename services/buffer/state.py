@@ -23,13 +23,15 @@ NOTHING_TRAINED = 1 << 30
 class Result:
     """The part of a scored group that the state keeps: the data for its batch, in little memory.
 
-    keys: of its payload, ``size`` bytes in all. oldest: version of the oldest trained token of all. rewards: float64 [m] of its m samples.
-    removed: positions of samples that a filter took out of the loss. tokens: of each sample, as in `Payload`. parts: as in `ScoredGroup`.
+    keys, size, sizes, digest, tokens: of its payload, as in `Payload`. oldest: version of the oldest trained token of all. rewards:
+    float64 [m] of its m samples. removed: positions of samples that a filter took out of the loss. parts: as in `ScoredGroup`.
     """
 
     attempt: int
     keys: tuple[str, ...]
     size: int
+    sizes: tuple[int, ...]
+    digest: str
     oldest: int
     samples: list[SampleMeta]
     rewards: "array[float]"
@@ -44,7 +46,19 @@ class Result:
         oldest = min([sample.oldest for sample in trained], default=NOTHING_TRAINED)
         rewards, tokens = array("d", scored.rewards), array("I", payload.tokens)
         parts = tuple({sys.intern(name): value for name, value in sample.items()} for sample in scored.parts)  # names are kept once
-        return cls(scored.attempt, tuple(payload.keys), payload.bytes, oldest, samples, rewards, tokens, removed, parts)
+        return cls(
+            scored.attempt,
+            tuple(payload.keys),
+            payload.bytes,
+            payload.sizes,
+            payload.digest,
+            oldest,
+            samples,
+            rewards,
+            tokens,
+            removed,
+            parts,
+        )
 
     @property
     def newest(self) -> list[int]:
@@ -54,7 +68,8 @@ class Result:
     @property
     def payload(self) -> Payload:
         """Returns the reference to the stored samples."""
-        return Payload(keys=list(self.keys), bytes=self.size, tokens=tuple(self.tokens))
+        keys, tokens = list(self.keys), tuple(self.tokens)
+        return Payload(keys=keys, bytes=self.size, sizes=self.sizes, tokens=tokens, digest=self.digest)
 
     def stale(self, mask_below: int) -> tuple[int, ...]:
         """Returns the positions of samples that hold nothing of version ``mask_below`` or newer."""

@@ -23,8 +23,6 @@ KEY, CERTIFICATE = "key.pem", "certificate.pem"
 TLS_SECONDS = 5
 """The seconds that a client may take for the handshake."""
 
-_ACCESS = {"R": "%R~", "W": "%W~", "RW": "~"}
-
 
 @dataclass(frozen=True)
 class NatsSettings:
@@ -114,13 +112,13 @@ def redis_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings:
         lines += [f"tls-cert-file {_quoted(f'{settings.tls}/{CERTIFICATE}')}", f"tls-key-file {_quoted(f'{settings.tls}/{KEY}')}"]
     lines.append("user default off resetpass resetkeys resetchannels -@all")
     lines += [_user(role.user, passwords[role.role], role.store) for role in rights if role.store is not None]
-    lines.append(_user(HEALTH, passwords[HEALTH], StoreRights(("ping",), "", "")))
+    lines.append(_user(HEALTH, passwords[HEALTH], StoreRights(("ping",))))
     return "\n".join([*lines, ""])
 
 
 def _user(name: str, password: str, store: StoreRights) -> str:
-    keys = f"{_ACCESS[store.access]}{store.keys}" if store.access else "resetkeys"
-    keys += f" ~{store.own}" if store.own else ""
+    access = {keys: ("R" if keys in store.read else "") + ("W" if keys in store.write else "") for keys in (*store.read, *store.write)}
+    keys = " ".join(["resetkeys", *(f"%{letters}~{keys}" for keys, letters in access.items())])
     commands = " ".join(f"+{command}" for command in store.commands)
     return f"user {name} on #{hashlib.sha256(password.encode()).hexdigest()} sanitize-payload resetchannels {keys} -@all {commands}"
 

@@ -69,7 +69,7 @@ def generated_consumer(run: str, bus: BusSection, environment: str) -> Consumer:
 def scored_consumer(run: str, bus: BusSection) -> Consumer:
     """Returns the buffer's consumer."""
     names = Subjects(run)
-    return Consumer(names.scored_stream, "buffer", names.scored, bus)
+    return Consumer(names.scored_stream, "buffer", names.scored("*"), bus)
 
 
 async def create(bus: Bus, config: RunConfig) -> None:
@@ -86,7 +86,7 @@ async def create(bus: Bus, config: RunConfig) -> None:
 
 async def _create(bus: Bus, config: RunConfig) -> None:
     run, names = config.run.name, Subjects(config.run.name)
-    queues = {names.task_stream: names.task(">"), names.generated_stream: names.generated(">"), names.scored_stream: names.scored}
+    queues = {names.task_stream: names.task(">"), names.generated_stream: names.generated(">"), names.scored_stream: names.scored("*")}
     made = [_queue(name, subject, config.bus) for name, subject in queues.items()]
     made.append(_stream(names.ledger_stream, [names.ledger(">")], config.bus))
     events = _stream(names.events_stream, [names.event(plane, ">") for plane in ("weights", "trainer", "service")], config.bus)

@@ -42,6 +42,11 @@ class MessageLease(Generic[Work]):
         self._raw, self.message, self._consumer = raw, message, consumer
 
     @property
+    def subject(self) -> str:
+        """Returns the subject that it was published on, which says whose account it came from."""
+        return self._raw.subject
+
+    @property
     def deliveries(self) -> int:
         """Returns how often the message was delivered, this time included."""
         return self._raw.metadata.num_delivered

@@ -53,7 +53,7 @@ class Service:
     def __init__(self, name: str, instance: str, run: str, bus: Bus, config: RunConfig, redis_url: str) -> None:
         self.name, self.instance, self.run, self.bus, self.config = name, instance, run, bus, config
         self.redis_url = redis_url
-        self.store = Store(redis_url)
+        self.store = Store(redis_url, run)
         bus.full.patience_s = self.store.full.patience_s = config.bus.full_timeout
         self.subjects = Subjects(run)
         self.metrics = Metrics(run, instance)

@@ -14,6 +14,7 @@ from shared.bus.subjects import TRAIN, Subjects
 from shared.bus.work_queue import WorkQueue
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.messages import Failed, ServiceEvent
+from shared.schema.payload_digest import reference
 from shared.store.payload_store import Store, StoreFull
 from tests.support.run_config import run_config
 from tests.support.waiting import until
@@ -137,4 +138,4 @@ async def test_a_full_store_is_a_named_error_and_writes_wait_for_room(small_stor
     await small_store.free(written[:4])
     await asyncio.wait_for(waiting, 30)
     assert not str(small_store.full)
-    assert await small_store.read(["r:group:late"]) == [BLOB]
+    assert await small_store.read(reference("", {"r:group:late": BLOB})) == [BLOB]

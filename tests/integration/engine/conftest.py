@@ -120,7 +120,7 @@ async def new_bench(
     client: EngineClient, checkpoint: Checkpoints, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path
 ) -> AsyncIterator[NewBench]:
     """Makes the test's run, with config sections laid over the smallest config, and its rollout service, which serves version 0."""
-    bus, store = await Bus.connect(nats.url, "test"), Store(valkey.url)
+    bus, store = await Bus.connect(nats.url, "test"), Store(valkey.url, run_name)
     made: list[Bench] = []
 
     async def make(**sections: dict[str, Any]) -> Bench:

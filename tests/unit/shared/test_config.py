@@ -68,6 +68,7 @@ MUTABLE = {
     "wandb_mode",
     "wandb_dir",
     "wandb_host",
+    "http_host",
     "logprob_alarm",
     "save_debug_rollout_data",
     "save_debug_train_data",
