@@ -15,6 +15,7 @@ import pytest
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
+from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import ServiceStatus
 from shared.schema.weight_messages import PeerTransferOffer, PeerTransferRequest, WeightChannelAddress
@@ -51,9 +52,10 @@ def page_rows() -> list[Row]:
     rows = []
     for line in table.splitlines():
         if line.startswith("| `"):
-            process, addresses, sockets, *_ = [cell.strip() for cell in line.strip("|").split("|")]
+            processes, addresses, sockets, *_ = [cell.strip() for cell in line.strip("|").split("|")]
             most = float("inf") if sockets == "many" else int(sockets)
-            rows.append(Row(process.strip("`"), {ADDRESSES[name] for name in re.findall(r"\w+", addresses)}, most))
+            where = {ADDRESSES[name] for name in re.findall(r"\w+", addresses)}
+            rows += [Row(process, where, most) for process in re.findall(r"`(.+?)`", processes)]
     return rows
 
 
@@ -109,8 +111,10 @@ def inventory(pid: int) -> Iterator[Inventory]:
 def test_a_run_listens_where_the_page_says_and_nowhere_else(
     small_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two trainer ranks, two engines, a push, and a replica that lends its weights to one that never comes for them."""
+    """Two trainer ranks, two engines with a door for a router, a push, and a replica that lends its weights to one that never comes."""
     monkeypatch.setenv("MYXO_HOST", ADDRESSES["private"])
+    monkeypatch.setenv("MYXO_ROUTER_URL", f"http://127.0.0.1:{free_port()}")  # nobody is there; the doors are open
+    monkeypatch.setenv("MYXO_ROUTER_KEY", "a key that nobody asks for")
     for name in ("MYXO_HTTP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     config, root = small_run("ports", steps=500, staleness=1), tmp_path / "runs" / "ports"
@@ -151,7 +155,7 @@ async def lent_by(replica: ServiceStatus, run: LaunchedRun) -> WeightChannelAddr
 
 def test_what_is_not_on_the_page_is_found() -> None:
     rows = page_rows()
-    assert len(rows) >= 9
+    assert len(rows) >= 10
     good = {
         ListeningSocket(1, "/bin/nats-server -c nats.conf", "127.0.0.1", 1),
         ListeningSocket(2, "python -m services.buffer", "127.0.0.1", 2),
@@ -164,5 +168,6 @@ def test_what_is_not_on_the_page_is_found() -> None:
         ListeningSocket(5, "python -u -m services.trainer.rank actor", "::", 9),
         ListeningSocket(6, "python -m services.reward.worker", "127.0.0.1", 9),
         ListeningSocket(7, "python -m http.server", "127.0.0.1", 9),
+        ListeningSocket(8, "python /myxo/services/rollout/engine/gpu_launcher.py --port 9", "127.0.0.1", 9),
     ):
         assert excess(good | {bad}, rows), bad

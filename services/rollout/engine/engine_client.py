@@ -199,7 +199,7 @@ class EngineClient:
         """Has the engine leave the channels that it is in and join these. It goes on generating; ``receive`` waits for them.
 
         Args:
-            rank: the rank of the engine's first process in all channels; 0: each process joins one of them. timeout: seconds for joining.
+            rank: the rank of the engine's first process in all channels. timeout: seconds for joining.
         """
         fields = [channel.model_dump(mode="json") for channel in channels]
         await self.receivers.ask({"verb": "join", "channels": fields, "rank": rank, "timeout": timeout}, deadline)
