@@ -1,13 +1,14 @@
 """Finds the samples for which a pass over micro-batches fails, by making it for each sample alone, and has all ranks agree on them."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 
 from services.trainer.batches import BadBatch, MicroBatch
 from services.trainer.megatron import runtime
 from services.trainer.megatron.passes import MicroBatchesFailed
-from services.trainer.packing import BadSample, separate
+from services.trainer.packing import BadSample, PackedBatch, separate
 from services.trainer.partition import Partition
 from services.trainer.untrainable import RefusedSample, Untrainable
 from shared.runtime.failures import describe
@@ -53,6 +54,27 @@ def attributed(partition: Partition, micro_batches: Sequence[MicroBatch]) -> Ite
         raise
 
 
+def refuse_infinite(partition: Partition, micro_batches: Sequence[MicroBatch], loss_of: Callable[[PackedBatch], float | None]) -> None:
+    """Names the samples whose loss is not finite, after a step whose loss was not, on all ranks.
+
+    Raises Untrainable, on all ranks. Where there is none, or no other, that is no sample's fault: it returns.
+
+    Args:
+        loss_of: the loss of one sample as a micro-batch of its own (`Actor.loss_alone`).
+    """
+    step, found, finite = partition.batch.step, [], 0
+    for item in micro_batches:
+        for sample, alone in zip(item.indices, separate(item.packed), strict=True):
+            loss = loss_of(alone)
+            if loss is not None and not math.isfinite(loss):
+                found.append(_refused(partition, sample, f"its loss is {loss}"))
+            finite += loss is not None and math.isfinite(loss)
+    if runtime.anywhere(finite > 0) and runtime.anywhere(bool(found)):
+        with agreed(partition.batch, f"the search for losses of step {step} that are not finite"):
+            if found:
+                raise Untrainable(step, first_of_groups(found))
+
+
 def first_of_groups(samples: Sequence[RefusedSample]) -> list[RefusedSample]:
     """Returns the first sample of each group, in the groups' order."""
     return [sample for _, sample in sorted({sample.group: sample for sample in sorted(samples, reverse=True)}.items())]
@@ -66,8 +88,12 @@ def _culprits(partition: Partition, micro_batches: Sequence[MicroBatch], failed:
             try:
                 failed.attempt(alone)
             except Exception as error:
-                place = partition.items[sample]
-                found.append(RefusedSample(partition.batch.groups[place.group].group, place.position, describe(error)))
+                found.append(_refused(partition, sample, describe(error)))
     if len(found) in (0, sum(len(item.indices) for item in micro_batches)):
         raise next(iter(failed.errors.values()))
     return first_of_groups(found)
+
+
+def _refused(partition: Partition, sample: int, reason: str) -> RefusedSample:
+    place = partition.items[sample]
+    return RefusedSample(partition.batch.groups[place.group].group, place.position, reason)

@@ -1,10 +1,11 @@
 """The common part of the trainer's two roles on every rank: the model, commands, this rank's shard of each batch, checkpoints."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 
 import structlog
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from services.trainer import batches, flops
 from services.trainer.actor import Actor, StepResult, latest_step
 from services.trainer.actor_critic_exchange import ActorCriticExchange, Kind, Role
-from services.trainer.attribution import agreed, attributed
+from services.trainer.attribution import agreed, attributed, refuse_infinite
 from services.trainer.batches import TrainBatch
 from services.trainer.commands import Command, CommandBroadcast
 from services.trainer.control_client import ControlClient, StopAsked
@@ -135,8 +136,12 @@ class RoleWorker:
         for index, step in enumerate(batch.steps):
             packed = [micro_batch.packed for micro_batch in step]
             try:
+                loss = loss_of_step(index)
                 with attributed(batch.partition, step):
-                    results.append(self._actor.train_step(packed, loss_of_step(index), need_entropy=need_entropy))
+                    result = self._actor.train_step(packed, loss, need_entropy=need_entropy)
+                if not math.isfinite(result.loss) and not results and self._actor.settings.layout.expert == 1:
+                    refuse_infinite(batch.partition, step, partial(self._actor.loss_alone, loss_fn=loss, need_entropy=need_entropy))
+                results.append(result)
             except Untrainable as error:
                 if not results:
                     raise

@@ -75,11 +75,11 @@ class BatchFormed(LedgerRecord):
 class SampleRefused(LedgerRecord):
     """The trainer refused the batch of ``step`` at ``refused`` (seconds since the epoch): it cannot train ``sample`` of ``group``."""
 
-    step: int
-    group: str
-    sample: int
-    reason: str
-    refused: float
+    step: Count
+    group: GroupId
+    sample: Count
+    reason: Reason
+    refused: Timestamp
 
 
 class BatchAmended(LedgerRecord):

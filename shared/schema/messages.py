@@ -291,11 +291,11 @@ class BatchRefused(Message):
     The buffer counts refusals of a group, each ``at`` (seconds since the epoch) once; at the third it has another take the group's place.
     """
 
-    step: int = Field(ge=0)
-    group: str
-    sample: int = Field(ge=0)
-    reason: str
-    at: float
+    step: Count
+    group: GroupId
+    sample: Count
+    reason: Reason
+    at: Timestamp
 
 
 class Durable(Message):

@@ -73,6 +73,23 @@ def forward_backward(
         BadLoss: ``loss_fn`` broke its contract.
     """
     model.train(True)
+    return _reduce(_run(model, batches, _loss(model, loss_fn, temperature, need_entropy), forward_only=False))
+
+
+def loss_alone(model: MegatronModel, batch: PackedBatch, loss_fn: LossFunction, temperature: float, need_entropy: bool) -> float | None:
+    """Returns the loss of one micro-batch, without gradients; None on ranks that have not the model's last stage.
+
+    Only the ranks that share the model take part. None of its errors is caught.
+    """
+    model.train(True)
+    results = _pass(model, [batch], _loss(model, loss_fn, temperature, need_entropy), True, None)
+    return float(results[0][0]) if results else None
+
+
+def _loss(
+    model: MegatronModel, loss_fn: LossFunction, temperature: float, need_entropy: bool
+) -> Callable[[Tensor, ModelInput, PackedBatch], tuple[Tensor, dict[str, Tensor]]]:
+    """Returns what makes loss and metrics of the model's output."""
     apply: Callable[..., tuple[Tensor, dict[str, Tensor]]] = loss_fn
 
     def compute(output: Tensor, given: ModelInput, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -87,7 +104,7 @@ def forward_backward(
                           "expected a scalar that depends on its first argument")  # fmt: skip
         return loss, {name: value.detach() for name, value in metrics.items()}
 
-    return _reduce(_run(model, batches, compute, forward_only=False))
+    return compute
 
 
 def _read(model: MegatronModel, batches: Sequence[PackedBatch], read: Callable[[Tensor, ModelInput], Tensor]) -> list[Tensor]:

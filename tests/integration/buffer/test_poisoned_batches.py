@@ -51,6 +51,7 @@ POISON: dict[str, tuple[Poison, str]] = {
     "a log-prob that is not finite": (of_second(log_probs=with_last(float("nan"))), "log_probs holds nan"),
     "a response that is longer": (of_second(response=lambda ids: np.append(ids, ids)), "log_probs has 3 entries for 6"),
     "bytes that are no message": (lambda _: [b"\xc1\xc1"], "2 bytes that are not MessagePack"),
+    "a name of a megabyte": (of_second(group=lambda name: name * 120_000), ""),
     "nothing at all": (lambda _: [], "the store holds no blob"),
 }
 
@@ -138,13 +139,23 @@ def marked(last: int, most: int | None = None) -> Poison:
     return spoilt
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.extra), 2])
-async def test_a_sample_that_a_pass_fails_for_is_found_although_the_error_does_not_name_it(
-    ranks: int, launched: Launched, tmp_path: Path
+FAILS, IS_NAN = "tests.support.loss_hooks:fails_for_a_token", "tests.support.loss_hooks:is_nan_for_a_token"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "function", "words"),
+    [
+        pytest.param(1, FAILS, "index out of range in self", marks=pytest.mark.extra),
+        (2, FAILS, "index out of range in self"),
+        pytest.param(2, IS_NAN, "its loss is nan", marks=pytest.mark.extra),
+    ],
+)
+async def test_a_sample_that_a_step_fails_for_is_found_although_nothing_names_it(
+    ranks: int, function: str, words: str, launched: Launched, tmp_path: Path
 ) -> None:
     rollout = {"num_rollout": 2, "rollout_batch_size": 4, "n_samples_per_prompt": 2, "max_staleness": 1}
-    loss = {"loss_type": "custom_loss", "custom_loss_function_path": "tests.support.loss_hooks:fails_for_a_token"}
-    player, _ = await launched(rollout=rollout, algorithm=loss, trainer={**TRAINER, "actor_num_gpus_per_node": ranks})
+    objective = {"loss_type": "custom_loss", "custom_loss_function_path": function}
+    player, _ = await launched(rollout=rollout, algorithm=objective, trainer={**TRAINER, "actor_num_gpus_per_node": ranks})
     await player.live(0)
     names = sorted(await player.work_until(4))
     await player.batch(0)
@@ -154,7 +165,7 @@ async def test_a_sample_that_a_pass_fails_for_is_found_although_the_error_does_n
             await ended(trainer)
     records = await player.records()
     [death] = of_kind(records, GroupDead)
-    assert (death.group, "index out of range in self" in death.reason) == (names[2], True)
+    assert (death.group, words in death.reason) == (names[2], True), death.reason
     assert death.reason.startswith(f"trainer: sample {names[2]}/0: ")
     assert len(of_kind(records, SampleRefused)) == MOST_REFUSALS
     report = await player.audit()
