@@ -104,7 +104,7 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
         reward={"rm_type": "exact"},
         rollout={"num_rollout": 2, "max_staleness": 0},
     )
-    await runs.create(operator, config, servers.redis_url("operator"), 200_000)
+    await runs.create(operator, config, servers.redis_url("operator"), vocabulary=100)
     assert await runs.store_url(operator, RUN) is None  # the operator's password is nobody else's business
     registry = Registry(operator, RUN)
 
@@ -205,7 +205,7 @@ async def test_what_a_replica_can_do_with_its_account_forges_nothing(
     operator, rollout = roles.buses["operator"], roles.buses["rollout"]
     write_jsonl(tmp_path / "prompts.jsonl")
     config = run_config(tmp_path, run={"name": RUN}, model={"hf_checkpoint": str(tiny_model)}, reward={"rm_type": "exact"})
-    await runs.create(operator, config, None, 200_000)
+    await runs.create(operator, config, None, vocabulary=100)
     player = Player(rollout, roles.stores["rollout"], config, "", tmp_path)
     scores = Player(operator, roles.stores["rollout"], config, "", tmp_path)
     trainer = Player(roles.buses["trainer"], roles.stores["rollout"], config, "", tmp_path)
