@@ -106,7 +106,7 @@ async def _at_rest(access: Access, phase: str | None, console: Console, as_json:
 async def watch(run: str, directory: Path, console: Console) -> int:
     """Shows progress until the run has ended, then its audit and summary. A bus that is away for a while is waited for.
 
-    Returns 0, or 1 where the audit found a violation or the run failed. Raises ConfigError where there is no such run, NotAtWork.
+    Returns 0, 1 where the audit found a violation, 3 where the run failed. Raises ConfigError where there is no such run, NotAtWork.
     """
     async with reach(run, directory) as access:
         if await runs.phase(access.bus, access.run) not in runs.ENDS:
@@ -117,7 +117,7 @@ async def watch(run: str, directory: Path, console: Console) -> int:
         phase, reason = await runs.phase_and_reason(access.bus, access.run)
         if phase == runs.FAILED:
             say(f"myxo: run {access.run} failed: {reason}")
-            return exit_codes.FAILED
+            return exit_codes.RUN_FAILED
         return code
 
 
@@ -130,7 +130,9 @@ async def _until_end(access: Access, console: Console) -> None:
         while True:
             try:
                 view = await with_newest_failure(bus, look(config, await registry.alive(), before=view, began=began))
-                phase = await runs.phase(bus, run) or runs.RUNNING
+                found, reason = await runs.phase_and_reason(bus, run)
+                phase = found or runs.RUNNING
+                view = view.stopped(reason if phase == runs.FAILED else "")
             except BUS_ERRORS as error:
                 view = replace(view, services=(), waiting_for=f"the bus ({error or type(error).__name__})")
             if phase == runs.FINISHED:

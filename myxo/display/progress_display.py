@@ -77,7 +77,7 @@ class Display:
             return
         said = what_happened(view)
         news = _SECONDS.sub("", said)  # seconds pass without anything happening
-        if news != self._last and (now - self._shown_at >= PLAIN_SECONDS or view.steps >= view.of):
+        if news != self._last and (now - self._shown_at >= PLAIN_SECONDS or view.steps >= view.of or view.troubles.stopped):
             self._last, self._shown_at = news, now
             line = "  ".join([said, *_speeds(view), _times(elapsed, left)])
             print(printable(line).replace("\n", " "), file=self._console.file, flush=True)

@@ -29,6 +29,7 @@ from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import MyxoError
+from shared.runtime.http_address import HTTP_VARIABLE
 from shared.runtime.safe_text import say
 from shared.schema.ledger import RunFinished
 from shared.schema.messages import ServiceEvent, ServiceStatus
@@ -100,7 +101,7 @@ class Launch:
 
     async def _with_bus(self, bus: Bus) -> int:
         run, config = self._run, self._config
-        specs = plan(config, self._servers.nats_url, os.environ.get("MYXO_HTTP", ""))
+        specs = plan(config, self._servers.nats_url, os.environ.get(HTTP_VARIABLE, ""))
         if self._given.nats_url is not None and await streams.exists(bus, run):
             await self._refuse_others(bus, None if self._fresh else {spec.instance for spec in specs})
         if self._signals:
@@ -159,6 +160,7 @@ class Launch:
                 self._away = now
             supervisor.note_ready(self._statuses)
             if not self._ended and (reason := supervisor.tick(now, view.steps)) is not None:
+                shown.show(view.stopped(reason.reason), now)
                 return reason
             if polling.done():
                 polling.result()
@@ -166,7 +168,7 @@ class Launch:
                 show_at = now + SHOW_SECONDS
                 instances, servers, disk = supervisor.statuses(now), self._servers.restarts(), full_disk(self._directory.root)
                 view = look(self._config, self._statuses, instances, servers, view, self._began, disk)
-                shown.show(view.finished() if self._finished else view, now)
+                shown.show(view.finished() if self._finished else view.stopped(self._failure), now)
             if self._ended:
                 return None
             await asyncio.sleep(TICK_SECONDS)
@@ -269,7 +271,7 @@ class Launch:
 
     def _failed(self) -> int:
         say(f"myxo: run {self._run} failed: {self._failure}")
-        return exit_codes.FAILED
+        return exit_codes.RUN_FAILED
 
     def _give_up(self, stopped: StopReason) -> int:
         if stopped.bad_input:
@@ -279,7 +281,7 @@ class Launch:
         for line in stopped.lines:
             say(f"  {line}")
         say(f"myxo: {stopped.reason}; its last lines are above, all of them in {stopped.log_path}")
-        return exit_codes.FAILED
+        return exit_codes.RUN_FAILED
 
     def _interrupted(self) -> int:
         first = self._signals[0]

@@ -1,11 +1,13 @@
 """Decides when a process that died is restarted, and when it is given up. Pure: the caller reports the events.
 
-A service that never becomes ready is given up by `BackOff`; one that becomes ready and dies of the same error each time, by `SameDeaths`.
+A service that never becomes ready is given up by `BackOff`; one that becomes ready and dies all the same, while the run gets no further, by
+`SameDeaths`.
 """
 
 import re
 import signal
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from shared.runtime import failure_summary
 
@@ -43,6 +45,9 @@ class BackOff:
 MOST_SAME = 3
 """The number of deaths of one service by one error, without a finished training step in between, after which it is given up."""
 
+MOST_DEATHS = 10
+"""The number of its deaths by anything: errors that take turns, and kills from outside, for the kernel kills what takes too much memory."""
+
 _OWN_SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP}
 """Signals that a process causes itself; all others come from outside."""
 
@@ -57,10 +62,14 @@ def from_outside(code: int) -> bool:
 
 @dataclass
 class SameDeaths:
-    """Counts the deaths of one service by the same error. ``count``: of the newest error, in a row."""
+    """Counts the deaths of one service since a training step was last finished.
 
+    ``deaths``: all of them. ``count``: those of the newest one's kind; 0 where that was a kill from outside.
+    """
+
+    deaths: int = 0
     count: int = 0
-    kind: str = ""
+    kinds: Counter[str] = field(default_factory=Counter)
     steps: int = 0
 
     def died(self, code: int, reason: str, steps: int) -> bool:
@@ -69,9 +78,12 @@ class SameDeaths:
         Args:
             code: its exit code, negative for a signal. reason: its last error. steps: training steps finished until now.
         """
-        if from_outside(code) or _KILLED.search(reason):
-            return False
-        kind = f"{code}: {failure_summary.kind(reason)}"
-        again = kind == self.kind and steps <= self.steps
-        self.kind, self.steps, self.count = kind, steps, self.count + 1 if again else 1
-        return self.count >= MOST_SAME
+        if steps > self.steps:
+            self.steps, self.deaths = steps, 0
+            self.kinds.clear()
+        self.deaths, self.count = self.deaths + 1, 0
+        if not from_outside(code) and not _KILLED.search(reason):
+            kind = f"{code}: {failure_summary.kind(reason)}"
+            self.kinds[kind] += 1
+            self.count = self.kinds[kind]
+        return self.count >= MOST_SAME or self.deaths >= MOST_DEATHS

@@ -5,16 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shared.config.run_config import RunConfig
-from shared.runtime import devices
-from shared.runtime.errors import ConfigError
+from shared.runtime import devices, http_address
+from shared.runtime.http_address import HTTP_VARIABLE
 
 SERVICE_MODULES = {service: f"services.{service}" for service in ("buffer", "reward", "rollout", "trainer")}
 """The module that `python -m` runs for each service."""
 
 TRAINERS = ("trainer", "critic")
 """The services that hold the training state: they are stopped before those that they need."""
-
-LAST_PORT = 65535
 
 CRITIC = ("services.trainer", "critic")
 """The module and argument that it runs for the critic, the trainer's second role."""
@@ -52,15 +50,7 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
             if instance in shares:
                 environment["CUDA_VISIBLE_DEVICES"] = shares[instance]
             if http:
-                environment["MYXO_HTTP"] = _http(http, len(specs))
+                environment[HTTP_VARIABLE] = str(http_address.parsed(http).next(len(specs)))
             module = CRITIC if service == "critic" else (SERVICE_MODULES[service],)
             specs.append(ServiceSpec(service, instance, (sys.executable, "-m", *module), environment))
     return specs
-
-
-def _http(first: str, index: int) -> str:
-    """Returns the address of the service with this index, when the first one's is ``first``."""
-    host, colon, port = first.rpartition(":")
-    if not colon or not port.isdigit() or not 0 <= int(port) <= LAST_PORT - index:
-        raise ConfigError("MYXO_HTTP", first, f"host:port, with room for {index + 1} services up to port {LAST_PORT}; port 0: free ones")
-    return f"{host}:{int(port) + index if int(port) else 0}"

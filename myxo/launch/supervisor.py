@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from myxo.launch.restart_policy import BackOff, SameDeaths, from_outside
+from myxo.launch.restart_policy import MOST_SAME, BackOff, SameDeaths, from_outside
 from myxo.launch.service_plan import ServiceSpec
 from myxo.run.run_view import InstanceStatus
 from myxo.run.service_failures import RESTARTED
@@ -32,7 +32,7 @@ AT_WORK = ("ready", "fenced", "updating", "standby")
 
 @dataclass(frozen=True)
 class StopReason:
-    """The reason for ending the run. ``lines``: the service's last lines; ``error``: the error of each death, where that was the same."""
+    """The reason for ending the run. ``lines``: the service's last lines; ``error``: that of the last death, ``same``: of each of them."""
 
     instance: str
     bad_input: bool
@@ -40,12 +40,14 @@ class StopReason:
     lines: list[str]
     log_path: Path
     error: str = ""
+    same: bool = False
 
     @property
     def reason(self) -> str:
         """Returns the reason in one line."""
         if self.error:
-            return f"{self.instance} ended {self.deaths} times with the same error, and no training step in between: {self.error}"
+            how = "with the same error, and no training step in between" if self.same else "and no training step in between, at last with"
+            return f"{self.instance} ended {self.deaths} times {how}: {self.error}"
         return f"{self.instance} ended {self.deaths} times in a row without getting to work"
 
 
@@ -154,7 +156,9 @@ class Supervisor:
         wait = service.backoff.died(now - child.started_s, service.ready)
         self._log.warning("service_died", died=instance, reason=service.last_error, lived=round(now - child.started_s, 1), restart_in=wait)
         if not excused and service.same.died(code, words, steps):
-            return StopReason(instance, False, service.same.count, child.last_lines(LAST_LINES), self._logs(instance), service.last_error)
+            same = service.same.count >= MOST_SAME
+            deaths = service.same.count if same else service.same.deaths
+            return StopReason(instance, False, deaths, child.last_lines(LAST_LINES), self._logs(instance), service.last_error, same)
         if wait is None:
             return StopReason(instance, False, service.backoff.deaths_unready, child.last_lines(LAST_LINES), self._logs(instance))
         service.due = now + wait

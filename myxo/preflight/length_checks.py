@@ -1,7 +1,8 @@
 """Checks that prompts and responses fit into the engine's context and the trainer's micro-batches: those that do not would fail for ever.
 
 A prompt's length is that of the longest that was read. Where none was read (the user has a source of prompts), only lengths that fit with
-no prompt are refused; a function that generates in place of the engine has lengths of its own.
+no prompt are refused. A function that generates in place of the engine is told `rollout_max_response_len` too, and asks the engine as it
+likes: what it may generate has to fit into a micro-batch. Samples that are too long all the same are `rollout.overlong_samples`' matter.
 """
 
 from dataclasses import dataclass
@@ -29,12 +30,11 @@ def check(inspection: Inspection) -> Findings:
     config = inspection.config
     rollout, limit = config.rollout, _engine_limit(inspection)
     shortest, reported = 1, False
-    if rollout.custom_generate_function_path is None:
-        prompt = inspection.longest_prompts.get(TRAINING, shortest)
-        if limit is not None and prompt + rollout.rollout_max_response_len > limit.tokens:
-            reported = True
-            yield _too_long("rollout.rollout_max_response_len", rollout.rollout_max_response_len, TRAINING, prompt, limit)
-        yield from _micro_batches(inspection, prompt, limit)
+    prompt = inspection.longest_prompts.get(TRAINING, shortest)
+    if rollout.custom_generate_function_path is None and limit is not None and prompt + rollout.rollout_max_response_len > limit.tokens:
+        reported = True
+        yield _too_long("rollout.rollout_max_response_len", rollout.rollout_max_response_len, TRAINING, prompt, limit)
+    yield from _micro_batches(inspection, prompt, limit)
     if config.eval.eval_prompt_data is None or limit is None:
         return
     prompt, given = inspection.longest_prompts.get(HELDOUT, shortest), config.eval.eval_max_response_len
@@ -55,14 +55,15 @@ def _too_long(field: str, response: int, prompts: str, prompt: int, limit: Limit
 def _micro_batches(inspection: Inspection, prompt: int, limit: Limit | None) -> Findings:
     """Yields a budget of tokens that a sample could exceed: the trainer would refuse it, the batch with it, and the next one."""
     trainer, response = inspection.config.trainer, inspection.config.rollout.rollout_max_response_len
-    longest, ranks = prompt + response, trainer.context_parallel_size
+    longest, ranks, budget = prompt + response, trainer.context_parallel_size, trainer.micro_batch_tokens
     if limit is not None:
         longest = min(longest, limit.tokens)
-    if longest <= trainer.max_tokens_per_gpu * ranks:
+    if longest <= budget:
         return
     shared = f", which {ranks} context-parallel ranks hold together" if ranks > 1 else ""
-    wanted = f"at least {-(-longest // ranks)}: a sample is never cut, the longest prompt ({prompt} tokens) and its response"
-    yield ConfigError("trainer.max_tokens_per_gpu", trainer.max_tokens_per_gpu, f"{wanted} have up to {longest} tokens{shared}")
+    wanted = f"at least {-(-longest // ranks)}: the longest prompt ({prompt} tokens) and its response have up to {longest} tokens{shared}"
+    shorter = f"; or rollout_max_response_len of at most {budget - prompt}" if budget > prompt else ""
+    yield ConfigError("trainer.max_tokens_per_gpu", trainer.max_tokens_per_gpu, wanted + shorter)
 
 
 def _engine_limit(inspection: Inspection) -> Limit | None:

@@ -78,7 +78,9 @@ class ServiceError:
 
 @dataclass(frozen=True)
 class Troubles:
-    """``dead``: groups since the run began; ``dead_reason``: the newest reason in this buffer's life. ``eval_failed``: held-out prompts."""
+    """``dead``: groups since the run began; ``dead_reason``: the newest reason in this buffer's life. ``eval_failed``: held-out prompts.
+    ``stopped``: why the run was given up, once it was.
+    """
 
     dead: float = 0
     dead_per_minute: float = 0.0
@@ -86,10 +88,11 @@ class Troubles:
     eval_failed: float = 0
     errors: tuple[ServiceError, ...] = ()
     disk: str = ""
+    stopped: str = ""
 
     def lines(self) -> list[str]:
         """Returns one line for each trouble."""
-        found = []
+        found = [f"stopped: {shortened_line(self.stopped)}"] if self.stopped else []
         if self.dead or self.eval_failed:
             failed = f" and {number(self.eval_failed)} held-out prompts" if self.eval_failed else ""
             reason = f": {shortened_line(self.dead_reason)}" if self.dead_reason else ""
@@ -130,6 +133,10 @@ class RunView:
     def at_start(cls, config: RunConfig, steps: int) -> "RunView":
         """Returns the view of a run of which nothing is known but that ``steps`` are trained."""
         return cls(config.run.name, steps, config.rollout.num_rollout, config.rollout.max_staleness)
+
+    def stopped(self, reason: str) -> "RunView":
+        """Returns the view of the run that was given up for ``reason``, if there is one."""
+        return replace(self, troubles=replace(self.troubles, stopped=reason))
 
     def finished(self) -> "RunView":
         """Returns the view of the finished run; what services tell may be seconds behind."""

@@ -13,7 +13,8 @@ DEAD_BATCHES, FEWEST_DEAD = 4, 32
 class BufferConfig:
     """The sections for the buffer's decisions, and values derived from them.
 
-    eval_prompts: held-out prompts (0: nothing is evaluated). has_critic: whether a critic trains the same batches.
+    eval_prompts: held-out prompts (0: nothing is evaluated). has_critic: whether a critic trains the same batches. longest_sample: tokens
+    of a micro-batch.
     """
 
     rollout: RolloutSection
@@ -21,6 +22,7 @@ class BufferConfig:
     evaluation: EvalSection = field(default_factory=EvalSection)
     eval_prompts: int = 0
     has_critic: bool = False
+    longest_sample: int = 1 << 31
 
     @property
     def surplus(self) -> int:

@@ -80,7 +80,12 @@ class Buffer:
         config, heldout = service.config, prompts.heldout
         self._service, self._config, self._bus, self._log = service, config, service.bus, service.log
         self._limits = BufferConfig(
-            config.rollout, config.weights, config.eval, len(heldout) if heldout else 0, config.algorithm.has_critic
+            config.rollout,
+            config.weights,
+            config.eval,
+            eval_prompts=len(heldout) if heldout else 0,
+            has_critic=config.algorithm.has_critic,
+            longest_sample=config.trainer.micro_batch_tokens,
         )
         self._tasks = TaskPublisher(service.bus, config, prompts)
         self._prompts = prompts

@@ -18,6 +18,7 @@ from shared.runtime.errors import MyxoError
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, group_number
 from shared.schema.messages import Batch, BatchGroup, Failed, Interrupted, Outcome, Payload, RewardPart, Scored, ScoredGroup
+from shared.schema.overlong import too_long
 
 STALE = "stale"
 """Reason of groups dropped for their age."""
@@ -89,7 +90,7 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
         decided.add(name)
         if group is None:
             records += evaluation.came_back(state, message, now)
-        elif (problem := _misshapen(message, limits.rollout.n_samples_per_prompt)) is not None:
+        elif (problem := _misshapen(message, limits)) is not None:
             records.append(ledger.GroupDead(group=name, reason=problem, payload=message.payload, at=now))
         else:
             fresh.append(message)
@@ -110,14 +111,17 @@ def _filtered(message: Scored) -> str | None:
     return NOTHING_LEFT if message.filtered is None and len(set(message.removed)) == len(message.samples) else message.filtered
 
 
-def _misshapen(message: Scored, rollouts: int) -> str | None:
-    """Returns what is wrong with a group that should hold one or more samples of each of ``rollouts`` rollouts."""
+def _misshapen(message: Scored, limits: BufferConfig) -> str | None:
+    """Returns what is wrong with a group that should hold one or more samples of each rollout, none longer than a micro-batch."""
+    rollouts, lengths = limits.rollout.n_samples_per_prompt, message.payload.tokens
     samples, rewards = len(message.samples), len(message.rewards)
     origins = message.rollouts or range(samples)
     if not samples == rewards == len(origins) or len(set(origins)) != rollouts:
         return f"{samples} samples of {len(set(origins))} rollouts, with {rewards} rewards, came back for {rollouts} rollouts"
     if len(message.parts) not in (0, samples) or not set(message.removed) <= set(range(samples)):
         return f"named rewards of {len(message.parts)} samples, and {message.removed} removed, came back for {samples} samples"
+    if lengths and max(lengths) > limits.longest_sample:
+        return f"sample {message.group}/{lengths.index(max(lengths))} {too_long(max(lengths), limits.longest_sample)}"
     return None
 
 

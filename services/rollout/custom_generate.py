@@ -17,7 +17,7 @@ from services.rollout.generate import ENGINE_TRIES, RETRY_PAUSE
 from services.rollout.replica import Replica
 from shared import hooks
 from shared.hooks import Arguments, HookFailed, Status
-from shared.hooks.sample_conversion import Bounds, Served, group_index, to_stored
+from shared.hooks.sample_conversion import Served, group_index, to_stored
 from shared.runtime.cancellation import cancelled
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded
@@ -65,9 +65,9 @@ class CustomGenerate:
         finally:
             await cancelled(rollouts)
         given = [(sample, rollout, served) for rollout, (samples, served) in enumerate(finished) for sample in samples]
-        # a sample that fits no micro-batch would end the trainer
-        bounds = Bounds(self._vocabulary, None if is_evaluation(task.group) else self._config.trainer.max_tokens_per_gpu)
-        samples = [to_stored(sample, task.group, index, rollout, served, bounds) for index, (sample, rollout, served) in enumerate(given)]
+        samples = [
+            to_stored(sample, task.group, index, rollout, served, self._vocabulary) for index, (sample, rollout, served) in enumerate(given)
+        ]
         if not any(sample.mask.any() for sample in samples) and not is_evaluation(task.group):
             raise BadMessage(f"{FIELD} = {self._path}: no token of group {task.group} is trained: the loss mask is 0 on all of them")
         return samples

@@ -28,6 +28,7 @@ from shared.runtime.service_base import Service
 from shared.schema import sample as sample_codec
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Failed, Generated, Interrupted, Payload, Task, outcome_id
+from shared.schema.overlong import fitted
 from shared.schema.sample import Sample
 
 POLL_INTERVAL_S = 0.05
@@ -139,6 +140,8 @@ class Rollout:
             samples = samples_of(task, partials, self._tokenizer)
         else:
             samples = await self._custom.group(task)
+        if not is_evaluation(task.group):
+            samples = fitted(samples, self._config.trainer.micro_batch_tokens, self._config.rollout.overlong_samples)
         ended = time.time()
         self.tokens += sum(len(sample.response) for sample in samples)
         return Generated(

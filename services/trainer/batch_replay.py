@@ -58,6 +58,9 @@ class ReplayClient:
 
     def durable(self, steps: int) -> None: ...
 
+    def refused(self, error: Exception) -> None:
+        raise error
+
     def set_state(self, state: str) -> None:
         print(state, file=sys.stderr, flush=True)
 

@@ -12,13 +12,24 @@ from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from services.trainer.untrainable import Untrainable
 from shared.bus.connection import TRANSIENT
 from shared.config.run_config import RunConfig
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import SupervisedThread, log_failure
 from shared.runtime.service_base import Service, attended, connect
-from shared.schema.messages import Accepted, BatchAnswer, BatchRequest, Durable, RunDone, ServiceStatus, Trained, WarmStartEnded
+from shared.schema.messages import (
+    Accepted,
+    BatchAnswer,
+    BatchRefused,
+    BatchRequest,
+    Durable,
+    RunDone,
+    ServiceStatus,
+    Trained,
+    WarmStartEnded,
+)
 from shared.schema.weight_messages import WeightsLive
 
 Result = TypeVar("Result")
@@ -103,6 +114,12 @@ class ControlClient:
     def durable(self, steps: int) -> None:
         """Returns once the buffer has recorded that a checkpoint of ``steps`` steps is on disk."""
         self.call(self._ask(self.service.subjects.durable, Durable(steps=steps), Accepted), REQUEST_SECONDS)
+
+    def refused(self, error: Untrainable) -> None:
+        """Returns once the buffer has recorded which samples cannot be trained."""
+        for item in error.samples:
+            refusal = BatchRefused(step=error.step, group=item.group, sample=item.position, reason=item.reason, at=time.time())
+            self.call(self._ask(self.service.subjects.refused, refusal, Accepted), REQUEST_SECONDS)
 
     # --- published reports
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from services.trainer.actor_critic_exchange import ActorCriticExchange
+from services.trainer.batch_metrics import empty_table
 from services.trainer.batches import TrainBatch
 from services.trainer.commands import Leave, Train, Value, Wait
 from services.trainer.control_client import ControlClient
@@ -17,6 +18,7 @@ from services.trainer.objective.advantage import needs
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.objective.loss import ValueLoss
 from services.trainer.packing import PackedBatch
+from services.trainer.partition import Partition
 from services.trainer.role_worker import RoleWorker
 from services.trainer.step_scheduler import CriticStepScheduler
 from shared.config.run_config import RunConfig
@@ -51,7 +53,11 @@ class Critic(RoleWorker):
         while True:
             match self._next_command():
                 case Value(batch=batch):
-                    self._valued = self._value(batch)
+                    self._valued = None
+                    with self._refusing():
+                        self._valued = self._value(batch)
+                    if self._valued is None and isinstance(self._scheduler, CriticStepScheduler):
+                        self._scheduler.forget()
                 case Train():
                     self._train()
                     self._save_if_due()
@@ -64,6 +70,10 @@ class Critic(RoleWorker):
 
     def _value(self, batch: Batch) -> TrainBatch:
         """Returns the batch with values under the weights before the step, for the actor's advantages and the critic's returns."""
+        if not batch.groups:  # all of them were refused
+            empty = TrainBatch(Partition(batch, [], []), empty_table(0), [])
+            self._give("values", empty)
+            return empty
         prepared = self._assembled(batch).with_computed("values", self._trained_values)
         self._give("values", prepared)
         return prepared
@@ -75,13 +85,15 @@ class Critic(RoleWorker):
         prepared = self._valued
         assert prepared is not None  # the command before this one
         started = time.time()
-        if self._with_kl:
-            prepared = self._with_given("kl", prepared)
-        prepared = self._loss_inputs.with_advantages(prepared)
-        loss = ValueLoss(self._objective.value_clip)
-        results = self._optimized(prepared, lambda _: loss)
+        results = []
+        if prepared.steps:
+            if self._with_kl:
+                prepared = self._with_given("kl", prepared)
+            prepared = self._loss_inputs.with_advantages(prepared)
+            loss = ValueLoss(self._objective.value_clip)
+            results = self._optimized(prepared, lambda _: loss)
         self._progress.steps, self._valued = prepared.step + 1, None
-        if self._metrics is not None:
+        if self._metrics is not None and results:
             self._metrics.critic(prepared, results, started, time.time())
 
     def _report_saved(self) -> None:

@@ -79,8 +79,9 @@ class Trainer(RoleWorker):
                 case Train(batch=batch, ahead=ahead):
                     self._colocation.onload()
                     version = self._version
-                    self._train(batch, ahead)
-                    self._save_if_due()
+                    with self._refusing():
+                        self._train(batch, ahead)
+                        self._save_if_due()
                     if self._version == version:  # no push follows that would give the GPUs to the engines
                         self._colocation.offload()
                 case Wait():
@@ -99,9 +100,11 @@ class Trainer(RoleWorker):
 
     def _train(self, batch: Batch, ahead: Batch | None) -> None:
         started = time.time()
+        if not batch.groups:  # all of them were refused
+            return self._finished(batch, started, time.time())
+        prepared = self._prepared(batch, ahead)
         if self._control is not None and (template := self._config.monitoring.save_debug_rollout_data) is not None:
             dumps.write_batch(template, batch, self._store)
-        prepared = self._prepared(batch, ahead)
         means = token_means(prepared.packed, runtime.sum_over_data_parallel)
         optimizing, results = time.monotonic(), []
         if batch.step >= self._config.algorithm.num_critic_only_steps:
@@ -109,11 +112,14 @@ class Trainer(RoleWorker):
             results = self._optimized(prepared, lambda index: self._loss_inputs.loss(prepared, index), need_entropy=need_entropy)
         optimized, ended = time.monotonic() - optimizing, time.time()
         self._inspect(prepared, results)
+        if self._metrics is not None and results:
+            self._metrics.step(prepared, results, started, ended, optimized=optimized, token_means=means)
+        self._finished(batch, started, ended)
+
+    def _finished(self, batch: Batch, started: float, ended: float) -> None:
         self._progress.steps = batch.step + 1
         if self._reference is not None:
             self._reference.renew(self._progress.steps)
-        if self._metrics is not None and results:
-            self._metrics.step(prepared, results, started, ended, optimized=optimized, token_means=means)
         if self._control is not None:
             self._control.trained(Trained(step=batch.step, version=batch.version, started=started, ended=ended))
 

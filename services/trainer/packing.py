@@ -65,15 +65,6 @@ class PackedBatch:
         return replace(self, fields={**self.fields, **tensors})
 
 
-def check_vocabulary(sample: Sample, vocab_size: int) -> None:
-    """Raises BadSample for a token outside ``[0, vocab_size)``: an embedding would be read beyond its end."""
-    for field, tokens in (("prompt", sample.prompt), ("response", sample.response)):
-        if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
-            position = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
-            problem = f"token {int(tokens[position])} at position {position} is outside the vocabulary of {vocab_size}"
-            raise BadSample(sample.name, field, problem)
-
-
 def pack(samples: Sequence[Sample], weights: Sequence[float]) -> PackedBatch:
     """Lays samples end to end as one micro-batch; without samples, a filler that trains nothing and has the same fields.
 

@@ -5,9 +5,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.trainer.placement import SampleTooLong, balance
-from shared.runtime.errors import BadMessage
-from shared.schema.messages import Batch
+from services.trainer.placement import balance
+from services.trainer.untrainable import RefusedSample, Untrainable
+from shared.schema.messages import Batch, BatchGroup
+from shared.schema.overlong import too_long
 
 Cost = Callable[[int], float]
 """The cost of training a sample of so many tokens, in any unit, by which ranks and micro-batches are balanced."""
@@ -67,21 +68,23 @@ def partition_batch(batch: Batch, optimizer_steps: int, dp_size: int, max_tokens
         max_tokens: the most tokens of a micro-batch.
 
     Raises:
-        BadMessage: a reference that does not say how long its samples are. SampleTooLong: a sample over ``max_tokens``, by its name.
+        Untrainable: references that do not say how long their samples are, and samples over ``max_tokens``.
     """
-    items: list[PartitionItem] = []
-    for index, group in enumerate(batch.groups):
-        lengths = group.payload.tokens
-        if len(lengths) != len(group.rewards):
-            problem = f"its reference has {len(lengths)} lengths for {len(group.rewards)} rewards"
-            raise BadMessage(f"group {group.group} of step {batch.step}: {problem}")
-        for position, tokens in enumerate(lengths):
-            if tokens > max_tokens:
-                raise SampleTooLong(f"{group.group}/{position}", tokens, max_tokens)
-            items.append(PartitionItem(index, position, tokens))
+    if refused := [found for group in batch.groups if (found := _refused(group, max_tokens)) is not None]:
+        raise Untrainable(batch.step, refused)
+    groups = enumerate(batch.groups)
+    items = [PartitionItem(index, position, tokens) for index, group in groups for position, tokens in enumerate(group.payload.tokens)]
     trained = [item.position not in (*batch.groups[item.group].removed, *batch.groups[item.group].stale) for item in items]
     steps = [_placed(part, items, dp_size, max_tokens, cost) for part in parts(trained, optimizer_steps)]
     return Partition(batch, items, steps)
+
+
+def _refused(group: BatchGroup, max_tokens: int) -> RefusedSample | None:
+    lengths = group.payload.tokens
+    if len(lengths) != len(group.rewards):
+        return RefusedSample(group.group, 0, f"its reference has {len(lengths)} lengths for {len(group.rewards)} rewards")
+    longest = max(lengths, default=0)
+    return RefusedSample(group.group, lengths.index(longest), too_long(longest, max_tokens)) if longest > max_tokens else None
 
 
 def parts(trained: Sequence[bool], count: int) -> list[range]:

@@ -17,6 +17,7 @@ from collections.abc import Hashable, Sequence
 from typing import TypeAlias
 
 from shared.runtime.errors import MyxoError
+from shared.schema.overlong import too_long
 
 APART = 0.05
 """The fraction by which the rank of highest cost may be above the mean before units are split."""
@@ -34,10 +35,7 @@ class SampleTooLong(MyxoError):
 
     def __init__(self, sample: str, tokens: int, budget: int) -> None:
         self.sample, self.tokens, self.budget = sample, tokens, budget
-        super().__init__(
-            f"sample {sample} has {tokens} tokens, a micro-batch holds at most {budget}: raise max_tokens_per_gpu or "
-            "the context parallel size, or lower rollout_max_context_len"
-        )
+        super().__init__(f"sample {sample} {too_long(tokens, budget)}")
 
 
 def balance(

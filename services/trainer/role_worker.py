@@ -1,8 +1,9 @@
 """The common part of the trainer's two roles on every rank: the model, commands, this rank's shard of each batch, checkpoints."""
 
+import contextlib
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, astuple, dataclass
 from functools import cache
 
 import structlog
@@ -10,16 +11,18 @@ import structlog
 from services.trainer import batches, flops
 from services.trainer.actor import Actor, StepResult, latest_step
 from services.trainer.actor_critic_exchange import ActorCriticExchange, Kind, Role
-from services.trainer.batches import TrainBatch
+from services.trainer.batches import BadBatch, TrainBatch
 from services.trainer.commands import Command, CommandBroadcast
-from services.trainer.control_client import ControlClient
+from services.trainer.control_client import ControlClient, StopAsked
 from services.trainer.megatron import runtime
 from services.trainer.megatron.passes import LossFunction
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
+from services.trainer.packing import BadSample
 from services.trainer.partition import Partition, partition_batch
 from services.trainer.shard_reader import ShardReader
 from services.trainer.step_scheduler import CriticStepScheduler, StepScheduler
 from services.trainer.trainer_settings import TrainerSettings, check_architecture, model_directory
+from services.trainer.untrainable import RefusedSample, Untrainable
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import Batch
@@ -32,6 +35,31 @@ SKIPPED_IN_A_ROW = 10
 
 class TrainingDiverged(MyxoError):
     """Loss or gradient stayed non-finite."""
+
+
+@contextlib.contextmanager
+def agreed(batch: Batch, what: str) -> Iterator[None]:
+    """Has all ranks refuse a batch if the body does on one of them, so that none trains it. As `runtime.together` besides.
+
+    Raises Untrainable with the samples that any rank has refused: BadSample, Untrainable, or BadBatch, which means all groups.
+    """
+    refused: list[RefusedSample] = []
+    with runtime.together(what):
+        try:
+            yield
+        except Untrainable as error:
+            refused = error.samples
+        except BadSample as error:
+            group, _, position = error.sample.rpartition("/")
+            refused = [RefusedSample(group, int(position), f"{error.field}: {error.problem}")]
+        except BadBatch as error:
+            refused = [RefusedSample(group.group, 0, str(error)) for group in batch.groups]
+    with runtime.deadline(what):
+        if runtime.anywhere(bool(refused)):
+            found = {
+                group: (position, reason) for each in runtime.gather_json(list(map(astuple, refused))) for group, position, reason in each
+            }
+            raise Untrainable(batch.step, [RefusedSample(group, *found[group]) for group in sorted(found)])
 
 
 @dataclass
@@ -73,8 +101,7 @@ class RoleWorker:
         self._skipped = 0
         architecture = self._actor.architecture
         self._operations = cache(lambda tokens: flops.training(architecture, [tokens], value_head=role == "critic"))
-        # the limit of a micro-batch, which the ranks of a context-parallel group hold together
-        self._max_tokens = config.trainer.max_tokens_per_gpu * config.trainer.context_parallel_size
+        self._max_tokens = config.trainer.micro_batch_tokens
 
     def close(self) -> None:
         """Closes groups, files and connections."""
@@ -93,14 +120,26 @@ class RoleWorker:
         return self._broadcast.send(self._scheduler.next(self._progress.steps, self._version))
 
     def _assembled(self, batch: Batch, ahead: Batch | None = None) -> TrainBatch:
-        """Returns this rank's part of a batch; that of the next batch is read while this one trains."""
-        with runtime.together(f"reading the samples of step {batch.step}"):
+        """Returns this rank's part of a batch; that of the next batch is read while this one trains. Raises Untrainable on all ranks."""
+        with agreed(batch, f"reading the samples of step {batch.step}"):
             shard = self._reader.take(self._partition(batch))
         if ahead is not None:
-            self._reader.read_ahead(self._partition(ahead))
+            with contextlib.suppress(Untrainable):  # it is refused when its turn comes
+                self._reader.read_ahead(self._partition(ahead))
         stats = runtime.sum_over_data_parallel(shard.stats)
-        with runtime.together(f"laying out step {batch.step}"):
+        with agreed(batch, f"laying out step {batch.step}"):
             return batches.assemble(shard, stats, self._objective, rank=self._actor.data_parallel_rank)
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Tells the buffer of a batch that the body cannot train. The buffer hands the step out again, in the end with other groups."""
+        try:
+            yield
+        except Untrainable as error:
+            self._log.warning("step_refused", step=error.step, error=str(error))
+            if self._control is not None:
+                with contextlib.suppress(StopAsked):
+                    self._control.refused(error)
 
     def _partition(self, batch: Batch) -> Partition:
         optimizer_steps = self._config.trainer.num_steps_per_rollout

@@ -1,19 +1,22 @@
 """Reading of a rank's shard of each batch from the store: when it is needed, or ahead, while the batch before it trains."""
 
 import itertools
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from services.trainer.batch_metrics import Table, empty_table, stats_row
-from services.trainer.packing import check_vocabulary
 from services.trainer.partition import Partition
+from services.trainer.untrainable import RefusedSample, Untrainable
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded
+from shared.runtime.failures import describe
 from shared.schema import sample
-from shared.schema.sample import Sample
-from shared.store.payload_store import BlockingStore
+from shared.schema.messages import Batch
+from shared.schema.sample import InvalidSample, Sample, SampleLimits
+from shared.store.payload_store import BlockingStore, StoreRefused
 
 READ_SECONDS = 600.0
 """The longest time that reading a shard ahead may take; each of its blobs has a deadline of its own."""
@@ -43,46 +46,79 @@ class ShardReader:
 
     def __init__(self, store: BlockingStore, rank: int, vocab_size: int) -> None:
         self._store, self._rank, self._vocab_size = store, rank, vocab_size
-        self._ahead: tuple[int, Future[Shard]] | None = None
+        self._ahead: tuple[Batch, Future[Shard]] | None = None
 
     def read_ahead(self, partition: Partition) -> None:
         """Begins to read a shard that will be taken next, unless that has begun already."""
-        step = partition.batch.step
-        if self._ahead is None or self._ahead[0] != step:
-            self._ahead = step, run_in_thread(lambda: self._read(partition), "read-ahead")
+        if self._ahead is None or self._ahead[0] != partition.batch:
+            self._ahead = partition.batch, run_in_thread(lambda: self._read(partition), "read-ahead")
 
     def take(self, partition: Partition) -> Shard:
         """Returns the shard of a batch.
 
-        Raises PayloadMissing, DeadlineExceeded, StoreRefused; BadMessage: payload and reference differ; BadSample: a token outside the
-        model's vocabulary.
+        Raises DeadlineExceeded, StoreRefused; Untrainable: payloads that are missing, invalid, or not as their references say.
         """
         ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead[0] != partition.batch.step:
+        if ahead is None or ahead[0] != partition.batch:  # it may have been amended since
             return self._read(partition)
         try:
             return ahead[1].result(READ_SECONDS)
         except TimeoutError:
-            what, next_action = f"the samples of step {ahead[0]}", "this rank stops; restart all ranks from the newest checkpoint"
+            what, next_action = (
+                f"the samples of step {partition.batch.step}",
+                "this rank stops; restart all ranks from the newest checkpoint",
+            )
             raise DeadlineExceeded(what, "the store", READ_SECONDS, next_action) from None
 
     def _read(self, partition: Partition) -> Shard:
+        try:
+            return self._shard(partition)
+        except (DeadlineExceeded, StoreRefused):
+            raise
+        except Exception as error:  # whatever is wrong with a sample: it must not end the trainer in each of its lives
+            refused = self._refused(partition)
+            if not refused:
+                raise
+            raise Untrainable(partition.batch.step, refused) from error
+
+    def _refused(self, partition: Partition) -> list[RefusedSample]:
+        """Reads each group alone; returns the sample for which that fails, of each group that it fails for."""
+        refused = []
+        for index in partition.groups_of(self._rank):
+            group = partition.batch.groups[index]
+            try:
+                self._group(partition.batch, index, self._store.stream(group.payload.keys))
+            except (DeadlineExceeded, StoreRefused):
+                raise
+            except InvalidSample as error:
+                refused.append(RefusedSample(group.group, error.position, error.problem))
+            except Exception as error:
+                refused.append(RefusedSample(group.group, 0, describe(error)))
+        return refused
+
+    def _group(self, batch: Batch, index: int, blobs: Iterable[bytes]) -> list[Sample]:
+        """Returns the checked samples of the ``index``-th group of a batch. Raises BadMessage, and whatever a broken blob leads to."""
+        reference = batch.groups[index]
+        stored = sample.decode(blobs, SampleLimits(vocabulary=self._vocab_size, newest=batch.version))
+        lengths, names = [item.length for item in stored], [item.name for item in stored]
+        if lengths != list(reference.payload.tokens):
+            problem = f"{len(lengths)} samples of {lengths} tokens in the store, {list(reference.payload.tokens)} by its reference"
+            raise BadMessage(f"group {reference.group}: {problem}")
+        if names != [f"{reference.group}/{position}" for position in range(len(names))]:
+            raise BadMessage(f"group {reference.group}: its samples in the store are {', '.join(names)}")
+        return stored
+
+    def _shard(self, partition: Partition) -> Shard:
         batch, own, removed = partition.batch, set(partition.samples_of(self._rank)), partition.removed()
         groups = partition.groups_of(self._rank)
         blobs = self._store.stream([key for group in groups for key in batch.groups[group].payload.keys])
         indices = {(item.group, item.position): index for index, item in enumerate(partition.items)}
         samples, stats = {}, empty_table(len(partition.items))
         for group in groups:
-            reference = batch.groups[group]
-            stored = sample.decode(itertools.islice(blobs, len(reference.payload.keys)))
-            lengths = [item.length for item in stored]
-            if lengths != list(reference.payload.tokens):
-                problem = f"{len(lengths)} samples of {lengths} tokens in the store, {list(reference.payload.tokens)} by its reference"
-                raise BadMessage(f"group {reference.group} of step {batch.step}: {problem}")
+            stored = self._group(batch, group, itertools.islice(blobs, len(batch.groups[group].payload.keys)))
             for position, item in enumerate(stored):
                 index = indices[group, position]
                 if index in own:
-                    check_vocabulary(item, self._vocab_size)
                     samples[index] = _as_trained(item, batch.mask_below, index in removed)
                     stats[index] = stats_row(samples[index], 0 if index in removed else int(np.count_nonzero(item.mask)))
         return Shard(partition, samples, stats)

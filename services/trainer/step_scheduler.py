@@ -109,9 +109,11 @@ class StepScheduler:
         batch = self._batches.next(step, version)
         if not isinstance(batch, Batch):
             return batch
-        if self._has_critic and not self._batches.has("values", step, "the critic"):
-            return Wait()
-        return Train(batch, self._ahead(step + 1))
+        if self._has_critic:
+            if not self._batches.has("values", step, "the critic"):
+                return Wait()
+            batch = self._batches.next(step, version)  # the critic may have refused groups of it, which have no values
+        return Train(batch, self._ahead(step + 1)) if isinstance(batch, Batch) else batch
 
     def _push(self, version: int) -> Push | None:
         """Returns the push to begin now. Colocated engines get it together, while they are offloaded, since each loses its weights then."""
@@ -160,4 +162,14 @@ class CriticStepScheduler:
             return batch
         if self._with_kl and not self._batches.has("kl", step, "the actor"):
             return Wait()
-        return Train(self._valued)
+        batch = self._batches.next(step, version)
+        if not isinstance(batch, Batch):
+            return batch
+        if batch != self._valued:  # the actor has refused groups of it, which have no KL
+            self._valued = batch
+            return Value(batch)
+        return Train(batch)
+
+    def forget(self) -> None:
+        """Has the next command ask for the batch again: this one was refused."""
+        self._valued = None

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from services.trainer.actor import Actor, StepResult
 from services.trainer.batches import demonstration_micro_batches
 from services.trainer.objective.loss import SftLoss
-from services.trainer.packing import check_vocabulary
 from shared.config.algorithm import AlgorithmSection
 from shared.config.learning_rate import LearningRateSchedule
 from shared.config.run_config import RunConfig
 from shared.data.demonstrations import DemonstrationFile
 from shared.data.row_order import MixedOrder
 from shared.data.tokenizer import Tokenizer
+from shared.schema.sample import SampleLimits
 
 
 def train_demonstrations(actor: Actor, config: RunConfig, objective: AlgorithmSection, max_tokens: int) -> Iterator[StepResult]:
@@ -29,7 +29,7 @@ def train_demonstrations(actor: Actor, config: RunConfig, objective: AlgorithmSe
     for first in range(0, sft.sft_steps * sft.sft_batch_size, sft.sft_batch_size):
         samples = [file[order.row(index)] for index in range(first, first + sft.sft_batch_size)]
         for sample in samples:
-            check_vocabulary(sample, actor.architecture.vocab_size)
+            sample.check(SampleLimits(vocabulary=actor.architecture.vocab_size))
         micro_batches = demonstration_micro_batches(samples, objective, dp_rank=rank, dp_size=ranks, max_tokens=max_tokens)
         yield actor.train_step(micro_batches, SftLoss(), temperature=1.0)
     actor.reset_optimizer()

@@ -15,6 +15,7 @@ from shared.environment import environment_url
 from shared.hub import hub_names
 from shared.runtime.errors import nearest
 from shared.schema.limits import MAX_SAMPLES
+from shared.schema.overlong import OverlongPolicy
 
 _AsText = PlainSerializer(lambda files: files and [str(file) for file in files], return_type=list[str] | None)
 
@@ -143,6 +144,11 @@ class RolloutSection(Section):
     rollout_top_k: int = Field(default=-1, ge=-1, description="top-k sampling; -1 = off")
     rollout_max_prompt_len: int | None = Field(default=None, gt=0, description="tokens of a prompt; longer ones: see overlong_prompts")
     rollout_max_response_len: int = Field(default=1024, gt=0, description="tokens generated at most")
+    overlong_samples: OverlongPolicy = Field(
+        default="mask",
+        description="a sample of more tokens than max_tokens_per_gpu x context_parallel_size, as an agent may make: truncate trains the "
+        "beginning of its response, mask nothing of it (its reward counts in the group), drop gives its group up",
+    )
     rollout_stop: list[str] = Field(default=[], description="stop strings")
     rollout_stop_token_ids: list[int] = Field(default=[], description="stop token ids")
     rollout_replicas: int = Field(default=1, gt=0, description="rollout services that `myxo up` starts", **MUTABLE)
@@ -328,6 +334,9 @@ class MonitoringSection(Section):
     )
     wandb_dir: Path | None = Field(default=None, description="where W&B's files lie; default: the run's directory", **MUTABLE)
     wandb_host: str | None = Field(default=None, description="URL of a W&B server of your own", **MUTABLE)
+    http_host: str = Field(
+        default="127.0.0.1", min_length=1, description="where services serve /healthz and /metrics; MYXO_HTTP, host:port, wins", **MUTABLE
+    )
     logprob_alarm: float = Field(
         default=0.1, gt=0, description="mean difference of engine's and trainer's log-probs at equal versions that is warned of", **MUTABLE
     )

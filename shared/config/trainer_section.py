@@ -83,7 +83,7 @@ class TrainerSection(Section):
     recompute_modules: list[str] = Field(default=[], description="selective: core_attn, mlp, moe, shared_experts, mla_up_proj, ...")
     deterministic: bool = Field(default=False, description="the same bits in every run, at a price on GPUs")
     train_dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="parameter type in training")
-    max_tokens_per_gpu: int = Field(default=8192, gt=0, description="tokens of a packed micro-batch")
+    max_tokens_per_gpu: int = Field(default=8192, gt=0, description="tokens of a packed micro-batch, times context_parallel_size")
     num_steps_per_rollout: int = Field(default=1, gt=0, description="optimizer steps over one rollout batch")
     global_batch_size: int | None = Field(
         default=None, gt=0, description="samples of an optimizer step; default: what rollout_batch_size, samples and steps make it"
@@ -144,6 +144,11 @@ class TrainerSection(Section):
     def recomputes_layers(self) -> bool:
         """Returns whether the backward pass recomputes whole layers."""
         return self.recompute_granularity == "full" or (self.recompute and self.recompute_granularity is None)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Returns the most tokens of a micro-batch, and so of a sample: context-parallel ranks hold it together."""
+        return self.max_tokens_per_gpu * self.context_parallel_size
 
     def _misfits(self) -> Iterator[str]:
         for field in ("only_train_params_name_list", "freeze_params_name_list"):

@@ -62,7 +62,7 @@ class DemonstrationFile:
             raise ConfigError("model.hf_checkpoint", str(config.model.hf_checkpoint), "names no eos token for demonstrations to end with")
         self._rows = open_rows(config.sft.sft_data, "sft.sft_data")
         self._sft, self._data, self._tokenizer = config.sft, config.data, tokenizer
-        self._most = config.trainer.max_tokens_per_gpu * config.trainer.context_parallel_size
+        self._most = config.trainer.micro_batch_tokens
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -45,14 +45,6 @@ class Served:
     late: Set[int] = frozenset()
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Limits of a sample: token ids below ``vocabulary``; ``longest``: tokens of prompt and response together, None for any number."""
-
-    vocabulary: int
-    longest: int | None = None
-
-
 def group_index(group: str) -> int:
     """Returns the index in a group's id: that of its admission, or of its held-out prompt."""
     digits = re.search(r"(\d+)\Z", group)
@@ -84,16 +76,16 @@ def from_stored(stored: StoredSample, score: Score | None = None, reward_key: st
     )
 
 
-def to_stored(given: HookSample, group: str, index: int, rollout: int, served: Served, bounds: Bounds) -> StoredSample:
+def to_stored(given: HookSample, group: str, index: int, rollout: int, served: Served, vocabulary: int) -> StoredSample:
     """Returns what a hook generated in the form that goes into the store, checked.
 
     Args:
-        index: of the sample in its group. rollout: which rollout it comes from.
+        index: of the sample in its group. rollout: which rollout it comes from. vocabulary: token ids are below it.
 
     Raises BadMessage, naming the field and what would be right.
     """
     where = f"sample {group}/{index}"
-    tokens, length = _tokens(given, bounds, where), given.response_length
+    tokens, length = _tokens(given, vocabulary, where), given.response_length
     mask = _mask(given, where)
     log_probs = _log_probs(given, mask, where)
     if log_probs is None and is_evaluation(group):  # nothing of it is trained
@@ -130,18 +122,16 @@ def to_stored(given: HookSample, group: str, index: int, rollout: int, served: S
     return stored
 
 
-def _tokens(given: HookSample, bounds: Bounds, where: str) -> NDArray[np.int32]:
+def _tokens(given: HookSample, vocabulary: int, where: str) -> NDArray[np.int32]:
     length = given.response_length
     if not isinstance(length, int) or length < 0:
         raise BadMessage(f"{where}: response_length is {length!r}; expected how many of tokens are the response")
     ids = _array(given.tokens, "iu", f"{where}: tokens", "token ids")
     if len(ids) <= length:
         raise BadMessage(f"{where}: {len(ids)} tokens with a response_length of {length}; expected a prompt's tokens, then the response's")
-    outside = np.flatnonzero((ids < 0) | (ids >= bounds.vocabulary))
+    outside = np.flatnonzero((ids < 0) | (ids >= vocabulary))
     if outside.size:
-        raise BadMessage(f"{where}: token {ids[outside[0]]} at {outside[0]} is not in [0, {bounds.vocabulary})")
-    if bounds.longest is not None and len(ids) > bounds.longest:
-        raise BadMessage(f"{where}: {len(ids)} tokens; a micro-batch holds {bounds.longest} (trainer.max_tokens_per_gpu)")
+        raise BadMessage(f"{where}: token {ids[outside[0]]} at {outside[0]} is not in [0, {vocabulary})")
     return ids.astype(np.int32)
 
 

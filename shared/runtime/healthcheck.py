@@ -12,9 +12,10 @@ SECONDS = 5.0
 
 
 def main() -> int:
-    """Asks the address of the command line, else ``/healthz`` on the port of ``MYXO_HTTP``. Returns the exit code."""
-    port = os.environ.get("MYXO_HTTP", "").rpartition(":")[2]
-    address = sys.argv[1] if len(sys.argv) > 1 else f"127.0.0.1:{port}/healthz"
+    """Asks the address of the command line, else ``/healthz`` at that of ``MYXO_HTTP``. Returns the exit code."""
+    host, _, port = os.environ.get("MYXO_HTTP", "").rpartition(":")
+    own = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+    address = sys.argv[1] if len(sys.argv) > 1 else f"{own}:{port}/healthz"
     try:
         with urllib.request.urlopen(f"http://{address}", timeout=SECONDS) as answer:
             print(answer.read(500).decode(errors="replace"))

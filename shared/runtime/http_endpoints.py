@@ -9,8 +9,10 @@ import uvicorn
 from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from shared.runtime.errors import ConfigError
 from shared.runtime.failures import background
-from shared.runtime.own_address import LOOPBACK, own_address
+from shared.runtime.http_address import HTTP_VARIABLE, HttpAddress
+from shared.runtime.own_address import own_address
 
 
 def health_app(health: Callable[[], dict[str, object]], registry: CollectorRegistry) -> FastAPI:
@@ -31,16 +33,22 @@ def health_app(health: Callable[[], dict[str, object]], registry: CollectorRegis
 
 
 @contextlib.asynccontextmanager
-async def serving(app: FastAPI, address: str) -> AsyncIterator[str]:
-    """Serves ``app`` at ``host:port`` (port 0: any free one) while the body runs; yields the ``host:port`` that others reach it by."""
-    host, _, port = address.rpartition(":")
+async def serving(app: FastAPI, address: HttpAddress) -> AsyncIterator[str]:
+    """Serves ``app`` while the body runs; yields the ``host:port`` that others reach it by. Raises ConfigError where it cannot."""
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none"))
-    with socket.create_server((host or LOOPBACK, int(port))) as listener:
+    with _listener(address) as listener:
         async with background(server._serve([listener])):  # not `serve`: the service handles signals itself
             while not server.started:
                 await asyncio.sleep(0.01)
             try:
-                yield f"{own_address() if host == '0.0.0.0' else host or LOOPBACK}:{listener.getsockname()[1]}"
+                yield str(HttpAddress(own_address() if address.wildcard else address.host, listener.getsockname()[1]))
             finally:
                 server.force_exit = True
                 await server.shutdown([listener])
+
+
+def _listener(address: HttpAddress) -> socket.socket:
+    try:
+        return socket.create_server(address, family=socket.AF_INET6 if ":" in address.host else socket.AF_INET)
+    except OSError as error:
+        raise ConfigError(HTTP_VARIABLE, str(address), f"cannot be listened at: {error.strerror or error}") from None

@@ -2,7 +2,7 @@
 in the registry, and stops in order.
 
 Environment: ``NATS_URL`` and ``MYXO_RUN`` (required), ``REDIS_URL`` (else the run's), both also in files (`shared.runtime.server_urls`);
-``MYXO_INSTANCE`` (else host and pid), ``MYXO_HTTP`` (``host:port`` of the health side, else a free port on loopback), ``MYXO_LOG_LEVEL``.
+``MYXO_INSTANCE`` (else host and pid), ``MYXO_HTTP`` (`shared.runtime.http_address`), ``MYXO_LOG_LEVEL``.
 Exit codes: 0 done or asked to stop, 2 bad input (one line on standard error), 1 anything else.
 """
 
@@ -30,6 +30,7 @@ from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.runtime import exit_codes, failure_summary, failures, http_endpoints, server_urls
 from shared.runtime.errors import BadInput, ConfigError, DeadlineExceeded, MyxoError
+from shared.runtime.http_address import http_address
 from shared.runtime.own_address import own_address
 from shared.runtime.safe_text import say
 from shared.runtime.telemetry import Metrics, configure_logs, last_error
@@ -191,7 +192,7 @@ async def attended(service: Service) -> AsyncIterator[None]:
         raise await errors.get()
 
     app = http_endpoints.health_app(service.health, service.metrics.registry)
-    async with http_endpoints.serving(app, os.environ.get("MYXO_HTTP", "127.0.0.1:0")) as service.http:
+    async with http_endpoints.serving(app, http_address(service.config.monitoring.http_host)) as service.http:
         try:
             async with service.background(heartbeat(), failure()):
                 await service.tell("joined")

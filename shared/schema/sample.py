@@ -49,6 +49,14 @@ class SampleLimits:
 _FORMAT = SampleLimits()
 
 
+class InvalidSample(BadMessage):
+    """A stored sample that is not valid. ``position``: in its group's payload."""
+
+    def __init__(self, name: str, position: int, problem: str) -> None:
+        self.position, self.problem = position, problem
+        super().__init__(f"sample {name}: {problem}")
+
+
 @dataclass
 class Sample:
     """One trajectory: the form that rollout makes, the store keeps and trainer, reward and buffer read.
@@ -210,8 +218,11 @@ def encode(samples: Sequence[Sample], blob_bytes: int) -> list[bytes]:
 
 
 def decode(blobs: Iterable[bytes], limits: SampleLimits = _FORMAT) -> list[Sample]:
-    """Reads `encode`'s blobs back, and checks the samples; arrays are read-only views of the blobs. Raises BadMessage."""
-    samples = []
+    """Reads `encode`'s blobs back, and checks the samples; arrays are read-only views of the blobs.
+
+    Raises BadMessage; of a sample that is not valid InvalidSample.
+    """
+    samples: list[Sample] = []
     for blob in blobs:
         content = codec.unpack(blob)
         schema = content.get("schema") if isinstance(content, dict) else None
@@ -223,8 +234,9 @@ def decode(blobs: Iterable[bytes], limits: SampleLimits = _FORMAT) -> list[Sampl
             read = [Sample(**entry) for entry in content["samples"]]
         except (TypeError, KeyError) as error:
             raise BadMessage(f"payload sample with unexpected fields: {error}") from error
-        for sample in read:
-            sample.check(limits)
+        for position, sample in enumerate(read, len(samples)):
+            if (problem := sample.problem(limits)) is not None:
+                raise InvalidSample(sample.name, position, problem)
         samples += read
     return samples
 

@@ -12,14 +12,15 @@ class WeightChannelAddress(Part):
     """One stream of buckets, from one of the trainer's ranks to every replica of a push.
 
     ``kind``: ``group``, a process group over ``backend`` (gloo or nccl) in which the source is rank 0; ``memory``, buffers that both sides
-    map (`colocate`). ``address``, ``port``: of the source's TCP store, which has manifests and buffers; ``name``: the channel's, new
-    whenever it is made. ``world_size``: the source and all engines' ranks.
+    map (`colocate`). ``address``, ``port``: of the source's store, which has manifests and buffers. ``secret``: without it the store
+    answers nobody; hexadecimal digits. ``name``: the channel's, new whenever it is made. ``world_size``: the source and all engines' ranks.
     """
 
     kind: Literal["group", "memory"]
     name: str
     address: str
     port: int
+    secret: str = Field(pattern=r"^([0-9a-f]{2}){16,64}$", repr=False)
     backend: str
     world_size: int
 

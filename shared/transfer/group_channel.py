@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, Store
 
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import DeadlineExceeded, MyxoError
@@ -56,7 +56,7 @@ class BroadcastGroup:
     The constructor blocks until every member is in it, and raises RuntimeError.
     """
 
-    def __init__(self, address: WeightChannelAddress, store: TCPStore, rank: int, device: torch.device, seconds: float) -> None:
+    def __init__(self, address: WeightChannelAddress, store: Store, rank: int, device: torch.device, seconds: float) -> None:
         self._name, self._device = address.name, device
         prefixed, size = PrefixStore(f"{address.name}/group/", store), address.world_size
         self._group: Any
@@ -80,7 +80,7 @@ class BroadcastGroup:
             stream.synchronize()
 
     @classmethod
-    def form(cls, end: "GroupSender | GroupReceiver", store: TCPStore, rank: int, deadline: TransferDeadline) -> "BroadcastGroup":
+    def form(cls, end: "GroupSender | GroupReceiver", store: Store, rank: int, deadline: TransferDeadline) -> "BroadcastGroup":
         """Returns the group of one end of a channel. It is formed on a thread, because forming cannot be cancelled.
 
         Raises ChannelBroken, TransferAborted, DeadlineExceeded; the end is broken then, and a group that comes late is given up.
@@ -196,7 +196,7 @@ class GroupSender(ChannelSender):
         self._end_group()
 
     def close(self) -> None:
-        self.broken = self.broken or f"channel {self.name} was closed"
+        super().close()
         self._ring.forget()
         self._works = {}
         self._end_group()

@@ -21,10 +21,13 @@ from shared.runtime.untrusted_files import parse_json
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_ring import BucketRing
 from shared.transfer.manifest import Manifest
-from shared.transfer.weight_channel import ChannelBroken, ChannelReceiver, ChannelSender, TransferDeadline
+from shared.transfer.weight_channel import POLL_INTERVAL_S, ChannelBroken, ChannelReceiver, ChannelSender, TransferDeadline
 
 MEMORY_BUFFERS = 2
 """Flat buffers of a channel: one is filled while the other is loaded. On a GPU they stay between pushes, so there are no more."""
+
+LOADING_POLL_S = 0.001
+"""The seconds between two looks at the GPU, while buckets that the source waits for are being loaded."""
 
 FILE_PREFIX = "myxo-weights-"
 """The prefix of the files' names: a reader opens no file without it, whatever the store names."""
@@ -77,6 +80,7 @@ class MemorySender(ChannelSender):
 
     def close(self) -> None:
         self.abort(f"channel {self.name} was closed")
+        super().close()
         self._unlink()
         self._ring, self._handles = BucketRing(self.device), []
 
@@ -188,8 +192,9 @@ class MemoryReceiver(ChannelReceiver):
             self.store.add(f"taken/{self._push}/{index}", 1)
 
     def _has(self, key: str) -> bool:
+        """Returns whether a key is there, or comes soon: the source must not wait for buckets that have been loaded meanwhile."""
         with self._reaching():
-            return self.store.check([key])
+            return self.store.check([key], LOADING_POLL_S if self._loading else POLL_INTERVAL_S)
 
     def _open(self, encoded: bytes) -> None:
         """Opens the buffers of a push; those that are open already stay so."""

@@ -1,7 +1,7 @@
 """The base of both ends of every weight channel: the store beside it, deadlines, flat buffers, and the methods of an end.
 
-A channel carries the buckets of pushes from one source to all engine ranks. The source hosts a TCP store, in which it writes what the
-buckets hold (``manifest/<push>``) and, should it give up, why (``aborted``); the readers write there that they have come
+A channel carries the buckets of pushes from one source to all engine ranks. The source serves a store (`channel_store`), in which it writes
+what the buckets hold (``manifest/<push>``) and, should it give up, why (``aborted``); the readers write there that they have come
 (``here/<rank>``). The kinds differ in how bytes travel: `group_channel`, `memory_channel`.
 
 Invariant: nothing here waits without checking, at least every `POLL_INTERVAL_S`, whether its deadline has passed or somebody has given
@@ -10,7 +10,7 @@ up. What cannot be called off (a store on another machine, the forming of a proc
 
 import abc
 import contextlib
-import datetime
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,11 +19,12 @@ from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, Store
 
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.schema.weight_messages import WeightChannelAddress
+from shared.transfer.channel_store import RemoteStore, StoreServer
 from shared.transfer.manifest import Manifest
 
 POLL_INTERVAL_S = 0.05
@@ -39,10 +40,9 @@ EAGER_SECONDS = 0.003
 """For so long a wait on a GPU checks without sleeping: a bucket of 512 MB takes 1.4 ms, a sleep a tenth of that."""
 
 CONNECT_SECONDS = 5.0
-"""The seconds for a request to a store of another process."""
+"""The seconds to reach the store of another process, to abort its channel."""
 
-STORE_SECONDS = 60.0
-"""The seconds for torch's own requests to the store while a process group is formed."""
+SECRET_BYTES = 32
 
 T = TypeVar("T")
 
@@ -132,10 +132,10 @@ class ChannelSender(abc.ABC):
 
     def __init__(self, name: str, host: str, world_size: int, device: torch.device, backend: str) -> None:
         self.name, self.world_size, self.device, self.backend = name, world_size, device, backend
-        limit = datetime.timedelta(seconds=STORE_SECONDS)
-        self.store = TCPStore(host, 0, world_size, is_master=True, timeout=limit, wait_for_workers=False)
+        self.store, secret = HashStore(), secrets.token_hex(SECRET_BYTES)
+        self._server = StoreServer(self.store, host, secret)
         self.address = WeightChannelAddress(
-            kind=self.kind, name=name, address=host, port=self.store.port, backend=backend, world_size=world_size
+            kind=self.kind, name=name, address=host, port=self._server.port, secret=secret, backend=backend, world_size=world_size
         )
         self.broken: str | None = None
         self._deadline = TransferDeadline(0.0)
@@ -187,9 +187,10 @@ class ChannelSender(abc.ABC):
             with contextlib.suppress(RuntimeError):
                 self.store.set("aborted", reason)
 
-    @abc.abstractmethod
     def close(self) -> None:
-        """Releases all resources."""
+        """Releases all resources. The readers' requests fail from now on."""
+        self.broken = self.broken or f"channel {self.name} was closed"
+        self._server.close()
 
     def _until(self, done: Callable[[], bool], what: str) -> None:
         awaited_from = f"the {self.world_size - 1} engine ranks of channel {self.name}"
@@ -216,9 +217,13 @@ class ChannelSender(abc.ABC):
 
 def abort_channel(address: WeightChannelAddress, reason: str) -> None:
     """Ends what the source of a channel in another process waits for. Does nothing if it cannot be reached."""
-    limit = datetime.timedelta(seconds=CONNECT_SECONDS)
-    with contextlib.suppress(RuntimeError):
-        TCPStore(address.address, address.port, is_master=False, wait_for_workers=False, timeout=limit).set("aborted", reason)
+    with contextlib.suppress(RuntimeError), contextlib.closing(reach(address, CONNECT_SECONDS)) as store:
+        store.set("aborted", reason)
+
+
+def reach(address: WeightChannelAddress, seconds: float) -> RemoteStore:
+    """Returns the store of a channel in another process. Raises RuntimeError."""
+    return RemoteStore(address.address, address.port, address.secret, seconds)
 
 
 class ChannelReceiver(abc.ABC):
@@ -236,27 +241,21 @@ class ChannelReceiver(abc.ABC):
         self.source = f"the source of channel {address.name} at {address.address}:{address.port}"
         self.awaited_from = self.source  # while joining
         self.broken: str | None = None
-        self._store: TCPStore | None = None
+        self._store: RemoteStore | None = None
         self._manifest: Manifest | None = None
         self._question: Future[tuple[str | None, None]] | None = None
         self._asked_at = 0.0
 
     def join(self, deadline: TransferDeadline) -> None:
         """Connects to the store and says that this rank is here. It may run beside generation, on a thread of its own."""
-        what, address = f"a connection for channel {self.name}", self.address
-
-        def connect() -> TCPStore:
-            limit = datetime.timedelta(seconds=deadline.left)
-            return TCPStore(address.address, address.port, address.world_size, is_master=False, timeout=limit, wait_for_workers=False)
-
-        connecting = run_in_thread(connect, f"connect-{self.name}")
+        what = f"a connection for channel {self.name}"
+        connecting = run_in_thread(lambda: reach(self.address, deadline.left), f"connect-{self.name}")
         try:
             deadline.until(connecting.done, what, self.source)
         except DeadlineExceeded as error:
             raise ChannelBroken(str(error)) from error
         with breaking(f"{what} did not come from {self.source}"):
             self._store = connecting.result()
-            self._store.set_timeout(datetime.timedelta(seconds=CONNECT_SECONDS))
             self._store.set(f"{self.name}/here/{self.rank}", "1")
 
     def manifest(self, push: int, deadline: TransferDeadline) -> Manifest:
@@ -286,9 +285,11 @@ class ChannelReceiver(abc.ABC):
     def close(self) -> None:
         """Ends what is under way and leaves the channel, which is of no use afterwards. Returns soon."""
         self.broken = self.broken or f"channel {self.name} was left"
+        if self._store is not None:
+            self._store.close()
 
     @property
-    def store(self) -> TCPStore:
+    def store(self) -> RemoteStore:
         """Returns the source's store. Raises ChannelBroken."""
         self.raise_if_broken()
         if self._store is None:
@@ -310,7 +311,7 @@ class ChannelReceiver(abc.ABC):
             self._asked_at = time.monotonic()
             self._question = self._asked(lambda _: None)
 
-    def _ask(self, question: Callable[[TCPStore], T | None], what: str, deadline: TransferDeadline) -> T:
+    def _ask(self, question: Callable[[RemoteStore], T | None], what: str, deadline: TransferDeadline) -> T:
         """Returns the first answer that counts as true."""
         pause = 0.002
         while True:
@@ -322,7 +323,7 @@ class ChannelReceiver(abc.ABC):
             time.sleep(pause)
             pause = min(POLL_INTERVAL_S, pause * 2)
 
-    def _asked(self, question: Callable[[TCPStore], T]) -> Future[tuple[str | None, T]]:
+    def _asked(self, question: Callable[[RemoteStore], T]) -> Future[tuple[str | None, T]]:
         """Asks the store, which may not respond, on a thread: for the reason to give up, if there is one, and the question."""
         store = self.store
         return run_in_thread(lambda: (_abort_reason(store), question(store)), f"ask-{self.name}")
@@ -334,9 +335,15 @@ class ChannelReceiver(abc.ABC):
             raise ChannelBroken(f"{self.source} has given up: {reason}")
         return answer
 
-    def _reaching(self) -> contextlib.AbstractContextManager[None]:
-        return breaking(f"{self.source} is gone")
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            with breaking(f"{self.source} is gone"):
+                yield
+        except ChannelBroken:
+            self.raise_if_broken()  # this end was closed, and with it its connection
+            raise
 
 
-def _abort_reason(store: TCPStore) -> str | None:
+def _abort_reason(store: Store) -> str | None:
     return store.get("aborted").decode(errors="replace") if store.check(["aborted"]) else None

@@ -10,13 +10,11 @@ from services.trainer import batches
 from services.trainer.batches import BadBatch, TrainBatch
 from services.trainer.loss_inputs import LossInputs
 from services.trainer.objective.custom_objective import CustomFunctions
-from services.trainer.packing import BadSample
 from services.trainer.partition import partition_batch
-from services.trainer.placement import SampleTooLong
 from services.trainer.shard_reader import ShardReader
+from services.trainer.untrainable import Untrainable
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.embedded_servers import EmbeddedValkey
-from shared.runtime.errors import BadMessage, PayloadMissing
 from shared.schema import sample
 from shared.schema.messages import Batch, BatchGroup, Payload
 from shared.store.payload_store import BlockingStore, Store
@@ -68,11 +66,11 @@ def trained(batch: TrainBatch) -> dict[str, sample.Sample]:
 
 
 async def stored(url: str, run: str, rewards: list[list[float]]) -> Batch:
-    """A batch at version 3 whose groups' samples are 1, 2, … tokens long and of version 1, 2, …"""
+    """A batch at version 3 whose groups' samples are 1, 2, … tokens long and of version 1, 2, 3, 3, …"""
     store, groups = Store(url), []
     for number, values in enumerate(rewards):
         name = f"g{number:08d}"
-        samples = [made(name, index, index + 1, number + 1) for index in range(len(values))]
+        samples = [made(name, index, index + 1, min(number + 1, 3)) for index in range(len(values))]
         blobs = sample.encode(samples, 200)
         keys = [f"{run}:{name}:{part}" for part in range(len(blobs))]
         await store.write(dict(zip(keys, blobs, strict=True)))
@@ -145,27 +143,54 @@ def test_what_does_not_fit_its_reference_is_named(valkey: EmbeddedValkey, run_na
     batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0]]))
     group = batch.groups[0]
     for lengths, rewards, problem in (
-        ((3, 4, 5), [1.0, 0.0, 1.0], r"group g00000000 of step 7: 2 samples of \[3, 4\] tokens in the store, \[3, 4, 5\] by its reference"),
-        ((3, 4), [1.0], r"group g00000000 of step 7: its reference has 2 lengths for 1 rewards"),
-        ((), [1.0, 0.0], r"group g00000000 of step 7: its reference has 0 lengths for 2 rewards"),
+        ((3, 4, 5), [1.0, 0.0, 1.0], r"group g00000000: 2 samples of \[3, 4\] tokens in the store, \[3, 4, 5\] by its reference"),
+        ((3, 4), [1.0], r"sample g00000000/0: its reference has 2 lengths for 1 rewards"),
+        ((), [1.0, 0.0], r"sample g00000000/0: its reference has 0 lengths for 2 rewards"),
     ):
         group.payload = group.payload.model_copy(update={"tokens": lengths})
         group.rewards = rewards
-        with pytest.raises(BadMessage, match=problem):
+        with pytest.raises(Untrainable, match=problem):
             read(batch, valkey.url)
     group.payload, group.rewards = group.payload.model_copy(update={"tokens": (3, 4), "keys": ["nowhere"]}), [1.0, 0.0]
-    with pytest.raises(PayloadMissing, match="no blob nowhere"):
+    with pytest.raises(Untrainable, match="sample g00000000/0: the store holds no blob nowhere"):
         read(batch, valkey.url)
     group.payload = group.payload.model_copy(update={"tokens": (3, 101)})
-    with pytest.raises(SampleTooLong, match="sample g00000000/1 has 101 tokens, a micro-batch holds at most 100"):
+    with pytest.raises(Untrainable, match="sample g00000000/1: has 101 tokens, a micro-batch holds at most 100: raise max_tokens_per_gpu"):
         read(batch, valkey.url)
 
 
 def test_a_token_that_the_model_does_not_know_is_named(valkey: EmbeddedValkey, run_name: str) -> None:
     batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0]]))
     reader = ShardReader(BlockingStore(valkey.url), 0, 4)
-    with pytest.raises(BadSample, match="sample g00000000/1: response: token 4 at position 1 is outside the vocabulary of 4"):
+    with pytest.raises(Untrainable, match=r"sample g00000000/1: .*response holds token 4 at 1, which is not in \[0, 4\)") as raised:
         reader.take(partition_batch(batch, 1, 1, 100))
+    assert [(found.group, found.position) for found in raised.value.samples] == [("g00000000", 1)]
+
+
+def test_every_group_that_cannot_be_read_is_named(valkey: EmbeddedValkey, run_name: str) -> None:
+    """Whatever is wrong with it: its bytes, its content, another group's samples under its key, or nothing there at all."""
+    batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0]] * 6))
+
+    async def spoil() -> None:
+        store = Store(valkey.url)
+        keys = [group.payload.keys[0] for group in batch.groups]
+        foreign = (await store.read([keys[0]]))[0]
+        good = made("g00000004", 0, 1, 5)
+        good.segments = [(0, 1, 1 << 40)]
+        await store.write({keys[1]: b"\xc1", keys[2]: foreign, keys[4]: sample.encode([good, made("g00000004", 1, 2, 3)], 1000)[0]})
+        await store.write({keys[5]: sample.encode([made("g00000005", 0, 1, 3), made("g00000005", 1, 2, 4)], 1000)[0]})
+        await store.free([keys[3]])
+        await store.close()
+
+    asyncio.run(spoil())
+    with pytest.raises(Untrainable) as raised:
+        ShardReader(BlockingStore(valkey.url), 0, 100).take(partition_batch(batch, 1, 1, 100))
+    found = {item.group: item.reason for item in raised.value.samples}
+    assert set(found) == {f"g{number:08d}" for number in (1, 2, 3, 4, 5)}
+    assert [item.position for item in raised.value.samples] == [0, 0, 0, 0, 1]
+    assert "its samples in the store are g00000000/0" in found["g00000002"]
+    assert "the store holds no blob" in found["g00000003"]
+    assert f"version {1 << 40}" in found["g00000004"] and "version 4" in found["g00000005"]
 
 
 def two_versions(group: str, index: int) -> sample.Sample:

@@ -116,7 +116,7 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
         assert [seen.instance for seen in await Registry(rollout, RUN).alive("rollout")] == ["rollout-0"]
         joined = ServiceEvent(service="rollout", instance="rollout-0", what="joined", detail="", at=time.time())
         await rollout.publish(NAMES.event("service", "joined"), joined)
-        channel = WeightChannelAddress(kind="group", name="channel-1", address="a", port=1, backend="gloo", world_size=2)
+        channel = WeightChannelAddress(kind="group", name="channel-1", address="a", port=1, secret="00" * 32, backend="gloo", world_size=2)
         offer = WeightsPrepare(version=0, channels=[channel], rank=1, deadline=5)
         answer = await trainer.request(NAMES.replica_weights("rollout-0", "prepare"), offer, Ready, deadline=60, awaited_from="rollout-0")
         assert answer.replica == "rollout-0"

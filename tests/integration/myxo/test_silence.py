@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.runtime import exit_codes
 from tests.integration.myxo.command import COMMAND_SECONDS, Myxo, ended, wait_for
 
 ConfigFile = Callable[..., Path]
@@ -48,9 +49,10 @@ def test_groups_that_all_fail_are_told_and_end_the_run_which_goes_on_when_called
     (root / "refuse").write_text(PROMPT_TOO_LONG)
     config = config_file(rollout={"num_rollout": 2, "max_dead_in_a_row": 8}, eval={"skip_eval_before_train": True})
     code, out, err = myxo.run("up", config, standins=True)
-    assert code == 1, f"{out}\n{err}"
+    assert code == exit_codes.RUN_FAILED, f"{out}\n{err}"
     assert "myxo: run test failed: " in err and "groups in a row failed (rollout.max_dead_in_a_row = 8)" in err
     assert PROMPT_TOO_LONG in err
+    assert "stopped: 8 groups in a row failed" in out
     report = out[out.index("what went wrong") :]
     assert "dead" in report and PROMPT_TOO_LONG[:50] in " ".join(report.split())
     assert not (root / "servers.json").exists()
@@ -100,7 +102,8 @@ def test_a_service_that_dies_of_the_same_again_and_again_ends_the_run_although_i
     assert "rollout-0" in line_with(process, "OSError: [Errno 28] No space left on device")
     assert time.monotonic() - began < TOLD_SECONDS
     code, out, err = ended(process)
-    assert code == 1, f"{out}\n{err}"
+    assert code == exit_codes.RUN_FAILED, f"{out}\n{err}"
+    assert "stopped: rollout-0 ended 3 times with the same error" in out, "the progress tells it"
     assert "myxo: rollout-0 ended 3 times with the same error, and no training step in between: exit code 1: " in err
     assert "No space left on device" in out[out.index("what went wrong") :]
     code, out, _ = myxo.run("status", root)

@@ -17,7 +17,8 @@ def test_three_of_one_kind_without_a_step_in_between_are_enough() -> None:
 @pytest.mark.parametrize(
     "deaths",
     [
-        [(1, "a", 0), (1, "b", 0), (1, "a", 0), (1, "a", 0)],
+        [(1, "a", 0), (1, "b", 0), (1, "a", 0), (1, "b", 0), (1, "c", 0)],
+        [(1, "a", 3), (1, "a", 3), (1, "a", 4), (1, "a", 4)],
         [(1, "a", 0), (1, "a", 1), (1, "a", 2), (1, "a", 3)],
         [(1, "a", 0), (2, "a", 0), (1, "a", 0)],
         [(-9, "a", 0)] * 5,
@@ -31,6 +32,19 @@ def test_others_are_not(deaths: list[tuple[int, str, int]]) -> None:
 
 def test_a_death_from_outside_neither_counts_nor_forgives() -> None:
     assert given_up((1, "a", 0), (-9, "", 0), (1, "a", 0), (-15, "", 0), (1, "a", 0))[-1]
+
+
+def test_errors_that_take_turns_are_counted_each() -> None:
+    """Of several ranks now the one that failed is heard, now one that lost it."""
+    assert given_up((1, "bad index", 5), (1, "a rank went away", 5), (1, "bad index", 5), (1, "bad index", 5)) == [False] * 3 + [True]
+
+
+@pytest.mark.parametrize(
+    "deaths", [[(-9, "", 5)] * 10, [(1, letter, 5) for letter in "abcdefghij"], [(-15, "", 5)] * 8 + [(1, "a", 5)] * 2]
+)
+def test_whatever_it_dies_of_there_is_an_end(deaths: list[tuple[int, str, int]]) -> None:
+    assert given_up(*deaths) == [False] * 9 + [True]
+    assert not any(given_up(*deaths[:9], (-9, "", 6), *deaths[:8])), "a finished step begins the count anew"
 
 
 def test_a_crash_is_of_its_own_making() -> None:

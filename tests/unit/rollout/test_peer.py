@@ -137,7 +137,7 @@ def test_engines_that_are_not_alike(source: Receiver) -> None:
 
 
 def test_a_source_that_never_was() -> None:
-    channel = {"kind": "group", "name": "x", "address": "127.0.0.1", "port": 9, "backend": "gloo", "world_size": 2}
+    channel = {"kind": "group", "name": "x", "address": "127.0.0.1", "port": 9, "secret": "00" * 32, "backend": "gloo", "world_size": 2}
     with pytest.raises(ReceiveError, match="channel x"):
         receive(receiver(2), channel, seconds=1.0)
 

@@ -11,7 +11,9 @@ from shared.transfer.weight_channel import TransferDeadline
 
 def test_an_order_whose_lanes_were_called_off_says_so() -> None:
     receiver = Receiver(torch.nn.Linear(1, 1), 0, "cpu")
-    channel = WeightChannelAddress(kind="group", name="channel", address="127.0.0.1", port=free_port(), backend="gloo", world_size=3)
+    channel = WeightChannelAddress(
+        kind="group", name="channel", address="127.0.0.1", port=free_port(), secret="00" * 32, backend="gloo", world_size=3
+    )
     receiver.join([channel], 1, 30.0)
     receiver.abort()
     with pytest.raises(ReceiveError, match="was called off") as off:

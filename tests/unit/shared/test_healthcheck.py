@@ -4,12 +4,18 @@ import asyncio
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from shared.runtime import http_endpoints
 from shared.runtime.embedded_servers import free_port
+from shared.runtime.errors import ConfigError
+from shared.runtime.http_address import HttpAddress, http_address, parsed
+from tests.support.listening_sockets import listening_sockets
+from tests.support.run_config import run_config
 
 
 async def probe(address: str, *words: str) -> tuple[int, str]:
@@ -22,11 +28,16 @@ async def probe(address: str, *words: str) -> tuple[int, str]:
     return process.returncode, out.decode()
 
 
+@pytest.fixture
+def app() -> FastAPI:
+    return http_endpoints.health_app(lambda: {"ok": True}, CollectorRegistry())
+
+
 @pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)])
 async def test_the_probe_says_what_the_service_says(ok: bool, code: int) -> None:
     app = http_endpoints.health_app(lambda: {"ok": ok, "state": "ready"}, CollectorRegistry())
     port = free_port()
-    async with http_endpoints.serving(app, f"127.0.0.1:{port}"):
+    async with http_endpoints.serving(app, HttpAddress("127.0.0.1", port)):
         assert (await probe(f"0.0.0.0:{port}"))[0] == code
         found, said = await probe("0.0.0.0:1", f"127.0.0.1:{port}/healthz")
     assert found == code
@@ -37,3 +48,45 @@ async def test_a_service_that_does_not_answer_is_not_well() -> None:
     code, said = await probe(f"0.0.0.0:{free_port()}")
     assert code == 1
     assert "nobody answers" in said
+
+
+async def test_the_probe_asks_the_address_that_the_service_was_given(app: FastAPI) -> None:
+    async with http_endpoints.serving(app, HttpAddress("127.0.0.4", 0)) as address:
+        assert address.startswith("127.0.0.4:")
+        assert (await probe(address))[0] == 0
+
+
+async def test_it_is_loopback_where_nobody_says_otherwise(app: FastAPI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's address, then the environment's, which wins; what listens is that address alone."""
+    monkeypatch.delenv("MYXO_HTTP", raising=False)
+    default = http_address(run_config(tmp_path).monitoring.http_host)
+    assert default == ("127.0.0.1", 0)
+    chosen = http_address(run_config(tmp_path, monitoring={"http_host": "127.0.0.5"}).monitoring.http_host)
+    monkeypatch.setenv("MYXO_HTTP", f"127.0.0.6:{free_port()}")
+    for address in (default, chosen, http_address("127.0.0.5")):
+        before = listening_sockets(os.getpid())
+        async with http_endpoints.serving(app, address) as served:
+            assert {f"{found.address}:{found.port}" for found in listening_sockets(os.getpid()) - before} == {served}
+            assert served.startswith(f"{address.host}:")
+
+
+async def test_an_address_that_cannot_be_listened_at_is_named(app: FastAPI) -> None:
+    async with http_endpoints.serving(app, HttpAddress("127.0.0.1", 0)) as taken:
+        with pytest.raises(ConfigError, match=f"MYXO_HTTP = '{taken}': cannot be listened at: Address already in use"):
+            async with http_endpoints.serving(app, parsed(taken)):
+                pass
+    with pytest.raises(ConfigError, match=r"MYXO_HTTP = '192\.0\.2\.250:0': cannot be listened at"):
+        async with http_endpoints.serving(app, HttpAddress("192.0.2.250", 0)):
+            pass
+
+
+@pytest.mark.parametrize("text", ["9464", ":9464", "host:", "host:port", "host:70000", "host:-1", "host:٣"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="MYXO_HTTP = "):
+        parsed(text)
+
+
+@pytest.mark.parametrize(("text", "wildcard"), [("[::1]:5", False), ("[::]:5", True), ("0.0.0.0:5", True), ("buffer:5", False)])
+def test_addresses_are_written_as_they_are_read(text: str, wildcard: bool) -> None:
+    assert str(parsed(text)) == text
+    assert parsed(text).wildcard == wildcard

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.hooks.hook_sample import HookSample, Status
-from shared.hooks.sample_conversion import Bounds, Served, from_stored, group_index, to_stored
+from shared.hooks.sample_conversion import Served, from_stored, group_index, to_stored
 from shared.runtime.errors import BadMessage
 from shared.schema import sample as stored_sample
 from shared.schema.ledger import is_evaluation
@@ -17,7 +17,7 @@ from shared.schema.sample import Score
 from tests.unit.shared.test_sample import samples
 
 SERVED = Served(begun=3, newest=5)
-BOUNDS = Bounds(vocabulary=100, longest=20)
+VOCABULARY = 100
 
 
 def hook_sample(**changes: Any) -> HookSample:
@@ -36,8 +36,8 @@ def hook_sample(**changes: Any) -> HookSample:
     return HookSample(**{**fields, **changes})
 
 
-def stored(given: HookSample, group: str = "g00000007", served: Served = SERVED, bounds: Bounds = BOUNDS) -> StoredSample:
-    return to_stored(given, group, 3, 1, served, bounds)
+def stored(given: HookSample, group: str = "g00000007", served: Served = SERVED) -> StoredSample:
+    return to_stored(given, group, 3, 1, served, VOCABULARY)
 
 
 def test_what_a_hook_generated_is_stored() -> None:
@@ -68,7 +68,6 @@ def test_what_may_be_left_out() -> None:
     assert (len(one.response), one.segments) == (0, [])
     arrays = hook_sample(tokens=np.arange(6), loss_mask=np.array([True, False, True, True]), rollout_log_probs=np.zeros(4))
     assert stored(arrays).mask.tolist() == [1, 0, 1, 1]
-    assert len(stored(hook_sample(tokens=[1] * 30), "eval.heldout.0.1", bounds=Bounds(100)).prompt) == 26
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,6 @@ def test_what_may_be_left_out() -> None:
         ({"tokens": [[1], [2, 3]]}, "tokens is not a list of token ids"),
         ({"tokens": [1, 2, 3, 4, 5, 100]}, r"token 100 at 5 is not in \[0, 100\)"),
         ({"tokens": [1, -2, 3, 4, 5, 6]}, r"token -2 at 1 is not in \[0, 100\)"),
-        ({"tokens": [1] * 21}, r"21 tokens; a micro-batch holds 20 \(trainer.max_tokens_per_gpu\)"),
         ({"loss_mask": [1, 1]}, "loss_mask has 2 entries for 4 response tokens"),
         ({"loss_mask": [1, 1, 2, 1]}, "loss_mask holds 2; expected 0 and 1"),
         ({"loss_mask": [1.0] * 4}, "loss_mask is not a list of 0 and 1"),
@@ -150,7 +148,7 @@ def test_a_stored_sample_comes_back_from_a_hook_as_it_was(one: StoredSample, rem
     seen = from_stored(one)
     assert seen.tokens == [*one.prompt.tolist(), *one.response.tolist()]
     assert (seen.response, seen.response_length, seen.index, seen.rollout_id) == (one.text, len(one.response), one.index, one.rollout)
-    back = to_stored(seen, one.group, one.index, one.rollout, Served(begun=0, newest=9), Bounds(100))
+    back = to_stored(seen, one.group, one.index, one.rollout, Served(begun=0, newest=9), VOCABULARY)
     assert (back.prompt.tolist(), back.response.tolist(), back.mask.tolist()) == (
         one.prompt.tolist(),
         one.response.tolist(),

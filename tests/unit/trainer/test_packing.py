@@ -1,6 +1,5 @@
 """Samples end to end: what stands where, and what is refused."""
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -10,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.trainer.batches import demonstration_micro_batches
-from services.trainer.packing import BadSample, check_vocabulary, collect, pack, spread
+from services.trainer.packing import BadSample, collect, pack, spread
 from services.trainer.placement import SampleTooLong
 from shared.config.algorithm import AlgorithmSection
 from tests.support.train_samples import train_sample
@@ -124,21 +123,6 @@ def test_moving_and_adding_fields_leave_the_original_alone():
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert moved.fields.keys() == more.fields.keys()
     assert batch.tokens.device.type == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("changes", "vocabulary", "problem"),
-    [
-        ({"prompt": np.array([3, -2], np.int32)}, 100, "prompt: token -2 at position 1 is outside"),
-        ({"response": np.array([3, 4, -1], np.int32)}, 100, "response: token -1 at position 2 is outside"),
-        ({}, 13, "response: token 13 at position 2 is outside the vocabulary of 13"),
-        ({}, 2, "prompt: token 2 at position 1 is outside the vocabulary of 2"),
-    ],
-)
-def test_tokens_outside_the_vocabulary_are_refused(changes, vocabulary, problem):
-    check_vocabulary(sample(), 14)
-    with pytest.raises(BadSample, match=f"sample g7/3: {problem}"):
-        check_vocabulary(dataclasses.replace(sample(), **changes), vocabulary)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,29 @@
+"""Samples that a batch cannot be trained with. The buffer hears of them, and in the end puts other groups in their place."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.runtime.errors import MyxoError
+
+
+@dataclass(frozen=True, order=True)
+class RefusedSample:
+    """A sample that cannot be trained: the first such one of its group, ``position`` in it."""
+
+    group: str
+    position: int
+    reason: str
+
+
+class Untrainable(MyxoError):
+    """The batch of ``step`` cannot be trained as it is.
+
+    Args:
+        samples: why; at least one, of each group one at most.
+    """
+
+    def __init__(self, step: int, samples: Sequence[RefusedSample]) -> None:
+        self.step, self.samples = step, list(samples)
+        first, others = self.samples[0], len(self.samples) - 1
+        also = f", and {others} more groups" if others else ""
+        super().__init__(f"step {step} cannot be trained with sample {first.group}/{first.position}: {first.reason}{also}")
