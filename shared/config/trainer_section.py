@@ -115,7 +115,7 @@ class TrainerSection(Section):
     seed: int = Field(default=1234, ge=0, le=LARGEST_SEED, description="the trainer's random seed")
     save: Path | None = Field(
         default=None,
-        description="where the trainer keeps what it writes (checkpoints, weights, exports, curves), in SAVE/NAME; default: the run's directory",
+        description="where the trainer keeps what it writes (checkpoints, weights, exports, curves), in SAVE/NAME; default: DIR/NAME",
     )
     save_interval: int = Field(default=20, gt=0, description="steps between checkpoints", **MUTABLE)
     async_save: bool = Field(default=True, description="write checkpoints while the next steps train", **MUTABLE)

@@ -19,7 +19,8 @@ def deep(levels: int) -> Any:
 
 ODD: list[Any] = [
     None, True, False, *EDGES, 0.0, -0.0, 0.5, 1e-320, 1e308, float("nan"), float("inf"), -float("inf"),
-    "", " ", "a", "a" * 300, "\0", "a\nb", "\x1b[2J", "\u202e", "\ud800", "..", "../..", "/etc/passwd", "-1", "1e999", "NaN", "<script>", "[red]",
+    "", " ", "a", "a" * 300, "\0", "a\nb", "\x1b[2J", "\u202e", "\ud800", "..", "../..", "/etc/passwd", "-1", "1e999", "NaN",
+    "<script>", "[red]",
     b"", b"\0", b"\xff" * 9, [], [None], [[]] * 9, [0] * 300, {}, {"": None}, {"a": {"a": {}}}, {"schema": 1}, deep(30), deep(300),
     {"dtype": "<i4", "shape": [1], "data": b"\1\0\0\0"}, {"dtype": "<i4", "shape": [2**62, 4], "data": b""},
     {"dtype": "|O", "shape": [1], "data": b"12345678"}, {"dtype": "<f4", "shape": [-1], "data": b"1234"},

@@ -1,5 +1,6 @@
 """One valid message of each kind, made from its fields' types."""
 
+import dataclasses
 import types
 import typing
 from typing import Annotated, Any, Literal, Union
@@ -12,8 +13,8 @@ from pydantic.fields import FieldInfo
 from shared.schema import ledger, messages, weight_messages  # noqa: F401  # they register their kinds
 from shared.schema.messages import Message
 
-TEXTS = {"group": "000007", "digest": "0" * 32}
-"""What a text has to look like, where not every text does."""
+SPECIAL: dict[str, Any] = {"group": "000007", "digest": "0" * 32, "secret": "0" * 32, "prompt_tokens": np.array([1, 2], dtype=np.int32)}
+"""Fields of which not every value of their type is valid."""
 
 
 def valid(model: type[BaseModel]) -> BaseModel:
@@ -27,6 +28,8 @@ def _of_field(name: str, info: FieldInfo) -> Any:
 
 def _value(name: str, kind: Any, limits: list[Any]) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if name in SPECIAL:
+        return SPECIAL[name]
     if origin is Annotated:
         return _value(name, arguments[0], [*limits, *arguments[1:]])
     if origin is Literal:
@@ -41,22 +44,25 @@ def _value(name: str, kind: Any, limits: list[Any]) -> Any:
         return {_value("key", arguments[0], []): _value(name, arguments[1], [])}
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return {field: _of_field(field, info) for field, info in kind.model_fields.items()}
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind, include_extras=True)
+        return {field.name: _value(field.name, hints[field.name], []) for field in dataclasses.fields(kind)}
     if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return [_value(field, argument, []) for field, argument in typing.get_type_hints(kind).items()]
     if kind is str:
-        return TEXTS.get(name, "a")
+        return "a"
     if kind is bool:
         return True
     if kind in (int, float):
         return kind(max([1, *(limit.ge for limit in limits if isinstance(limit, annotated_types.Ge))]))
     if kind is bytes:
         return b"a"
-    if origin is np.ndarray or kind is np.ndarray:
-        return np.array([1], dtype=np.int32)
     return {}
 
 
 def every_message() -> dict[str, Message]:
     """Kind → a valid message, of all kinds that a service knows."""
-    kinds = {name: kind for name, kind in Message.kinds.items() if kind.__module__.startswith("shared.") and not kind.__name__.startswith("_")}
+    kinds = {
+        name: kind for name, kind in Message.kinds.items() if kind.__module__.startswith("shared.") and not kind.__name__.startswith("_")
+    }
     return {name: typing.cast(Message, valid(kind)) for name, kind in kinds.items() if kind.model_fields}
