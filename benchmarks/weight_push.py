@@ -12,6 +12,7 @@ optimizer may change the weights. ``generation``: 32 generations that run throug
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.trainer_mfu import SHAPE, micro_batch
+from services.rollout.engine.engine_process import UnixConnection
 
 RESULTS = Path(__file__).parent / "results" / "weight_push.json"
 PAGE = Path(__file__).parents[1] / "docs" / "weights.md"
@@ -149,9 +151,9 @@ class Bench:
         log(json.dumps(self.figures))
         if self.arguments.trace is not None and self.on_gpu:
             self._profiled(actor, pusher, channel, 2 + 2 * self.arguments.rounds)
-        urls = [engine_url(process.words()) for process in stage.replicas.values()]
+        engines = [engine_socket(process.words()) for process in stage.replicas.values()]
         if self.on_gpu:
-            self.figures |= self._generation(urls[0], lambda: self._push(actor, pusher, channel, 4 + 2 * self.arguments.rounds))
+            self.figures |= self._generation(engines[0], lambda: self._push(actor, pusher, channel, 4 + 2 * self.arguments.rounds))
             log(json.dumps(self.figures))
         pusher.wait()
         channel.send(Leave(done=True))
@@ -161,7 +163,7 @@ class Bench:
             tensors = [(name, tensor.clone()) for bucket in actor.export(SLIME_BUCKET) for name, tensor in bucket] if alone else []
             pusher.close()
             if tensors:
-                self.figures["slime_way_gb_per_s"] = round(slime_way(urls[0], tensors), 1)
+                self.figures["slime_way_gb_per_s"] = round(slime_way(engines[0], tensors), 1)
             self.figures["raw_gb_per_s"] = round(raw(self.ranks), 1)
             import torch
 
@@ -214,7 +216,7 @@ class Bench:
         print(profiled.key_averages().table(sort_by="cuda_time_total", row_limit=15, max_name_column_width=60), flush=True)
         profiled.export_chrome_trace(str(self.arguments.trace))
 
-    def _generation(self, url: str, push: Any) -> dict[str, Any]:
+    def _generation(self, engine: str, push: Any) -> dict[str, Any]:
         """Runs generations through a push."""
         times: list[list[float]] = [[] for _ in range(GENERATIONS)]
         finished: list[str] = []
@@ -222,7 +224,9 @@ class Bench:
         async def one(session: Any, number: int) -> None:
             prompt = [random.randrange(1000) for _ in range(64)]
             sampling = {"max_new_tokens": GENERATED, "temperature": 1.0, "ignore_eos": True}
-            async with session.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling, "stream": True}) as answer:
+            async with session.post(
+                "http://engine/generate", json={"input_ids": prompt, "sampling_params": sampling, "stream": True}
+            ) as answer:
                 async for line in answer.content:
                     if line.startswith(b"data: {"):
                         times[number].append(time.monotonic())
@@ -232,7 +236,8 @@ class Bench:
         async def all_of_them() -> None:
             import aiohttp
 
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(300), read_bufsize=2**24) as session:
+            connector, timeout = aiohttp.UnixConnector(engine), aiohttp.ClientTimeout(300)
+            async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**24) as session:
                 await asyncio.gather(*(one(session, number) for number in range(GENERATIONS)))
 
         running = threading.Thread(target=lambda: asyncio.run(all_of_them()))
@@ -288,7 +293,7 @@ class Bench:
             self.arguments.json.write_text(json.dumps([*rows, self.figures], indent=1) + "\n")
 
 
-def slime_way(url: str, tensors: list[tuple[str, Any]], rounds: int = 5) -> float:
+def slime_way(engine: str, tensors: list[tuple[str, Any]], rounds: int = 5) -> float:
     """GB/s of the best round: buckets of 512 MiB, each announced to the engine, one broadcast a tensor."""
     import torch
     import torch.distributed as dist
@@ -298,7 +303,7 @@ def slime_way(url: str, tensors: list[tuple[str, Any]], rounds: int = 5) -> floa
     minute = timedelta(seconds=60)
     store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     place = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2}
-    joined = in_thread(post, url, "/init_weights_update_group", {**place, "group_name": "plain", "backend": "nccl"})
+    joined = in_thread(post, engine, "/init_weights_update_group", {**place, "group_name": "plain", "backend": "nccl"})
     group, _ = _new_process_group_helper(2, 0, [], dist.Backend("nccl"), PrefixStore("plain", store), group_name="plain", timeout=minute)
     _world.pg_group_ranks[group] = {0: 0, 1: 1}
     joined.join(60)
@@ -309,7 +314,7 @@ def slime_way(url: str, tensors: list[tuple[str, Any]], rounds: int = 5) -> floa
             size = 0
         buckets[-1].append((name, tensor))
         size += tensor.nbytes
-    post(url, "/pause_generation", {"mode": "in_place"})
+    post(engine, "/pause_generation", {"mode": "in_place"})
     seconds = []
     for _ in range(rounds):
         torch.cuda.synchronize()
@@ -322,14 +327,14 @@ def slime_way(url: str, tensors: list[tuple[str, Any]], rounds: int = 5) -> floa
                 "group_name": "plain",
                 "flush_cache": False,
             }
-            told = in_thread(post, url, "/update_weights_from_distributed", request)
+            told = in_thread(post, engine, "/update_weights_from_distributed", request)
             works = [dist.broadcast(tensor, 0, group=group, async_op=True) for _, tensor in bucket]
             for work in works:
                 work.wait()
             told.join(60)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    post(url, "/continue_generation", {})
+    post(engine, "/continue_generation", {})
     return sum(tensor.nbytes for _, tensor in tensors) / min(seconds) / 1e9
 
 
@@ -366,18 +371,17 @@ def _raw_rank(rank: int, store: str, gpus: tuple[int, int], answer: Any) -> None
     dist.destroy_process_group()
 
 
-def engine_url(words: str) -> str:
+def engine_socket(words: str) -> str:
     """Where a replica's engine listens, from what its service has logged."""
-    found = re.findall(r"http://127\.0\.0\.1:\d+", "\n".join(line for line in words.splitlines() if "engine_ready" in line))
+    found = re.findall(r"unix:([^\s\"]+)", "\n".join(line for line in words.splitlines() if "engine_ready" in line))
     return str(found[-1])
 
 
-def post(url: str, path: str, body: Any) -> Any:
-    import urllib.request
-
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.loads(answer.read() or b"{}")
+def post(engine: str, path: str, body: Any) -> Any:
+    connection = UnixConnection(Path(engine), 60)
+    with contextlib.closing(connection):
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return json.loads(connection.getresponse().read() or b"{}")
 
 
 def in_thread(work: Any, *arguments: Any) -> threading.Thread:

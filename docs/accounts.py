@@ -15,9 +15,8 @@ BEGIN, END = "<!-- written by `python -m docs.accounts` -->\n", "<!-- end -->\n"
 
 RUN = "<run>"
 
-_ACCESS = {"R": "read", "W": "remove, ask whether it is there", "RW": "read, write, remove"}
-_WITHOUT_SET = "read, remove"
-"""What read and write access to a key comes to for who has no command that writes one."""
+_WRITING = {"set": "write", "setnx": "add", "unlink": "remove"}
+"""Commands that change a key, and what each comes to in words."""
 
 
 def main() -> int:
@@ -47,9 +46,10 @@ def _role(role: Rights) -> list[str]:
     if role.store is None:
         return [*lines, "", "Redis: no account."]
     commands = ", ".join(f"`{command.replace('|', ' ')}`" for command in role.store.commands)
-    own = f", `{role.store.own}` (read, write, remove)" if role.store.own else ""
-    access = _WITHOUT_SET if role.store.access == "RW" and "set" not in role.store.commands else _ACCESS[role.store.access]
-    return [*lines, "", f"Redis: {commands}; keys `{role.store.keys}` ({access}){own}."]
+    changes = [word for command, word in _WRITING.items() if command in role.store.commands]
+    keys = [f"`{keys}` (read)" for keys in role.store.read if keys not in role.store.write]
+    keys += [f"`{keys}` (read, {', '.join(changes)})" for keys in role.store.write]
+    return [*lines, "", f"Redis: {commands}; keys {', '.join(keys)}."]
 
 
 def _subjects(role: Rights, subjects: Iterable[str]) -> str:

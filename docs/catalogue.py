@@ -19,7 +19,7 @@ from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.config.sections import BusSection
 from shared.schema import ledger, messages, weight_messages
 from shared.schema.ledger import LedgerRecord
-from shared.schema.messages import SCHEMA, Message, Part, Tokens
+from shared.schema.message import SCHEMA, Message, Part, Tokens
 
 PAGE = Path(__file__).with_name("messages.md")
 
@@ -82,7 +82,8 @@ def _names() -> list[str]:
     rows = [
         (run.task("<class>"), f"work queue `{run.task_stream}`, one consumer a class", f"`Task`; classes `{TRAIN}` and `{EVAL}`"),
         (run.generated("<environment>"), f"work queue `{run.generated_stream}`, one consumer an environment", "`Generated`"),
-        (run.scored, f"work queue `{run.scored_stream}`", "`Scored` or `Failed`, for the buffer"),
+        (run.scored("rollout"), f"work queue `{run.scored_stream}`", "`Failed` or `Interrupted`, for the buffer"),
+        (run.scored("reward"), f"work queue `{run.scored_stream}`", "`Scored` or `Failed`, for the buffer"),
         (run.ledger("<event>"), f"stream `{run.ledger_stream}`, kept whole", "the records below, from one writer"),
         (run.batch, "request and reply", "`BatchRequest` → `Batch`, `BatchPending` or `RunDone`"),
         (run.trained, "request and reply", "`Trained` → `Accepted`"),

@@ -89,9 +89,9 @@ async def bus(nats: EmbeddedNats) -> AsyncIterator[Bus]:
 
 
 @pytest.fixture
-async def store(valkey: EmbeddedValkey) -> AsyncIterator[Store]:
-    """A connection to the shared Valkey server."""
-    connection = Store(valkey.url)
+async def store(valkey: EmbeddedValkey, run_name: str) -> AsyncIterator[Store]:
+    """A connection to the shared Valkey server, for the test's run."""
+    connection = Store(valkey.url, run_name)
     yield connection
     await connection.close()
 

@@ -9,7 +9,9 @@ import contextlib
 import os
 import sys
 import time
-from itertools import islice
+from collections.abc import Iterator
+
+import numpy as np
 
 from benchmarks.sample_path.content import Pool, Prompts
 from shared.bus import runs
@@ -17,6 +19,7 @@ from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.schema import sample
+from shared.schema.attestation import TrainedSample, attest
 from shared.schema.messages import Accepted, Batch, BatchAnswer, BatchPending, BatchRequest, Durable, Trained
 from shared.schema.weight_messages import WeightsLive
 from shared.store.payload_store import BlockingStore
@@ -42,8 +45,7 @@ class Consumer:
         while True:
             batch = await self._batch(step)
             started = time.time()
-            self._read(batch)
-            report = Trained(step=step, version=step + 1, started=started, ended=time.time())
+            report = Trained(step=step, version=step + 1, started=started, ended=time.time(), attestation=attest(self._read(batch)))
             await self._bus.request(self._names.trained, report, Accepted, deadline=SECONDS, awaited_from="the buffer")
             step += 1
             await self._live(step)
@@ -62,16 +64,17 @@ class Consumer:
             if not isinstance(answer, BatchPending) or time.monotonic() > end:
                 raise RuntimeError(f"no batch for step {step}: {answer}")
 
-    def _read(self, batch: Batch) -> None:
-        blobs = self._store.stream([key for group in batch.groups for key in group.payload.keys])
-        for group in batch.groups:
-            samples = sample.decode(islice(blobs, len(group.payload.keys)))
+    def _read(self, batch: Batch) -> Iterator[TrainedSample]:
+        payloads = self._store.stream([group.payload for group in batch.groups])
+        for group, blobs in zip(batch.groups, payloads, strict=True):
+            samples = sample.decode(blobs)
             if len(samples) != len(group.rewards):
                 raise AssertionError(f"{group.group}: {len(samples)} samples in the store, {len(group.rewards)} rewards")
             for index, one in enumerate(samples):
                 self._pool.check(group.group, index, one)
                 if one.prompt.tobytes() != self._prompts[one.prompt_text]:
                     raise AssertionError(f"the prompt of {group.group} is not what the buffer sent")
+                yield TrainedSample(group.group, index, int(np.count_nonzero(one.mask)), one.segments[0][2], one.token_digest())
             self._samples += len(samples)
 
     async def _live(self, version: int) -> None:
@@ -82,7 +85,7 @@ class Consumer:
 
 async def main(run: str, length: int) -> None:
     bus = await Bus.connect(os.environ["NATS_URL"], "consumer")
-    store = BlockingStore(os.environ["REDIS_URL"])
+    store = BlockingStore(os.environ["REDIS_URL"], run)
     await Consumer(bus, store, await runs.load(bus, run), length).run()
 
 

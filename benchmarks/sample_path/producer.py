@@ -10,17 +10,19 @@ import contextlib
 import os
 import sys
 import time
+from dataclasses import replace
 
 from benchmarks.sample_path.content import SAMPLES, Pool, array_bytes
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.streams import task_consumer
-from shared.bus.subjects import TRAIN, Subjects
+from shared.bus.subjects import REWARD, TRAIN, Subjects
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config.run_config import RunConfig
 from shared.runtime.service_base import settle
 from shared.schema import sample
-from shared.schema.messages import Message, Payload, Scored, Task
+from shared.schema.messages import Message, Scored, Task
+from shared.schema.payload_digest import reference
 from shared.schema.weight_messages import WeightsLive
 from shared.store.payload_store import Store
 
@@ -76,7 +78,7 @@ class Producer:
                     await self._newer.wait_for(lambda least=task.min_version: least <= self._version)
             outcomes[f"{task.group}.{task.attempt}"] = self._generate(task, blobs)
         await self._store.write(blobs)
-        await self._bus.publish_all(self._names.scored, outcomes)
+        await self._bus.publish_all(self._names.scored(REWARD), outcomes)
         for lease in leases:
             await lease.ack()
 
@@ -87,12 +89,13 @@ class Producer:
             item.check()  # as rollout does with what an engine answered
         encoded = sample.encode(samples, self._config.store.blob_bytes)
         keys = [self._names.payload_key(task.group, task.attempt, part) for part in range(len(encoded))]
-        blobs.update(zip(keys, encoded, strict=True))
+        written = dict(zip(keys, encoded, strict=True))
+        blobs.update(written)
         return Scored(
             group=task.group,
             attempt=task.attempt,
-            payload=Payload(keys=keys, bytes=sum(map(len, encoded))),
-            samples=[one.meta() for one in samples],
+            payload=reference(self._names.run, written, [one.length for one in samples]),
+            samples=[replace(one.meta(), digest=one.token_digest()) for one in samples],
             rewards=[float(index % 2) for index in range(task.n)],
             replica="producer",
             environment=task.environment,
@@ -103,7 +106,7 @@ class Producer:
 
 async def main(run: str, length: int) -> None:
     bus = await Bus.connect(os.environ["NATS_URL"], "producer")
-    store = Store(os.environ["REDIS_URL"])
+    store = Store(os.environ["REDIS_URL"], run)
     settle()  # as every service does
     await Producer(bus, store, await runs.load(bus, run), length).run()
 

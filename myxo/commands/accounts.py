@@ -1,15 +1,20 @@
 """``myxo accounts DIR``: makes the accounts of a run on NATS and Redis."""
 
 import argparse
+import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rich.console import Console
 
 from shared.accounts.credentials import Deployment, ServerAddress, make
+from shared.accounts.render import MEMORY
 from shared.bus.subjects import RUN_ID
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
+
+_SIZE = re.compile(r"[1-9]\d{0,14}([kmg]b?)?")
+"""A size as Redis reads it."""
 
 _DESCRIPTION = """Make the accounts of a run on NATS and Redis: passwords (kept where there are some already), the servers' configs and,
 with --tls, certificates. DIR/nats and DIR/redis are for the servers, DIR/buffer, rollout, reward, trainer, operator and environment each
@@ -27,6 +32,9 @@ def declare(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--mounted", metavar="PATH", default="/credentials", help="where each server finds its own directory (default /credentials)"
     )
+    command.add_argument(
+        "--redis-memory", metavar="SIZE", default=MEMORY, help=f"memory for payloads, beyond which writers wait (default {MEMORY})"
+    )
     command.set_defaults(run_command=accounts)
 
 
@@ -36,8 +44,10 @@ def accounts(parsed: argparse.Namespace, console: Console) -> int:
         raise ConfigError("--run", parsed.run, "expected lower-case letters, digits, '-' and '_'")
     if not parsed.mounted.startswith("/"):
         raise ConfigError("--mounted", parsed.mounted, "expected an absolute path")
+    if not _SIZE.fullmatch(parsed.redis_memory):
+        raise ConfigError("--redis-memory", parsed.redis_memory, "expected bytes, or a size as 512mb or 4gb; 0 would be without a bound")
     nats, redis = address("--nats", parsed.nats), address("--redis", parsed.redis)
-    deployment = Deployment(parsed.run, nats, redis, tls=parsed.tls, mounted=parsed.mounted.rstrip("/"))
+    deployment = Deployment(parsed.run, nats, redis, tls=parsed.tls, mounted=parsed.mounted.rstrip("/"), redis_memory=parsed.redis_memory)
     for line in make(parsed.directory, deployment):
         console.print(line, soft_wrap=True)
     return exit_codes.DONE

@@ -28,7 +28,7 @@ from shared.data.read_progress import ReadProgress
 from shared.data.rollout_files import DIRECTORY, EVALUATED, FAILED, RolloutReader, RolloutRecord, files
 from shared.hub import hub_resolve
 from shared.runtime import exit_codes
-from shared.runtime.errors import ConfigError, PayloadMissing
+from shared.runtime.errors import BadMessage, ConfigError, PayloadMissing
 from shared.schema import sample
 from shared.schema.ledger import LedgerRecord, eval_group_parts, group_id
 from shared.schema.sample import Sample
@@ -221,8 +221,8 @@ class _OpenRun:
             self.absent[group.group] = "the ledger names no payload"
             return
         try:
-            found = sample.decode(await store.read(group.payload.keys, deadline=STORE_SECONDS))
-        except PayloadMissing as error:  # freed since the ledger was read, or lost
+            found = sample.decode(await store.read(group.payload, deadline=STORE_SECONDS))
+        except (PayloadMissing, BadMessage) as error:  # freed since the ledger was read, or lost; overwritten
             self.absent[group.group] = str(error)
             return
         there = [entry.index for entry in found]

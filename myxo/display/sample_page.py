@@ -124,6 +124,7 @@ def _response(group: GroupRecord, index: int, sample: Sample) -> dict[str, Any]:
         "reward": group.reward_of(index),
         "reward_parts": group.parts_of(index),
         "removed": index in group.removed,
+        "unread": group.unread_of(index),
     }
 
 
@@ -193,7 +194,7 @@ def _overview(group: GroupRecord, samples: Sequence[Sample]) -> Table:
         oldest, newest = group.oldest[index : index + 1], group.newest[index : index + 1]
         lines.add_row(
             str(index),
-            f"{reward:.4g}" + (" (removed)" if index in group.removed else ""),
+            f"{reward:.4g}" + (" (removed)" if index in group.removed else "") + (" (unread)" if group.unread_of(index) else ""),
             str(_length(group, index, sample) or "–"),
             span(versions, versions) if group.dataset is not None else span(oldest, newest),
             Text(printable(sample.finish) if sample else "–"),
@@ -222,6 +223,7 @@ def _in_full(sample: Sample, group: GroupRecord, index: int, width: int, pieces:
     ids = " ".join(str(token) for token in sample.prompt)
     figures = {
         "reward": "none" if reward is None else f"{reward:g}",
+        **({"unread": group.unread_of(index)} if group.unread_of(index) else {}),
         **{f"reward {name}": f"{value:g}" for name, value in group.parts_of(index).items()},
         "label": "none" if sample.label is None else str(sample.label),
         "finish": sample.finish,

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from myxo.display.progress_display import Display
 from myxo.launch import erase, exit_report
+from myxo.launch.disk_watch import DiskWatch
 from myxo.launch.run_servers import RunServers
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
 from myxo.launch.supervisor import StopReason, Supervisor
@@ -77,7 +78,7 @@ class Launch:
         self._statuses: list[ServiceStatus] = []
         self._finished = self._ended = False  # by the run's phase
         self._failure = ""  # the reason of a phase that says that the run has failed
-        self._away = float("-inf")  # when bus or store last did not answer, monotonic
+        self._away = float("-inf")  # when bus or store last did not answer, or had no room, monotonic
         self._log = structlog.get_logger()
 
     async def run(self) -> int:
@@ -85,7 +86,7 @@ class Launch:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._signals.append, signum)
-        self._servers = RunServers(self._directory, self._given, self._config.store.appendfsync)
+        self._servers = RunServers(self._directory, self._given, self._config.store)
         self._servers.start()
         try:
             inbox = Subjects(self._run).inbox("operator")
@@ -153,21 +154,25 @@ class Launch:
 
     async def _until_end(self, bus: Bus, supervisor: Supervisor, polling: asyncio.Task[None], shown: Display) -> StopReason | None:
         view, show_at = RunView.at_start(self._config, self._began), 0.0
+        disk = DiskWatch(self._directory.root, self._config.bus.full_timeout)
         while not self._signals:
             now = time.monotonic()
+            if disk.look(now):
+                self._servers.write_again()
             self._servers.tick(now)
-            if not bus.connection.is_connected:
+            held_back = any(status.held_back for status in self._statuses)
+            if disk.text or held_back or not bus.connection.is_connected:
                 self._away = now
             supervisor.note_ready(self._statuses)
-            if not self._ended and (reason := supervisor.tick(now, view.steps)) is not None:
+            if not self._ended and (reason := supervisor.tick(now, view.steps, hold=bool(disk.text))) is not None:
                 shown.show(view.stopped(reason.reason), now)
                 return reason
             if polling.done():
                 polling.result()
             if now >= show_at or self._ended:
                 show_at = now + SHOW_SECONDS
-                instances, servers, disk = supervisor.statuses(now), self._servers.restarts(), full_disk(self._directory.root)
-                view = look(self._config, self._statuses, instances, servers, view, self._began, disk)
+                instances, servers = supervisor.statuses(now), self._servers.restarts()
+                view = look(self._config, self._statuses, instances, servers, view, self._began, disk.text)
                 shown.show(view.finished() if self._finished else view.stopped(self._failure), now)
             if self._ended:
                 return None

@@ -10,6 +10,7 @@ from myxo.launch.restart_policy import BackOff
 from myxo.preflight.server_checks import GivenServers
 from myxo.run.run_directory import RunDirectory
 from myxo.run.run_view import ServiceError
+from shared.config.sections import StoreSection
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.runtime.errors import MyxoError
 
@@ -41,15 +42,15 @@ class RunServers:
 
     Args:
         given: servers from the environment; what is absent there is embedded, with its files in ``directory``.
-        appendfsync: the embedded Valkey's durability.
+        store: durability and memory of the embedded Valkey.
     """
 
-    def __init__(self, directory: RunDirectory, given: GivenServers, appendfsync: str) -> None:
+    def __init__(self, directory: RunDirectory, given: GivenServers, store: StoreSection) -> None:
         self.managed: list[ManagedServer] = []
         self.troubled = float("-inf")
         """The time when an embedded server was last found dead, in `time.monotonic` seconds."""
         self.nats_url = given.nats_url or self._managed(EmbeddedNats(directory.nats))
-        self.redis_url = given.redis_url or self._managed(EmbeddedValkey(directory.valkey, appendfsync))
+        self.redis_url = given.redis_url or self._managed(EmbeddedValkey(directory.valkey, store.appendfsync, store.max_bytes))
 
     def _managed(self, server: EmbeddedServer) -> str:
         self.managed.append(ManagedServer(server, BackOff(at_once=True), time.monotonic()))
@@ -74,6 +75,17 @@ class RunServers:
             if managed.due is None:
                 self._died(managed, now, ready=True)
             if managed.due is not None and now >= managed.due:
+                self._restart(managed)
+
+    def write_again(self) -> None:
+        """Restarts the embedded NATS server after its disk was full: a stream that could not be written refuses messages until then.
+
+        Valkey tries again by itself, every second.
+        """
+        for managed in self.managed:
+            if isinstance(managed.server, EmbeddedNats) and managed.server.alive():
+                managed.reason = "its disk was full"
+                managed.server.stop()
                 self._restart(managed)
 
     def _restart(self, managed: ManagedServer) -> None:

@@ -100,8 +100,12 @@ class Supervisor:
         for service in self._services:
             self._log.info("service_started", started=service.spec.instance, pid=service.child.pid)
 
-    def tick(self, now: float, steps: int = 0) -> StopReason | None:
-        """Checks all services once. Returns the reason where the run has to stop. ``steps``: training steps finished until now."""
+    def tick(self, now: float, steps: int = 0, hold: bool = False) -> StopReason | None:
+        """Checks all services once. Returns the reason where the run has to stop.
+
+        Args:
+            steps: training steps finished until now. hold: start none again now.
+        """
         for service in self._services:
             if service.due is None:
                 code = service.child.exit_code()
@@ -110,7 +114,7 @@ class Supervisor:
                 reason = self._died(service, code, now, steps)
                 if reason is not None:
                     return reason
-            if service.due is not None and now >= service.due:
+            if service.due is not None and now >= service.due and not hold:
                 self._restart(service)
         return None
 

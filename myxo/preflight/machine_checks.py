@@ -21,6 +21,7 @@ from shared.bus import runs
 from shared.config.run_config import RunConfig
 from shared.runtime import devices, extras, server_urls
 from shared.runtime.errors import ConfigError
+from shared.runtime.host_memory import host_memory
 
 PACKAGES = {"torch": "the trainer and the engine", "megatron": "the trainer", "sglang": "the engine"}
 """The packages, and the services that need them; importing them would take seconds."""
@@ -59,6 +60,10 @@ def check_functions(inspection: Inspection) -> Findings:
     functions = hooks.paths(inspection.config)
     if not functions:
         return
+    if inspection.starts:
+        for name in inspection.config.reward.worker_environment:
+            if name not in os.environ:
+                yield ConfigError("reward.worker_environment", name, "names of variables that are set where `myxo up` starts")
     field, path = next(iter(functions.items()))
     command, config = [sys.executable, "-m", "shared.hooks"], inspection.config.model_dump_json()
     try:
@@ -197,19 +202,6 @@ def memory_bytes(config: RunConfig, size: ModelSize) -> int:
     if devices.resolve(config.rollout.rollout_device) == "cpu":
         needed += config.rollout.rollout_replicas * size.bytes
     return needed
-
-
-def host_memory() -> tuple[int, int]:
-    """Returns the bytes of memory that this machine, or the container around this process, has in all with swap, and that are free."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    known = {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) > 1}
-    total, available = known["MemTotal"] + known["SwapTotal"], known["MemAvailable"] + known["SwapFree"]
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())  # "max" where there is none
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return total, available
-    return min(total, limit), min(available, max(limit - used, 0))
 
 
 def _weight_bytes(config: RunConfig) -> int:

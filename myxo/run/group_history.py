@@ -57,6 +57,7 @@ class GroupRecord:
     rewards: tuple[float, ...] = ()
     parts: tuple[dict[str, float], ...] = ()
     removed: tuple[int, ...] = ()
+    unread: tuple[tuple[int, str], ...] = ()
     tokens: tuple[int, ...] = ()
     oldest: tuple[int, ...] = ()
     newest: tuple[int, ...] = ()
@@ -84,10 +85,14 @@ class GroupRecord:
         """Returns the named rewards of one of the samples."""
         return self.parts[index] if index < len(self.parts) else {}
 
+    def unread_of(self, index: int) -> str:
+        """Returns why the verifier could not read the response of one of the samples, where it could not."""
+        return dict(self.unread).get(index, "")
+
     def came_back(self, scored: ScoredGroup) -> None:
         """Takes the results of an attempt."""
         self.attempt, self.status, self.reason = scored.attempt, READY, ""
-        self.rewards, self.parts, self.removed = tuple(scored.rewards), scored.parts, scored.removed
+        self.rewards, self.parts, self.removed, self.unread = tuple(scored.rewards), scored.parts, scored.removed, scored.unread
         self.tokens = tuple(sample.tokens for sample in scored.samples)
         self.oldest = tuple(sample.oldest for sample in scored.samples)
         self.newest = tuple(sample.newest for sample in scored.samples)
@@ -98,7 +103,7 @@ class GroupRecord:
         """Forgets the samples of an attempt that is made again as ``attempt``."""
         self.attempt, self.status, self.reason = attempt, REQUEUED, reason
         self.rewards = self.tokens = self.oldest = self.newest = self.removed = ()
-        self.parts, self.replica, self.payload = (), "", None
+        self.parts, self.unread, self.replica, self.payload = (), (), "", None
 
     def where(self) -> str:
         """Returns the status in words."""

@@ -129,8 +129,8 @@ async def payloads(access: Access) -> AsyncIterator[Store]:
                 raise ConfigError("REDIS_URL", None, expected)
             if access.live:  # a run at rest is held since it was reached
                 stack.enter_context(files.held())
-            url = _served(EmbeddedValkey(files.valkey, access.config.store.appendfsync), stack)
-        store = Store(url)
+            url = _served(EmbeddedValkey(files.valkey, access.config.store.appendfsync, access.config.store.max_bytes), stack)
+        store = Store(url, access.run)
         stack.push_async_callback(store.close)
         yield store
 

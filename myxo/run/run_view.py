@@ -88,6 +88,7 @@ class Troubles:
     eval_failed: float = 0
     errors: tuple[ServiceError, ...] = ()
     disk: str = ""
+    held_back: tuple[str, ...] = ()
     stopped: str = ""
 
     def lines(self) -> list[str]:
@@ -97,7 +98,7 @@ class Troubles:
             failed = f" and {number(self.eval_failed)} held-out prompts" if self.eval_failed else ""
             reason = f": {shortened_line(self.dead_reason)}" if self.dead_reason else ""
             found.append(f"dead {number(self.dead)} groups{failed} ({number(self.dead_per_minute)}/min){reason}")
-        return [*found, *map(str, self.errors), *([self.disk] if self.disk else [])]
+        return [*found, *self.held_back, *map(str, self.errors), *([self.disk] if self.disk else [])]
 
 
 @dataclass(frozen=True)
@@ -367,6 +368,7 @@ def troubles(
         eval_failed=gauges.get("eval_failed", before.eval_failed),
         errors=(*_errors(services, instances), *(server for server in servers if server.restarts)),
         disk=disk,
+        held_back=tuple(f"{status.instance} holds back: {status.held_back}" for status in services if status.held_back),
     )
 
 

@@ -15,7 +15,7 @@ LONGEST_TEXT = 1000
 MOST_GAUGES = 512
 """Gauges that are looked at."""
 
-_TEXTS = {"detail", "last_error", "http"}
+_TEXTS = {"detail", "held_back", "last_error", "http"}
 
 
 def shown(status: ServiceStatus) -> ServiceStatus:

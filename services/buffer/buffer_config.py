@@ -55,3 +55,7 @@ class BufferConfig:
     def version_of_step(self, step: int) -> int:
         """Returns the weight version that ``step`` trains on."""
         return step // self.weights.update_weights_interval
+
+    def newest_version(self, formed_steps: int) -> int:
+        """Returns the newest weight version that there can be, since a step is trained once its batch was formed."""
+        return version_after(formed_steps, self.weights.update_weights_interval, self.rollout.num_rollout)

@@ -15,11 +15,14 @@ from services.buffer import amendment, ended_groups, policy
 from services.buffer.batch_selector import BufferFilter
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.ledger_writer import LedgerWriter
+from services.buffer.outcome_consumer import OutcomeConsumer
 from services.buffer.prompt_supply import PromptSupply, open_prompts
 from services.buffer.rollout_keeper import RolloutKeeper
 from services.buffer.run_failure import RunFailure
 from services.buffer.state import BufferState
+from services.buffer.store_room import StoreRoom
 from services.buffer.task_publisher import TaskPublisher
+from services.buffer.trial import BadRecord
 from shared.bus import runs
 from shared.bus.connection import TRANSIENT, WrongSequence
 from shared.bus.leader_lease import LeaderLease, LeaseLost, LeaseTiming
@@ -27,7 +30,7 @@ from shared.bus.registry import STANDBY
 from shared.bus.streams import generated_consumer, scored_consumer, task_consumer
 from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import WorkQueue
-from shared.runtime.errors import DeadlineExceeded
+from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.service_base import Service
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, group_id
@@ -38,12 +41,8 @@ from shared.schema.messages import (
     BatchRefused,
     BatchRequest,
     Durable,
-    Failed,
-    Interrupted,
     Message,
-    Outcome,
     RunDone,
-    Scored,
     Task,
     Trained,
 )
@@ -51,9 +50,6 @@ from shared.schema.weight_messages import WeightsLive
 
 ANSWER_SECONDS = 1.5
 """The time that a batch request is held before it is answered with `BatchPending`."""
-
-FETCH = 256
-"""Outcomes that are taken at once."""
 
 POLL_INTERVAL_S = 2.0
 """The interval at which live version and queue depths are read, besides the events that announce them."""
@@ -95,10 +91,12 @@ class Buffer:
         self._failure = RunFailure(service, self._limits.max_dead_in_a_row, self._lease.held)
         self._ledger = LedgerWriter(service.bus, service.run, self._lease.held)
         self._state = BufferState()
+        self._room = StoreRoom(service)
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._to_free: asyncio.Queue[list[str]] = asyncio.Queue()
         self._keeper = RolloutKeeper(service, prompts, self._to_free.put_nowait)
+        self._outcomes = OutcomeConsumer(service, self._limits, self._lease.held, self._decide, self._keeper.release)
         self._broken: asyncio.Queue[Exception] = asyncio.Queue()
 
     async def run(self) -> None:
@@ -147,7 +145,7 @@ class Buffer:
             await service.tell("took_over")
         watching = (self._watch_versions(), self._watch_gauges(), self._until_broken())
         publishing = (self._tasks.publish(TRAIN), self._tasks.publish(EVAL))
-        async with service.background(*publishing, self._keeper.run(), self._free(), self._take_outcomes(), *watching):
+        async with service.background(*publishing, self._keeper.run(), self._free(), self._outcomes.run(self._state), *watching):
             await service.stopping.wait()
             with contextlib.suppress(TimeoutError):  # the end comes between two decisions, and none follows
                 await asyncio.wait_for(self._lock.acquire(), HAND_OVER_SECONDS)
@@ -185,29 +183,39 @@ class Buffer:
     # --- deciding, recording, acting
 
     async def _decide(self, decision: Callable[[], Sequence[LedgerRecord]]) -> None:
-        """Makes a decision once those before it are recorded, records it and acts on it."""
+        """Makes a decision once those before it are recorded, records it and acts on it.
+
+        Raises BadRecord where it cannot be made or recorded, and the decision's own MyxoErrors.
+        """
         async with self._lock:
-            await self._record(decision())
+            try:
+                decided = decision()
+            except MyxoError:
+                raise
+            except Exception as error:
+                raise BadRecord(f"no decision: {type(error).__name__}: {error}") from error
+            await self._record(decided)
             while records := [
                 *policy.close(self._state, self._limits, time.time()),
-                *([] if self._failure.reason else policy.admit(self._state, self._limits, time.time())),
+                *([] if self._failure.reason or self._service.held_back else policy.admit(self._state, self._limits, time.time())),
             ]:
                 await self._record(records)
         async with self._changed:
             self._changed.notify_all()
 
     async def _record(self, records: Sequence[LedgerRecord]) -> None:
-        try:
-            for record in records:
-                await self._ledger.append(record)
+        for entry in self._ledger.tried(records):
+            record = entry.record
+            try:
+                await self._ledger.append(entry)
                 self._keeper.take(ended_groups.ended(self._state, record))
                 self._state.apply(record)
                 await self._failure.see(record, self._state.dead)
                 self._keeper.release(self._state.released)
                 await self._act(record)
-        except Exception as error:
-            self._broken.put_nowait(error)
-            raise
+            except Exception as error:
+                self._broken.put_nowait(error)
+                raise
 
     async def _until_broken(self) -> None:
         """Ends this buffer once a record could not be made or followed: state and ledger may differ then, or another buffer is active."""
@@ -246,34 +254,10 @@ class Buffer:
 
     # --- incoming messages
 
-    async def _take_outcomes(self) -> None:
-        """Takes rewards and failures; acks once they are in the ledger."""
-        queue = WorkQueue(self._bus, scored_consumer(self._service.run, self._config.bus), Outcome)
-        while True:
-            leases = await queue.fetch(FETCH)
-            await self._lease.held()  # a state that may be behind must not ignore any message
-            rewards = [lease.message for lease in leases if isinstance(lease.message, Scored)]
-            if rewards:
-                await self._decide(partial(policy.scored, self._state, self._limits, rewards, time.time()))
-            for lease in leases:
-                if isinstance(lease.message, Failed):
-                    await self._decide(partial(policy.failed, self._state, lease.message, time.time()))
-                elif isinstance(lease.message, Interrupted):
-                    await self._decide(partial(policy.interrupted, self._state, self._limits, lease.message, time.time()))
-                self._free_unwanted(lease.message)
-                await lease.ack()
-
-    def _free_unwanted(self, message: Outcome) -> None:
-        """Frees the payload of a late or repeated attempt; only keys of its own, whatever the message says."""
-        assert isinstance(message, Scored | Failed | Interrupted)  # the kinds of outcomes that there are
-        own = self._service.subjects.payload_prefix(message.group, message.attempt)
-        if late := [key for key in policy.unwanted(self._state, message) if key.startswith(own)]:
-            self._keeper.release(late)
-
     async def _watch_versions(self) -> None:
         """Reads the live version from KV, when an event says that there is a new one and, where an event was missed, now and then."""
         subjects = self._service.subjects
-        news = asyncio.Event()
+        news, refused = asyncio.Event(), b""
 
         async def on_event(_: object) -> None:
             news.set()
@@ -281,9 +265,13 @@ class Buffer:
         await self._bus.connection.subscribe(subjects.event("weights", "live"), cb=on_event)
         while True:
             news.clear()
-            if value := await self._bus.get(subjects.weights_bucket, "live", deadline=120):
-                version = WeightsLive.decode(value).version
-                await self._decide(partial(policy.live, self._state, self._limits, version, time.time()))
+            if (value := await self._bus.get(subjects.weights_bucket, "live", deadline=120)) and value != refused:
+                try:
+                    version = WeightsLive.decode(value).version
+                    await self._decide(partial(policy.live, self._state, self._limits, version, time.time()))
+                except (BadMessage, BadRecord, policy.WrongVersion) as error:
+                    self._log.error("live_version_refused", error=str(error))
+                    refused = value
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(news.wait(), POLL_INTERVAL_S)
 
@@ -306,15 +294,13 @@ class Buffer:
             return RunDone(reason=self._failure.reason)
         if step >= steps:
             if state.finished_steps < steps:
-                return BatchPending(step=step, have=0, need=0, waiting_for=self._awaited())
+                return self._pending(step, have=0, need=0)
             last = state.last_evaluation
             return RunDone() if last is None else RunDone(version=last.version, rewards={last.dataset: last.mean_reward})
         if step in state.batches:
             await self._lose_missing()
             await self._decide(lambda: amendment.amended(self._state, limits, step, time.time()))
-            return policy.batch(state, step) or BatchPending(
-                step=step, have=len(state.batches[step].groups), need=size, waiting_for=self._awaited()
-            )
+            return policy.batch(state, step) or self._pending(step, have=len(state.batches[step].groups), need=size)
         if len(state.ready) >= size:
             await self._lose_missing()
         chosen = None
@@ -324,7 +310,10 @@ class Buffer:
         await self._decide(
             lambda: [] if step in state.batches else policy.form_batch(state, limits, step, request.version, time.time(), chosen)
         )
-        return policy.batch(state, step) or BatchPending(step=step, have=len(state.ready), need=size, waiting_for=self._awaited())
+        return policy.batch(state, step) or self._pending(step, have=len(state.ready), need=size)
+
+    def _pending(self, step: int, have: int, need: int) -> BatchPending:
+        return BatchPending(step=step, have=have, need=need, waiting_for=self._awaited(), store_full=bool(self._room.reason))
 
     async def _lose_missing(self) -> None:
         """Has groups generated anew whose payload the store has lost since they were scored."""
@@ -333,7 +322,8 @@ class Buffer:
             await self._decide(partial(policy.lost_payload, self._state, name, time.time()))
 
     async def _on_trained(self, report: Trained) -> Message:
-        await self._decide(lambda: policy.trained(self._state, report.step, report.version, report.started, report.ended, time.time()))
+        step, version, started, ended, attestation = report.step, report.version, report.started, report.ended, report.attestation
+        await self._decide(lambda: policy.trained(self._state, step, version, started, ended, time.time(), attestation))
         return Accepted()
 
     async def _on_refused(self, refusal: BatchRefused) -> Message:
@@ -349,6 +339,8 @@ class Buffer:
     def _awaited(self) -> str:
         """Returns, in words, the reason why the next batch waits."""
         state = self._state
+        if held := self._service.held_back:
+            return held
         if state.live_version < 0:
             return "a rollout replica that serves weights (none does yet)"
         if state.evaluations:
@@ -358,7 +350,7 @@ class Buffer:
         return f"{away}; live version {state.live_version}; {state.dead} dead so far"
 
     async def _watch_gauges(self) -> None:
-        """Updates the gauges (groups by state, queue depths), and resumes once a failed run goes on."""
+        """Updates the gauges (groups by state, queue depths), and resumes once a failed run goes on, or a full store has room."""
         run, bus_config = self._service.run, self._config.bus
         consumers = {
             "queue_task": [task_consumer(run, bus_config, TRAIN)],
@@ -368,7 +360,7 @@ class Buffer:
         }
         queues = {name: [WorkQueue(self._bus, consumer, Task) for consumer in parts] for name, parts in consumers.items()}
         while True:
-            if await self._failure.look():
+            if await self._failure.look() or await self._room.look():
                 await self._decide(lambda: [])
             state, metrics = self._state, self._service.metrics
             for name in _GAUGES:

@@ -13,24 +13,34 @@ import xxhash
 from services.buffer.state import BatchRecord, BufferState, GroupState
 from shared.data.rollout_files import DEAD, DROPPED, EVALUATED, FAILED, TRAINED, RolloutRecord
 from shared.schema.ledger import BatchTrained, EvalScored, GroupDead, GroupsDropped, LedgerRecord
+from shared.schema.messages import Payload
 
 
 @dataclass(frozen=True, slots=True)
 class EndedGroup:
     """A group that has ended: its record without prompt and samples, and the ledger's data of its samples.
 
-    keys: of its payload, ``size`` bytes in all; none where no samples are to be kept. rewards, parts: of each sample. removed, stale:
+    payload: None where no samples are to be kept. rewards, parts: of each sample. removed, stale:
     positions of samples that left the loss. again: whether another buffer may have kept it.
     """
 
     record: RolloutRecord
-    keys: tuple[str, ...] = ()
-    size: int = 0
+    payload: Payload | None = None
     rewards: tuple[float, ...] = ()
     parts: tuple[dict[str, float], ...] = ()
     removed: tuple[int, ...] = ()
     stale: tuple[int, ...] = ()
     again: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Returns the keys of its payload."""
+        return () if self.payload is None else tuple(self.payload.keys)
+
+    @property
+    def size(self) -> int:
+        """Returns the bytes of its payload."""
+        return 0 if self.payload is None else self.payload.bytes
 
 
 def ended(state: BufferState, record: LedgerRecord) -> list[EndedGroup]:
@@ -81,7 +91,7 @@ def _ended(group: GroupState, *, again: bool = False, **facts: Any) -> EndedGrou
     if result is None:  # dropped before it came back
         return EndedGroup(record)
     stale = result.stale(record.mask_below)
-    return EndedGroup(record, result.keys, result.size, tuple(result.rewards), result.parts, result.removed, stale, again)
+    return EndedGroup(record, result.payload, tuple(result.rewards), result.parts, result.removed, stale, again)
 
 
 def _evaluated(scored: EvalScored) -> EndedGroup:
@@ -91,4 +101,4 @@ def _evaluated(scored: EvalScored) -> EndedGroup:
     record = RolloutRecord.model_construct(group=scored.group, attempt=0, status=status, **facts)
     if payload is None:
         return EndedGroup(record)
-    return EndedGroup(record, tuple(payload.keys), payload.bytes, tuple(scored.rewards), scored.parts)
+    return EndedGroup(record, payload, tuple(scored.rewards), scored.parts)

@@ -1,9 +1,13 @@
-"""The ledger's only writer: records go to the stream in order, each confirmed, and never beside another writer's."""
+"""The ledger's only writer: records go to the stream in order, each confirmed, and never beside another writer's.
+
+Only entries of `services.buffer.trial` are appended, so whatever is in the ledger replays.
+"""
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from services.buffer.state import BufferState
+from services.buffer.trial import LedgerEntry, Trial
 from shared.bus import stream_replay
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
@@ -27,6 +31,7 @@ class LedgerWriter:
         self._bus, self._subjects, self._allowed = bus, Subjects(run), allowed
         self._stream = self._subjects.ledger_stream
         self._state = BufferState()
+        self._trial = Trial(self._state)
         self._releases: deque[list[str]] = deque(maxlen=RELEASES_AGAIN)
         self.last = 0
         """The sequence of the last record that was read or appended."""
@@ -37,7 +42,7 @@ class LedgerWriter:
         if newest <= self.last:
             return
         async for sequence, record in stream_replay.read(self._bus, self._stream, LedgerRecord, after=self.last):
-            self._state.apply(record)
+            self._trial.follow(record)
             self.last = sequence
             if self._state.released:
                 self._releases.append(self._state.released)
@@ -48,8 +53,13 @@ class LedgerWriter:
         await self.follow()
         return self._state, [key for keys in self._releases for key in keys]
 
-    async def append(self, record: LedgerRecord) -> None:
+    def tried(self, records: Iterable[LedgerRecord]) -> Iterator[LedgerEntry]:
+        """Yields what is to be appended for these records and then folded into the state, one after the other. Raises BadRecord."""
+        return self._trial.entries(records, self._bus.message_limit)
+
+    async def append(self, entry: LedgerEntry) -> None:
         """Appends a record. Raises WrongSequence beside another writer, DeadlineExceeded where the bus stays away, and as ``allowed``."""
+        record = entry.record
         msg_id, after = f"{self._stream}.{self.last + 1}.{record.at}", (self._stream, self.last)
         subject = self._subjects.ledger(record.event())
-        self.last = await self._bus.publish(subject, record, msg_id=msg_id, after=after, before=self._allowed, deadline=120)
+        self.last = await self._bus.publish(subject, entry.data, msg_id=msg_id, after=after, before=self._allowed, deadline=120)

@@ -8,17 +8,28 @@ what is older when the batch is formed, `services.buffer.batch_order` which of t
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
-from services.buffer import batch_order, evaluation, staleness
+from services.buffer import batch_order, evaluation, outcome_check, staleness
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.staleness import StalenessDecision
 from services.buffer.state import BufferState, GroupState
 from shared.runtime.errors import MyxoError
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, group_number
-from shared.schema.messages import Batch, BatchGroup, Failed, Interrupted, Outcome, Payload, RewardPart, Scored, ScoredGroup
-from shared.schema.overlong import too_long
+from shared.schema.messages import (
+    Attestation,
+    Batch,
+    BatchGroup,
+    Failed,
+    GroupOutcome,
+    Interrupted,
+    Outcome,
+    Payload,
+    RewardPart,
+    Scored,
+    ScoredGroup,
+)
 
 STALE = "stale"
 """Reason of groups dropped for their age."""
@@ -30,7 +41,7 @@ FILTERED, NOTHING_LEFT = "filtered", "no sample is left to train"
 """The beginning of the reason of groups dropped by a filter, and its continuation where a sample filter took every sample."""
 
 RECORD_SAMPLES = 2048
-"""Samples of one `GroupsScored`: about 70 bytes each, a few hundred with named rewards, and the bus takes messages of 1 MiB."""
+"""Samples of one `GroupsScored`: about 70 bytes each. With many named rewards it is divided again (`services.buffer.record_size`)."""
 
 MOST_PARTS = 64
 """The most named rewards of a batch that are reported: the user chooses the names, and all of them go into one message."""
@@ -42,6 +53,10 @@ class BadChoice(MyxoError):
 
 class WrongStep(MyxoError):
     """A trainer asked for or reported a step that does not follow from the ledger; the text says what was expected."""
+
+
+class WrongVersion(MyxoError):
+    """Weights were announced that no step of the run can have made."""
 
 
 # --- admission
@@ -73,6 +88,17 @@ def _waits_for_first_evaluation(state: BufferState, limits: BufferConfig) -> boo
 # --- outcomes
 
 
+def outcomes(state: BufferState, limits: BufferConfig, messages: Sequence[GroupOutcome], now: float) -> list[LedgerRecord]:
+    """Decides about outcomes together: about any number of `Scored`, or about a single one of another kind."""
+    match messages:
+        case [Failed() as message]:
+            return failed(state, message, now)
+        case [Interrupted() as message]:
+            return interrupted(state, limits, message, now)
+        case _:
+            return scored(state, limits, [message for message in messages if isinstance(message, Scored)], now)
+
+
 def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now: float) -> list[LedgerRecord]:
     """Takes rewards that arrived. Repeats, late attempts and groups that have ended give no record; a group with a sample too few is dead.
 
@@ -89,8 +115,8 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
             continue
         decided.add(name)
         if group is None:
-            records += evaluation.came_back(state, message, now)
-        elif (problem := _misshapen(message, limits)) is not None:
+            records += evaluation.came_back(state, outcome_check.aligned(message), now)
+        elif (problem := outcome_check.group_problem(message, state, limits)) is not None:
             records.append(ledger.GroupDead(group=name, reason=problem, payload=message.payload, at=now))
         else:
             fresh.append(message)
@@ -109,20 +135,6 @@ def _awaited(group: GroupState, message: Outcome) -> bool:
 
 def _filtered(message: Scored) -> str | None:
     return NOTHING_LEFT if message.filtered is None and len(set(message.removed)) == len(message.samples) else message.filtered
-
-
-def _misshapen(message: Scored, limits: BufferConfig) -> str | None:
-    """Returns what is wrong with a group that should hold one or more samples of each rollout, none longer than a micro-batch."""
-    rollouts, lengths = limits.rollout.n_samples_per_prompt, message.payload.tokens
-    samples, rewards = len(message.samples), len(message.rewards)
-    origins = message.rollouts or range(samples)
-    if not samples == rewards == len(origins) or len(set(origins)) != rollouts:
-        return f"{samples} samples of {len(set(origins))} rollouts, with {rewards} rewards, came back for {rollouts} rollouts"
-    if len(message.parts) not in (0, samples) or not set(message.removed) <= set(range(samples)):
-        return f"named rewards of {len(message.parts)} samples, and {message.removed} removed, came back for {samples} samples"
-    if lengths and max(lengths) > limits.longest_sample:
-        return f"sample {message.group}/{lengths.index(max(lengths))} {too_long(max(lengths), limits.longest_sample)}"
-    return None
 
 
 def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord]:
@@ -146,7 +158,7 @@ def interrupted(state: BufferState, limits: BufferConfig, message: Interrupted, 
     return [_requeue(group, f"{message.replica} did not end it", now, partial=has, renew_below=group.renew_below)]
 
 
-def unwanted(state: BufferState, message: Scored | Failed | Interrupted) -> list[str]:
+def unwanted(state: BufferState, message: GroupOutcome) -> list[str]:
     """Returns the payload keys of an outcome that nobody needs after its decision: it is of an ended group, of an attempt that was given
     up, or a repeat. A second replica may have written them long after they were freed."""
     if message.payload is None:
@@ -235,7 +247,9 @@ def _reward_parts(samples: Iterable[Mapping[str, float]]) -> dict[str, RewardPar
     return parts
 
 
-def trained(state: BufferState, step: int, version: int, started: float, ended: float, now: float) -> list[LedgerRecord]:
+def trained(
+    state: BufferState, step: int, version: int, started: float, ended: float, now: float, attestation: Attestation | None = None
+) -> list[LedgerRecord]:
     """Ends the groups of a step that the trainer has finished; a repeat gives no record. Raises WrongStep."""
     if step < state.trained_steps:
         return []
@@ -245,7 +259,7 @@ def trained(state: BufferState, step: int, version: int, started: float, ended: 
         raise WrongStep(f"step {step} was reported as trained; its batch was not formed yet")
     if dead := state.batches[step].dead:
         raise WrongStep(f"step {step} was reported as trained; its groups {', '.join(dead)} were refused, and are not replaced yet")
-    return [ledger.BatchTrained(step=step, version=version, started=started, ended=ended, at=now)]
+    return [ledger.BatchTrained(step=step, version=version, started=started, ended=ended, attestation=attestation, at=now)]
 
 
 def durable(state: BufferState, steps: int, now: float) -> list[LedgerRecord]:
@@ -261,10 +275,12 @@ def durable(state: BufferState, steps: int, now: float) -> list[LedgerRecord]:
 def live(state: BufferState, limits: BufferConfig, version: int, now: float) -> list[LedgerRecord]:
     """Takes note of a version that is served; an older one gives no record. Starts the evaluation that is due, unless it did before.
 
-    A version is announced again and again: a buffer that died between these two records finds the second one missing.
+    Raises WrongVersion. A version is announced again and again: a buffer that died between these two records finds the second one missing.
     """
     if version < state.live_version:
         return []
+    if version > limits.last_version:
+        raise WrongVersion(f"weights of version {version} are announced; the run's last is {limits.last_version}")
     records: list[LedgerRecord] = [ledger.VersionLive(version=version, at=now)] if version > state.live_version else []
     started = version in state.evaluations or version in state.evaluated
     if limits.eval_prompts and not started and evaluation.is_due(limits, version):

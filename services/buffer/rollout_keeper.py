@@ -130,7 +130,7 @@ class RolloutKeeper:
         if group.keys and group.keys[0] not in self._awaited:  # given up
             return None
         try:
-            blobs = await self._store.read(group.keys, deadline=READ_SECONDS)
+            blobs = [] if group.payload is None else await self._store.read(group.payload, deadline=READ_SECONDS)
             return group, blobs, None if group.keys else self._prompts.of_group(group.record.group)
         except PayloadMissing as error:
             if not group.again and group.keys[0] in self._awaited:  # else it was freed once it was kept, or given up and is counted

@@ -24,13 +24,14 @@ class DeadGroups:
 
     A held-out prompt that fails counts like a dead group, and one that is scored ends the row like a scored group, since a general fault
     fails both. The count begins anew with each buffer process, since a restart of the run may have repaired the cause.
-    ``in_a_row``: since a group was last scored. ``eval_failed``: held-out prompts that failed. ``refused``: groups that the trainer refused
-    since it last trained a step: those that come back scored, and are no good all the same.
+    ``in_a_row``: since a group was last scored. ``eval_failed``: held-out prompts that failed. ``refused``: groups that died of the
+    trainer's refusals since it last trained a step: they come back scored, and are no good all the same.
     """
 
     def __init__(self) -> None:
         self.in_a_row, self.eval_failed, self.reason = 0, 0, ""
-        self.refused: set[str] = set()
+        self.refused = 0
+        self._refused: set[str] = set()
         self._ended: deque[float] = deque()
         self._since: float | None = None
 
@@ -38,17 +39,19 @@ class DeadGroups:
         """Takes a record; they come in the ledger's order."""
         self._since = record.at if self._since is None else self._since
         match record:
-            case GroupDead(reason=reason) | EvalScored(rewards=[], reason=reason):
+            case GroupDead(group=name, reason=reason) | EvalScored(group=name, rewards=[], reason=reason):
                 self.in_a_row, self.reason = self.in_a_row + 1, reason
+                self.refused += name in self._refused
                 self.eval_failed += isinstance(record, EvalScored)
                 self._ended.append(record.at)
                 self._forget(record.at)
             case GroupsScored() | EvalScored():
                 self.in_a_row = 0
             case SampleRefused(group=name):
-                self.refused.add(name)
+                self._refused.add(name)
             case BatchTrained():
-                self.refused.clear()
+                self.refused = 0
+                self._refused.clear()
 
     def per_minute(self, now: float) -> float:
         """Returns the dead groups a minute, as of late. ``now``: seconds since the epoch."""
@@ -58,13 +61,11 @@ class DeadGroups:
 
     def hopeless(self, limit: int) -> str | None:
         """Returns why the run has to stop, once ``limit`` groups (0: never) have ended dead in a row."""
-        if not limit or max(self.in_a_row, len(self.refused)) < limit:
+        if not limit or max(self.in_a_row, self.refused) < limit:
             return None
         reason = failure_summary.short(self.reason)
-        if len(self.refused) >= limit:
-            return (
-                f"the trainer refused {len(self.refused)} groups for one step (rollout.max_dead_in_a_row = {limit}), the last one: {reason}"
-            )
+        if self.refused >= limit:
+            return f"the trainer refused {self.refused} groups for one step (rollout.max_dead_in_a_row = {limit}), the last one: {reason}"
         return f"{self.in_a_row} groups in a row failed (rollout.max_dead_in_a_row = {limit}), the last one: {reason}"
 
     def _forget(self, now: float) -> None:

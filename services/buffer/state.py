@@ -23,13 +23,15 @@ NOTHING_TRAINED = 1 << 30
 class Result:
     """The part of a scored group that the state keeps: the data for its batch, in little memory.
 
-    keys: of its payload, ``size`` bytes in all. oldest: version of the oldest trained token of all. rewards: float64 [m] of its m samples.
-    removed: positions of samples that a filter took out of the loss. tokens: of each sample, as in `Payload`. parts: as in `ScoredGroup`.
+    keys, size, sizes, digest, tokens: of its payload, as in `Payload`. oldest: version of the oldest trained token of all. rewards:
+    float64 [m] of its m samples. removed: positions of samples that a filter took out of the loss. parts: as in `ScoredGroup`.
     """
 
     attempt: int
     keys: tuple[str, ...]
     size: int
+    sizes: tuple[int, ...]
+    digest: str
     oldest: int
     samples: list[SampleMeta]
     rewards: "array[float]"
@@ -40,11 +42,23 @@ class Result:
     @classmethod
     def of(cls, scored: ledger.ScoredGroup) -> "Result":
         payload, samples, removed = scored.payload, scored.samples, scored.removed
-        trained = _without(samples, removed) if removed else samples
+        trained = _without(samples, removed)
         oldest = min([sample.oldest for sample in trained], default=NOTHING_TRAINED)
         rewards, tokens = array("d", scored.rewards), array("I", payload.tokens)
         parts = tuple({sys.intern(name): value for name, value in sample.items()} for sample in scored.parts)  # names are kept once
-        return cls(scored.attempt, tuple(payload.keys), payload.bytes, oldest, samples, rewards, tokens, removed, parts)
+        return cls(
+            scored.attempt,
+            tuple(payload.keys),
+            payload.bytes,
+            payload.sizes,
+            payload.digest,
+            oldest,
+            samples,
+            rewards,
+            tokens,
+            removed,
+            parts,
+        )
 
     @property
     def newest(self) -> list[int]:
@@ -54,7 +68,8 @@ class Result:
     @property
     def payload(self) -> Payload:
         """Returns the reference to the stored samples."""
-        return Payload(keys=list(self.keys), bytes=self.size, tokens=tuple(self.tokens))
+        keys, tokens = list(self.keys), tuple(self.tokens)
+        return Payload(keys=keys, bytes=self.size, sizes=self.sizes, tokens=tokens, digest=self.digest)
 
     def stale(self, mask_below: int) -> tuple[int, ...]:
         """Returns the positions of samples that hold nothing of version ``mask_below`` or newer."""
@@ -252,4 +267,7 @@ _FOLDS: dict[type[LedgerRecord], Callable[[BufferState, Any], None]] = {
 
 
 def _without(samples: list[SampleMeta], removed: tuple[int, ...]) -> list[SampleMeta]:
-    return [sample for index, sample in enumerate(samples) if index not in removed]
+    if not removed:
+        return samples
+    without = set(removed)
+    return [sample for index, sample in enumerate(samples) if index not in without]

@@ -3,18 +3,21 @@
 import asyncio
 import contextlib
 import time
+import uuid
+from dataclasses import replace
 
 from services.reward.group_filter import GroupFilter
 from services.reward.payload_reader import PayloadReader
 from services.reward.scorer import Scorer
 from services.reward.worker_process import WorkerFailed
 from shared.bus.streams import generated_consumer
+from shared.bus.subjects import REWARD
 from shared.bus.work_queue import FETCH_SECONDS, MessageLease, WorkQueue
 from shared.environment.protocol import EnvironmentFailed
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, PayloadMissing
 from shared.runtime.service_base import Service
-from shared.schema.messages import Failed, Generated, Outcome, Scored, outcome_id
+from shared.schema.messages import Failed, Generated, Outcome, Scored
 from shared.schema.sample import Sample, Score
 
 _ON_INPUT = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
@@ -48,7 +51,10 @@ class GroupConsumer:
         await cancelled(self.in_hand)
 
     async def _may_fetch(self) -> bool:
-        """Returns whether the environment takes work; waits a while for one that does not."""
+        """Returns whether the environment takes work, and outcomes have room; waits a while where not."""
+        if self._service.held_back:
+            await asyncio.sleep(FETCH_SECONDS)
+            return False
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._scorer.open.wait(), FETCH_SECONDS)
         return self._scorer.open.is_set()
@@ -63,7 +69,7 @@ class GroupConsumer:
         await lease.ack()
 
     async def _publish(self, outcome: Outcome) -> None:
-        await self._service.bus.publish(self._service.subjects.scored, outcome, msg_id=outcome_id(outcome), deadline=600)
+        await self._service.bus.publish(self._service.subjects.scored(REWARD), outcome, msg_id=uuid.uuid4().hex, deadline=600)
 
     async def _outcome(self, lease: MessageLease[Generated]) -> Outcome:
         group, service = lease.message, self._service
@@ -83,11 +89,16 @@ class GroupConsumer:
         service.metrics.add("samples_scored", len(scores))
         service.metrics.add("groups_scored", environment=self._scorer.name)
         final = decided.scores
+        unread = tuple((index, score.unread) for index, score in enumerate(final) if score.unread)
+        if unread:
+            service.metrics.add("responses_unread", len(unread), environment=self._scorer.name)
+            log.warning("responses_unread", samples=dict(unread))
         return Scored(
-            **dict(group),
+            **dict(group) | {"samples": [replace(item.meta(), digest=item.token_digest()) for item in samples]},
             rewards=[score.reward for score in final],
             parts=tuple(score.parts for score in final) if any(score.parts for score in final) else (),
             removed=tuple(index for index, score in enumerate(final) if score.removed),
+            unread=unread,
             filtered=decided.filtered,
             environment=self._scorer.name,
         )

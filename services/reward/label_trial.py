@@ -10,8 +10,11 @@ import sys
 import time
 from typing import Any
 
-from services.reward.verifiers import VERIFIERS
-from services.reward.verifiers.math import read
+from services.reward.time_limit import OutOfTime, within
+from services.reward.verifiers import READ_LABEL, VERIFIERS
+
+LABEL_SECONDS = 5.0
+"""The time for a label. One that needs more would take it from every response that is compared with it."""
 
 MISSING = 3
 """Exit code where a verifier's package is not installed."""
@@ -28,10 +31,16 @@ def answers(verifier: str, label: str) -> list[str]:
 def tried(verifier: str, label: str) -> dict[str, Any]:
     """Returns the result of trying a label. An empty label does not match, since no answer is empty."""
     try:
-        reads = read(label) if verifier == "math" else label
-        matches = bool(label.strip()) and any(VERIFIERS[verifier](answer, label) >= 1 for answer in answers(verifier, label))
+        return within(LABEL_SECONDS, lambda: _tried(verifier, label))
+    except OutOfTime:
+        return {"matches": False, "reads": "", "why": f"the label takes more than {LABEL_SECONDS:g} s to compare with itself"}
     except ValueError as error:
         return {"matches": False, "reads": "", "why": str(error)}
+
+
+def _tried(verifier: str, label: str) -> dict[str, Any]:
+    reads = READ_LABEL.get(verifier, str)(label)
+    matches = bool(label.strip()) and any(VERIFIERS[verifier](answer, label) >= 1 for answer in answers(verifier, label))
     return {"matches": matches, "reads": reads, "why": ""}
 
 

@@ -29,8 +29,8 @@ class PayloadReader:
         return cls(service, await runs.vocabulary(service.bus, service.run))
 
     async def read(self, group: Generated) -> list[Sample]:
-        """Returns a group's samples, all valid. Raises BadMessage, which names sample and field, and what reading the store raises."""
-        blobs = await self._service.store.read(group.payload.keys)
+        """Returns a group's samples, all valid. Raises BadMessage, which names sample and field; PayloadChanged, PayloadMissing."""
+        blobs = await self._service.store.read(group.payload)
         samples = sample.decode(blobs, SampleLimits(self._vocabulary))
         newest = max((version for item in samples for _, _, version in item.segments), default=0)
         if newest > self._newest:  # seldom: when a push has ended since

@@ -2,22 +2,34 @@
 
 ``python -m services.reward.worker``; it speaks as `services.reward.worker_pool.WorkerPool` says. In, once: ``{"verifier": name}``, or
 ``{"config": JSON}`` for the user's own functions; out: ``{"waits": [verb, …]}`` with the verbs whose functions are async, or
-``{"refused": [field, value, expected]}`` where a function cannot be imported. Then in: ``{"responses": [text, …], "label": text}`` for a
-verifier, else what `services.reward.custom_functions.Functions.answer` takes; out: ``{"scores": [score, …]}``, for functions with
-``"filtered"``, or ``{"error": text}``.
+``{"refused": [field, value, expected]}`` where a function cannot be imported. Then in: ``{"responses": [text, …], "label": text,
+"seconds": number}`` for a verifier, else what `services.reward.custom_functions.Functions.answer` takes; out: ``{"scores": [score, …]}``,
+for functions with ``"filtered"``, or ``{"error": text}``.
 """
 
 import asyncio
+import resource
+import time
+from functools import partial
 from typing import Any, Protocol
 
 from services.reward import frames
 from services.reward.frames import FrameStream
-from services.reward.verifiers import VERIFIERS
+from services.reward.time_limit import OutOfTime, within
+from services.reward.verifiers import READ_LABEL, VERIFIERS
 from shared.runtime.errors import ConfigError
 
 FIRST_STEPS_SECONDS = 0.001
 """The time that a call has the event loop for itself before the next one is taken up. An async function that computes without ever waiting
 then ends before the next call's deadline begins."""
+
+
+MEMORY_BYTES = 4 << 30
+"""The most memory of a verifier's process. A tower of powers should end as an error in it, and not with the end of its neighbours."""
+
+
+LONGEST_PROBLEM = 200
+"""The most characters of why a response or a label was not read: a library's error may repeat it whole."""
 
 
 class Calls(Protocol):
@@ -29,19 +41,35 @@ class Calls(Protocol):
 
 
 class VerifierCalls:
-    """Answers calls by one verifier, one after the other."""
+    """Answers calls by one verifier, one after the other. A response that it cannot verify, or not in time, gets 0 and costs no other."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._verifier = name, VERIFIERS[name]
+        self._name, self._verifier, self._read_label = name, VERIFIERS[name], READ_LABEL.get(name, str)
         self._verifier("", "x")  # loads lazy imports now: sympy takes seconds, which no call's deadline should include
         self.waits: list[str] = []
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard), hard))
 
     async def answer(self, request: dict[str, Any]) -> dict[str, object]:
-        """Returns a score for each response."""
+        """Returns a score for each response. Each may take its share of what is left of the call's ``seconds``."""
+        responses, label, end = request["responses"], request["label"], time.monotonic() + request["seconds"]
         try:
-            return {"scores": [{"reward": float(self._verifier(text, request["label"]))} for text in request["responses"]]}
-        except Exception as error:  # an exception of a verifier fails the sample, not this process
-            return {"error": f"verifier {self._name}: {type(error).__name__}: {error}"}
+            within(request["seconds"], lambda: self._read_label(label))
+        except (Exception, OutOfTime) as error:
+            return {"error": f"verifier {self._name}: {_problem(error, 'the label was not read', request['seconds'])}"}
+        scores: list[dict[str, object]] = []
+        for index, text in enumerate(responses):
+            seconds = (end - time.monotonic()) / (len(responses) - index)
+            try:
+                scores.append({"reward": float(within(seconds, partial(self._verifier, text, label)))})
+            except (Exception, OutOfTime) as error:
+                problem = _problem(error, f"a response of {len(text)} characters was not verified", seconds)
+                scores.append({"reward": 0.0, "unread": f"verifier {self._name}: {problem}"})
+        return {"scores": scores}
+
+
+def _problem(error: BaseException, undone: str, seconds: float) -> str:
+    return f"{undone} within {seconds:.1f} s" if isinstance(error, OutOfTime) else f"{type(error).__name__}: {error}"[:LONGEST_PROBLEM]
 
 
 def main() -> None:

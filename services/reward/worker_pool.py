@@ -5,13 +5,14 @@ several calls dies, each of them is made once more, alone in a process, so that 
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from services.reward.custom_functions import SCORE, FilterResult
-from services.reward.worker_process import Worker, WorkerBlocked, WorkerFailed, WorkerGone
+from services.reward.worker_process import LOOP_SECONDS, Worker, WorkerBlocked, WorkerDied, WorkerFailed, WorkerGone, worker_environment
 from shared.config.run_config import RunConfig
 from shared.environment.protocol import first_problem
 from shared.hooks import paths
@@ -19,6 +20,13 @@ from shared.runtime.child_process import ChildProcess
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.schema import sample
 from shared.schema.sample import Sample, Score
+
+
+class CallLate(DeadlineExceeded):
+    """A call was not answered in time; it was cancelled, or its process was killed."""
+
+
+_MODULE = "services.reward.worker"
 
 _ANSWER = TypeAdapter(FilterResult)
 
@@ -31,10 +39,12 @@ class WorkerPool:
             and is answered with ``[id, None]`` when it is taken up and with ``[id, answer]``, a map, when it is done; the request None
             cancels the call of its id, which is answered at once.
         setup: the first request, answered when the process is ready, as `services.reward.worker` says.
+        variables: of the service's environment that they get besides the usual ones. Raises ConfigError for one that is not set.
     """
 
-    def __init__(self, name: str, size: int, setup: object, module: str = "services.reward.worker") -> None:
+    def __init__(self, name: str, size: int, setup: object, module: str = _MODULE, variables: Sequence[str] = ()) -> None:
         self._name, self._size, self._setup, self._module = name, size, setup, module
+        self._environment = worker_environment(variables)
         self._workers = [self._fresh() for _ in range(size)]
         self._leaving: set[Worker] = set()
         self._lock = asyncio.Lock()  # first come, first served: a call that needs a process of its own gets one
@@ -63,8 +73,8 @@ class WorkerPool:
             request: where its ``verb`` is one of those that wait, the call gives way to others: a worker may have many such in hand.
             awaited, awaited_from: for the error at the deadline. deadline: seconds from when a worker takes the request up.
 
-        Raises DeadlineExceeded (the call is cancelled, or its worker killed and replaced), WorkerFailed, BadMessage for a request that is
-        too long, or ConfigError where a fresh worker refuses the run.
+        Raises CallLate (the call is cancelled, or its worker killed and replaced), WorkerDied, WorkerFailed, BadMessage for a request that
+        is too long, DeadlineExceeded where a fresh worker does not start, or ConfigError where it refuses the run.
         """
         waits = request.get("verb") in self._waits
         try:
@@ -72,7 +82,7 @@ class WorkerPool:
             if answer is None:
                 answer = await self._once(request, deadline, waits, exclusive=True)
         except TimeoutError as late:
-            raise DeadlineExceeded(awaited, awaited_from, deadline, f"{late}, the group is given up") from None
+            raise CallLate(awaited, awaited_from, deadline, f"{late}, the group is given up") from None
         if answer is None:  # alone in its process a call has an answer or an error of its own, unless the pool was closed
             raise WorkerFailed(f"{self._name}'s process was ended")
         if "error" in answer:
@@ -111,7 +121,7 @@ class WorkerPool:
             return None
         except WorkerGone as error:
             if error.alone:
-                raise WorkerFailed(str(error)) from None
+                raise WorkerDied(str(error)) from None
             return None
         finally:
             worker.retired |= ended  # threads and children that a late call has left behind end with its process
@@ -150,7 +160,7 @@ class WorkerPool:
         self._changed.set()
 
     def _fresh(self) -> Worker:
-        return Worker(self._name, ["-m", self._module], self._setup)
+        return Worker(self._name, ["-m", self._module], self._setup, self._environment)
 
 
 class VerifierPool(WorkerPool):
@@ -160,13 +170,22 @@ class VerifierPool(WorkerPool):
         name: the verifier, a key of `services.reward.verifiers.VERIFIERS`.
     """
 
-    def __init__(self, name: str, size: int, module: str = "services.reward.worker") -> None:
+    def __init__(self, name: str, size: int, module: str = _MODULE) -> None:
         super().__init__(f"verifier {name}", size, {"verifier": name}, module)
 
     async def score(self, responses: list[str], label: str, deadline: float) -> list[Score]:
-        """Returns one score a response. Raises as `ask` does."""
-        request = {"responses": responses, "label": label}
-        return (await self.ask(request, len(responses), f"{len(responses)} rewards", self._name, deadline)).scores
+        """Returns one score a response; those that could not be verified have 0, and say why in ``unread``.
+
+        The worker gives each response its share of ``deadline`` seconds. Where one holds up or ends the whole process, fresh ones get each
+        alone, within as long again. Raises as `ask` does, but for the errors that a response is the cause of.
+        """
+        request = {"responses": responses, "label": label, "seconds": deadline}
+        try:
+            return (await self.ask(request, len(responses), "the rewards", self._name, deadline + LOOP_SECONDS)).scores
+        except (CallLate, WorkerDied) as error:
+            if len(responses) == 1:
+                return [Score(reward=0.0, unread=str(error))]
+        return [score for response in responses for score in await self.score([response], label, deadline / len(responses))]
 
 
 class HooksPool(WorkerPool):
@@ -179,7 +198,8 @@ class HooksPool(WorkerPool):
             "select": ", ".join(f"{field} = {path}" for field, path in found.items() if field != SCORE),
         }
         name = f"the functions {', '.join(found.values())}"
-        super().__init__(name, config.reward.reward_workers, {"config": config.model_dump_json()})
+        setup, variables = {"config": config.model_dump_json()}, config.reward.worker_environment
+        super().__init__(name, config.reward.reward_workers, setup, variables=variables)
 
     @property
     def scores_at_once(self) -> int | None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from asyncio.streams import FlowControlMixin
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -18,12 +19,37 @@ START_SECONDS = 120.0
 LOOP_SECONDS = 3.0
 """The time that a process may not respond after a call was late, before it counts as blocked and is killed."""
 
-_CREDENTIALS = ("NATS_URL", "REDIS_URL")
-"""Variables with these prefixes are withheld: no worker needs them, and code that it runs (a model's, say) should not have them."""
+ENVIRONMENT = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TMPDIR",
+    "TZ",
+    "PYTHONPATH",
+    "LD_LIBRARY_PATH",
+    "CUDA_VISIBLE_DEVICES",
+    "MYXO_RUN",
+)
+"""The variables that every worker gets. The code in it, which may be a model's, needs no more to start; keys of the bus, the store, W&B,
+the hub or a cloud are not its business. What a user's function needs besides is named in ``reward.worker_environment``."""
+
+
+def worker_environment(named: Sequence[str] = (), given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns a worker's variables: those of `ENVIRONMENT` that are set, and the ``named`` ones. Raises ConfigError for one that is not."""
+    for name in named:
+        if name not in given:
+            raise ConfigError("reward.worker_environment", name, "names of variables that are set where the reward service starts")
+    return {name: given[name] for name in (*ENVIRONMENT, *named) if name in given}
 
 
 class WorkerFailed(MyxoError):
     """A worker could not answer this; the text says why."""
+
+
+class WorkerDied(WorkerFailed):
+    """The process of a call ended while it had no other: the call is the cause."""
 
 
 class WorkerBlocked(MyxoError):
@@ -46,15 +72,15 @@ class Worker:
     """A process that is started with its first call.
 
     Args:
-        name: the process's name in errors. command: arguments of Python. setup: the first request.
+        name: the process's name in errors. command: arguments of Python. setup: the first request. environment: its variables.
 
     Attributes:
         calls: the number of its calls, those that wait for its start included. blocking: one of them blocks its event loop.
         exclusive: it is kept for one call. retired: it gets no more calls. ready: its answer when it was ready.
     """
 
-    def __init__(self, name: str, command: list[str], setup: object) -> None:
-        self._name, self._command, self._setup = name, command, setup
+    def __init__(self, name: str, command: list[str], setup: object, environment: Mapping[str, str]) -> None:
+        self._name, self._command, self._setup, self._environment = name, command, setup, environment
         self.calls, self.blocking, self.exclusive, self.retired = 0, False, False, False
         self.process: ChildProcess | None = None
         self.ready: dict[str, Any] = {}
@@ -108,9 +134,8 @@ class Worker:
             self._requests.close()
 
     async def _start(self) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(_CREDENTIALS)}
         # under the watchdog: what a function starts is killed with it
-        self.process = ChildProcess(self._name, [sys.executable, *self._command], None, environment, watchdog=True)
+        self.process = ChildProcess(self._name, [sys.executable, *self._command], None, self._environment, watchdog=True)
         answers, self._requests = await _streams(self.process)
         self._reading = asyncio.create_task(self._read(answers))
         try:

@@ -10,9 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
-from services.rollout.engine.engine_client import EngineClient
 from services.rollout.generate import ENGINE_TRIES, RETRY_PAUSE
 from services.rollout.replica import Replica
 from shared import hooks
@@ -80,7 +78,7 @@ class CustomGenerate:
             begun, life = replica.version, replica.incarnation
             self._vocabulary = client.capabilities.vocab_size
             try:
-                given = self._checked(await self._call(task, rollout, client))
+                given = self._checked(await self._call(task, rollout))
             except Exception as error:  # an exception of the user's function fails its group, not this service
                 failures += replica.incarnation == life  # the function did not cause the engine's death
                 self._service.log.warning("custom_generate_failed", group=task.group, rollout=rollout, error=str(error), exc_info=error)
@@ -104,7 +102,7 @@ class CustomGenerate:
             raise self._refusal("gave an empty list; expected at least one sample")
         return samples
 
-    async def _call(self, task: Task, rollout: int, client: EngineClient) -> object:
+    async def _call(self, task: Task, rollout: int) -> object:
         sample = hooks.HookSample(
             group_index=group_index(task.group),
             index=rollout,
@@ -115,8 +113,9 @@ class CustomGenerate:
             label=task.label,
             metadata=copy.deepcopy(task.metadata),
         )
-        engine = urlsplit(client.url)
-        args = Arguments(self._config, sglang_router_ip=engine.hostname, sglang_router_port=engine.port)
+        assert self._replica.proxy.address is not None  # it is open from the engine's start on
+        host, port = self._replica.proxy.address
+        args = Arguments(self._config, sglang_router_ip=host, sglang_router_port=port)
         evaluation = {"evaluation": is_evaluation(task.group)} if self._takes_evaluation else {}
         call = functools.partial(self._function, args, sample, _parameters(task.sampling), **evaluation)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._guarded(call), self._loop))

@@ -15,12 +15,13 @@ from typing import Any
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.launch_command import EngineCommand, engine_command
+from services.rollout.engine_proxy import EngineProxy
 from services.rollout.router import router_url
 from services.rollout.served_version import ServedVersion
 from shared.runtime import devices, failure_summary
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.runtime.own_address import own_address
+from shared.runtime.own_address import LOOPBACK, own_address
 from shared.runtime.service_base import Service
 
 WATCH_SECONDS = 1.0
@@ -28,6 +29,9 @@ OPEN_SECONDS = 60.0
 """The deadline for an engine that has released its memory to take it again."""
 
 STOP_SECONDS = 3.0
+SPARE_REQUESTS = 512
+"""The requests that others may have in the engine at once, beyond one for each sample of the groups that the replica generates."""
+
 RESTART_SECONDS = 2.0
 """The pause before a dead engine is started again."""
 
@@ -39,6 +43,7 @@ class Replica:
         client: usable while ``engine_up`` is set. served: the one owner of the replica's version.
         update_lock: held by whoever changes the engine's weights or memory.
         before_start, after_start: awaited around each start of an engine.
+        proxy: where a router and generate functions of the user's reach the engine; open if there are any.
     """
 
     def __init__(self, service: Service) -> None:
@@ -52,6 +57,10 @@ class Replica:
         self.before_start: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self.after_start: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self._exposed = bool(router_url())
+        rollout = self._rollout
+        limit = SPARE_REQUESTS + rollout.rollout_concurrency * service.config.rollout.n_samples_per_prompt
+        wait = service.config.weights.push_timeout
+        self.proxy = EngineProxy(self.served, lambda: self.client, service.metrics, limit, rollout.generate_timeout, wait)
         self._life = service.incarnation
         self._shown = asyncio.Event()
         self._process: EngineProcess | None = None
@@ -90,8 +99,16 @@ class Replica:
         served, service = self.served, self._service
         service.state, service.version = served.state, served.version
         service.incarnation = f"{self._life}.{served.incarnation}"
+        service.engine = self._public_address()
         self._shown.set()
         self._shown = asyncio.Event()
+
+    def _public_address(self) -> str:
+        """Returns where a router may send requests; empty for none: without verified weights the engine leaves it."""
+        if not self._exposed or self.proxy.address is None or not (self.served.engine_is_up and self.served.has_weights):
+            return ""
+        host, port = self.proxy.address
+        return f"http://{host}:{port}"
 
     async def publish(self) -> None:
         """Publishes the served version in the registry."""
@@ -131,6 +148,7 @@ class Replica:
                 await self._close()
                 await asyncio.sleep(RESTART_SECONDS)
         finally:
+            await self.proxy.close()
             await self._close()
 
     async def kill_engine(self, reason: str) -> None:
@@ -142,6 +160,8 @@ class Replica:
     async def attach(self, client: EngineClient) -> None:
         """Attaches an engine that has started; its weights have not been verified."""
         self.client = client
+        if self._exposed or self._rollout.custom_generate_function_path is not None:
+            await self.proxy.open(own_address() if self._exposed else LOOPBACK)
         self.served.engine_started()
         self.engine_up.set()
         await self.publish()
@@ -153,10 +173,10 @@ class Replica:
         command = self._command()
         self._process = engine = EngineProcess(command, self._log_file())
         seconds = await engine.ready(self._rollout.engine_start_timeout)
-        self.client = client = await EngineClient.connect(command.url, engine.receiver, admin_key=command.admin_key, deadline=60)
+        self.client = client = await EngineClient.connect(engine.receiver, deadline=60)
+        await client.freeze_gc(deadline=60)
         await client.open_receivers(deadline=60)
-        service.engine = f"http://{own_address()}:{command.port}" if self._exposed else ""
-        service.log.info("engine_ready", seconds=round(seconds, 1), url=command.url, release=client.capabilities.release)
+        service.log.info("engine_ready", seconds=round(seconds, 1), url=client.url, release=client.capabilities.release)
         service.metrics.set("engine_start_seconds", seconds)
         await self.attach(client)
         await self.after_start()
@@ -179,7 +199,6 @@ class Replica:
             device=device,
             random_seed=seed,
             flags=flags | rollout.sglang,
-            exposed=self._exposed,
         )
 
     def _log_file(self) -> Path:

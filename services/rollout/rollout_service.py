@@ -16,20 +16,24 @@ from services.rollout.router import Router, router_url
 from services.rollout.token_rate import DrawnTokens, TokenRate
 from services.rollout.weight_catch_up import WeightCatchUp
 from services.rollout.weight_receiver import WeightsReceiver
+from shared.bus.bus_errors import StreamFull
 from shared.bus.streams import task_consumer
-from shared.bus.subjects import EVAL, TRAIN
+from shared.bus.subjects import EVAL, ROLLOUT, TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config import sglang_flags
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, PayloadMissing, raise_problems
+from shared.runtime.failures import fatal
 from shared.runtime.service_base import Service
 from shared.schema import sample as sample_codec
 from shared.schema.ledger import is_evaluation
-from shared.schema.messages import Failed, Generated, Interrupted, Payload, Task, outcome_id
+from shared.schema.messages import Failed, Generated, Interrupted, Payload, Task
 from shared.schema.overlong import fitted
+from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
+from shared.store.payload_store import StoreFull
 
 POLL_INTERVAL_S = 0.05
 """The interval at which a replica checks whether it has weights, free capacity, or stale generations."""
@@ -91,7 +95,7 @@ class Rollout:
         queue = WorkQueue(service.bus, task_consumer(service.run, self._config.bus, task_class), Task)
         while not service.stopping.is_set():
             room = limit - len(self.running)
-            if not self.replica.serving or room <= 0:
+            if not self.replica.serving or room <= 0 or service.held_back:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
             for lease in await queue.fetch(room):
@@ -102,6 +106,8 @@ class Rollout:
     def _handled(self, handling: asyncio.Task[None]) -> None:
         del self.running[handling]
         if not handling.cancelled() and (error := handling.exception()) is not None:
+            if isinstance(error, StoreFull | StreamFull):
+                return fatal("the storing of a group", error)
             self._service.log.error("task_failed", error=f"{type(error).__name__}: {error}", exc_info=error)
 
     async def _handle(self, lease: MessageLease[Task]) -> None:
@@ -114,9 +120,12 @@ class Rollout:
                 else:
                     outcome = await self._generate(task)
                     done = isinstance(outcome, Generated)
-                    await self._publish(service.subjects.generated(task.environment) if done else service.subjects.scored, outcome)
+                    await self._publish(service.subjects.generated(task.environment) if done else service.subjects.scored(ROLLOUT), outcome)
             await lease.ack()
         except asyncio.CancelledError:
+            await lease.hand_back()
+            raise
+        except (StoreFull, StreamFull):  # there was no room for the run's whole `bus.full_timeout`: this service ends
             await lease.hand_back()
             raise
         except (DeadlineExceeded, EngineError) as error:
@@ -167,18 +176,22 @@ class Rollout:
         if task.partial is None:
             return []
         try:
-            return sample_codec.decode(await self._service.store.read(task.partial.keys))
+            return sample_codec.decode(await self._service.store.read(task.partial))
         except (PayloadMissing, BadMessage) as error:
             self._service.log.warning("partial_lost", group=task.group, attempt=task.attempt, error=str(error))
             return []
 
     async def _stored(self, task: Task, samples: list[Sample]) -> Payload:
-        """Stores samples before their reference is published, under keys that nobody else writes: a referenced payload never changes."""
-        blobs, generation = sample_codec.encode(samples, self._config.store.blob_bytes), uuid.uuid4().hex[:8]
-        keys = [self._service.subjects.payload_key(task.group, task.attempt, part, generation) for part in range(len(blobs))]
-        await self._service.store.write(dict(zip(keys, blobs, strict=True)))
-        tokens = tuple(len(sample.prompt) + len(sample.response) for sample in samples)
-        return Payload(keys=keys, bytes=sum(len(blob) for blob in blobs), tokens=tokens)
+        """Stores samples before their reference is published, under keys that nobody else writes: a referenced payload never changes.
+
+        Raises BadMessage for samples that are too large.
+        """
+        encoded, generation = sample_codec.encode(samples, self._config.store.blob_bytes), uuid.uuid4().hex
+        names = self._service.subjects
+        blobs = {names.payload_key(task.group, task.attempt, part, generation): blob for part, blob in enumerate(encoded)}
+        payload = reference(self._service.run, blobs, [sample.length for sample in samples])
+        await self._service.store.write(blobs)
+        return payload
 
     async def stop_stale(self) -> None:
         """Aborts, while new weights are served, the generations that these have made too old to be trained.
@@ -198,10 +211,10 @@ class Rollout:
 
     async def _give_up(self, task: Task, reason: str) -> None:
         failed = Failed(group=task.group, attempt=task.attempt, reason=reason, by=self._service.instance)
-        await self._publish(self._service.subjects.scored, failed)
+        await self._publish(self._service.subjects.scored(ROLLOUT), failed)
 
     async def _publish(self, subject: str, message: Generated | Interrupted | Failed) -> None:
-        await self._service.bus.publish(subject, message, msg_id=outcome_id(message), deadline=600)
+        await self._service.bus.publish(subject, message, msg_id=uuid.uuid4().hex, deadline=600)
 
     async def measure(self) -> None:
         """Updates the gauges until cancelled."""

@@ -187,31 +187,42 @@ class WeightCatchUp:
             try:
                 offer = await self._offer_of(source, live, seconds)
                 started = time.monotonic()
-                await client.join_channels(offer.channels, 0, timeout=seconds, deadline=seconds)
+                await client.join_channels(offer.channels, 1, timeout=seconds, deadline=seconds)
                 await client.pause("abort", deadline=seconds)
                 await client.begin_weight_update(deadline=seconds)
-                report = await client.receive(offer.version, offer.version, [offer.channels[0].name], deadline=seconds)
-                if report.digest != offer.digest:
-                    raise MyxoError(f"what came as version {offer.version} has another digest than was promised")
+                names = [channel.name for channel in offer.channels]
+                report = await client.receive(offer.version, offer.version, names, deadline=seconds)
+                if report.digest != live.digest:
+                    reason = f"what came as version {offer.version} has digest {report.digest}, the trainer's is {live.digest}"
+                    await self._distrust(source, reason)
+                    raise MyxoError(reason)
                 await client.leave_channels(deadline=seconds)
                 await client.end_weight_update(deadline=seconds)
-                await self._serve(client, offer.version, offer.digest)
+                await self._serve(client, live.version, live.digest)
             except MyxoError as error:
                 self._avoid(source)
                 await self._resume(client)
                 self._service.log.warning("peer_failed", replica=source, version=live.version, error=str(error))
                 return
-        figures = {"bytes": report.bytes * len(offer.channels), "seconds": round(time.monotonic() - started, 3)}
+        figures = {"bytes": report.bytes, "seconds": round(time.monotonic() - started, 3)}
         self._service.log.info("caught_up", source="peer", replica=source, version=offer.version, **figures)
+
+    async def _distrust(self, source: str, reason: str) -> None:
+        """Tells that a replica has sent weights that are not the trainer's. This replica stays fenced."""
+        self._service.metrics.add("peer_weights_differ")
+        self._service.log.error("peer_weights_differ", replica=source, reason=reason)
+        await self._service.tell("peer_weights_differ", f"{source}: {reason}")
 
     async def _offer_of(self, source: str, live: WeightsLive, seconds: float) -> PeerTransferOffer:
         service = self._service
+        if not live.digest:
+            raise MyxoError(f"the trainer has told no digest of version {live.version}: what another replica sends could not be checked")
         request = PeerTransferRequest(destination=service.instance, version=live.version, ranks=service.ranks, deadline=seconds)
         subject = service.subjects.replica_weights(source, "transfer")
         offer = await service.bus.request(subject, request, PeerTransferOffer, deadline=ASK_SECONDS, awaited_from=source, patient=False)
         if offer.version != live.version or len(offer.channels) != service.ranks:
             raise MyxoError(f"{source} offers version {offer.version} to {len(offer.channels)} ranks; asked for was {live.version}")
-        if live.digest and offer.digest != live.digest:
+        if offer.digest != live.digest:
             raise MyxoError(f"{source} offers version {offer.version} with digest {offer.digest}; live is {live.digest}")
         return offer
 
@@ -235,6 +246,7 @@ class WeightCatchUp:
             "version": request.version,
             "name": f"transfer-{service.instance}-{request.destination}-{self._transfers}",
             "address": own_address(),
+            "ranks": request.ranks,
             "seconds": min(request.deadline, self._config.push_timeout),
         }
         answers = await client.receivers.ask(order, ASK_SECONDS)

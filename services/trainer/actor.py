@@ -162,6 +162,13 @@ class Actor:
             grad_norm, skipped = self.optimizer.update()
         return StepResult(loss, metrics, grad_norm, lr, skipped)
 
+    def loss_alone(self, batch: PackedBatch, loss_fn: LossFunction, *, need_entropy: bool = False) -> float | None:
+        """Returns the loss of one micro-batch, as `train_step` would add it up; None on ranks without the model's last stage.
+
+        It is a collective of the ranks that share the model, and of no others.
+        """
+        return passes.loss_alone(self.model, batch, loss_fn, self.settings.temperature, need_entropy)
+
     def reset_optimizer(self, schedule: LearningRateSchedule | None = None) -> None:
         """Zeroes Adam's moments and starts a schedule, by default the run's, as between a supervised warm start and RL."""
         self.optimizer.reset(schedule or self.settings.schedule)

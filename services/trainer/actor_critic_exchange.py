@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shared.bus.subjects import Subjects
 from shared.runtime.errors import DeadlineExceeded, PayloadMissing
-from shared.store.payload_store import StoreRefused, options
+from shared.store.payload_store import StoreFull, StoreRefused, full_reason, options
 
 Kind = Literal["values", "kl"]
 Role = Literal["actor", "critic"]
@@ -32,7 +32,7 @@ _COMPLETE = "complete"
 
 
 class ActorCriticExchange:
-    """One rank's side of the exchange. Every call has a deadline of `CALL_SECONDS` and raises DeadlineExceeded or StoreRefused."""
+    """One rank's side of the exchange. Calls have a deadline of `CALL_SECONDS` and raise DeadlineExceeded, StoreFull or StoreRefused."""
 
     def __init__(self, url: str, run: str) -> None:
         self._client: Any = redis.Redis.from_url(url, **options(url))
@@ -93,5 +93,8 @@ class ActorCriticExchange:
                 if time.monotonic() + RETRY_SECONDS > end:
                     raise DeadlineExceeded(what, "the store", CALL_SECONDS, f"given up ({error})") from error
             except ResponseError as error:
-                raise StoreRefused(f"the store refuses {what}: {error}") from error
+                if not (reason := full_reason(error)):
+                    raise StoreRefused(f"the store refuses {what}: {error}") from error
+                if time.monotonic() + RETRY_SECONDS > end:
+                    raise StoreFull(f"{what}: {reason}; no room within {CALL_SECONDS:g} s, given up") from error
             time.sleep(RETRY_SECONDS)

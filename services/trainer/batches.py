@@ -66,7 +66,7 @@ class TrainBatch:
     @property
     def indices(self) -> list[int]:
         """Returns the indices of this rank's samples, ascending."""
-        return sorted(index for micro_batch in self._micro_batches for index in micro_batch.indices)
+        return sorted(index for micro_batch in self.micro_batches for index in micro_batch.indices)
 
     @property
     def names(self) -> list[str]:
@@ -76,16 +76,17 @@ class TrainBatch:
     @property
     def packed(self) -> list[PackedBatch]:
         """Returns the micro-batches of all optimizer steps, in order."""
-        return [micro_batch.packed for micro_batch in self._micro_batches]
+        return [micro_batch.packed for micro_batch in self.micro_batches]
 
     @property
-    def _micro_batches(self) -> list[MicroBatch]:
+    def micro_batches(self) -> list[MicroBatch]:
+        """Returns those of all optimizer steps, in order."""
         return [micro_batch for step in self.steps for micro_batch in step]
 
     def per_sample(self, field: str) -> dict[int, Tensor]:
         """Returns a field of the micro-batches sample by sample: views [R] of the packed tensors."""
         found: dict[int, Tensor] = {}
-        for item in self._micro_batches:
+        for item in self.micro_batches:
             found.update(zip(item.indices, collect(item.samples, item.packed.fields[field]), strict=True))
         return found
 
@@ -95,7 +96,7 @@ class TrainBatch:
 
     def masks(self) -> dict[int, Tensor]:
         """Returns the masks that this rank's samples are trained by: bool [R]."""
-        pairs = (pair for item in self._micro_batches for pair in zip(item.indices, item.samples, strict=True))
+        pairs = (pair for item in self.micro_batches for pair in zip(item.indices, item.samples, strict=True))
         return {index: torch.from_numpy(sample.mask != 0) for index, sample in pairs}
 
     def with_field(self, name: str, values: Callable[[PackedBatch], Tensor]) -> "TrainBatch":

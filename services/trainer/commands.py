@@ -53,7 +53,9 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Wait:
-    """Do nothing yet, and receive the next command."""
+    """Do nothing yet, and receive the next command. ``save``: make what was trained durable first, so that payloads can be freed."""
+
+    save: bool = False
 
 
 @dataclass(frozen=True)

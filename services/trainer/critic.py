@@ -64,8 +64,9 @@ class Critic(RoleWorker):
                 case Leave(done=done):
                     self._save_before_leaving(done)
                     return self._report_saved()
-                case Wait():
-                    pass
+                case Wait(save=save):
+                    if save and self._begun_save < self._progress.steps:
+                        self._save_at_once()
             self._report_saved()
 
     def _value(self, batch: Batch) -> TrainBatch:
@@ -74,7 +75,7 @@ class Critic(RoleWorker):
             empty = TrainBatch(Partition(batch, [], []), empty_table(0), [])
             self._give("values", empty)
             return empty
-        prepared = self._assembled(batch).with_computed("values", self._trained_values)
+        prepared = self._computed(self._assembled(batch), "values", self._trained_values)
         self._give("values", prepared)
         return prepared
 

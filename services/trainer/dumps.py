@@ -16,7 +16,7 @@ from services.trainer.batches import TrainBatch
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import BadMessage, ConfigError, PayloadMissing
 from shared.schema import codec
-from shared.schema.messages import Batch
+from shared.schema.messages import Batch, Payload
 from shared.store.payload_store import BlockingStore
 
 SCHEMA = 1
@@ -25,10 +25,12 @@ SCHEMA = 1
 def write_batch(template: str, batch: Batch, store: BlockingStore) -> Path:
     """Writes a batch's references and payloads, as they are in the store, to one MessagePack file. Returns its path.
 
-    Raises PayloadMissing, DeadlineExceeded, StoreRefused; OSError.
+    Raises PayloadMissing, BadMessage, DeadlineExceeded, StoreRefused; OSError.
     """
-    keys = [key for group in batch.groups for key in group.payload.keys]
-    content = {"schema": SCHEMA, "batch": batch.encode(), "blobs": dict(zip(keys, store.stream(keys), strict=True))}
+    payloads = [group.payload for group in batch.groups]
+    stored = zip(payloads, store.stream(payloads), strict=True)
+    by_key = {key: blob for payload, blobs in stored for key, blob in zip(payload.keys, blobs, strict=True)}
+    content = {"schema": SCHEMA, "batch": batch.encode(), "blobs": by_key}
     path = Path(filled(template, batch.step, 0))
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, codec.pack(content))
@@ -61,12 +63,13 @@ class DumpedBatches:
         self._blobs |= content["blobs"]
         return Batch.decode(content["batch"])
 
-    def stream(self, keys: Sequence[str], deadline: float = 60.0) -> Iterator[bytes]:
-        """Yields blobs in order, as `BlockingStore.stream` does. Raises PayloadMissing."""
-        for key in keys:
-            if key not in self._blobs:
-                raise PayloadMissing(f"no file holds the blob {key}")
-            yield self._blobs[key]
+    def stream(self, payloads: Sequence[Payload], deadline: float = 60.0) -> Iterator[list[bytes]]:
+        """Yields the blobs of each payload in order, as `BlockingStore.stream` does. Raises PayloadMissing."""
+        for payload in payloads:
+            for key in payload.keys:
+                if key not in self._blobs:
+                    raise PayloadMissing(f"no file holds the blob {key}")
+            yield [self._blobs[key] for key in payload.keys]
 
     def close(self) -> None:
         self._blobs.clear()

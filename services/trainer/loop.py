@@ -13,6 +13,7 @@ from torch import Tensor
 from services.trainer import dumps
 from services.trainer.actor import StepResult
 from services.trainer.actor_critic_exchange import ActorCriticExchange
+from services.trainer.batch_attestation import attestation_of
 from services.trainer.batch_metrics import token_means
 from services.trainer.batches import TrainBatch
 from services.trainer.colocation import ColocationScheduler
@@ -32,7 +33,8 @@ from services.trainer.warm_start import train_demonstrations
 from services.trainer.weights.pusher import Pusher
 from services.trainer.weights.snapshot_writer import SnapshotWriter
 from shared.config.run_config import RunConfig
-from shared.schema.messages import Batch, Trained
+from shared.schema.attestation import attest
+from shared.schema.messages import Attestation, Batch, Trained
 from shared.store.payload_store import BlockingStore
 
 
@@ -84,7 +86,10 @@ class Trainer(RoleWorker):
                         self._save_if_due()
                     if self._version == version:  # no push follows that would give the GPUs to the engines
                         self._colocation.offload()
-                case Wait():
+                case Wait(save=save):
+                    if save and self._begun_save < self._progress.steps:
+                        self._colocation.onload()
+                        self._save_at_once()
                     self._colocation.offload()
                 case Leave(done=done):
                     return self._leave(done)
@@ -101,11 +106,12 @@ class Trainer(RoleWorker):
     def _train(self, batch: Batch, ahead: Batch | None) -> None:
         started = time.time()
         if not batch.groups:  # all of them were refused
-            return self._finished(batch, started, time.time())
+            return self._finished(batch, started, time.time(), attest([]))
         prepared = self._prepared(batch, ahead)
         if self._control is not None and (template := self._config.monitoring.save_debug_rollout_data) is not None:
             dumps.write_batch(template, batch, self._store)
         means = token_means(prepared.packed, runtime.sum_over_data_parallel)
+        attestation = attestation_of(prepared, runtime.sum_over_data_parallel)
         optimizing, results = time.monotonic(), []
         if batch.step >= self._config.algorithm.num_critic_only_steps:
             need_entropy = self._objective.entropy_coef != 0.0
@@ -114,27 +120,28 @@ class Trainer(RoleWorker):
         self._inspect(prepared, results)
         if self._metrics is not None and results:
             self._metrics.step(prepared, results, started, ended, optimized=optimized, token_means=means)
-        self._finished(batch, started, ended)
+        self._finished(batch, started, ended, attestation)
 
-    def _finished(self, batch: Batch, started: float, ended: float) -> None:
+    def _finished(self, batch: Batch, started: float, ended: float, attestation: Attestation) -> None:
         self._progress.steps = batch.step + 1
         if self._reference is not None:
             self._reference.renew(self._progress.steps)
         if self._control is not None:
-            self._control.trained(Trained(step=batch.step, version=batch.version, started=started, ended=ended))
+            report = Trained(step=batch.step, version=batch.version, started=started, ended=ended, attestation=attestation)
+            self._control.trained(report)
 
     def _prepared(self, batch: Batch, ahead: Batch | None) -> TrainBatch:
         """Returns the batch with every field that its loss reads: log-probs of present and frozen policies, KL, values, advantages."""
         prepared = self._assembled(batch, ahead)
         wanted = needs(self._objective, len(prepared.steps))
         if wanted.proximal:  # with a single step the policy itself is the proximal one
-            prepared = prepared.with_computed("proximal_log_probs", self._actor.log_probs)
+            prepared = self._computed(prepared, "proximal_log_probs", self._actor.log_probs)
         if self._reference is not None:
             with self._reference.in_place_of_the_policy():
-                prepared = prepared.with_computed("ref_log_probs", self._actor.log_probs)
+                prepared = self._computed(prepared, "ref_log_probs", self._actor.log_probs)
         if self._teacher is not None:
             with self._teacher.in_place_of(self._actor.model):
-                prepared = prepared.with_computed("teacher_log_probs", self._actor.log_probs)
+                prepared = self._computed(prepared, "teacher_log_probs", self._actor.log_probs)
         if wanted.kl:
             prepared = prepared.with_field("kl", self._reward_kl)
             if self._exchange is not None:  # the critic's returns contain the penalty too

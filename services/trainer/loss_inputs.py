@@ -1,6 +1,5 @@
 """The inputs of the loss on one rank: rewards, advantages and importance-weight statistics, or the results of the user's functions."""
 
-import itertools
 from collections.abc import Sequence
 from typing import cast
 
@@ -107,10 +106,9 @@ def old_log_probs(objective: AlgorithmSection) -> str:
 
 
 def scored(partition: Partition, store: BlockingStore) -> list[HookSample]:
-    """Returns every sample of a batch with its reward, as hooks have them. Raises PayloadMissing, DeadlineExceeded, StoreRefused."""
-    keys, removed = [group.payload.keys for group in partition.batch.groups], partition.removed()
-    blobs = store.stream(list(itertools.chain.from_iterable(keys)))
-    stored = [item for of_group in keys for item in sample.decode(itertools.islice(blobs, len(of_group)))]
+    """Returns every sample of a batch with its reward, as hooks have them. Raises as `BlockingStore.stream` does."""
+    removed, payloads = partition.removed(), [group.payload for group in partition.batch.groups]
+    stored = [item for blobs in store.stream(payloads) for item in sample.decode(blobs)]
     scores = [Score(reward=reward, removed=index in removed) for index, reward in enumerate(partition.rewards)]
     return [from_stored(item, score) for item, score in zip(stored, scores, strict=True)]
 

@@ -5,6 +5,7 @@ the values of a response's first token sit on the prompt's last position. A sequ
 Values of tokens that are not trained are left out: a field is 0 wherever the mask is 0.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -97,6 +98,18 @@ def pack(samples: Sequence[Sample], weights: Sequence[float]) -> PackedBatch:
         max_seqlen=max(lengths),
         fields={name: torch.from_numpy(array) for name, array in fields.items()},
     )
+
+
+def separate(packed: PackedBatch) -> list[PackedBatch]:
+    """Returns each of a micro-batch's sequences as a micro-batch of its own: views of its tensors."""
+    found = []
+    for start, end in itertools.pairwise(packed.cu_seqlens.tolist()):
+        per_token = {name: getattr(packed, name)[start:end] for name in ("tokens", "labels", "loss_mask")}
+        fields = {name: tensor[start:end] for name, tensor in packed.fields.items()}
+        found.append(
+            PackedBatch(**per_token, cu_seqlens=torch.tensor([0, end - start], dtype=torch.int32), max_seqlen=end - start, fields=fields)
+        )
+    return found
 
 
 def spread(samples: Sequence[Sample], values: Sequence[Tensor], field: str) -> Tensor:

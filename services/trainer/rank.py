@@ -44,7 +44,7 @@ def main(role: str) -> None:
         if config.trainer.torch_threads is not None:
             torch.set_num_threads(config.trainer.torch_threads)
         exchange = ActorCriticExchange(redis_url, config.run.name) if config.algorithm.has_critic else None
-        store = BlockingStore(redis_url)
+        store = BlockingStore(redis_url, config.run.name)
         worker: Trainer | Critic
         if role == "actor":
             worker = Trainer(config, store, control, exchange)

@@ -1,28 +1,31 @@
 """The common part of the trainer's two roles on every rank: the model, commands, this rank's shard of each batch, checkpoints."""
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, astuple, dataclass
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 
 import structlog
+from torch import Tensor
 
 from services.trainer import batches, flops
 from services.trainer.actor import Actor, StepResult, latest_step
 from services.trainer.actor_critic_exchange import ActorCriticExchange, Kind, Role
-from services.trainer.batches import BadBatch, TrainBatch
+from services.trainer.attribution import agreed, attributed, refuse_infinite
+from services.trainer.batches import TrainBatch
 from services.trainer.commands import Command, CommandBroadcast
 from services.trainer.control_client import ControlClient, StopAsked
 from services.trainer.megatron import runtime
 from services.trainer.megatron.passes import LossFunction
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
-from services.trainer.packing import BadSample
+from services.trainer.packing import PackedBatch
 from services.trainer.partition import Partition, partition_batch
 from services.trainer.shard_reader import ShardReader
 from services.trainer.step_scheduler import CriticStepScheduler, StepScheduler
 from services.trainer.trainer_settings import TrainerSettings, check_architecture, model_directory
-from services.trainer.untrainable import RefusedSample, Untrainable
+from services.trainer.untrainable import Untrainable
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import Batch
@@ -37,29 +40,8 @@ class TrainingDiverged(MyxoError):
     """Loss or gradient stayed non-finite."""
 
 
-@contextlib.contextmanager
-def agreed(batch: Batch, what: str) -> Iterator[None]:
-    """Has all ranks refuse a batch if the body does on one of them, so that none trains it. As `runtime.together` besides.
-
-    Raises Untrainable with the samples that any rank has refused: BadSample, Untrainable, or BadBatch, which means all groups.
-    """
-    refused: list[RefusedSample] = []
-    with runtime.together(what):
-        try:
-            yield
-        except Untrainable as error:
-            refused = error.samples
-        except BadSample as error:
-            group, _, position = error.sample.rpartition("/")
-            refused = [RefusedSample(group, int(position), f"{error.field}: {error.problem}")]
-        except BadBatch as error:
-            refused = [RefusedSample(group.group, 0, str(error)) for group in batch.groups]
-    with runtime.deadline(what):
-        if runtime.anywhere(bool(refused)):
-            found = {
-                group: (position, reason) for each in runtime.gather_json(list(map(astuple, refused))) for group, position, reason in each
-            }
-            raise Untrainable(batch.step, [RefusedSample(group, *found[group]) for group in sorted(found)])
+class PartlyTrained(MyxoError):
+    """A batch failed after some of its optimizer steps."""
 
 
 @dataclass
@@ -136,10 +118,13 @@ class RoleWorker:
         try:
             yield
         except Untrainable as error:
-            self._log.warning("step_refused", step=error.step, error=str(error))
-            if self._control is not None:
-                with contextlib.suppress(StopAsked):
-                    self._control.refused(error)
+            self._refuse(error)
+
+    def _refuse(self, error: Untrainable) -> None:
+        self._log.warning("step_refused", step=error.step, error=str(error))
+        if self._control is not None:
+            with contextlib.suppress(StopAsked):
+                self._control.refused(error)
 
     def _partition(self, batch: Batch) -> Partition:
         optimizer_steps = self._config.trainer.num_steps_per_rollout
@@ -150,9 +135,25 @@ class RoleWorker:
         results: list[StepResult] = []
         for index, step in enumerate(batch.steps):
             packed = [micro_batch.packed for micro_batch in step]
-            results.append(self._actor.train_step(packed, loss_of_step(index), need_entropy=need_entropy))
+            try:
+                loss = loss_of_step(index)
+                with attributed(batch.partition, step):
+                    result = self._actor.train_step(packed, loss, need_entropy=need_entropy)
+                if not math.isfinite(result.loss) and not results and self._actor.settings.layout.expert == 1:
+                    refuse_infinite(batch.partition, step, partial(self._actor.loss_alone, loss_fn=loss, need_entropy=need_entropy))
+                results.append(result)
+            except Untrainable as error:
+                if not results:
+                    raise
+                self._refuse(error)
+                raise PartlyTrained(f"{error}; {index} of its optimizer steps were taken: all ranks go back to the checkpoint") from error
             self._watch_divergence(results[-1])
         return results
+
+    def _computed(self, batch: TrainBatch, field: str, compute: Callable[[Sequence[PackedBatch]], list[Tensor]]) -> TrainBatch:
+        """Returns the batch with a field that the model computes. Raises Untrainable on all ranks."""
+        with attributed(batch.partition, batch.micro_batches):
+            return batch.with_computed(field, compute)
 
     def _watch_divergence(self, result: StepResult) -> None:
         if result.skipped is None:
@@ -202,6 +203,11 @@ class RoleWorker:
         self._actor.save_checkpoint(self._checkpoints, steps, asdict(self._progress), keep=trainer.keep_checkpoints, wait=wait)
         self._begun_save = steps
         self._log.info("checkpoint_saved" if wait else "checkpoint_begun", steps=steps, seconds=round(time.monotonic() - started, 2))
+
+    def _save_at_once(self) -> None:
+        """Returns once the training's present state is on disk, ahead of its interval."""
+        self._save()
+        self._actor.finish_save()
 
     def _save_before_leaving(self, done: bool) -> None:
         """Returns once everything that a resume needs is on disk."""

@@ -1,6 +1,5 @@
 """Reading of a rank's shard of each batch from the store: when it is needed, or ahead, while the batch before it trains."""
 
-import itertools
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -56,7 +55,8 @@ class ShardReader:
     def take(self, partition: Partition) -> Shard:
         """Returns the shard of a batch.
 
-        Raises DeadlineExceeded, StoreRefused; Untrainable: payloads that are missing, invalid, or not as their references say.
+        Raises DeadlineExceeded, StoreRefused; Untrainable: payloads that are missing, changed since they were scored, invalid, or not what
+        their references say.
         """
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[0] != partition.batch:  # it may have been amended since
@@ -87,7 +87,7 @@ class ShardReader:
         for index in partition.groups_of(self._rank):
             group = partition.batch.groups[index]
             try:
-                self._group(partition.batch, index, self._store.stream(group.payload.keys))
+                self._group(partition.batch, index, self._store.read(group.payload))
             except (DeadlineExceeded, StoreRefused):
                 raise
             except InvalidSample as error:
@@ -111,11 +111,11 @@ class ShardReader:
     def _shard(self, partition: Partition) -> Shard:
         batch, own, removed = partition.batch, set(partition.samples_of(self._rank)), partition.removed()
         groups = partition.groups_of(self._rank)
-        blobs = self._store.stream([key for group in groups for key in batch.groups[group].payload.keys])
+        payloads = self._store.stream([batch.groups[group].payload for group in groups])
         indices = {(item.group, item.position): index for index, item in enumerate(partition.items)}
         samples, stats = {}, empty_table(len(partition.items))
-        for group in groups:
-            stored = self._group(batch, group, itertools.islice(blobs, len(batch.groups[group].payload.keys)))
+        for group, blobs in zip(groups, payloads, strict=True):
+            stored = self._group(batch, group, blobs)
             for position, item in enumerate(stored):
                 index = indices[group, position]
                 if index in own:

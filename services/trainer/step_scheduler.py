@@ -54,7 +54,7 @@ class BatchRequester:
             return Leave(done=not answer.reason)
         assert isinstance(answer, BatchPending)  # the third and last kind of answer
         self._go_on_waiting(f"the batch of step {answer.step}", answer.waiting_for, have=answer.have, need=answer.need)
-        return Wait()
+        return Wait(save=answer.store_full)
 
     def has(self, kind: Kind, step: int, awaited_from: str) -> bool:
         """Returns whether the other role's tensors of a step are there, or come within `HOLD_SECONDS`. Raises DeadlineExceeded."""
@@ -160,7 +160,7 @@ class CriticStepScheduler:
                 self._valued = batch
                 return Value(batch)
             return batch
-        if self._with_kl and not self._batches.has("kl", step, "the actor"):
+        if self._with_kl and self._valued.groups and not self._batches.has("kl", step, "the actor"):
             return Wait()
         batch = self._batches.next(step, version)
         if not isinstance(batch, Batch):

@@ -1,18 +1,23 @@
 """Samples that a batch cannot be trained with. The buffer hears of them, and in the end puts other groups in their place."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from pydantic.dataclasses import dataclass
 
 from shared.runtime.errors import MyxoError
+from shared.schema.limits import Reason
 
 
 @dataclass(frozen=True, order=True)
 class RefusedSample:
-    """A sample that cannot be trained: the first such one of its group, ``position`` in it."""
+    """A sample that cannot be trained: the first such one of its group, ``position`` in it.
+
+    ``reason``: cut, for it may quote what the sample holds.
+    """
 
     group: str
     position: int
-    reason: str
+    reason: Reason
 
 
 class Untrainable(MyxoError):

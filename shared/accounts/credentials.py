@@ -2,7 +2,7 @@
 
     DIR/nats/      nats.conf, certificate.pem, key.pem
     DIR/redis/     redis.conf, health (password of the account that may only ping), certificate.pem, key.pem
-    DIR/<role>/    nats_url, redis_url, ca.pem
+    DIR/<role>/    nats_url, redis_url, ca.pem; rollout's, and that of the router, which has nothing else: router_key
 
 In compose each of these directories is a separate volume, which only its owner's container mounts.
 """
@@ -13,14 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shared.accounts.permissions import HEALTH, ROLES, Rights, rights
-from shared.accounts.render import CERTIFICATE, KEY, NatsSettings, RedisSettings, nats_conf, redis_conf
+from shared.accounts.permissions import HEALTH, ROLES, ROLLOUT, Rights, rights
+from shared.accounts.render import CERTIFICATE, KEY, MEMORY, NatsSettings, RedisSettings, nats_conf, redis_conf
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError, MyxoError
 
-NATS, REDIS = "nats", "redis"
+NATS, REDIS, ROUTER = "nats", "redis", "router"
 NATS_URL, REDIS_URL, AUTHORITY = "nats_url", "redis_url", "ca.pem"
 """The names of a role's files."""
+
+ROUTER_KEY = "router_key"
+"""The name of the file with the key to the router's control plane."""
 
 OWNER_ONLY = 0o400
 """The mode of a role's files: its service runs as the user that makes the accounts (10001 in the images)."""
@@ -49,7 +52,7 @@ class Deployment:
     Args:
         run: the run's id. nats, redis: the addresses at which services reach them. tls: whether both are encrypted.
         nats_settings, redis_settings: the servers' settings; by default those of compose, on the ports of the addresses.
-        mounted: the path at which a server sees its own directory.
+        mounted: the path at which a server sees its own directory. redis_memory: as `RedisSettings.memory`.
     """
 
     run: str
@@ -59,6 +62,7 @@ class Deployment:
     nats_settings: NatsSettings | None = None
     redis_settings: RedisSettings | None = None
     mounted: str = "/credentials"
+    redis_memory: str = MEMORY
 
 
 class AuthorityMissing(MyxoError):
@@ -80,14 +84,14 @@ def make(directory: Path, deployment: Deployment) -> list[str]:
 def _make(directory: Path, deployment: Deployment) -> list[str]:
     roles = rights(deployment.run)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # outside of compose's volumes, the directory belongs to this user alone
-    for name in (NATS, REDIS, *ROLES):
+    for name in (NATS, REDIS, ROUTER, *ROLES):
         (directory / name).mkdir(mode=0o755 if name in (NATS, REDIS) else 0o700, exist_ok=True)
     said = _certificates(directory, deployment) if deployment.tls else []
     passwords, kept = _passwords(directory, roles)
     said.append(f"passwords: {len(passwords) - kept} made, {kept} kept")
     written = []
     for path, text in _texts(directory, deployment, roles, passwords).items():
-        if write(path, text.encode(), OWNER_ONLY if path.name in (NATS_URL, REDIS_URL) else EVERYBODY):
+        if write(path, text.encode(), OWNER_ONLY if path.name in (NATS_URL, REDIS_URL, ROUTER_KEY) else EVERYBODY):
             written.append(str(path.relative_to(directory)))
     said.append(f"files: {', '.join(written) or 'all as they were'}")
     said.append(f"run {deployment.run}: {len(roles)} accounts, {'TLS' if deployment.tls else 'no TLS'}")
@@ -98,7 +102,7 @@ def _passwords(directory: Path, roles: tuple[Rights, ...]) -> tuple[dict[Path, s
     """Returns every password by its file, known or newly made, and how many were known."""
     places = [directory / role.role / NATS_URL for role in roles]
     places += [directory / role.role / REDIS_URL for role in roles if role.store is not None]
-    places.append(directory / REDIS / HEALTH)
+    places += [directory / REDIS / HEALTH, directory / ROUTER / ROUTER_KEY]
     known = {path: password for path in places if (password := _password(path))}
     passwords = {path: known.get(path) or secrets.token_urlsafe(PASSWORD_BYTES) for path in places}
     return passwords, len(known)
@@ -117,10 +121,11 @@ def _texts(directory: Path, deployment: Deployment, roles: tuple[Rights, ...], p
             texts[home / REDIS_URL] = f"{store_scheme}://{role.user}:{store[role.role]}@{deployment.redis}/0\n"
     tls = deployment.mounted if deployment.tls else None
     nats_settings = deployment.nats_settings or NatsSettings(listen=f"0.0.0.0:{deployment.nats.port}")
-    redis_settings = deployment.redis_settings or RedisSettings(port=deployment.redis.port)
+    redis_settings = deployment.redis_settings or RedisSettings(port=deployment.redis.port, memory=deployment.redis_memory)
     texts[directory / NATS / "nats.conf"] = nats_conf(roles, bus, replace(nats_settings, tls=tls))
     texts[directory / REDIS / "redis.conf"] = redis_conf(roles, store, replace(redis_settings, tls=tls))
     texts[directory / REDIS / HEALTH] = store[HEALTH]
+    texts |= {directory / home / ROUTER_KEY: passwords[directory / ROUTER / ROUTER_KEY] for home in (ROUTER, ROLLOUT)}
     return texts
 
 
@@ -128,12 +133,12 @@ def _password(path: Path) -> str | None:
     """Returns the password in a file; None where there is none yet."""
     try:
         text = path.read_text().strip()
-        password = text if path.name == HEALTH else urlsplit(text).password
+        password = text if path.name in (HEALTH, ROUTER_KEY) else urlsplit(text).password
     except FileNotFoundError:
         return None
     except ValueError:
         password = None
-    if not password and path.name != HEALTH:
+    if not password and path.name not in (HEALTH, ROUTER_KEY):
         raise ConfigError(str(path), "…", "expected a URL with a password; remove the file to have a new one made")
     return password or None
 

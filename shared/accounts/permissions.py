@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from shared.bus import registry
 from shared.bus.streams import generated_consumer, scored_consumer, task_consumer
-from shared.bus.subjects import EVAL, TRAIN, Subjects
+from shared.bus.subjects import EVAL, REWARD, ROLLOUT, TRAIN, Subjects
 from shared.config.sections import BusSection
 
-BUFFER, ROLLOUT, REWARD, TRAINER, OPERATOR, ENVIRONMENT = "buffer", "rollout", "reward", "trainer", "operator", "environment"
+BUFFER, TRAINER, OPERATOR, ENVIRONMENT = "buffer", "trainer", "operator", "environment"
 ROLES = (BUFFER, ROLLOUT, REWARD, TRAINER, OPERATOR, ENVIRONMENT)
 """The accounts of a run: its services, its operators, and external environments on the bus."""
 
@@ -43,15 +43,11 @@ class BusRights:
 
 @dataclass(frozen=True)
 class StoreRights:
-    """Commands of Redis, and the pattern of the keys that they may read, write or both (``access``: R, W or RW).
-
-    ``own``: pattern of further keys that may be read and written.
-    """
+    """Commands of Redis, and the patterns of the keys that they may read and write."""
 
     commands: tuple[str, ...]
-    access: str
-    keys: str
-    own: str = ""
+    read: tuple[str, ...] = ()
+    write: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,14 +72,19 @@ def rights(run: str) -> tuple[Rights, ...]:
         run: the run's id, matching `RUN_ID`.
     """
     bus = {BUFFER: _buffer, ROLLOUT: _rollout, REWARD: _reward, TRAINER: _trainer, OPERATOR: _operator, ENVIRONMENT: _environment}
+    names = Subjects(run)
+    payloads, exchange, everything = (names.payload_keys,), (names.exchange_keys,), (f"{run}:*",)
     store = {
-        BUFFER: StoreRights((*_CONNECTION, "exists", "get", "unlink"), "RW", f"{run}:*"),
-        ROLLOUT: StoreRights((*_CONNECTION, "get", "set"), "RW", f"{run}:*"),
-        REWARD: StoreRights((*_CONNECTION, "get"), "R", f"{run}:*"),
-        TRAINER: StoreRights((*_CONNECTION, "get", "hexists", "hmget", "hset", "set", "unlink"), "R", f"{run}:*", f"{run}:exchange:*"),
-        OPERATOR: StoreRights((*_CONNECTION, "exists", "get", "scan", "unlink"), "RW", f"{run}:*"),
+        BUFFER: StoreRights((*_CONNECTION, "exists", "getrange", "info", "unlink"), payloads, payloads),
+        # SETNX sets what is not there: whoever has this account can add payloads, and change none
+        ROLLOUT: StoreRights((*_CONNECTION, "getrange", "setnx"), payloads, payloads),
+        REWARD: StoreRights((*_CONNECTION, "getrange"), payloads),
+        TRAINER: StoreRights(
+            (*_CONNECTION, "get", "getrange", "hexists", "hmget", "hset", "set", "unlink"), (*payloads, *exchange), exchange
+        ),
+        OPERATOR: StoreRights((*_CONNECTION, "exists", "get", "getrange", "scan", "unlink"), everything, everything),
     }
-    return tuple(Rights(role, user_name(role, run), bus[role](Subjects(run)), store.get(role)) for role in ROLES)
+    return tuple(Rights(role, user_name(role, run), bus[role](names), store.get(role)) for role in ROLES)
 
 
 # --- rights that several roles have
@@ -149,7 +150,7 @@ def _rollout(names: Subjects) -> BusRights:
         *_service(names, ROLLOUT),
         *(subject for kind in (TRAIN, EVAL) for subject in _take(names.task_stream, task_consumer(names.run, BusSection(), kind).name)),
         names.generated(ANY),
-        names.scored,  # used for failures only, but the subject cannot express that
+        names.scored(ROLLOUT),
         f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # to learn which engines a router should know, and which replicas have weights
         *_read(names.weights_bucket),  # to learn the live version and the newest snapshot
         names.replica_weights(ANY, "transfer"),
@@ -161,7 +162,7 @@ def _reward(names: Subjects) -> BusRights:
     publish = (
         *_service(names, REWARD),
         *_take(names.generated_stream, generated_consumer(names.run, BusSection(), ANY).name),
-        names.scored,
+        names.scored(REWARD),
         names.environment(ANY, ANY),
         *_read(names.weights_bucket),  # to learn the live version: no sample is of a much newer one
         f"$KV.{names.services_bucket}.{registry.ENVIRONMENT}.{ANY}",  # the statuses of the environments that it scores with
@@ -199,7 +200,7 @@ def _operator(names: Subjects) -> BusRights:
         *(subject for stream in _streams(names) for subject in _administer(stream)),
         *(f"$KV.{bucket}.{REST}" for bucket in _buckets(names)),
     )
-    flows = (names.task(REST), names.generated(REST), names.scored, names.ledger(REST))
+    flows = (names.task(REST), names.generated(REST), names.scored(ANY), names.ledger(REST))
     events = tuple(names.event(plane, REST) for plane in ("weights", "trainer", "service"))
     return BusRights(publish, (_inbox(names, OPERATOR), *flows, *events))
 

@@ -14,13 +14,14 @@ from shared.accounts.permissions import HEALTH, REST, BusRights, Rights, StoreRi
 MAX_PAYLOAD = 1 << 20
 """The largest message in bytes, headers included: NATS's own default. Payloads are in Redis."""
 
+MEMORY = "2gb"
+"""The memory of Redis, unless `myxo accounts` is told otherwise."""
+
 KEY, CERTIFICATE = "key.pem", "certificate.pem"
 """The names of a server's own TLS files, beside its config."""
 
 TLS_SECONDS = 5
 """The seconds that a client may take for the handshake."""
-
-_ACCESS = {"R": "%R~", "W": "%W~", "RW": "~"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class NatsSettings:
 
 @dataclass(frozen=True)
 class RedisSettings:
-    """The same settings for Redis. ``socket``: a unix socket for health checks inside the container."""
+    """The same settings for Redis. ``socket``: a unix socket for health checks inside the container. ``memory``: its maxmemory, as Redis
+    writes it; a container needs half as much again, for what is not data and while its log is rewritten."""
 
     bind: str = "* -::*"
     port: int = 6379
@@ -49,6 +51,7 @@ class RedisSettings:
     data: str = "/data"
     tls: str | None = None
     appendfsync: str = "everysec"
+    memory: str = MEMORY
 
 
 def nats_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings: NatsSettings) -> str:
@@ -98,7 +101,8 @@ def redis_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings:
         "appendonly yes",
         f"appendfsync {settings.appendfsync}",
         'save ""',
-        "maxmemory-policy noeviction",  # an evicted payload would lose its group
+        f"maxmemory {settings.memory}",
+        "maxmemory-policy noeviction",  # an evicted payload would lose its group; services hold their work back instead
         "daemonize no",
     ]
     if settings.tls is None:
@@ -108,13 +112,13 @@ def redis_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings:
         lines += [f"tls-cert-file {_quoted(f'{settings.tls}/{CERTIFICATE}')}", f"tls-key-file {_quoted(f'{settings.tls}/{KEY}')}"]
     lines.append("user default off resetpass resetkeys resetchannels -@all")
     lines += [_user(role.user, passwords[role.role], role.store) for role in rights if role.store is not None]
-    lines.append(_user(HEALTH, passwords[HEALTH], StoreRights(("ping",), "", "")))
+    lines.append(_user(HEALTH, passwords[HEALTH], StoreRights(("ping",))))
     return "\n".join([*lines, ""])
 
 
 def _user(name: str, password: str, store: StoreRights) -> str:
-    keys = f"{_ACCESS[store.access]}{store.keys}" if store.access else "resetkeys"
-    keys += f" ~{store.own}" if store.own else ""
+    access = {keys: ("R" if keys in store.read else "") + ("W" if keys in store.write else "") for keys in (*store.read, *store.write)}
+    keys = " ".join(["resetkeys", *(f"%{letters}~{keys}" for keys, letters in access.items())])
     commands = " ".join(f"+{command}" for command in store.commands)
     return f"user {name} on #{hashlib.sha256(password.encode()).hexdigest()} sanitize-payload resetchannels {keys} -@all {commands}"
 

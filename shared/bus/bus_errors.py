@@ -11,7 +11,7 @@ import nats.errors
 import nats.js.errors
 
 from shared.runtime import server_urls
-from shared.runtime.errors import MyxoError
+from shared.runtime.errors import DeadlineExceeded, MyxoError
 
 ATTEMPT_SECONDS = 3.0
 """The seconds that one attempt at a publish or request may take before the next one, within the caller's deadline."""
@@ -20,8 +20,8 @@ RETRY_PAUSE = 0.2
 """Seconds between attempts."""
 
 WRONG_LAST_SEQUENCE = {10071, 10164}
-STREAM_FULL = {10047, 10077, 10122}
-"""The codes with which the server refuses a message because the stream is full."""
+STREAM_FULL = {10023, 10047, 10077, 10122}
+"""The codes with which the server refuses a message because the stream, or what the server may store at all, is full."""
 
 # errors that the client sees from a restarting server, a lost connection or a stream that is still being recovered
 TRANSIENT = (
@@ -39,6 +39,10 @@ TRANSIENT = (
 
 REMEMBERED_REFUSALS = 256
 _REFUSAL = re.compile(r'permissions violation for (?:publish|subscription) to "([^"]*)"')
+
+
+class StreamFull(MyxoError):
+    """A stream has reached its limit, or the server that of its storage: it takes a message once there is room for it."""
 
 
 class BusUnreachable(MyxoError):
@@ -73,6 +77,20 @@ class PermissionErrors:
         """Returns the refusal since ``start`` (monotonic) of a subject with one of these prefixes, or of this client's replies."""
         prefixes = (self._inbox, *(subject.lower() for subject in subjects))
         return next((text for at, subject, text in self._refusals if at >= start and subject.startswith(prefixes)), None)
+
+
+def full_reason(error: Exception) -> str:
+    """Returns why there is no room, where the server refuses a message for that; else nothing."""
+    if getattr(error, "err_code", None) in STREAM_FULL:  # not all of the library's errors of its API have one
+        return f"the bus is full ({getattr(error, 'description', 'no reason is given')})"
+    return ""
+
+
+def too_late(full: str, error: Exception, awaited: str, awaited_from: str, seconds: float) -> MyxoError:
+    """Returns what an attempt that ended with ``error`` comes to when none may follow it. ``full``: why there is no room, if so."""
+    if full:
+        return StreamFull(f"{full}; no room within {seconds:g} s, given up")
+    return DeadlineExceeded(awaited, awaited_from, round(seconds, 1), f"given up ({type(error).__name__})")
 
 
 def hopeless_reason(error: Exception) -> str | None:

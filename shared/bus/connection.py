@@ -29,11 +29,14 @@ from shared.bus.bus_errors import (
     PermissionErrors,
     RequestRefused,
     WrongSequence,
+    full_reason,
     hopeless_reason,
     redacted,
+    too_late,
 )
 from shared.bus.publish_acks import Outgoing, PublishAcks
 from shared.runtime import server_urls
+from shared.runtime.back_pressure import RETRY_PAUSE_S, BackPressure
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
 from shared.runtime.failures import log_failure
@@ -61,6 +64,7 @@ class Bus:
         self._buckets: dict[str, KeyValue] = {}
         self._refusals = PermissionErrors(inbox)
         self._last_error = "no answer"
+        self.full = BackPressure()
         self._hopeless: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._log = structlog.get_logger()
 
@@ -143,25 +147,37 @@ class Bus:
     # --- attempts
 
     async def retry(
-        self, attempt: Callable[[], Awaitable[Result]], awaited: str, *subjects: str, deadline: float, awaited_from: str = ""
+        self,
+        attempt: Callable[[], Awaitable[Result]],
+        awaited: str,
+        *subjects: str,
+        deadline: float,
+        awaited_from: str = "",
+        hold: bool = False,
     ) -> Result:
         """Repeats an attempt until it succeeds and returns its result.
 
         Args:
             awaited, awaited_from: the expected thing and its sender (default: the server), for the error. subjects: see `raise_if_refused`.
+            hold: whether to wait for room, where there is none, for `BackPressure.patience_s` if that is longer than the deadline.
 
-        Raises DeadlineExceeded, NotPermitted, and any error of an attempt that is not `TRANSIENT`.
+        Raises DeadlineExceeded, NotPermitted, StreamFull (no room in time), and any error of an attempt that is not `TRANSIENT`.
         """
         start = time.monotonic()
-        while True:
-            try:
-                return await attempt()
-            except TRANSIENT as error:
-                self.raise_if_refused(start, *subjects)
-                if time.monotonic() + RETRY_PAUSE > start + deadline or self.connection.is_closed:
-                    next_action = f"given up ({type(error).__name__})"
-                    raise DeadlineExceeded(awaited, awaited_from or redacted(self.url), round(deadline, 1), next_action) from error
-            await asyncio.sleep(RETRY_PAUSE)
+        with self.full.write(self.full.patience_s if hold else 0.0) as write:
+            while True:
+                try:
+                    return await attempt()
+                except (nats.js.errors.APIError, *TRANSIENT) as error:
+                    if reason := full_reason(error):
+                        write.refused(f"{awaited}: {reason}")
+                    elif not isinstance(error, TRANSIENT):
+                        raise
+                    self.raise_if_refused(start, *subjects)
+                    limit = max(deadline, write.patience_s) if write.reason else deadline
+                    if time.monotonic() + RETRY_PAUSE > start + limit or self.connection.is_closed:
+                        raise too_late(write.reason, error, awaited, awaited_from or redacted(self.url), limit) from error
+                await asyncio.sleep(RETRY_PAUSE_S if write.reason else RETRY_PAUSE)
 
     def raise_if_refused(self, start: float, *subjects: str) -> None:
         """Raises NotPermitted if the server has refused this client a subject with one of these prefixes since ``start``.
@@ -177,21 +193,23 @@ class Bus:
     async def publish(
         self,
         subject: str,
-        message: Message,
+        message: Message | bytes,
         *,
         msg_id: str | None = None,
         after: tuple[str, int] | None = None,
         before: Callable[[], Awaitable[None]] | None = None,
         deadline: float = 60.0,
+        hold: bool = True,
     ) -> int:
-        """Publishes into a stream and waits for the server's acknowledgement.
+        """Publishes a message, or the bytes of one, into a stream and waits for the server's acknowledgement.
 
         Args:
             msg_id: makes a repeated publish count once, within the stream's duplicate window.
             after: (stream, its last sequence as this writer knows it); the server refuses the message if the stream has moved on.
             before: awaited before each attempt; attempts are made only while connected. deadline: seconds of retrying.
+            hold: see `retry`; False for what may rather be lost than waited for.
 
-        Returns the stream sequence. Raises MessageTooLarge, WrongSequence, DeadlineExceeded.
+        Returns the stream sequence. Raises MessageTooLarge, WrongSequence, DeadlineExceeded, StreamFull.
         """
         outgoing = self._outgoing(subject, message, msg_id, after)
 
@@ -209,12 +227,14 @@ class Bus:
                 return after[1] + 1  # an earlier attempt went through and only its acknowledgement was lost
             raise WrongSequence(f"{subject}: {ack.description}; another writer is active") from ack
 
-        return await self.retry(attempt, f"confirmation of {subject}", subject, deadline=deadline)
+        return await self.retry(attempt, f"confirmation of {subject}", subject, deadline=deadline, hold=hold)
 
     async def publish_all(self, subject: str, messages: Mapping[str, Message], *, deadline: float = 60.0) -> None:
         """Publishes messages, ``msg_id`` → message, into one stream, and waits until the server has acknowledged them all.
 
-        Messages without an acknowledgement are sent again within the deadline. Raises MessageTooLarge before any is sent, DeadlineExceeded.
+        Messages without an acknowledgement are sent again within the deadline.
+
+        Raises MessageTooLarge before any is sent, DeadlineExceeded, StreamFull.
         """
         left = [self._outgoing(subject, message, msg_id, None) for msg_id, message in messages.items()]
 
@@ -227,13 +247,13 @@ class Bus:
                 raise error
 
         if left:
-            await self.retry(attempt, f"confirmation of {subject}", subject, deadline=deadline)
+            await self.retry(attempt, f"confirmation of {subject}", subject, deadline=deadline, hold=True)
 
-    def _outgoing(self, subject: str, message: Message, msg_id: str | None, after: tuple[str, int] | None) -> Outgoing:
+    def _outgoing(self, subject: str, message: Message | bytes, msg_id: str | None, after: tuple[str, int] | None) -> Outgoing:
         headers: dict[str, str] = {} if msg_id is None else {"Nats-Msg-Id": msg_id}
         if after is not None:
             headers["Nats-Expected-Last-Sequence"] = str(after[1])
-        payload = message.encode()
+        payload = message if isinstance(message, bytes) else message.encode()
         self._check_size(subject, payload, headers)
         return payload, headers or None
 
@@ -244,6 +264,11 @@ class Bus:
         except nats.js.errors.NotFoundError:
             return False
         return (stored.headers or {}).get("Nats-Msg-Id") == msg_id
+
+    @property
+    def message_limit(self) -> int:
+        """Returns the most bytes of an encoded message that the bus takes, whatever headers it has."""
+        return self.connection.max_payload - 2 * SIZE_MARGIN
 
     def _check_size(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
         size = len(payload) + sum(len(key) + len(value) + 4 for key, value in headers.items())

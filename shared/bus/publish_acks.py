@@ -15,14 +15,14 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.api import Header
 
-from shared.bus.bus_errors import ATTEMPT_SECONDS, STREAM_FULL
+from shared.bus.bus_errors import ATTEMPT_SECONDS
 
 Outgoing = tuple[bytes, dict[str, str] | None]
 """A message to publish into a stream: payload and headers."""
 
 Ack = int | Exception
-"""The stream's sequence, or why there is none: TimeoutError after `ATTEMPT_SECONDS` and if the stream is full, NoStreamResponseError if no
-stream stores the subject, or the APIError with which the server refuses the message."""
+"""The stream's sequence, or why there is none: TimeoutError after `ATTEMPT_SECONDS`, NoStreamResponseError if no stream stores the subject,
+or the APIError with which the server refuses the message."""
 
 NO_RESPONDERS = "503"
 
@@ -70,6 +70,5 @@ def _parsed(message: Msg) -> Ack:
     try:
         nats.js.errors.APIError.from_error(answer["error"])
     except nats.js.errors.APIError as error:
-        if error.err_code not in STREAM_FULL:
-            return error
-    return nats.errors.TimeoutError()  # back-pressure: the caller tries again, within its deadline
+        return error
+    raise AssertionError  # from_error always raises

@@ -1,7 +1,7 @@
 """Makes the run's streams, consumers and buckets, with every policy set explicitly.
 
-When full, work queues and the ledger discard *new* messages (back-pressure: a publisher waits, nothing is lost). Only the events stream,
-on which no decision depends, discards its oldest.
+Every stream is bound by bytes. When full, work queues, the ledger and the buckets discard *new* messages (back-pressure: a publisher waits,
+nothing is lost, `shared.runtime.back_pressure`). Only the events stream, on which no decision depends, discards its oldest.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from nats.js.api import (
 )
 from nats.js.errors import BadRequestError, NotFoundError
 
+from shared.bus.bus_errors import StreamFull
 from shared.bus.connection import Bus
 from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.config.run_config import RunConfig
@@ -30,8 +31,14 @@ DUPLICATE_WINDOW = 600.0
 
 MAX_EVENTS = 100_000
 EVENTS_BYTES = 1 << 26
-"""The bytes of events that a run keeps, the latest ones. The server reserves them when the run is created: at a gigabyte each, a small disk
-would be full after a few runs."""
+"""The bytes of events that a run keeps, the latest ones. The server reserves the bytes of all streams when the run is created, a gigabyte
+with the defaults: much more, and a small disk would be full after a few runs."""
+
+BUCKET_BYTES = 16 << 20
+"""The bytes of a KV bucket, which keeps the last value of each key: the statuses of thousands of services."""
+
+SPARE_DELIVERIES = 2
+"""Deliveries beyond `max_deliver`: one lets a worker declare the message dead, and the worker may die of that, too."""
 
 CREATE_SECONDS = 30.0
 _NAME_IN_USE = 10058
@@ -62,24 +69,33 @@ def generated_consumer(run: str, bus: BusSection, environment: str) -> Consumer:
 def scored_consumer(run: str, bus: BusSection) -> Consumer:
     """Returns the buffer's consumer."""
     names = Subjects(run)
-    return Consumer(names.scored_stream, "buffer", names.scored, bus)
+    return Consumer(names.scored_stream, "buffer", names.scored("*"), bus)
 
 
 async def create(bus: Bus, config: RunConfig) -> None:
-    """Makes the run's streams, consumers and buckets; existing ones stay unchanged. Raises NotPermitted, DeadlineExceeded."""
-    await bus.retry(lambda: _create(bus, config), f"the streams of run {config.run.name}", "$JS.API.", deadline=CREATE_SECONDS)
+    """Makes the run's streams, consumers and buckets; existing ones get their bounds in bytes, and stay unchanged else.
+
+    Raises NotPermitted, DeadlineExceeded; StreamFull where the server cannot reserve the bytes of them.
+    """
+    try:
+        await bus.retry(lambda: _create(bus, config), f"the streams of run {config.run.name}", "$JS.API.", deadline=CREATE_SECONDS)
+    except StreamFull as error:
+        remedy = "make room on its disk, raise its jetstream.max_file_store, or lower bus.max_queued_bytes and bus.max_ledger_bytes"
+        raise StreamFull(f"the NATS server cannot reserve the run's streams; {remedy} ({error})") from error
 
 
 async def _create(bus: Bus, config: RunConfig) -> None:
     run, names = config.run.name, Subjects(config.run.name)
-    queues = {names.task_stream: names.task(">"), names.generated_stream: names.generated(">"), names.scored_stream: names.scored}
-    made = [_stream(name, [subject], config.bus, RetentionPolicy.WORK_QUEUE, config.bus.max_queued) for name, subject in queues.items()]
+    queues = {names.task_stream: names.task(">"), names.generated_stream: names.generated(">"), names.scored_stream: names.scored("*")}
+    made = [_queue(name, subject, config.bus) for name, subject in queues.items()]
     made.append(_stream(names.ledger_stream, [names.ledger(">")], config.bus))
     events = _stream(names.events_stream, [names.event(plane, ">") for plane in ("weights", "trainer", "service")], config.bus)
     made.append(events.evolve(discard=DiscardPolicy.OLD, max_msgs=MAX_EVENTS, max_bytes=EVENTS_BYTES))
     for stream in made:
         with _name_in_use_is_fine():
             await bus.js.add_stream(stream)
+            continue
+        await _limit(bus, stream)
     for consumer in (
         *(task_consumer(run, config.bus, task_class) for task_class in (TRAIN, EVAL)),
         *(generated_consumer(run, config.bus, environment) for environment in config.reward.environment_names()),
@@ -88,7 +104,7 @@ async def _create(bus: Bus, config: RunConfig) -> None:
         await _add_consumer(bus, consumer)
     for bucket in (names.config_bucket, names.weights_bucket, names.leases_bucket, names.services_bucket):
         ttl = config.bus.registry_ttl if bucket == names.services_bucket else None
-        keys = KeyValueConfig(bucket=bucket, history=1, ttl=ttl, storage=StorageType.FILE, replicas=config.bus.replicas)
+        keys = KeyValueConfig(bucket=bucket, history=1, ttl=ttl, max_bytes=BUCKET_BYTES, replicas=config.bus.replicas)
         with _name_in_use_is_fine():
             await bus.js.create_key_value(keys)
 
@@ -102,17 +118,28 @@ def _name_in_use_is_fine() -> Iterator[None]:
             raise
 
 
-def _stream(
-    name: str, subjects: list[str], bus: BusSection, retention: RetentionPolicy = RetentionPolicy.LIMITS, max_msgs: int = -1
-) -> StreamConfig:
+async def _limit(bus: Bus, stream: StreamConfig) -> None:
+    """Gives an existing stream the bytes of the config, which may have changed; a full one has room again then."""
+    assert stream.name is not None
+    there = (await bus.js.stream_info(stream.name)).config
+    if there.max_bytes != stream.max_bytes:
+        await bus.js.update_stream(there.evolve(max_bytes=stream.max_bytes))
+
+
+def _queue(name: str, subject: str, bus: BusSection) -> StreamConfig:
+    bounds = {"max_msgs": bus.max_queued, "max_bytes": bus.max_queued_bytes}
+    return _stream(name, [subject], bus).evolve(retention=RetentionPolicy.WORK_QUEUE, **bounds)
+
+
+def _stream(name: str, subjects: list[str], bus: BusSection) -> StreamConfig:
     return StreamConfig(
         name=name,
         subjects=subjects,
-        retention=retention,
+        retention=RetentionPolicy.LIMITS,
         storage=StorageType.FILE,
         discard=DiscardPolicy.NEW,
-        max_msgs=max_msgs,
-        max_bytes=-1,
+        max_msgs=-1,
+        max_bytes=bus.max_ledger_bytes,
         max_age=0,
         num_replicas=bus.replicas,
         duplicate_window=DUPLICATE_WINDOW,
@@ -135,7 +162,7 @@ async def _add_consumer(bus: Bus, consumer: Consumer) -> None:
             deliver_policy=DeliverPolicy.ALL,
             ack_policy=AckPolicy.EXPLICIT,
             ack_wait=settings.ack_wait,
-            max_deliver=settings.max_deliver + 2,  # one further delivery lets a worker declare it dead, another is spare
+            max_deliver=settings.max_deliver + SPARE_DELIVERIES,
             max_ack_pending=settings.max_ack_pending,
             num_replicas=settings.replicas,
         ),

@@ -9,6 +9,9 @@ TRAIN = "train"
 EVAL = "eval"
 """The task classes: training and held-out prompts."""
 
+ROLLOUT, REWARD = "rollout", "reward"
+"""The roles that report what became of a group, each on a subject of its own."""
+
 
 class Subjects:
     """All names of one run.
@@ -19,7 +22,6 @@ class Subjects:
 
     def __init__(self, run: str) -> None:
         self.run = run
-        self.scored = f"{run}.scored"  # a work queue like `task` and `generated`
         # request and reply
         self.batch = f"{run}.buffer.batch"
         self.trained = f"{run}.buffer.trained"
@@ -42,6 +44,10 @@ class Subjects:
     def generated(self, environment: str) -> str:
         return f"{self.run}.generated.{environment}"
 
+    def scored(self, role: str) -> str:
+        """Returns the subject on which the services of ``role`` (`ROLLOUT`, `REWARD`) report outcomes to the buffer."""
+        return f"{self.run}.scored.{role}"
+
     def ledger(self, event: str) -> str:
         return f"{self.run}.ledger.{event}"
 
@@ -60,7 +66,17 @@ class Subjects:
         """Returns the prefix of the reply subjects of one kind of service; no other kind can subscribe to them."""
         return f"_INBOX.{self.run}.{role}"
 
-    # payload keys in the store
+    # keys in the store
+    @property
+    def payload_keys(self) -> str:
+        """Returns the pattern of the keys of all payloads."""
+        return f"{self.run}:group:*"
+
+    @property
+    def exchange_keys(self) -> str:
+        """Returns the pattern of the keys of all that the trainer's roles exchange."""
+        return f"{self.run}:exchange:*"
+
     def payload_prefix(self, group: str, attempt: int) -> str:
         """Returns the prefix of all keys of an attempt at a group."""
         return f"{self.run}:group:{group}:{attempt}:"

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Generic, TypeVar
 
 import nats.errors
@@ -19,12 +19,14 @@ from nats.aio.msg import Msg
 
 from shared.bus.bus_errors import ATTEMPT_SECONDS, RETRY_PAUSE, TRANSIENT
 from shared.bus.connection import Bus
-from shared.bus.streams import Consumer
+from shared.bus.streams import SPARE_DELIVERIES, Consumer
 from shared.runtime.errors import BadMessage
 from shared.runtime.failures import log_failure
 from shared.schema.messages import Message
 
 Work = TypeVar("Work", bound=Message)
+
+Unreadable = Callable[[bytes, str], Awaitable[None]]
 
 FETCH_SECONDS = 1.0
 """The seconds that one pull waits at the server; a worker checks at least this often whether it is to stop."""
@@ -40,6 +42,11 @@ class MessageLease(Generic[Work]):
         self._raw, self.message, self._consumer = raw, message, consumer
 
     @property
+    def subject(self) -> str:
+        """Returns the subject that it was published on, which says whose account it came from."""
+        return self._raw.subject
+
+    @property
     def deliveries(self) -> int:
         """Returns how often the message was delivered, this time included."""
         return self._raw.metadata.num_delivered
@@ -48,6 +55,11 @@ class MessageLease(Generic[Work]):
     def exhausted(self) -> bool:
         """Returns whether it was delivered more often than the queue allows; it is then declared dead instead of tried again."""
         return self.deliveries > self._consumer.settings.max_deliver
+
+    @property
+    def last(self) -> bool:
+        """Returns whether the bus will not deliver it again."""
+        return self.deliveries >= self._consumer.settings.max_deliver + SPARE_DELIVERIES
 
     async def ack(self) -> None:
         """Acknowledges that the work is done. After a lost ack the message is delivered again; workers are idempotent."""
@@ -82,10 +94,14 @@ class MessageLease(Generic[Work]):
 
 
 class WorkQueue(Generic[Work]):
-    """One durable consumer of a work-queue stream, shared by all workers of its kind."""
+    """One durable consumer of a work-queue stream, shared by all workers of its kind.
 
-    def __init__(self, bus: Bus, consumer: Consumer, model: type[Work]) -> None:
-        self._bus, self._consumer, self._model = bus, consumer, model
+    Args:
+        unreadable: is awaited with the bytes of each message that cannot be decoded, and the reason, before it leaves the queue.
+    """
+
+    def __init__(self, bus: Bus, consumer: Consumer, model: type[Work], unreadable: Unreadable | None = None) -> None:
+        self._bus, self._consumer, self._model, self._unreadable = bus, consumer, model, unreadable
         self._pull: Pull | None = None
 
     async def fetch(self, most: int, seconds: float = FETCH_SECONDS) -> list[MessageLease[Work]]:
@@ -106,14 +122,18 @@ class WorkQueue(Generic[Work]):
             return []
         if not raw:
             self._bus.raise_if_refused(start, self._pull.request_subject)
-        leases = []
-        for message in raw:
-            try:
-                leases.append(MessageLease(message, self._model.decode(message.data), self._consumer))
-            except BadMessage as error:
-                structlog.get_logger().error("message_unreadable", queue=self._consumer.name, error=str(error))
+        return [lease for message in raw if (lease := await self._lease(message)) is not None]
+
+    async def _lease(self, message: Msg) -> MessageLease[Work] | None:
+        try:
+            return MessageLease(message, self._model.decode(message.data), self._consumer)
+        except BadMessage as error:
+            structlog.get_logger().error("message_unreadable", queue=self._consumer.name, error=str(error))
+            if self._unreadable is not None:
+                await self._unreadable(message.data, str(error))
+            with contextlib.suppress(*TRANSIENT):
                 await message.term()
-        return leases
+            return None
 
     async def depth(self, deadline: float = 5.0) -> tuple[int, int]:
         """Returns how many messages wait, and how many are leased to workers."""

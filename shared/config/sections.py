@@ -1,5 +1,6 @@
 """The sections of a run's config (`shared.config.run_config`), each field with its default, bounds and meaning."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -30,6 +31,9 @@ REMOTE = "remote_rm"
 
 CUSTOM = "custom_rm"
 """The environment of ``custom_rm_path``."""
+
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 class RunSection(Section):
@@ -192,6 +196,12 @@ class RewardSection(Section):
     )
     reward_timeout: float = Field(default=30, gt=0, description="seconds for scoring one group", **MUTABLE)
     reward_workers: int = Field(default=1, gt=0, description="processes of each verifier and of hooks in a reward service", **MUTABLE)
+    worker_environment: list[str] = Field(
+        default=[],
+        description="environment variables that hooks of the reward service get besides PATH, HOME, LANG, TMPDIR and the like: "
+        "the key of a judge, say",
+        **MUTABLE,
+    )
     reward_replicas: int = Field(default=1, gt=0, description="reward services that `myxo up` starts", **MUTABLE)
 
     def _misfits(self) -> Iterator[str]:
@@ -202,6 +212,9 @@ class RewardSection(Section):
             if name in taken:
                 yield f"reward.environments: the name {name!r} is taken; {', '.join(taken[:-1])} and {CUSTOM} are there already"
             yield from _url_problems(f"reward.environments.{name}", url)
+        for name in self.worker_environment:
+            if not VARIABLE.match(name) or name.startswith(("NATS_URL", "REDIS_URL")):
+                yield f"reward.worker_environment: {name!r}: use names of environment variables, without the credentials of NATS and Redis"
         if self.rm_url is not None:
             yield from _url_problems("reward.rm_url", self.rm_url)
         elif self.rm_type == REMOTE and self.custom_rm_path is None:
@@ -367,6 +380,13 @@ class BusSection(Section):
     max_deliver: int = Field(default=3, gt=0, description="deliveries before a message is declared dead")
     max_ack_pending: int = Field(default=8192, gt=0, description="messages in workers' hands at once")
     max_queued: int = Field(default=1_000_000, gt=0, description="messages a queue holds before publishers wait")
+    max_queued_bytes: int = Field(
+        default=128 << 20, ge=4 << 20, description="bytes a queue holds before publishers wait, work in workers' hands included", **MUTABLE
+    )
+    max_ledger_bytes: int = Field(default=512 << 20, ge=4 << 20, description="bytes of the ledger, beyond which the run waits", **MUTABLE)
+    full_timeout: float = Field(
+        default=3600, gt=0, description="seconds that a service waits for room in a full stream or store before it ends", **MUTABLE
+    )
     replicas: int = Field(default=1, ge=1, le=5, description="copies of each stream in a NATS cluster")
     lease_duration: float = Field(default=5.0, ge=0.5, description="seconds after which a silent buffer's place is taken by another")
     registry_ttl: float = Field(default=10.0, ge=1, description="seconds after which a silent service is taken for gone")
@@ -377,6 +397,12 @@ class StoreSection(Section):
 
     blob_bytes: int = Field(default=262144, gt=0, description="a group's samples are split over blobs of about this size")
     appendfsync: Literal["always", "everysec", "no"] = Field(default="everysec", description="durability of the embedded Valkey's log")
+    max_bytes: int | None = Field(
+        default=None,
+        ge=8 << 20,
+        description="memory of the embedded Valkey, beyond which writers wait; default: a quarter of the machine's, or of the container's",
+        **MUTABLE,
+    )
 
 
 def _url_problems(field: str, url: str) -> Iterator[str]:

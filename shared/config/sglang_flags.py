@@ -32,10 +32,16 @@ LISTING_SECONDS = 120.0
 RESERVED = {
     "model-path": "set model.hf_checkpoint",
     "model": "set model.hf_checkpoint",
-    "host": "nothing to set: an engine listens on 127.0.0.1, or for a router on all addresses (MYXO_ROUTER_URL)",
-    "port": "nothing to set: each engine takes a free port",
+    "host": "nothing to set: an engine listens on a private socket; MYXO_ROUTER_URL opens it to a router",
+    "port": "nothing to set: an engine listens on a private socket",
     "device": "set rollout.rollout_device",
-    "admin-api-key": "nothing to set: an engine that listens for others gets a key of its own",
+    "api-key": "nothing to set: an engine listens on a private socket, which takes no key",
+    "admin-api-key": "nothing to set: an engine listens on a private socket, which takes no key",
+    "skip-server-warmup": "nothing to set: the rollout service sends the first request",
+    **dict.fromkeys(
+        ("enable-http2", "grpc-mode", "smg-grpc-mode", "grpc-port", "smg-http-sidecar-port", "sidecar", "use-ray", "encoder-only"),
+        "leave it out: an engine answers over a private socket only, and this would have it listen elsewhere",
+    ),
     "weight-version": "nothing to set: the weight version is the run's",
     "custom-weight-loader": "nothing to set: an engine's weights come from the trainer",
 }

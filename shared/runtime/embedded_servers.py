@@ -17,9 +17,16 @@ from pathlib import Path
 
 from shared.runtime.child_process import ChildProcess
 from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.host_memory import host_memory
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
+FILE_STORE_BYTES = 1 << 50
+"""What the embedded NATS may store: no bound beside those of its streams."""
+
+STORE_SHARE = 4
+"""The embedded Valkey may use one part of so many of the machine's memory, unless the run's config says otherwise."""
+
 PORTS = 12_000
 """The number of ports that `free_port` draws from."""
 
@@ -130,21 +137,27 @@ class EmbeddedNats(EmbeddedServer):
         config.touch(mode=0o600)
         config.write_text(
             f"listen: 127.0.0.1:{self.port}\n"
-            f"jetstream {{ store_dir: {_quoted(self.directory / 'jetstream')} }}\n"
+            # each stream has a bound of its own; the server's default, three quarters of what is free at its start, never grows again
+            f"jetstream {{ store_dir: {_quoted(self.directory / 'jetstream')}, max_file_store: {FILE_STORE_BYTES} }}\n"
             f'authorization {{ user: myxo, password: "{self._password}" }}\n'
         )
         return [str(nats_binary()), "-c", str(config)]
 
 
 class EmbeddedValkey(EmbeddedServer):
-    """valkey-server on a unix socket, with an append-only log. ``appendfsync``: always, everysec or no."""
+    """valkey-server on a unix socket, with an append-only log.
+
+    Args:
+        appendfsync: always, everysec or no. max_bytes: of memory, beyond which it refuses writes (`StoreFull`); None: a `STORE_SHARE`-th of
+            the machine's.
+    """
 
     name = "valkey-server"
     question, answer = b"PING\r\n", b"+PONG"
 
-    def __init__(self, directory: Path, appendfsync: str = "everysec") -> None:
+    def __init__(self, directory: Path, appendfsync: str = "everysec", max_bytes: int | None = None) -> None:
         super().__init__(directory)
-        self._appendfsync = appendfsync
+        self._appendfsync, self._max_bytes = appendfsync, max_bytes or host_memory()[0] // STORE_SHARE
         # a unix socket's path may have 107 bytes: a short directory of its own, readable by nobody else
         self._socket_directory = Path(tempfile.mkdtemp(prefix="myxo-"))
         self.address = str(self._socket_directory / "valkey.sock")
@@ -155,7 +168,8 @@ class EmbeddedValkey(EmbeddedServer):
         config = self.directory / "valkey.conf"
         config.write_text(
             f"port 0\nunixsocket {self.address}\nunixsocketperm 700\ndir {_quoted(self.directory)}\n"
-            f"appendonly yes\nappendfsync {self._appendfsync}\nsave ''\nmaxmemory-policy noeviction\ndaemonize no\n"
+            f"appendonly yes\nappendfsync {self._appendfsync}\nsave ''\ndaemonize no\n"
+            f"maxmemory {self._max_bytes}\nmaxmemory-policy noeviction\n"
             # payloads are written once and freed soon: at the default of 64 MB the log is rewritten, by a fork, every other second
             "auto-aof-rewrite-min-size 1gb\n"
         )

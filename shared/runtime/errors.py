@@ -69,6 +69,10 @@ class PayloadMissing(MyxoError):
     """The store no longer holds the payload of a reference."""
 
 
+class PayloadChanged(BadMessage):
+    """The store holds other blobs under a reference than those that were announced: nobody uses them."""
+
+
 class MessageTooLarge(MyxoError):
     """The bus would refuse a message (payload and headers together are over its limit); it was not sent."""
 

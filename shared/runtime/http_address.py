@@ -34,6 +34,11 @@ class HttpAddress(NamedTuple):
             return False
 
 
+def chosen_by() -> str:
+    """Returns the name of what chooses this process's address, for errors."""
+    return HTTP_VARIABLE if os.environ.get(HTTP_VARIABLE) else "monitoring.http_host"
+
+
 def parsed(text: str) -> HttpAddress:
     """Returns the address in ``MYXO_HTTP``. Raises ConfigError where it is none."""
     host, colon, port = text.rpartition(":")

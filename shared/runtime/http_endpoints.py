@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from shared.runtime.errors import ConfigError
 from shared.runtime.failures import background
-from shared.runtime.http_address import HTTP_VARIABLE, HttpAddress
+from shared.runtime.http_address import HttpAddress, chosen_by
 from shared.runtime.own_address import own_address
 
 
@@ -52,4 +52,4 @@ def _listener(address: HttpAddress) -> socket.socket:
     try:
         return socket.create_server(address, family=socket.AF_INET6 if ":" in address.host else socket.AF_INET)
     except OSError as error:
-        raise ConfigError(HTTP_VARIABLE, str(address), f"cannot be listened at: {error.strerror or error}") from None
+        raise ConfigError(chosen_by(), str(address), f"cannot be listened at: {error.strerror or error}") from None

@@ -15,23 +15,26 @@ from shared.runtime.errors import ConfigError
 from shared.runtime.server_urls import nats_url
 
 HOST_VARIABLE = "MYXO_HOST"
-LOOPBACK = "127.0.0.1"
+LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 
 LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 """The interface of that address, by which gloo and NCCL know it."""
 
 
 def own_address() -> str:
-    """Returns an IPv4 address. Raises ConfigError for a ``MYXO_HOST`` that does not resolve."""
+    """Returns an IPv4 address. Raises ConfigError for a ``MYXO_HOST`` that does not resolve, or means all addresses."""
     host = os.environ.get(HOST_VARIABLE)
     if not host:
         return _outgoing_address((nats_url() or "").split(",")[0])
     try:
-        return socket.gethostbyname(host)
+        address = socket.gethostbyname(host)
     except OSError as error:
         raise ConfigError(
             HOST_VARIABLE, host, f"does not resolve ({error.strerror or error}); expected this machine's name or address"
         ) from None
+    if address == EVERYWHERE:  # no other machine finds it there, and stores would listen on all interfaces
+        raise ConfigError(HOST_VARIABLE, host, "means all addresses; expected the one by which other machines reach this one")
+    return address
 
 
 def address_towards(host: str) -> str:

@@ -1,4 +1,4 @@
-"""Reads from the environment where NATS and Redis are: a URL, or the path of a file that holds one.
+"""Reads from the environment where NATS and Redis are, and the router's key: the text itself, or the path of a file that holds it.
 
 A URL carries a password. In a variable it stands in the process list's environment and in every inspection of a container; in a file it
 does not, so that deployments name files: ``NATS_URL_FILE``, ``REDIS_URL_FILE``. ``MYXO_CA_FILE`` names the certificates to trust for
@@ -14,6 +14,9 @@ from shared.runtime.errors import ConfigError
 
 CA_VARIABLE = "MYXO_CA_FILE"
 
+ROUTER_KEY = "MYXO_ROUTER_KEY"
+"""The variable of the key to a router's control plane."""
+
 
 def nats_url() -> str | None:
     """Returns ``NATS_URL``, or what is in the file of ``NATS_URL_FILE``; None where neither is set. Raises ConfigError."""
@@ -25,17 +28,22 @@ def redis_url() -> str | None:
     return _given("REDIS_URL")
 
 
+def router_key() -> str | None:
+    """Returns the same for ``MYXO_ROUTER_KEY``. Raises ConfigError."""
+    return _given(ROUTER_KEY)
+
+
 def _given(variable: str) -> str | None:
-    url, name = os.environ.get(variable), f"{variable}_FILE"
-    if url or not (path := os.environ.get(name)):
-        return url
+    text, name = os.environ.get(variable), f"{variable}_FILE"
+    if text or not (path := os.environ.get(name)):
+        return text or None
     try:
         content = Path(path).read_text().strip()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ConfigError(name, path, f"{reason}; expected a file with the URL") from error
+        raise ConfigError(name, path, f"{reason}; expected a file with the value") from error
     if not content:
-        raise ConfigError(name, path, "the file is empty; expected the URL in it")
+        raise ConfigError(name, path, "the file is empty; expected the value in it")
     return content
 
 

@@ -29,7 +29,7 @@ from shared.bus.subjects import RUN_ID, Subjects
 from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.runtime import exit_codes, failure_summary, failures, http_endpoints, server_urls
-from shared.runtime.errors import BadInput, ConfigError, DeadlineExceeded, MyxoError
+from shared.runtime.errors import BadInput, ConfigError, MyxoError
 from shared.runtime.http_address import http_address
 from shared.runtime.own_address import own_address
 from shared.runtime.safe_text import say
@@ -53,7 +53,8 @@ class Service:
     def __init__(self, name: str, instance: str, run: str, bus: Bus, config: RunConfig, redis_url: str) -> None:
         self.name, self.instance, self.run, self.bus, self.config = name, instance, run, bus, config
         self.redis_url = redis_url
-        self.store = Store(redis_url)
+        self.store = Store(redis_url, run)
+        bus.full.patience_s = self.store.full.patience_s = config.bus.full_timeout
         self.subjects = Subjects(run)
         self.metrics = Metrics(run, instance)
         self.registry = Registry(bus, run, lambda: self.metrics.add("misplaced_statuses"))
@@ -65,7 +66,7 @@ class Service:
         self.incarnation = secrets.token_hex(4)  # not the pid: in a container every life has the same one
         self.ranks = 1
         self.host = own_address()
-        self.http = self.engine = self.detail = ""
+        self.http = self.engine = self.detail = self.holding = ""
         self._spawned: set[asyncio.Task[None]] = set()
 
     def status(self) -> ServiceStatus:
@@ -83,10 +84,16 @@ class Service:
             ranks=self.ranks,
             gauges=dict(self.metrics.values),
             detail=self.detail,
+            held_back=self.held_back,
             last_error=last_error.text,
             last_error_at=last_error.at,
             at=time.time(),
         )
+
+    @property
+    def held_back(self) -> str:
+        """Returns why work is held back, while a stream or the store is full; such a service takes no more work. Else nothing."""
+        return str(self.bus.full) or str(self.store.full) or self.holding
 
     async def announce(self) -> None:
         """Renews the status now rather than at the next heartbeat."""
@@ -96,7 +103,7 @@ class Service:
     async def event(self, plane: str, what: str, message: Message, deadline: float = 10) -> None:
         """Publishes an event. No decision depends on events: one that cannot be published is logged and dropped."""
         try:
-            await self.bus.publish(self.subjects.event(plane, what), message, deadline=deadline)
+            await self.bus.publish(self.subjects.event(plane, what), message, deadline=deadline, hold=False)
         except (MyxoError, *TRANSIENT) as error:
             self.log.warning("event_lost", what=what, error=str(error))
 
@@ -181,7 +188,7 @@ async def attended(service: Service) -> AsyncIterator[None]:
         while True:
             try:
                 await service.registry.renew(service.status())
-            except (DeadlineExceeded, *TRANSIENT) as error:
+            except (MyxoError, *TRANSIENT) as error:
                 service.log.warning("heartbeat_missed", error=str(error))
             await asyncio.sleep(service.heartbeat)
 

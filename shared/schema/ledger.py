@@ -8,7 +8,7 @@ import re
 from pydantic import Field
 
 from shared.schema.limits import LARGEST, MAX_SAMPLES, Count, GroupId, Name, Parts, Reason, Reward, Timestamp
-from shared.schema.messages import Message, Payload, ScoredGroup
+from shared.schema.messages import Attestation, Message, Payload, ScoredGroup
 
 _EVAL_GROUP = re.compile(r"eval\.([^.]+)\.([0-9]+)\.([0-9]+)\Z")
 
@@ -75,11 +75,11 @@ class BatchFormed(LedgerRecord):
 class SampleRefused(LedgerRecord):
     """The trainer refused the batch of ``step`` at ``refused`` (seconds since the epoch): it cannot train ``sample`` of ``group``."""
 
-    step: int
-    group: str
-    sample: int
-    reason: str
-    refused: float
+    step: Count
+    group: GroupId
+    sample: Count
+    reason: Reason
+    refused: Timestamp
 
 
 class BatchAmended(LedgerRecord):
@@ -91,12 +91,16 @@ class BatchAmended(LedgerRecord):
 
 
 class BatchTrained(LedgerRecord):
-    """The trainer made ``step`` into weights: its groups end as trained. ``started``/``ended``: seconds since the epoch."""
+    """The trainer made ``step`` into weights: its groups end as trained. ``started``/``ended``: seconds since the epoch.
+
+    ``attestation``: the trainer's own account of what it trained, which the audit compares with the batch.
+    """
 
     step: Count
     version: Count
     started: Timestamp
     ended: Timestamp
+    attestation: Attestation | None = None
 
 
 class CheckpointDurable(LedgerRecord):

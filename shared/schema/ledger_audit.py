@@ -2,7 +2,8 @@
 
 Conservation: admitted = trained + dropped + dead + in flight, and each group ends once. Staleness: no batch trains a token older than the
 bound; tokens that it masks for their age, and samples that a filter removed, are not trained. Batches: each step once, of the configured
-size, in order; an amendment takes out what is dead, for as many others at most. Versions: never fall.
+size, in order; an amendment takes out what is dead, for as many others at most. Versions: never fall. Attestation: the trainer has trained
+the tokens that were scored, no others and all of them.
 """
 
 from collections import Counter
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.schema import ledger
+from shared.schema.attestation import attest_scored
 from shared.schema.ledger import LedgerRecord, group_id
 from shared.schema.messages import ScoredGroup
 
@@ -139,7 +141,7 @@ class Audit:
         if len(record.added) > len(record.removed):
             self._violation(f"step {step} was amended by {len(record.added)} groups for {len(record.removed)}")
         self._take(batch, record.added)
-        batch.groups = [group for group in batch.groups if group not in record.removed] + record.added
+        batch.groups = sorted({*batch.groups, *record.added} - {*record.removed}, key=lambda group: (len(group), group))  # by number
         self._report.amended += len(record.removed)
         if step < self._report.steps:
             self._trained_groups(step, record.added)
@@ -166,8 +168,9 @@ class Audit:
 
     def _check_ages(self, record: ledger.BatchFormed, scored: ScoredGroup) -> None:
         report, step = self._report, record.step
-        report.removed += len(scored.removed)
-        for sample in (sample for index, sample in enumerate(scored.samples) if index not in scored.removed):
+        removed = set(scored.removed)
+        report.removed += len(removed)
+        for sample in (sample for index, sample in enumerate(scored.samples) if index not in removed):
             report.masked += sample.oldest < record.mask_below
             if sample.newest < record.mask_below:
                 continue
@@ -184,6 +187,7 @@ class Audit:
         if step != self._report.steps:
             self._violation(f"step {step} was trained after {self._report.steps} steps")
         if step in self._batched:
+            self._check_attestation(record, self._batched[step])
             self._trained_groups(step, self._batched[step].groups)
         self._report.steps = step + 1
 
@@ -193,6 +197,17 @@ class Audit:
                 del self._open[group]
                 self._in_batch.discard(group)
                 self._report.trained += 1
+
+    def _check_attestation(self, record: ledger.BatchTrained, batch: ledger.BatchFormed) -> None:
+        """Compares the trainer's account of a step with what was scored of the batch's groups."""
+        if record.attestation is None:
+            self._violation(f"step {record.step} was trained, and the trainer does not say what")
+            return
+        scored = [group for name in batch.groups if (group := self._open.get(name)) is not None]
+        expected = attest_scored([(group.group, group.samples, group.removed) for group in scored], batch.mask_below).model_dump()
+        for name, told in record.attestation.model_dump().items():
+            if told != expected[name]:
+                self._violation(f"step {record.step}: by the trainer's account its {name} is {told}, by what was scored {expected[name]}")
 
     def _durable(self, record: ledger.CheckpointDurable) -> None:
         report, steps = self._report, record.steps

@@ -13,10 +13,13 @@ LARGEST = (1 << 31) - 1
 """The largest version, step, attempt, index and token id."""
 
 MAX_SAMPLES = 4096
-"""The most samples of a group: each takes up to 80 bytes of a record, and the bus takes messages of 1 MiB."""
+"""The most samples of a group: each takes about 120 bytes of a record, and the bus takes messages of 1 MiB."""
 
 MAX_KEYS = 1024
 """The most blobs of a group."""
+
+MAX_SPANS = 1024
+"""The most weight versions that the trained tokens of one sample are of."""
 
 MAX_PARTS, MAX_NAME = 64, 64
 """The most named rewards of a sample, and the most characters of such a name."""
@@ -40,6 +43,9 @@ Name = Annotated[str, StringConstraints(max_length=128, pattern=_VISIBLE)]
 
 PartName = Annotated[str, StringConstraints(max_length=MAX_NAME, pattern=_VISIBLE)]
 """The name of one of several rewards of a sample."""
+
+Digest = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{32})?$")]
+"""A digest of 16 bytes, in hexadecimal digits; empty where there is none."""
 
 StoreKey = Annotated[str, StringConstraints(max_length=320, pattern=_VISIBLE)]
 """A key in the store."""

@@ -1,14 +1,11 @@
 """The wire schema: every message that crosses the control plane, those about weights aside (`shared.schema.weight_messages`).
 
-Each message is a pydantic model with strict fields, in MessagePack as ``{"schema": 1, "kind": <class name>, ...fields}``. A receiver
-refuses an unknown schema version, an unknown kind and a field that does not fit, with a `BadMessage` that names it.
 The catalogue in ``docs/messages.md`` is generated from these models.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, Literal
 
-import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import ConfigDict, Field, FiniteFloat, ValidationError
 from pydantic.dataclasses import dataclass
 
 from shared.runtime.errors import BadMessage
@@ -17,7 +14,9 @@ from shared.schema.limits import (
     LARGEST,
     MAX_KEYS,
     MAX_SAMPLES,
+    MAX_SPANS,
     Count,
+    Digest,
     Gauges,
     GroupId,
     Name,
@@ -27,66 +26,7 @@ from shared.schema.limits import (
     StoreKey,
     Timestamp,
 )
-
-SCHEMA = 1
-"""Version of the wire schema. It grows when a field changes its meaning."""
-
-
-def _token_array(value: object) -> np.ndarray[Any, Any]:
-    if isinstance(value, list) and all(isinstance(token, int) and abs(token) <= LARGEST for token in value):
-        value = np.asarray(value, dtype=np.int64)
-    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
-        if len(value) and (value.min() < 0 or value.max() > LARGEST):
-            raise ValueError(f"token ids lie between 0 and {LARGEST}")
-        return value.astype(np.int32, copy=False)
-    raise ValueError("expected a one-dimensional array of token ids")
-
-
-Tokens = Annotated[Any, BeforeValidator(_token_array)]
-"""Token ids: int32 [T]."""
-
-
-class Part(BaseModel):
-    """Base of the records inside messages."""
-
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-
-
-class Message(Part):
-    """Base of all messages: strict fields, MessagePack both ways."""
-
-    kinds: "ClassVar[dict[str, type[Message]]]" = {}
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        Message.kinds[cls.__name__] = cls
-
-    def encode(self) -> bytes:
-        """Returns the MessagePack bytes of the envelope."""
-        return codec.pack({"schema": SCHEMA, "kind": type(self).__name__, **self.model_dump(mode="python")})
-
-    @classmethod
-    def decode(cls, data: bytes) -> Self:
-        """Reads a message of this class (or, on a base class, any of its subclasses).
-
-        Raises BadMessage, naming the field, for anything else.
-        """
-        fields = codec.unpack(data)
-        if not isinstance(fields, dict):
-            raise BadMessage(f"expected a {cls.__name__} message, got a {type(fields).__name__}")
-        schema, kind = fields.pop("schema", None), fields.pop("kind", None)
-        if schema != SCHEMA:
-            raise BadMessage(f"{kind or cls.__name__}: schema version {schema!r} is unknown here; this side speaks {SCHEMA}")
-        model = Message.kinds.get(str(kind))
-        if model is None or not issubclass(model, cls):
-            raise BadMessage(f"message kind {kind!r} where {cls.__name__} was expected")
-        try:
-            return model.model_validate(fields)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise BadMessage(f"{kind}.{where}: {first['msg']}") from error
-
+from shared.schema.message import Message, Part, Tokens
 
 # --- the flow of a group: task, generated, scored
 
@@ -103,14 +43,18 @@ class Sampling(Part):
 
 
 class Payload(Part):
-    """A reference to a group's samples in the store: one or more blobs of ``bytes`` in all.
+    """A reference to a group's samples in the store: one or more blobs of ``bytes`` in all; nobody reads more than that.
 
-    ``tokens``: the length of each sample, prompt and response together, so that a batch can be partitioned before anybody reads it.
+    ``sizes``: bytes of each blob, where there are several. ``tokens``: the length of each sample, prompt and response together, so that a
+    batch can be partitioned before anybody reads it. ``digest``: of the blobs (`shared.schema.payload_digest`), by who wrote them; whoever
+    reads them compares. Empty: no blob fits it.
     """
 
     keys: list[StoreKey] = Field(min_length=1, max_length=MAX_KEYS)
     bytes: int = Field(ge=0, le=1 << 40)
+    sizes: tuple[Count, ...] = Field(default=(), max_length=MAX_KEYS)
     tokens: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
+    digest: Digest = ""
 
 
 # No `Part`: there is one for every sample, and in slots it takes a tenth of the memory, and less time.
@@ -118,13 +62,17 @@ class Payload(Part):
 class SampleMeta:
     """The metadata of one sample that decisions need without reading its payload.
 
-    ``tokens``: length of the response. ``oldest``/``newest``: weight versions of its oldest and newest trained token.
+    ``tokens``: length of the response; ``trained`` of them are. ``oldest``/``newest``: weight versions of its oldest and newest trained
+    token; ``spans``: (version, trained tokens of it), where these are of several. ``digest``: `Sample.token_digest`, by who scored it.
     """
 
     tokens: Count
     oldest: Count
     newest: Count
     finish: Literal["stop", "length", "abort"]
+    trained: Count = 0
+    spans: tuple[tuple[Count, Count], ...] = Field(default=(), max_length=MAX_SPANS)
+    digest: int = Field(default=0, ge=0, lt=1 << 64)
 
 
 class GeneratedGroup(Part):
@@ -148,12 +96,14 @@ class ScoredGroup(GeneratedGroup):
     """A group with the rewards of its samples, in order; it suffices to hand out its batch again.
 
     ``parts``: named rewards of each sample, empty where there are none. ``removed``: positions of samples that a sample filter took out of
-    the loss; their rewards still count in the group.
+    the loss; their rewards still count in the group. ``unread``: positions of samples that have 0 because the verifier could not read the
+    response, or not in time, with the reason.
     """
 
     rewards: list[Reward] = Field(max_length=MAX_SAMPLES)
     parts: tuple[Parts, ...] = Field(default=(), max_length=MAX_SAMPLES)
     removed: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
+    unread: tuple[tuple[Count, Reason], ...] = Field(default=(), max_length=MAX_SAMPLES)
 
 
 class Task(Message):
@@ -183,7 +133,7 @@ class Generated(Message, GeneratedGroup):
 
 
 class Outcome(Message):
-    """Base of the messages to the buffer about one attempt at a group. Subject ``<run>.scored``."""
+    """Base of the messages to the buffer about one attempt at a group. Subject ``<run>.scored.<role>``, by the role of who reports."""
 
     group: GroupId
     attempt: Count
@@ -204,6 +154,15 @@ class Failed(Outcome):
     payload: Payload | None = None
 
 
+def failure_of(data: bytes, reason: str, by: str) -> Failed | None:
+    """Returns the failure of the group that a message of an attempt names although it cannot be decoded; None where it names none."""
+    try:
+        fields = codec.unpack(data)
+        return Failed(group=fields["group"], attempt=fields["attempt"], reason=reason, by=by)
+    except (BadMessage, ValidationError, TypeError, LookupError):
+        return None
+
+
 class Interrupted(Outcome):
     """A replica stopped generating the group before its end; ``payload`` holds what its samples have so far, if they have anything.
 
@@ -215,13 +174,8 @@ class Interrupted(Outcome):
     payload: Payload | None = None
 
 
-def outcome_id(message: Generated | Outcome) -> str:
-    """Returns the id to publish an outcome under.
-
-    A repeated outcome counts once. What another replica made of the same attempt has an id of its own: the buffer frees its payload.
-    """
-    payload: Payload | None = getattr(message, "payload", None)
-    return payload.keys[0] if payload is not None and payload.keys else f"{message.group}.{message.attempt}"
+GroupOutcome = Scored | Failed | Interrupted
+"""The kinds of outcomes that there are."""
 
 
 # --- the trainer's side of the buffer, request and reply: batches and their results
@@ -281,12 +235,16 @@ class Batch(BatchAnswer):
 
 
 class BatchPending(BatchAnswer):
-    """No batch is ready: ``have`` of ``need`` groups are; ``waiting_for`` names in words the services that have the rest."""
+    """No batch is ready: ``have`` of ``need`` groups are; ``waiting_for`` names in words the services that have the rest.
+
+    ``store_full``: a checkpoint is wanted now, after which the payloads of the steps behind it are freed.
+    """
 
     step: int
     have: int
     need: int
     waiting_for: str
+    store_full: bool = False
 
 
 class RunDone(BatchAnswer):
@@ -300,6 +258,19 @@ class RunDone(BatchAnswer):
     reason: Reason = ""
 
 
+class Attestation(Part):
+    """What the trainer has trained in a step, by its own account (`shared.schema.attestation`).
+
+    ``oldest``: version of the oldest trained token. ``samples``: those with a trained token. ``tokens``: trained ones. ``digest``:
+    of all tokens of these samples, in the batch's order.
+    """
+
+    oldest: int = Field(ge=-1, le=LARGEST)
+    samples: Count
+    tokens: int = Field(ge=0, lt=1 << 63)
+    digest: Digest
+
+
 class Trained(Message):
     """Trainer reports ``step`` as trained into weights of ``version``. Subject ``<run>.buffer.trained``. Idempotent.
 
@@ -310,6 +281,7 @@ class Trained(Message):
     version: Count
     started: Timestamp
     ended: Timestamp
+    attestation: Attestation | None = None
     metrics: dict[str, float] = {}
 
 
@@ -319,11 +291,11 @@ class BatchRefused(Message):
     The buffer counts refusals of a group, each ``at`` (seconds since the epoch) once; at the third it has another take the group's place.
     """
 
-    step: int = Field(ge=0)
-    group: str
-    sample: int = Field(ge=0)
-    reason: str
-    at: float
+    step: Count
+    group: GroupId
+    sample: Count
+    reason: Reason
+    at: Timestamp
 
 
 class Durable(Message):
@@ -377,8 +349,9 @@ class ServiceStatus(Message):
     ``version``: weights served (-1: none). ``state``: starting, ready, updating, fenced, stopping, … ``gauges``: small live figures.
     ``ranks``: how many ranks its engine has in a process group. ``incarnation`` changes whenever what the service holds in memory (an
     engine's weights) is lost. ``detail``: the reason of the state, in words; for a buffer: why the newest dead group died, if any did.
-    ``last_error``: the newest error that it logged in this life, at ``last_error_at`` (seconds since the epoch). Service `environment`
-    is none of Myxo's: the reward services keep its status, with its URL as ``http``.
+    ``held_back``: why it holds its work back (a stream or the store is full), how long already, and until when. ``last_error``: the
+    newest error that it logged in this life, at ``last_error_at`` (seconds since the epoch). Service `environment` is none of Myxo's: the
+    reward services keep its status, with its URL as ``http``.
     """
 
     service: str
@@ -393,6 +366,7 @@ class ServiceStatus(Message):
     ranks: int = 1
     gauges: Gauges = {}
     detail: Reason = ""
+    held_back: Reason = ""
     last_error: Reason = ""
     last_error_at: float = 0.0
     at: float

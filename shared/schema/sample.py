@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 import numpy as np
 import pydantic
+import xxhash
 from numpy.typing import NDArray
 
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
-from shared.schema.limits import MAX_KEYS, Parts, Reward
+from shared.schema.limits import MAX_KEYS, MAX_SPANS, Parts, Reason, Reward
 from shared.schema.messages import SampleMeta
 
 SCHEMA = 1
@@ -178,23 +179,53 @@ class Sample:
         return out
 
     def meta(self) -> SampleMeta:
-        """Returns the metadata for references: the response's length, and the versions of its oldest and newest trained token."""
-        versions = [version for _, _, version in self.segments]
-        if len(versions) > 1:
-            versions = [version for start, end, version in self.segments if self.mask[start:end].any()] or versions
-        return SampleMeta(tokens=len(self.response), oldest=min(versions, default=0), newest=max(versions, default=0), finish=self.finish)
+        """Returns the metadata for references, without the digest: length, trained tokens, and the weight versions that these are of.
+
+        Raises BadMessage where these are more than `MAX_SPANS`.
+        """
+        trained: dict[int, int] = {}
+        for start, end, version in self.segments:
+            trained[version] = trained.get(version, 0) + int(np.count_nonzero(self.mask[start:end]))
+        versions = sorted(version for version, count in trained.items() if count) or sorted(trained) or [0]
+        if len(versions) > MAX_SPANS:
+            raise BadMessage(f"sample {self.name}: its tokens are of {len(versions)} weight versions; the most is {MAX_SPANS}")
+        return SampleMeta(
+            tokens=len(self.response),
+            oldest=versions[0],
+            newest=versions[-1],
+            finish=self.finish,
+            trained=sum(trained.values()),
+            spans=tuple((version, trained[version]) for version in versions) if len(versions) > 1 else (),
+        )
+
+    def token_digest(self) -> int:
+        """Returns the digest of its tokens, by which the audit knows them again."""
+        return token_digest(self.prompt, self.response)
 
 
 @pydantic.dataclasses.dataclass(slots=True, kw_only=True, config=pydantic.ConfigDict(extra="forbid"))
 class Score:
     """The reward of one sample, within `shared.schema.limits`; ``parts`` holds named rewards where the environment gives several.
 
-    ``removed``: a sample filter took the sample out of the loss; its reward still counts in the group.
+    ``removed``: a sample filter took the sample out of the loss; its reward still counts in the group. ``unread``: why the verifier could
+    not read the response, so that the reward is 0; empty where it could.
     """
 
     reward: Reward
     parts: Parts = field(default_factory=dict)
     removed: bool = False
+    unread: Reason = ""
+
+
+def token_digest(*tokens: NDArray[Any]) -> int:
+    """Returns the digest of token ids, 64 bits, of all arrays as one.
+
+    It is xxHash's: what keeps others from changing a sample is its payload's digest (`shared.schema.payload_digest`).
+    """
+    found = xxhash.xxh3_64()
+    for part in tokens:
+        found.update(np.ascontiguousarray(part, "<i4").data)
+    return found.intdigest()
 
 
 def rollouts(samples: Iterable[Sample]) -> tuple[int, ...]:

@@ -130,9 +130,9 @@ class WeightsSnapshot(Message):
 
 
 class PeerTransferRequest(Message):
-    """A replica, the destination, asks another, which serves ``version``, for its engine's parameters.
+    """A replica, the destination, asks another, which serves ``version``, for its engine's weights.
 
-    ``ranks``: of the asking engine; rank r takes from rank r. ``deadline``: seconds for all of it. Subject
+    ``ranks``: of the asking engine, and of the asked; each takes from all. ``deadline``: seconds for all of it. Subject
     ``<run>.rollout.<replica>.weights.transfer``.
     """
 
@@ -143,7 +143,10 @@ class PeerTransferRequest(Message):
 
 
 class PeerTransferOffer(Message):
-    """The source's answer to a `PeerTransferRequest`: where its engine's ranks wait for the asking engine's, and what they will send."""
+    """The source's answer to a `PeerTransferRequest`: where its engine's ranks wait for the asking engine's, and what they would send.
+
+    ``digest``: as the source says. The destination goes by the trainer's, in `WeightsLive`.
+    """
 
     source: str
     version: int

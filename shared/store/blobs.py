@@ -1,8 +1,9 @@
 """Blobs to and from the store at the pace of its socket: commands are gathered into one write, answers read into one buffer.
 
-The client library copies a value several times, which costs twice to four times the CPU for blobs of a few hundred kB
-(docs/dependencies.md). It still makes the connection (address, certificates, credentials), and hiredis parses the answers; the code here
-only writes SET and GET on the socket and reads from it. Errors are the library's own (`redis.exceptions`), so that callers know one kind.
+A blob is written where there is none and never over another (SETNX), and read no further than its reference says (GETRANGE). The client
+library copies a value several times, which costs twice to four times the CPU for blobs of a few hundred kB (docs/dependencies.md). It still
+makes the connection (address, certificates, credentials), and hiredis parses the answers; the code here only writes these two commands on
+the socket and reads from it. Errors are the library's own (`redis.exceptions`), so that callers know one kind.
 """
 
 import asyncio
@@ -40,8 +41,8 @@ _ERRORS: dict[str, type[Exception]] = {
     "LOADING": BusyLoadingError,
 }
 
-Answer = bytes | None | Exception
-"""The answer to one command: a value or a status, None for an absent key, or the server's error."""
+Answer = bytes | int | Exception
+"""The answer to one command: what lies at a key, empty where nothing does; whether a blob was written; or the server's error."""
 
 _INCOMPLETE: Any = object()
 """What the parser returns where no whole answer has come yet."""
@@ -67,14 +68,15 @@ def connection(url: str) -> tuple[Any, socket.socket]:
 
 
 def set_command(key: str, blob: bytes) -> tuple[bytes, bytes, bytes]:
-    """Returns SET as buffers to be written one after the other; the blob itself is not copied."""
+    """Returns SETNX as buffers to be written one after the other; the blob itself is not copied."""
     name = key.encode()
-    return b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, len(blob)), blob, b"\r\n"
+    return b"*3\r\n$5\r\nSETNX\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, len(blob)), blob, b"\r\n"
 
 
-def get_command(key: str) -> bytes:
-    name = key.encode()
-    return b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name)
+def get_command(key: str, most: int) -> bytes:
+    """Returns the command that reads up to ``most`` bytes, and one more where the blob is larger."""
+    name, end = key.encode(), b"%d" % most
+    return b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n$1\r\n0\r\n$%d\r\n%b\r\n" % (len(name), name, len(end), end)
 
 
 class Answers:
@@ -107,14 +109,17 @@ class Reader:
         self._answers = Answers()
         self._blob_bytes = WINDOW_BYTES // 8  # the largest lately, until then a guess
 
-    def get(self, keys: Sequence[str]) -> Iterator[Answer]:
-        """Yields the answer to each key. A reader whose iteration was not finished is used up: close it."""
+    def get(self, wanted: Sequence[tuple[str, int]]) -> Iterator[Answer]:
+        """Yields the answer to each key, which comes with the most bytes to read of it.
+
+        A reader whose iteration was not finished is used up: close it.
+        """
         asked = 0
-        for read in range(len(keys)):
+        for read in range(len(wanted)):
             window = max(1, min(WINDOW_BLOBS, WINDOW_BYTES // self._blob_bytes))
             if asked - read <= window // 2:
-                self._socket.sendall(b"".join(map(get_command, keys[asked : read + window])))
-                asked = min(len(keys), read + window)
+                self._socket.sendall(b"".join([get_command(key, most) for key, most in wanted[asked : read + window]]))
+                asked = min(len(wanted), read + window)
             answer = self._next()
             self._blob_bytes = max(len(answer) if isinstance(answer, bytes) else 0, self._blob_bytes * 7 // 8, 1)
             yield answer
@@ -133,7 +138,7 @@ class Reader:
 
 
 class BlobConnection:
-    """Sends SET and GET from an event loop, many at a time: the commands of one pass of the loop go out in one write.
+    """Writes and reads blobs from an event loop, many at a time: the commands of one pass of the loop go out in one write.
 
     It is not for TLS, whose sockets take no gathered writes. It is given up after `SOCKET_SECONDS` without a byte written or read.
     """
@@ -159,9 +164,9 @@ class BlobConnection:
         """Writes blobs; returns the answer to each."""
         return await self._ask([part for key, blob in blobs.items() for part in set_command(key, blob)], len(blobs))
 
-    async def get(self, keys: Sequence[str]) -> list[Answer]:
-        """Returns the answer to each key."""
-        return await self._ask([b"".join(map(get_command, keys))], len(keys))
+    async def get(self, wanted: Sequence[tuple[str, int]]) -> list[Answer]:
+        """Returns the answer to each key, which comes with the most bytes to read of it."""
+        return await self._ask([b"".join([get_command(key, most) for key, most in wanted])], len(wanted))
 
     def close(self, reason: Exception | None = None) -> None:
         """Closes the connection; answers that are awaited on it fail with ``reason``."""

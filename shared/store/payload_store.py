@@ -4,25 +4,43 @@ Services on an event loop use `Store`; the trainer's ranks read with `BlockingSt
 """
 
 import asyncio
+import contextlib
+import itertools
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ConstantBackoff
-from redis.exceptions import AuthenticationError, AuthorizationError, BusyLoadingError, NoPermissionError, RedisError
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    NoPermissionError,
+    OutOfMemoryError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.runtime import server_urls
+from shared.runtime.back_pressure import RETRY_PAUSE_S, BackPressure
 from shared.runtime.errors import DeadlineExceeded, MyxoError, PayloadMissing
+from shared.schema.messages import Payload
+from shared.schema.payload_digest import blob_limits, check_payload
 from shared.store.blobs import SOCKET_SECONDS, Answer, BlobConnection, Reader, options
 
 RETRY_PAUSE = 0.2
 _AWAY = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OSError)
 _REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)  # the first two are connection errors to the library
+
+
+_IN_PIPELINE = re.compile(r"^Command # \d+ .* of pipeline caused error: ", re.DOTALL)
+"""What the library puts before the server's words."""
 
 
 class StoreUnreachable(MyxoError):
@@ -33,17 +51,32 @@ class StoreRefused(MyxoError):
     """The store does not take the credentials, or the account may not do this. Trying again does not help."""
 
 
+class StoreFull(MyxoError):
+    """The store takes no more blobs: it has reached its ``maxmemory``, or the disk of its log is full."""
+
+
+def full_reason(error: Exception) -> str:
+    """Returns why there is no room, where the store refuses a write for that; else nothing."""
+    text = _IN_PIPELINE.sub("", str(error))
+    if isinstance(error, OutOfMemoryError) or text.startswith("OOM "):
+        return f"the store is full, at its maxmemory ({text})"
+    return f"the store cannot write to its disk ({text})" if text.startswith("MISCONF ") else ""
+
+
 class Store:
-    """Holds blobs by key. They go over a connection of their own (`shared.store.blobs`), with TLS over the library's pool like all else.
+    """Holds a run's blobs by key.
+
+    They go over a connection of their own (`shared.store.blobs`), with TLS over the library's pool like all else.
 
     Args:
-        url: ``redis://…``, ``rediss://…`` (trusts ``MYXO_CA_FILE``) or ``unix:///path/to/socket``.
+        url: ``redis://…``, ``rediss://…`` (trusts ``MYXO_CA_FILE``) or ``unix:///path/to/socket``. run: whose payloads are read.
 
-    Every call raises DeadlineExceeded where the store stays away, StoreRefused where the account may not do this.
+    Every call raises DeadlineExceeded where the store stays away, StoreRefused where the account may not do this, StoreFull where it had no
+    room for longer than `BackPressure.patience_s`. ``full``: the writes that wait for room.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url, self._encrypted = url, url.startswith("rediss:")
+    def __init__(self, url: str, run: str = "") -> None:
+        self._url, self._run, self._encrypted = url, run, url.startswith("rediss:")
         self._client: Any = redis.asyncio.Redis.from_url(
             url,
             socket_timeout=SOCKET_SECONDS,
@@ -52,6 +85,7 @@ class Store:
             **options(url),
         )
         self._blobs: asyncio.Future[BlobConnection] | None = None
+        self.full = BackPressure()
 
     async def ping(self, deadline: float = 15.0) -> None:
         """Proves that the store answers. Raises StoreUnreachable."""
@@ -63,13 +97,14 @@ class Store:
             raise StoreUnreachable(f"the store does not answer: {error}") from error
 
     async def write(self, blobs: Mapping[str, bytes], deadline: float = 60.0) -> None:
-        """Writes all blobs, or raises: an existing key is overwritten with the same content on a retry."""
+        """Writes all blobs, or raises. A key that is there stays as it is: after a retry with the same content, otherwise for its readers
+        to find out by the digest."""
 
         async def attempt() -> None:
             if self._encrypted:
                 async with self._client.pipeline(transaction=False) as pipe:
                     for key, blob in blobs.items():
-                        pipe.set(key, blob)
+                        pipe.setnx(key, blob)
                     await pipe.execute()
             else:
                 _checked(await (await self._blob_connection()).set(blobs))
@@ -77,16 +112,23 @@ class Store:
         if blobs:
             await self._retry(deadline, attempt, f"write of {len(blobs)} blobs")
 
-    async def read(self, keys: Sequence[str], deadline: float = 60.0) -> list[bytes]:
-        """Returns the blobs in order. Raises PayloadMissing naming the first absent key."""
+    async def read(self, payload: Payload, deadline: float = 60.0) -> list[bytes]:
+        """Returns the blobs of a payload in order, read no further than it says.
 
-        async def attempt() -> Sequence[bytes | None]:
+        Raises PayloadMissing naming the first absent key, PayloadChanged where they are not those that were announced, BadMessage for a
+        reference that contradicts itself.
+        """
+        wanted = list(zip(payload.keys, blob_limits(payload), strict=True))
+
+        async def attempt() -> Sequence[Any]:
             if self._encrypted:
-                return [await self._client.get(key) for key in keys]
-            return _checked(await (await self._blob_connection()).get(keys))
+                return [await self._client.getrange(key, 0, most) for key, most in wanted]
+            return _checked(await (await self._blob_connection()).get(wanted))
 
-        blobs = await self._retry(deadline, attempt, f"read of {len(keys)} blobs ({keys[0]}, …)") if keys else []
-        return [_present(key, blob) for key, blob in zip(keys, blobs, strict=True)]
+        found = await self._retry(deadline, attempt, f"read of {len(wanted)} blobs ({payload.keys[0]}, …)")
+        blobs = [_present(key, blob) for key, blob in zip(payload.keys, found, strict=True)]
+        check_payload(self._run, payload, blobs)
+        return blobs
 
     async def missing(self, keys: Sequence[str], deadline: float = 60.0) -> list[str]:
         """Returns those of ``keys`` that the store does not hold."""
@@ -107,6 +149,12 @@ class Store:
         if keys:
             await self._retry(deadline, lambda: self._client.unlink(*keys), f"removal of {len(keys)} blobs")
 
+    async def memory(self, deadline: float) -> tuple[int, int, bool]:
+        """Returns the bytes of memory that the store uses, those that it may use (0: no bound), and whether it evicts blobs beyond them."""
+        told = await self._retry(deadline, lambda: self._client.info("memory"), "its memory")
+        bound = int(told["maxmemory"])
+        return int(told["used_memory"]), bound, bound > 0 and told.get("maxmemory_policy", "noeviction") != "noeviction"
+
     async def close(self) -> None:
         if self._blobs is not None:
             self._blobs.cancel()
@@ -122,45 +170,68 @@ class Store:
         return await asyncio.shield(opened)
 
     async def _retry(self, deadline: float, attempt: Any, what: str) -> Any:
-        end = time.monotonic() + deadline
-        while True:
-            try:
-                return await attempt()
-            except (*_REFUSED, *_AWAY) as error:
-                _check_another_attempt(what, error, end, deadline)
-            await asyncio.sleep(RETRY_PAUSE)
+        start = time.monotonic()
+        with self.full.write(self.full.patience_s) as write:
+            while True:
+                try:
+                    return await attempt()
+                except (*_REFUSED, *_AWAY) as error:
+                    _check_another_attempt(what, error, start + deadline, deadline)
+                except ResponseError as error:
+                    if not (reason := full_reason(error)):
+                        raise
+                    write.refused(f"{what}: {reason}")
+                    if time.monotonic() - start > (limit := max(deadline, write.patience_s)):
+                        raise StoreFull(f"{write.reason}; no room within {limit:g} s, given up") from error
+                await asyncio.sleep(RETRY_PAUSE_S if write.reason else RETRY_PAUSE)
 
 
 class BlockingStore:
-    """Reads blobs in code without an event loop."""
+    """Reads a run's payloads in code without an event loop."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, url: str, run: str = "") -> None:
+        self._url, self._run = url, run
         self._reader: Reader | None = None
 
-    def read(self, keys: Sequence[str], deadline: float = 60.0) -> list[bytes]:
-        """Returns the blobs in order. Raises PayloadMissing naming the first absent key, DeadlineExceeded, StoreRefused."""
-        return list(self.stream(keys, deadline))
+    def read(self, payload: Payload, deadline: float = 60.0) -> list[bytes]:
+        """Returns the blobs of a payload in order. Raises as `stream` does."""
+        [blobs] = self.stream([payload], deadline)
+        return blobs
 
-    def stream(self, keys: Sequence[str], deadline: float = 60.0) -> Iterator[bytes]:
-        """Yields the blobs in order, the next few on their way meanwhile. ``deadline``: seconds for each. Raises as `read` does."""
+    def stream(self, payloads: Sequence[Payload], deadline: float = 60.0) -> Iterator[list[bytes]]:
+        """Yields the blobs of each payload in order, the next few on their way meanwhile.
+
+        Args:
+            deadline: seconds for each blob.
+
+        Raises PayloadMissing naming the first absent key, PayloadChanged, BadMessage, DeadlineExceeded, StoreRefused, as `Store.read` does.
+        """
+        wanted = [item for payload in payloads for item in zip(payload.keys, blob_limits(payload), strict=True)]
+        with contextlib.closing(self._blobs(wanted, deadline)) as blobs:
+            for payload in payloads:
+                found = list(itertools.islice(blobs, len(payload.keys)))
+                check_payload(self._run, payload, found)
+                yield found
+            next(blobs, None)  # the connection is kept once all of it is read
+
+    def _blobs(self, wanted: Sequence[tuple[str, int]], deadline: float) -> Generator[bytes]:
         done, end = 0, time.monotonic() + deadline
-        while done < len(keys):
+        while done < len(wanted):
             reader, self._reader = self._reader, None  # two streams at a time never share a connection
             try:
                 if reader is None:
                     reader = Reader(self._url)
-                for answer in reader.get(keys[done:]):
+                for answer in reader.get(wanted[done:]):
                     if isinstance(answer, Exception):
                         raise answer
-                    key, done = keys[done], done + 1
+                    key, done = wanted[done][0], done + 1
                     yield _present(key, answer)
                     end = time.monotonic() + deadline
                 self.close()
                 self._reader = reader
                 return
             except (*_REFUSED, *_AWAY) as error:
-                _check_another_attempt(f"blob {keys[done]}", error, end, deadline)
+                _check_another_attempt(f"blob {wanted[done][0]}", error, end, deadline)
             finally:
                 if reader is not None and reader is not self._reader:  # answers to what was asked for are still to come on it
                     reader.close()
@@ -172,18 +243,18 @@ class BlockingStore:
             self._reader = None
 
 
-def _checked(answers: Sequence[Answer]) -> Sequence[bytes | None]:
+def _checked(answers: Sequence[Answer]) -> Sequence[Answer]:
     """Returns the answers, or raises the first that is an error."""
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer
-    return answers  # type: ignore[return-value]
+    return answers
 
 
-def _present(key: str, blob: bytes | None) -> bytes:
-    if blob is None:
+def _present(key: str, blob: Any) -> bytes:
+    if not blob:  # GETRANGE of an absent key; no payload has an empty blob
         raise PayloadMissing(f"the store holds no blob {key}")
-    return blob
+    return bytes(blob)
 
 
 def _check_another_attempt(what: str, error: Exception, end: float, deadline: float) -> None:

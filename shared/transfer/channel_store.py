@@ -16,10 +16,13 @@ import socket
 import struct
 import threading
 import time
-from typing import Any
+from typing import Any, Self
 
 import msgpack
 from torch.distributed import DistStoreError, HashStore, Store
+
+from shared.runtime.errors import ConfigError
+from shared.runtime.own_address import HOST_VARIABLE
 
 NONCE_BYTES = PROOF_BYTES = 32
 
@@ -48,7 +51,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class StoreServer:
-    """Serves ``values`` at a free port of ``host`` until `close`. Raises OSError for an address that is not this machine's.
+    """Serves ``values`` at a free port of ``host`` until `close`. Raises ConfigError for an address that is not this machine's.
 
     Args:
         secret: hexadecimal digits.
@@ -58,7 +61,11 @@ class StoreServer:
         self._values, self._secret = values, bytes.fromhex(secret)
         self._strangers = threading.BoundedSemaphore(STRANGERS)
         self._connections: set[socket.socket] = set()
-        self._listener = socket.create_server((host, 0))
+        try:
+            self._listener = socket.create_server((host, 0))
+        except OSError as error:
+            expected = f"weights cannot be sent from there: {error.strerror or error}; expected an address of this machine"
+            raise ConfigError(HOST_VARIABLE, host, expected) from None
         self.port: int = self._listener.getsockname()[1]
         self._closed = False
         threading.Thread(target=self._accept, name=f"store-{self.port}", daemon=True).start()
@@ -180,6 +187,10 @@ class RemoteStore(Store):
         while not self.check(keys, PATIENCE_S):
             if time.monotonic() >= end:
                 raise RuntimeError(f"{self._name} had no {', '.join(keys)} within {seconds:g} s")
+
+    def clone(self) -> Self:
+        """Returns a store for another thread of torch's: this one, which any thread may use."""
+        return self
 
     def close(self) -> None:
         """Ends the connection; a request that waits for its answer fails."""

@@ -21,7 +21,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 """Bytes per element of the dtypes that a bucket may hold, by torch's names."""
 
-Kind = Literal["weights", "adapter", "parameters"]
+Kind = Literal["weights", "adapter", "partial"]
 
 MAX_DIMENSIONS = 32
 """The most dimensions that a tensor may have."""
@@ -70,7 +70,7 @@ class Manifest:
 
     Args:
         kind: ``weights``: tensors under their own names. ``adapter``: LoRA's matrices, to be laid over the base weights with ``scale``.
-            ``parameters``: an engine's own tensors, for another engine of the same model.
+            ``partial``: what one rank of an engine holds of tensors, zeros in place of the rest; all ranks' together are whole.
     """
 
     buckets: tuple[Bucket, ...]

@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+import redis
 import torch
 
 from services.trainer import batches
@@ -16,7 +17,8 @@ from services.trainer.untrainable import Untrainable
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.embedded_servers import EmbeddedValkey
 from shared.schema import sample
-from shared.schema.messages import Batch, BatchGroup, Payload
+from shared.schema.messages import Batch, BatchGroup
+from shared.schema.payload_digest import reference
 from shared.store.payload_store import BlockingStore, Store
 
 OBJECTIVE = AlgorithmSection()
@@ -72,9 +74,9 @@ async def stored(url: str, run: str, rewards: list[list[float]]) -> Batch:
         name = f"g{number:08d}"
         samples = [made(name, index, index + 1, min(number + 1, 3)) for index in range(len(values))]
         blobs = sample.encode(samples, 200)
-        keys = [f"{run}:{name}:{part}" for part in range(len(blobs))]
-        await store.write(dict(zip(keys, blobs, strict=True)))
-        payload = Payload(keys=keys, bytes=sum(map(len, blobs)), tokens=tuple(lengths(samples)))
+        written = {f"{run}:{name}:{part}": blob for part, blob in enumerate(blobs)}
+        await store.write(written)
+        payload = reference("", written, lengths(samples))
         groups.append(BatchGroup(group=name, payload=payload, rewards=values))
     await store.close()
     return Batch(step=7, version=3, groups=groups)
@@ -151,7 +153,7 @@ def test_what_does_not_fit_its_reference_is_named(valkey: EmbeddedValkey, run_na
         group.rewards = rewards
         with pytest.raises(Untrainable, match=problem):
             read(batch, valkey.url)
-    group.payload, group.rewards = group.payload.model_copy(update={"tokens": (3, 4), "keys": ["nowhere"]}), [1.0, 0.0]
+    group.payload, group.rewards = group.payload.model_copy(update={"tokens": (3, 4), "keys": ["nowhere"], "sizes": ()}), [1.0, 0.0]
     with pytest.raises(Untrainable, match="sample g00000000/0: the store holds no blob nowhere"):
         read(batch, valkey.url)
     group.payload = group.payload.model_copy(update={"tokens": (3, 101)})
@@ -168,29 +170,33 @@ def test_a_token_that_the_model_does_not_know_is_named(valkey: EmbeddedValkey, r
 
 
 def test_every_group_that_cannot_be_read_is_named(valkey: EmbeddedValkey, run_name: str) -> None:
-    """Whatever is wrong with it: its bytes, its content, another group's samples under its key, or nothing there at all."""
-    batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0]] * 6))
-
-    async def spoil() -> None:
-        store = Store(valkey.url)
-        keys = [group.payload.keys[0] for group in batch.groups]
-        foreign = (await store.read([keys[0]]))[0]
+    """Whatever is wrong with it: its bytes, its content, another group's samples in its place, bytes that nobody announced, or none."""
+    batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0]] * 7))
+    keys = [group.payload.keys[0] for group in batch.groups]
+    with redis.Redis.from_url(valkey.url) as client:
+        foreign = client.get(keys[0])
         good = made("g00000004", 0, 1, 5)
         good.segments = [(0, 1, 1 << 40)]
-        await store.write({keys[1]: b"\xc1", keys[2]: foreign, keys[4]: sample.encode([good, made("g00000004", 1, 2, 3)], 1000)[0]})
-        await store.write({keys[5]: sample.encode([made("g00000005", 0, 1, 3), made("g00000005", 1, 2, 4)], 1000)[0]})
-        await store.free([keys[3]])
-        await store.close()
-
-    asyncio.run(spoil())
+        announced = {
+            1: b"\xc1",
+            2: foreign,
+            4: sample.encode([good, made("g00000004", 1, 2, 3)], 1000)[0],
+            5: sample.encode([made("g00000005", 0, 1, 3), made("g00000005", 1, 2, 4)], 1000)[0],
+        }
+        for number, blob in announced.items():
+            client.set(keys[number], blob)
+            batch.groups[number].payload = reference("", {keys[number]: blob}, batch.groups[number].payload.tokens)
+        client.unlink(keys[3])
+        client.set(keys[6], sample.encode([made("g00000006", 0, 1, 3), made("g00000006", 1, 2, 3)], 1000)[0][:-1] + b"\x02")
     with pytest.raises(Untrainable) as raised:
         ShardReader(BlockingStore(valkey.url), 0, 100).take(partition_batch(batch, 1, 1, 100))
     found = {item.group: item.reason for item in raised.value.samples}
-    assert set(found) == {f"g{number:08d}" for number in (1, 2, 3, 4, 5)}
-    assert [item.position for item in raised.value.samples] == [0, 0, 0, 0, 1]
+    assert set(found) == {f"g{number:08d}" for number in (1, 2, 3, 4, 5, 6)}
+    assert [item.position for item in raised.value.samples] == [0, 0, 0, 0, 1, 0]
     assert "its samples in the store are g00000000/0" in found["g00000002"]
     assert "the store holds no blob" in found["g00000003"]
     assert f"version {1 << 40}" in found["g00000004"] and "version 4" in found["g00000005"]
+    assert f"payload at {keys[6]} has the digest" in found["g00000006"] and "overwritten or damaged" in found["g00000006"]
 
 
 def two_versions(group: str, index: int) -> sample.Sample:
@@ -208,7 +214,7 @@ async def mixed(url: str, run: str, mask_below: int, removed: list[int], groups:
         samples = [two_versions(name, 0), made(name, 1, 3, 0), made(name, 2, 4, 2)]
         (blob,) = sample.encode(samples, 10_000)
         await store.write({f"{run}:{name}": blob})
-        payload = Payload(keys=[f"{run}:{name}"], bytes=len(blob), tokens=tuple(lengths(samples)))
+        payload = reference("", {f"{run}:{name}": blob}, lengths(samples))
         refs.append(BatchGroup(group=name, payload=payload, rewards=[1.0, 0.0, 0.0], removed=tuple(removed)))
     await store.close()
     return Batch(step=0, version=2, mask_below=mask_below, groups=refs)

@@ -21,7 +21,9 @@ def subjects(run: str) -> Table:
         names.task("train"): ({BUFFER} | PEOPLE, PEOPLE),
         names.task("eval"): ({BUFFER} | PEOPLE, PEOPLE),
         names.generated("math"): ({ROLLOUT} | PEOPLE, PEOPLE),
-        names.scored: ({ROLLOUT, REWARD} | PEOPLE, PEOPLE),
+        names.scored("rollout"): ({ROLLOUT} | PEOPLE, PEOPLE),
+        names.scored("reward"): ({REWARD} | PEOPLE, PEOPLE),
+        names.scored("buffer"): (PEOPLE, PEOPLE),
         names.ledger("groups_admitted"): ({BUFFER} | PEOPLE, PEOPLE),
         names.event("weights", "live"): ({TRAINER} | PEOPLE, {BUFFER} | PEOPLE),
         names.event("trainer", "step"): ({TRAINER} | PEOPLE, PEOPLE),
@@ -143,17 +145,27 @@ def everything(run: str, other: str) -> Table:
 
 
 STORE = {
-    BUFFER: {"PING", "GET", "EXISTS", "UNLINK"},
-    ROLLOUT: {"PING", "GET", "SET"},
-    REWARD: {"PING", "GET"},
-    TRAINER: {"PING", "GET"},
-    OPERATOR: {"PING", "GET", "EXISTS", "UNLINK", "SCAN"},
+    BUFFER: {"PING", "GETRANGE", "EXISTS", "INFO", "UNLINK"},
+    ROLLOUT: {"PING", "GETRANGE", "SETNX"},
+    REWARD: {"PING", "GETRANGE"},
+    TRAINER: {"PING", "GET", "GETRANGE"},
+    OPERATOR: {"PING", "GET", "GETRANGE", "EXISTS", "UNLINK", "SCAN"},
     "health": {"PING"},
 }
 """Commands of Redis that each of its accounts may run on payloads."""
 
-EXCHANGE = {TRAINER: {"HEXISTS", "HMGET", "HSET", "SET", "UNLINK"}}
-"""Those that it may run besides, on what the trainer's roles tell each other and nowhere else."""
+EXCHANGE = {TRAINER: {"GET", "HEXISTS", "HMGET", "HSET", "SET", "UNLINK"}}
+"""Those that it may run besides, on what the trainer's roles tell each other."""
+
+PAYLOADS, EXCHANGED, ALL = "group:*", "exchange:*", "*"
+KEYS: dict[str, tuple[set[str], set[str]]] = {
+    BUFFER: ({PAYLOADS}, {PAYLOADS}),
+    ROLLOUT: ({PAYLOADS}, {PAYLOADS}),
+    REWARD: ({PAYLOADS}, set()),
+    TRAINER: ({PAYLOADS, EXCHANGED}, {EXCHANGED}),
+    OPERATOR: ({ALL}, {ALL}),
+}
+"""Keys under the run's own prefix that each account may read, and write."""
 
 
 def covers(pattern: str, subject: str) -> bool:

@@ -8,8 +8,9 @@ import psutil
 
 
 class ListeningSocket(NamedTuple):
-    """A TCP socket that takes connections, or a UDP one that takes packets from anybody. ``command``: of its process."""
+    """A TCP socket that takes connections, or a UDP one that takes packets from anybody. ``pid``, ``command``: its process."""
 
+    pid: int
     command: str
     address: str
     port: int
@@ -25,5 +26,5 @@ def listening_sockets(pid: int) -> set[ListeningSocket]:
                 command = " ".join(process.cmdline()).strip()
                 for connection in process.net_connections("inet"):
                     if connection.status == psutil.CONN_LISTEN or (connection.type == socket.SOCK_DGRAM and not connection.raddr):
-                        found.add(ListeningSocket(command, connection.laddr.ip, connection.laddr.port))
+                        found.add(ListeningSocket(process.pid, command, connection.laddr.ip, connection.laddr.port))
     return found

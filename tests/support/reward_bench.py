@@ -19,7 +19,8 @@ from shared.config.run_config import RunConfig
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.service_base import Service, attended
 from shared.schema import sample
-from shared.schema.messages import Failed, Generated, Outcome, Payload, ServiceStatus
+from shared.schema.messages import Failed, Generated, Outcome, ServiceStatus
+from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
 from shared.schema.weight_messages import WeightsLive
 from shared.store.payload_store import Store
@@ -123,7 +124,7 @@ class Bench:
         message = Generated(
             group=group,
             attempt=0,
-            payload=Payload(keys=keys, bytes=len(blob), tokens=tokens or tuple(one.length for one in samples)),
+            payload=reference(self.names.run, {keys[0]: blob}, tokens or [one.length for one in samples]),
             samples=[one.meta() for one in samples],
             rollouts=rollouts or [],
             replica="replica-1",

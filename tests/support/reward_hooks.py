@@ -40,7 +40,8 @@ async def length(args: Arguments, sample: HookSample, **_: Any) -> float:
             print("words", flush=True)
             os.write(1, b"words from C\n")
             assert sys.stdin.read() == ""
-            assert "NATS_URL" not in os.environ and "MYXO_RUN" in os.environ
+            asked = ("NATS_URL", "MYXO_RUN", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "JUDGE_KEY")
+            assert [name for name in asked if name in os.environ] == ["MYXO_RUN", "JUDGE_KEY"], sorted(os.environ)
     return float(len(sample.response))
 
 

@@ -18,6 +18,7 @@ from services.buffer.simulation.modelled_engine import ModelledEngine, Response
 from services.buffer.simulation.workload_model import WorkloadModel
 from services.buffer.state import BufferState, GroupState
 from shared.runtime.errors import MyxoError
+from shared.schema.attestation import attest_scored
 from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsAdmitted, GroupsDropped, LedgerRecord, group_id, group_number
 from shared.schema.ledger_audit import Audit, AuditReport
 from shared.schema.messages import Interrupted, Payload, SampleMeta, Scored
@@ -226,7 +227,10 @@ class World:
         self._trained_at = math.inf
         step = self._state.trained_steps
         began = self._now - self._model.train_seconds
-        self._decide(policy.trained(self._state, step, step + 1, began, self._now, self._now))
+        batch = self._state.batches[step]
+        held = [(group.id, group.scored.samples, group.scored.removed) for group in batch.groups if group.scored is not None]
+        attestation = attest_scored(held, batch.mask_below)
+        self._decide(policy.trained(self._state, step, step + 1, began, self._now, self._now, attestation))
         self._decide(policy.durable(self._state, step + 1, self._now))
         self._now += self._model.push
         self._engine.stand_still_until(self._now)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from services.reward.verifiers.math import math
+from services.reward.verifiers.math import math, read
 
 Verifier = Callable[[str, str], float]
 """(response text, label) → reward."""
@@ -15,3 +15,7 @@ def exact(response: str, label: str) -> float:
 
 VERIFIERS: dict[str, Verifier] = {"math": math, "exact": exact}
 """The verifiers, by ``rm_type``."""
+
+READ_LABEL: dict[str, Callable[[str], str]] = {"math": read}
+"""What a verifier reads in a label, by ``rm_type``; raises ValueError for a label that it can compare with nothing. The others take a label
+as it is."""

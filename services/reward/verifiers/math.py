@@ -3,12 +3,17 @@
 docs/math-rewards.md lists, case by case, how labels and answers are read.
 """
 
+import logging
 import re
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
+
+LONGEST_ANSWER = 1000
+"""The most characters that are read as an answer: of a marked one, which is wrong if it is longer, of a label, which is refused, and of a
+response that marks none, the last ones. Parsing takes time that grows faster than the text; responses that loop have 100,000 and more."""
 
 _NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?\Z", re.ASCII)
 _EXPONENT = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?e[-+]?\d{1,2}\Z", re.ASCII | re.IGNORECASE)
@@ -56,26 +61,28 @@ class _Truth:
 def math(response: str, label: str) -> float:
     """Returns 1.0 where the answer in ``response`` equals ``label``, else 0.0.
 
-    The answer is, after ``</think>``, the last ``\\boxed{}`` that is closed, else what follows the last ``####``, else the last expression.
+    The answer is, after ``</think>``, the last ``\\boxed{}`` that is closed, else what follows the last ``####``, else the last expression
+    in its last `LONGEST_ANSWER` characters. It has no deadline of its own (`services.reward.time_limit`).
     Raises ValueError for a label in which nothing can be compared.
     """
     truth, said = _truth(label), response.rpartition(_THOUGHT)[2]
     response = said if said.strip() else response
-    if (ending := _PLAIN_ENDING.match(response)) is not None and truth.number is not None:
+    answer = _marked(response)
+    if answer is not None and len(answer) > LONGEST_ANSWER:
+        return 0.0
+    response = _tail(response)
+    if answer is None and truth.number is not None and (ending := _PLAIN_ENDING.match(response)) is not None:
         return truth.equals(ending["number"])
-    answer = _answer(response)
-    inside = _bare(answer)
+    inside = _bare(response if answer is None else answer)
     if truth.text is not None:
         return 1.0 if inside.rstrip(".").casefold() == truth.text else 0.0
     number = _decimal(inside)
     if truth.number is not None and number is not None:
         return truth.equals(number)
-    from math_verify import parse, verify  # sympy takes seconds to import: only where it is needed
-
-    read = f"${number}$" if number is not None else _latex(answer) if answer != response else _mixed(inside) or response
-    found = parse(read)
+    read = f"${number}$" if number is not None else _latex(answer) if answer is not None else _mixed(inside) or response
+    found = _parse(read)
     truths = [truth.number or truth.expression, *([f"{truth.number}\\%"] if truth.percent else [])]
-    return 1.0 if any(verify(_parsed(expected), found) for expected in truths) else 0.0
+    return 1.0 if any(_equal(_parsed(expected), found) for expected in truths) else 0.0
 
 
 def read(label: str) -> str:
@@ -86,7 +93,11 @@ def read(label: str) -> str:
 
 @lru_cache(64)  # the samples of a group have one label
 def _truth(label: str) -> _Truth:
-    text = _bare(_answer(label))
+    marked = _marked(label)
+    answer = label if marked is None else marked
+    if len(answer) > LONGEST_ANSWER:
+        raise ValueError(f"the label {_shown(answer)} has {len(answer)} characters; an answer has at most {LONGEST_ANSWER}")
+    text = _bare(answer)
     percent = _PERCENT.search(text)
     if (number := _decimal(text[: percent.start()] if percent else text)) is not None:
         return _Truth(number=number, percent=percent is not None)
@@ -112,29 +123,55 @@ def _only_number(label: str, prose: str) -> str:
 
 def _parsed(expression: str) -> list[Any]:
     """Returns math-verify's parse; empty where that is only the text itself."""
-    from math_verify import parse
-
-    found: list[Any] = parse(f"${expression}$") or parse(expression)
+    found = _parse(f"${expression}$") or _parse(expression)
     return found if any(not isinstance(expression, str) for expression in found) else []
 
 
-def _answer(response: str) -> str:
-    """Returns the last ``\\boxed{…}`` that is closed, else what follows the last ``####`` on its line, else all of it.
+def _parse(text: str) -> list[Any]:
+    return list(_library().parse(text, parsing_timeout=None))  # its own deadline takes the alarm from ours
+
+
+def _equal(truth: list[Any], found: list[Any]) -> bool:
+    return bool(_library().verify(truth, found, timeout_seconds=None))
+
+
+@cache
+def _library() -> Any:
+    """Returns math-verify; sympy takes seconds to import. Its log repeats whole responses, and says that it has no deadline."""
+    import math_verify
+
+    for name in ("math_verify", "latex2sympy2_extended"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    return math_verify
+
+
+def _marked(response: str) -> str | None:
+    """Returns the last ``\\boxed{…}`` that is closed, else what follows the last ``####`` on its line; None where there is neither.
 
     math-verify takes several boxes for a set of answers.
     """
-    answer = ""
+    found: tuple[int, int] | None = None
     opened: list[int | None] = []  # where each open brace began a box; None for other braces
     for brace in _BRACE.finditer(response):
         if brace[0] == "}" and opened:
             start = opened.pop()
-            answer = response[start : brace.end()] if start is not None else answer
+            found = (start, brace.end()) if start is not None else found
         elif brace[0] in ("{", "\\boxed{"):
             opened.append(None if brace[0] == "{" else brace.start())
-    if answer or _FINAL not in response:
-        return answer or response
+    if found is not None:
+        return response[slice(*found)]
+    if _FINAL not in response:
+        return None
     lines = response.rpartition(_FINAL)[2].strip().splitlines()
     return lines[0] if lines else ""
+
+
+def _tail(response: str) -> str:
+    """Returns the last `LONGEST_ANSWER` characters, from a word's beginning."""
+    if len(response) <= LONGEST_ANSWER:
+        return response
+    tail = response[-LONGEST_ANSWER:]
+    return tail.partition(" ")[2] or tail
 
 
 def _bare(text: str) -> str:

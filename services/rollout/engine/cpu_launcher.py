@@ -37,6 +37,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # some routers are compiled f
 
 import torch
 
+from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
 from shared.transfer.bound_store import bind_stores
 
 
@@ -173,6 +174,7 @@ def fork_children() -> None:
 
 
 torchvision_operators = load_torchvision_operators()
+serve_on_socket()
 bind_stores()
 stand_in_for_sgl_kernel()
 stand_in_for_triton()
@@ -181,10 +183,12 @@ sys.modules["megatron"] = None  # type: ignore[assignment]  # `import megatron` 
 if __name__ == "__main__":
     fork_children()
     from sglang.launch_server import run_server
+    from sglang.srt.entrypoints import http_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    leave_out_own_requests(http_server)
     load_plugins()
     arguments = prepare_server_args(sys.argv[1:])
     absorb_latent_attention(arguments.model_path)

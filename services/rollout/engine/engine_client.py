@@ -1,7 +1,8 @@
 """``EngineClient``: all requests and commands of the rollout service to one engine.
 
-The engine's control port loads weights and unpickles on some of its endpoints: it is for this client alone, on this machine. Requests that
-are known to kill an engine are refused here, before they are sent, as ``InvalidRequest``.
+The engine's endpoints load weights, and some unpickle: they are for this client alone, by a socket in a private directory. What others may
+ask of an engine goes through `services.rollout.engine_proxy`. Requests that are known to kill an engine are refused here, before they are
+sent, as ``InvalidRequest``.
 """
 
 import asyncio
@@ -53,7 +54,8 @@ class EngineClient:
     ``EngineUnreachable``.
 
     Attributes:
-        url: the engine's address. version: the weight version that it serves, as far as this client has set or read it.
+        url: the engine's address, for messages. transport: sends requests that this class has no method for.
+        version: the weight version that it serves, as far as this client has set or read it.
         late_versions: those whose first token of a request may still be the previous one's; see `services.rollout.engine.generation`.
         paused: the mode of the present pause, or None.
         generating: groups that the engine generates for this client now.
@@ -61,7 +63,7 @@ class EngineClient:
     """
 
     def __init__(self, transport: EngineTransport, capabilities: Capabilities, version: int, receiver: Path) -> None:
-        self._transport, self.capabilities = transport, capabilities
+        self.transport, self.capabilities = transport, capabilities
         self.url, self.version = transport.url, version
         self.paused: PauseMode | None = None
         self.late_versions: set[int] = set()
@@ -72,13 +74,13 @@ class EngineClient:
         self._background: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def connect(cls, url: str, receiver: Path, *, admin_key: str | None = None, deadline: float = CONTROL_SECONDS) -> Self:
+    async def connect(cls, receiver: Path, *, deadline: float = CONTROL_SECONDS) -> Self:
         """Connects to a ready engine and reads what it can do.
 
         Args:
-            receiver: `EngineProcess.receiver`. admin_key: the key that the engine was launched with, if any.
+            receiver: `EngineProcess.receiver`.
         """
-        transport = EngineTransport(url, admin_key)
+        transport = EngineTransport(receiver)
         try:
             capabilities = await read_capabilities(transport, deadline)
             model = await transport.get("/model_info", deadline)
@@ -91,7 +93,7 @@ class EngineClient:
         """Waits for the background tasks (each has its deadline) and closes the connections."""
         if self._background:
             await asyncio.wait(self._background)
-        await self._transport.close()
+        await self.transport.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -115,7 +117,7 @@ class EngineClient:
         body = group_body(requests, sampling, self.capabilities, cache_key=f"v{version}")
         self.generating += 1
         try:
-            answer = await self._transport.post("/generate", body, deadline, "its requests are being aborted")
+            answer = await self.transport.post("/generate", body, deadline, "its requests are being aborted")
         except (DeadlineExceeded, asyncio.CancelledError):
             self._abandon(requests)
             raise
@@ -134,11 +136,16 @@ class EngineClient:
         await self._abort({"abort_all": True}, deadline)
 
     async def _abort(self, body: dict[str, Any], deadline: float) -> None:
-        await self._transport.post("/abort_request", body, deadline, "requests may go on to their ends")
+        await self.transport.post("/abort_request", body, deadline, "requests may go on to their ends")
 
     def _abandon(self, requests: Sequence[GenerationRequest]) -> None:
         """Has the engine abort requests whose caller has left. A failure is not raised, since the caller has its own error already."""
-        task = asyncio.create_task(self.abort([request.rid for request in requests], deadline=ABANDON_SECONDS))
+        for request in requests:
+            self.abandon(wire_rid(request.rid))
+
+    def abandon(self, prefix: str) -> None:
+        """Has the engine abort, beside everything else, all requests whose ids on the wire begin so."""
+        task = asyncio.create_task(self._abort({"rid": prefix}, ABANDON_SECONDS))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         log_failure(task, "ending abandoned requests")
@@ -149,7 +156,7 @@ class EngineClient:
         A retracted sample draws its next token in a prefill again, which the engine does not count.
         """
         try:
-            page = await self._transport.get("/metrics", deadline)
+            page = await self.transport.get("/metrics", deadline)
         except EngineError as error:
             if error.status == HTTPStatus.NOT_FOUND:  # launched without --enable-metrics
                 return None
@@ -162,7 +169,7 @@ class EngineClient:
     async def pause(self, mode: PauseMode, *, deadline: float = CONTROL_SECONDS) -> None:
         """Pauses generation. New requests wait in the engine until ``resume``; see ``PauseMode`` for the running ones."""
         next_action = "the engine may be paused or not; resume it or restart it"
-        await self._transport.post("/pause_generation", {"mode": mode}, deadline, next_action)
+        await self.transport.post("/pause_generation", {"mode": mode}, deadline, next_action)
         self.paused = mode
 
     async def resume(self, *, deadline: float = CONTROL_SECONDS) -> None:
@@ -170,8 +177,12 @@ class EngineClient:
         if self.memory.asleep:
             return
         body = {"torch_empty_cache": False}
-        await self._transport.post("/continue_generation", body, deadline, "the engine may still be paused")
+        await self.transport.post("/continue_generation", body, deadline, "the engine may still be paused")
         self.paused = None
+
+    async def freeze_gc(self, *, deadline: float = CONTROL_SECONDS) -> None:
+        """Excludes what the engine's processes have loaded from garbage collection, as SGLang's server has them do once it has started."""
+        await self.transport.post("/freeze_gc", None, deadline, "nothing was changed")
 
     # --- weights
 
@@ -188,7 +199,7 @@ class EngineClient:
         """Has the engine leave the channels that it is in and join these. It goes on generating; ``receive`` waits for them.
 
         Args:
-            rank: the rank of the engine's first process in all channels; 0: each process joins one of them. timeout: seconds for joining.
+            rank: the rank of the engine's first process in all channels. timeout: seconds for joining.
         """
         fields = [channel.model_dump(mode="json") for channel in channels]
         await self.receivers.ask({"verb": "join", "channels": fields, "rank": rank, "timeout": timeout}, deadline)
@@ -224,7 +235,7 @@ class EngineClient:
     async def _call_loader(self, deadline: float) -> None:
         tensors = [NO_TENSORS] * self.capabilities.ranks
         body = {"serialized_named_tensors": tensors, "load_format": RECEIVER_LOADER, "flush_cache": False}
-        await self._transport.post("/update_weights_from_tensor", body, deadline, "its receivers go on to their own deadline")
+        await self.transport.post("/update_weights_from_tensor", body, deadline, "its receivers go on to their own deadline")
 
     async def begin_weight_update(self, *, deadline: float = CONTROL_SECONDS) -> None:
         """Opens a push. A failed push is closed first; its tensors stay loaded, so the next push has to send all of them.
@@ -234,13 +245,13 @@ class EngineClient:
         if self.capabilities.weight_sessions:
             if self._session_open:
                 await self.end_weight_update(deadline=deadline)
-            await self._transport.post("/begin_weight_update", {"selector": "all"}, deadline, "end the push or restart")
+            await self.transport.post("/begin_weight_update", {"selector": "all"}, deadline, "end the push or restart")
             self._session_open = True
 
     async def end_weight_update(self, *, deadline: float = CONTROL_SECONDS) -> None:
         """Closes a push. Nothing happens where ``begin_weight_update`` does nothing, or was not called."""
         if self._session_open:
-            await self._transport.post("/end_weight_update", {}, deadline, "the engine may serve unfinished weights")
+            await self.transport.post("/end_weight_update", {}, deadline, "the engine may serve unfinished weights")
             self._session_open = False
 
     async def update_weights_from_disk(self, path: str, version: int, *, deadline: float = WEIGHTS_SECONDS) -> None:
@@ -253,13 +264,13 @@ class EngineClient:
         await self.adopt(-1, {}, deadline=min(deadline, CONTROL_SECONDS))
         body = {"model_path": path, "weight_version": str(version), "flush_cache": False}
         next_action = "the engine may be half-loaded: restart it, or load anew"
-        await self._transport.post("/update_weights_from_disk", body, deadline, next_action)
+        await self.transport.post("/update_weights_from_disk", body, deadline, next_action)
         self._loaded(version)
 
     async def set_weight_version(self, version: int, *, deadline: float = CONTROL_SECONDS) -> None:
         """Tells the engine that it holds the whole of this version. The next tokens of running requests count for it."""
         body = {"new_version": str(version), "abort_all_requests": False}
-        await self._transport.post("/update_weight_version", body, deadline, "the engine may name the old version")
+        await self.transport.post("/update_weight_version", body, deadline, "the engine may name the old version")
         self._loaded(version)
 
     def _loaded(self, version: int) -> None:

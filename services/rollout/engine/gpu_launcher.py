@@ -1,4 +1,4 @@
-"""Starts SGLang's own HTTP server on GPUs: ``sglang.launch_server``, but that its ranks' store listens on loopback alone.
+"""Starts SGLang's own HTTP server on GPUs: it listens on a private socket, and its ranks' store on loopback alone.
 
     PYTHONPATH=MYXO python gpu_launcher.py --model-path MODEL ...    (sglang.launch_server's flags)
 
@@ -8,9 +8,14 @@ send to each other. They are spawned, and a child that is spawned imports this f
 
 import runpy
 
+from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
 from shared.transfer.bound_store import bind_stores
 
+serve_on_socket()
 bind_stores()
 
 if __name__ == "__main__":
+    from sglang.srt.entrypoints import http_server
+
+    leave_out_own_requests(http_server)
     runpy.run_module("sglang.launch_server", run_name="__main__")

@@ -7,7 +7,6 @@ the engine listens, what it serves). A flag of that table goes through verbatim,
 import importlib.util
 import json
 import os
-import secrets
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -37,7 +36,6 @@ CPU_FLAGS: dict[str, FlagValue] = {
     "disable-overlap-schedule": True,  # there is no device to overlap with
     "disable-radix-cache": True,  # prefix lookup costs more than computing the prefix, for a model that a CPU can serve
     "sleep-on-idle": True,  # an idle scheduler otherwise spins on three quarters of a core
-    "skip-server-warmup": True,  # EngineProcess.ready waits for a real request anyway
     "max-running-requests": 256,
 }
 
@@ -66,19 +64,11 @@ class EngineCommand:
     """The launch command of one engine.
 
     Args:
-        argv: the command. env: variables to set beside the inherited environment. port: on which the engine listens.
-        admin_key: the key for its control calls, if it has one.
+        argv: the command. env: variables to set beside the inherited environment.
     """
 
     argv: list[str]
     env: dict[str, str]
-    port: int
-    admin_key: str | None = None
-
-    @property
-    def url(self) -> str:
-        """Returns the engine's address on this machine."""
-        return f"http://127.0.0.1:{self.port}"
 
 
 def engine_command(
@@ -88,30 +78,28 @@ def engine_command(
     device: str,
     random_seed: int = 0,
     flags: Mapping[str, FlagValue] | None = None,
-    exposed: bool = False,
 ) -> EngineCommand:
     """Returns the launch command of an engine. It labels its tokens with weight version 0 until it is told another.
 
     Args:
         model_path: a Hugging Face checkpoint: a directory, or on CUDA also a name of the hub.
-        port: of 127.0.0.1, free. device: ``cpu`` or ``cuda``. random_seed: of the engine's sampling.
+        port: free on 127.0.0.1, though nothing listens on it (`services.rollout.engine.private_endpoints`): SGLang derives others from it.
+        device: ``cpu`` or ``cuda``. random_seed: of the engine's sampling.
         flags: the run's ``sglang`` table, names with or without the leading dashes, ``-`` or ``_``.
-        exposed: listen on all addresses, for a router; control calls (one of them unpickles) then need a key.
 
     Raises ConfigError: on a CPU, no checkpoint at ``model_path``, or no engine site.
     """
-    admin_key = secrets.token_urlsafe(24) if exposed else None
     chosen = COMMON_FLAGS | {"random-seed": random_seed}
     if device == "cpu":
         chosen |= CPU_FLAGS | {"max-total-tokens": _cpu_token_capacity(Path(model_path))}
     chosen |= {plain_name(name): value for name, value in (flags or {}).items()}
     chosen |= {
         "model-path": str(model_path),
-        "host": "0.0.0.0" if exposed else "127.0.0.1",
+        "host": "127.0.0.1",
         "port": port,
         "device": device,
         "weight-version": "0",
-        "admin-api-key": admin_key,
+        "skip-server-warmup": True,  # it would ask itself over a port; EngineProcess.ready waits for a real request anyway
         "custom-weight-loader": RECEIVER_LOADER,
     }
     launcher = CPU_LAUNCHER if device == "cpu" else GPU_LAUNCHER
@@ -123,7 +111,7 @@ def engine_command(
     )
     if chosen.get("enable-memory-saver") and (runtime := _cuda_runtime()):
         env["LD_LIBRARY_PATH"] = os.pathsep.join([*runtime, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
-    return EngineCommand([sys.executable, str(launcher), *_arguments(chosen)], env, port, admin_key)
+    return EngineCommand([sys.executable, str(launcher), *_arguments(chosen)], env)
 
 
 def engine_site() -> Path:

@@ -1,12 +1,16 @@
 """Sends JSON over HTTP to one engine, with a deadline on every call and the engine's own words in every error."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 
 from services.rollout.engine.engine_errors import EngineError, EngineUnreachable
+from services.rollout.engine.private_endpoints import SOCKET
 from shared.runtime.errors import DeadlineExceeded
 
 IDLE_SECONDS = 3.0
@@ -17,14 +21,14 @@ class EngineTransport:
     """One HTTP session to one engine. Must be made, used and closed in one event loop.
 
     Args:
-        url: for example ``http://127.0.0.1:30000``. admin_key: the key that guards the engine's control calls.
+        directory: `EngineProcess.receiver`, in which the engine's server listens.
     """
 
-    def __init__(self, url: str, admin_key: str | None = None) -> None:
-        self.url = url.rstrip("/")
-        headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else None
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)  # the service bounds the number of requests in flight
-        self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None))
+    def __init__(self, directory: Path) -> None:
+        self.url = f"unix:{directory / SOCKET}"
+        # the service bounds the number of requests in flight
+        connector = aiohttp.UnixConnector(str(directory / SOCKET), limit=0, keepalive_timeout=IDLE_SECONDS)
+        self._session = aiohttp.ClientSession("http://engine", connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
     async def close(self) -> None:
         """Closes the session and its connections."""
@@ -49,13 +53,25 @@ class EngineTransport:
         """
         return await self._call("POST", path, body, deadline, next_action)
 
+    @asynccontextmanager
+    async def stream(self, path: str, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Sends a POST of JSON, and yields the answer as it comes, whatever its status. It has no deadline of its own.
+
+        Raises EngineUnreachable.
+        """
+        try:
+            async with self._session.post(path, data=data, headers={"Content-Type": "application/json"}) as response:
+                yield response
+        except aiohttp.ClientError as error:
+            raise EngineUnreachable(self.url + path, f"{type(error).__name__}: {error}") from error
+
     async def _call(self, method: str, path: str, body: Any, deadline: float, next_action: str) -> Any:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:
             async with (
                 asyncio.timeout(deadline),
-                self._session.request(method, self.url + path, data=data, headers=headers) as response,
+                self._session.request(method, path, data=data, headers=headers) as response,
             ):
                 answer = _parsed(await response.read())
         except TimeoutError:

@@ -6,7 +6,10 @@ writes its file without further communication: its index entries are in a small 
 """
 
 import contextlib
+import errno
 import json
+import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +37,9 @@ from services.trainer.megatron.runtime import deadline, gather_json, host_copy, 
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import log_error
+
+_FULL_BYTES = 16 << 20
+"""A disk with less room than this, once a write has failed, counts as full."""
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 60.0
@@ -116,6 +122,12 @@ def _decoded(result: list[Any]) -> WriteResult:
     return WriteResult(key, size, _StorageInfo(path, start, length))
 
 
+def _attributed(error: Exception, directory: Path) -> Exception:
+    """Returns the error of writing into a directory, or where its disk is full an OSError that says so: torch names a wrong position."""
+    full = not isinstance(error, OSError) and directory.is_dir() and shutil.disk_usage(directory).free < _FULL_BYTES
+    return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({error})", str(directory)) if full else error
+
+
 class Save:
     """A checkpoint on its way to the disk.
 
@@ -155,14 +167,21 @@ class Save:
         self._told.set()
         if failed:
             self._thread.join(self._timeout)
+            self._discard()
             raise SaveFailed(f"checkpoint {self.target} could not be written; {'; '.join(failed)}; {_RESTART}") from self._error
         with together(f"publishing checkpoint {self.target}"):
             self._thread.join(self._timeout)
             if self._thread.is_alive():
                 raise DeadlineExceeded(f"publishing checkpoint {self.target}", "the disk", self._timeout, _RESTART)
             if self._error is not None:
+                self._discard()
                 raise SaveFailed(f"checkpoint {self.target} could not be published: {self._cause()}; {_RESTART}") from self._error
         return self.target
+
+    def _discard(self) -> None:
+        """Removes what was written: on a disk that is full, others need the room."""
+        if self._rank == 0:
+            shutil.rmtree(self._partial, ignore_errors=True)
 
     def _cause(self) -> str | None:
         return None if self._error is None else f"{type(self._error).__name__}: {self._error}"
@@ -173,8 +192,8 @@ class Save:
         try:
             yield
         except Exception as error:
-            self._error = self._error or error
-            log_error("checkpoint_failed", f"checkpoint {self.target}", error)
+            self._error = self._error or _attributed(error, self._partial)
+            log_error("checkpoint_failed", f"checkpoint {self.target}", self._error)
 
     def _work(self) -> None:
         with self._noted():

@@ -1,6 +1,6 @@
 """Forward and backward passes of a model over this rank's micro-batches, in Megatron's schedule for its pipeline."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ from services.trainer.megatron.attention import uses_dense_batches
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.likelihood import VocabularySlice, log_probs_and_entropy
 from services.trainer.megatron.packed_sequences import ModelInput, model_input
-from services.trainer.megatron.runtime import device, gather_json, round_up
+from services.trainer.megatron.runtime import anywhere, device, gather_json, round_up
 from services.trainer.packing import PackedBatch, pack
 from shared.runtime.errors import MyxoError
 
@@ -35,6 +35,20 @@ the same loss; it counts once."""
 
 class BadLoss(MyxoError):
     """A loss function broke its contract (see :data:`LossFunction`)."""
+
+
+class MicroBatchesFailed(MyxoError):
+    """Micro-batches failed in a pass, on one rank or several; all ranks have come to its end, and its gradients mean nothing.
+
+    Args:
+        errors: what this rank's micro-batches failed of, by their indices. attempt: makes the same pass for one micro-batch on this rank
+            alone, and raises what it raises.
+    """
+
+    def __init__(self, errors: Mapping[int, Exception], attempt: Callable[[PackedBatch], object]) -> None:
+        self.errors, self.attempt = errors, attempt
+        first = next(iter(errors.values()), None)
+        super().__init__("a micro-batch of another rank failed" if first is None else f"{type(first).__name__}: {first}")
 
 
 def log_probs(model: MegatronModel, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
@@ -59,6 +73,23 @@ def forward_backward(
         BadLoss: ``loss_fn`` broke its contract.
     """
     model.train(True)
+    return _reduce(_run(model, batches, _loss(model, loss_fn, temperature, need_entropy), forward_only=False))
+
+
+def loss_alone(model: MegatronModel, batch: PackedBatch, loss_fn: LossFunction, temperature: float, need_entropy: bool) -> float | None:
+    """Returns the loss of one micro-batch, without gradients; None on ranks that have not the model's last stage.
+
+    Only the ranks that share the model take part. None of its errors is caught.
+    """
+    model.train(True)
+    results = _pass(model, [batch], _loss(model, loss_fn, temperature, need_entropy), True, None)
+    return float(results[0][0]) if results else None
+
+
+def _loss(
+    model: MegatronModel, loss_fn: LossFunction, temperature: float, need_entropy: bool
+) -> Callable[[Tensor, ModelInput, PackedBatch], tuple[Tensor, dict[str, Tensor]]]:
+    """Returns what makes loss and metrics of the model's output."""
     apply: Callable[..., tuple[Tensor, dict[str, Tensor]]] = loss_fn
 
     def compute(output: Tensor, given: ModelInput, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -73,7 +104,7 @@ def forward_backward(
                           "expected a scalar that depends on its first argument")  # fmt: skip
         return loss, {name: value.detach() for name, value in metrics.items()}
 
-    return _reduce(_run(model, batches, compute, forward_only=False))
+    return compute
 
 
 def _read(model: MegatronModel, batches: Sequence[PackedBatch], read: Callable[[Tensor, ModelInput], Tensor]) -> list[Tensor]:
@@ -90,7 +121,32 @@ def _read(model: MegatronModel, batches: Sequence[PackedBatch], read: Callable[[
 
 
 def _run(model: MegatronModel, batches: Sequence[PackedBatch], on_output: Callable[..., Any], forward_only: bool) -> list[Any]:
-    """Returns the results of ``on_output`` on the last pipeline stage, nothing on the others."""
+    """Returns the results of ``on_output`` on the last pipeline stage, nothing on the others.
+
+    Raises MicroBatchesFailed on all ranks, where none shares a model or a sequence with another: in the middle of a pass such ranks cannot
+    leave one another.
+    """
+    layout, failed = model.layout, dict[int, Exception]()
+    if layout.tensor * layout.pipeline * layout.context * layout.expert > 1:
+        return _pass(model, batches, on_output, forward_only, None)
+    results = _pass(model, batches, on_output, forward_only, failed)
+    if anywhere(bool(failed)):
+        raise MicroBatchesFailed(failed, lambda batch: _pass(model, [batch], on_output, True, None))
+    return results
+
+
+def _pass(
+    model: MegatronModel,
+    batches: Sequence[PackedBatch],
+    on_output: Callable[..., Any],
+    forward_only: bool,
+    failed: dict[int, Exception] | None,
+) -> list[Any]:
+    """As `_run`, on ranks that meet at most at the pass's end. In the place of a micro-batch that fails comes a filler.
+
+    Args:
+        failed: gets the errors, by index; None: they are raised.
+    """
     dense = uses_dense_batches(model.config.params_dtype)
     group = parallel_state.get_context_parallel_group()
     count = len(batches)
@@ -102,17 +158,33 @@ def _run(model: MegatronModel, batches: Sequence[PackedBatch], on_output: Callab
         batch = batches[index] if index < len(batches) else pack((), ())  # a filler
         return model_input(batch, model.layout, dense, device(), group), batch.to(device())
 
+    def attempt(index: int, work: Callable[[], Any], instead: Callable[[], Any]) -> Any:
+        if failed is None:
+            return work()
+        try:
+            return work()
+        except (torch.OutOfMemoryError, BadLoss):  # no single micro-batch's fault
+            raise
+        except Exception as error:
+            failed.setdefault(index, error)
+            return instead()
+
+    def forward(index: int, chunk: torch.nn.Module) -> Tensor:
+        given, _ = prepared(index)
+        output: Tensor = chunk(given.tokens, given.positions, None, packed_seq_params=given.sequences)
+        return output
+
     def step(source: Iterator[int], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         index = next(source)
-        given, batch = prepared(index)
-        output = chunk(given.tokens, given.positions, None, packed_seq_params=given.sequences)
+        output = attempt(index, lambda: forward(index, chunk), lambda: forward(len(batches), chunk))
 
         def finish(output: Tensor, non_loss_data: bool = False) -> Any:
-            if index >= len(batches):
-                return None if non_loss_data else (output.sum() * 0, torch.zeros((), dtype=torch.int, device=device()), None)
-            result = on_output(output.squeeze(0), given, batch)
-            if non_loss_data:
-                return result
+            nothing = None if non_loss_data else (output.sum() * 0, torch.zeros((), dtype=torch.int, device=device()), None)
+            if index >= len(batches) or (failed and index in failed):
+                return nothing
+            result = attempt(index, lambda: on_output(output.squeeze(0), *prepared(index)), lambda: None)
+            if non_loss_data or result is None:
+                return result if non_loss_data else nothing
             loss, metrics = result
             # the token count is Megatron's denominator, which `finalize` leaves out
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), {"loss": loss.detach(), "metrics": metrics}

@@ -8,6 +8,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 from redis.retry import Retry
 
+from shared.schema.payload_digest import reference
 from shared.store.payload_store import BlockingStore, Store, StoreRefused, StoreUnreachable
 from tests.support import intended_rights as intended
 from tests.support.guarded_servers import GuardedServers
@@ -18,6 +19,13 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "PING": (),
     "GET": (KEY,),
     "SET": (KEY, b"x"),
+    "GETRANGE": (KEY, 0, 9),
+    "SETNX": (KEY, b"x"),
+    "SETRANGE": (KEY, 0, b"x"),
+    "GETSET": (KEY, b"x"),
+    "GETDEL": (KEY,),
+    "MSET": (KEY, b"x"),
+    "COPY": (KEY, KEY + "b"),
     "EXISTS": (KEY,),
     "UNLINK": (KEY,),
     "SCAN": (0,),
@@ -53,7 +61,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "SWAPDB": (0, 1),
     "SELECT": (1,),
 }
-ON_KEYS = {"GET": (), "SET": (b"x",), "UNLINK": (), "EXISTS": ()}
+ON_KEYS = {"GET": (), "GETRANGE": (0, 9), "SET": (b"x",), "SETNX": (b"x",), "UNLINK": (), "EXISTS": ()}
 
 
 def client(guarded: GuardedServers, role: str) -> redis.Redis:
@@ -94,28 +102,74 @@ def test_no_account_reaches_a_key_of_another_run(guarded: GuardedServers, role: 
 @pytest.mark.parametrize("role", intended.STORE)
 def test_what_the_trainers_roles_tell_each_other_is_theirs(guarded: GuardedServers, role: str) -> None:
     key = "guarded:exchange:values:0"
-    commands = {"HSET": ("g/0", b"x"), "HMGET": ("g/0",), "HEXISTS": ("g/0",), "UNLINK": (), "SET": (b"1",)}
+    commands = {"HSET": ("g/0", b"x"), "HMGET": ("g/0",), "HEXISTS": ("g/0",), "UNLINK": (), "SET": (b"1",), "GET": (), "GETRANGE": (0, 9)}
+    commands |= {"SETNX": (b"1",), "EXISTS": ()}
     with client(guarded, role) as connection:
         mine = {command for command, rest in commands.items() if may(connection, command, key, *rest)}
         foreign = {command for command, rest in commands.items() if may(connection, command, "guarded-2:exchange:values:0", *rest)}
         payload = {command for command, rest in commands.items() if may(connection, command, KEY, *rest)}
-    if role in intended.EXCHANGE:
-        assert mine == intended.EXCHANGE[role]
+    assert mine == {"trainer": intended.EXCHANGE["trainer"] | {"GETRANGE"}, "operator": OPERATORS}.get(role, set())
     assert foreign == set()
-    assert payload - {"HMGET", "HEXISTS"} == intended.STORE[role] & {"HSET", "SET", "UNLINK"}
+    assert payload == {"trainer": {"GET", "GETRANGE", "HMGET", "HEXISTS"}}.get(role, intended.STORE[role] & {*commands})
 
 
-def test_readers_cannot_write_and_neither_can_who_frees(guarded: GuardedServers) -> None:
+OPERATORS = {"GET", "GETRANGE", "EXISTS", "UNLINK"}
+
+
+def test_who_reads_cannot_write_and_neither_can_who_frees(guarded: GuardedServers) -> None:
     with client(guarded, "rollout") as writer, client(guarded, "reward") as reader, client(guarded, "buffer") as freer:
-        writer.set(KEY, b"1")
-        assert reader.get(KEY) == b"1"
+        assert writer.setnx(KEY, b"1")
+        assert reader.getrange(KEY, 0, 9) == b"1"
         assert freer.exists(KEY) == 1
-        with pytest.raises(NoPermissionError):
-            reader.set(KEY, b"2")
-        assert freer.get(KEY) == b"1"
-        with pytest.raises(NoPermissionError):
-            freer.set(KEY, b"2")
+        for connection in (reader, freer):
+            with pytest.raises(NoPermissionError):
+                connection.setnx(KEY, b"2")
+            with pytest.raises(NoPermissionError):
+                connection.set(KEY, b"2")
         assert freer.unlink(KEY) == 1
+
+
+OVERWRITING: dict[str, tuple[object, ...]] = {
+    "SET": (KEY, b"forged"),
+    "SET ": (KEY, b"forged", "XX"),
+    "GETSET": (KEY, b"forged"),
+    "SETRANGE": (KEY, 0, b"forged"),
+    "APPEND": (KEY, b"forged"),
+    "MSET": (KEY, b"forged"),
+    "SETEX": (KEY, 9, b"forged"),
+    "PSETEX": (KEY, 9, b"forged"),
+    "SETBIT": (KEY, 0, 1),
+    "RESTORE": (KEY, 0, b"forged", "REPLACE"),
+    "COPY": (KEY + "2", KEY, "REPLACE"),
+    "RENAME": (KEY + "2", KEY),
+    "DEL": (KEY,),
+    "UNLINK": (KEY,),
+    "GETDEL": (KEY,),
+    "EXPIRE": (KEY, 0),
+    "EVAL": ("return redis.call('set', KEYS[1], 'forged')", 1, KEY),
+}
+"""Every way in which somebody could put other bytes where a payload stands."""
+
+
+def test_a_replica_adds_payloads_and_changes_none(guarded: GuardedServers) -> None:
+    with client(guarded, "rollout") as replica, client(guarded, "buffer") as freer:
+        assert replica.setnx(KEY, b"scored") and replica.setnx(KEY + "2", b"forged")
+        assert not replica.setnx(KEY, b"forged")
+        for command, arguments in OVERWRITING.items():
+            with pytest.raises(NoPermissionError):
+                replica.execute_command(command.strip(), *arguments)
+        assert replica.getrange(KEY, 0, 99) == b"scored"
+        freer.unlink(KEY, KEY + "2")
+
+
+@pytest.mark.parametrize(
+    ("role", "key"), [("rollout", "guarded:exchange:saved:actor"), ("trainer", KEY), ("buffer", "guarded:exchange:kl:0")]
+)
+def test_a_role_writes_under_its_own_prefix_only(guarded: GuardedServers, role: str, key: str) -> None:
+    with client(guarded, role) as connection:
+        for command, arguments in {"SETNX": (b"1",), "SET": (b"1",), "HSET": ("f", b"1"), "UNLINK": ()}.items():
+            with pytest.raises(NoPermissionError):
+                connection.execute_command(command, key, *arguments)
 
 
 @pytest.mark.parametrize("login", ["", ":@", ":wrong@", "default:x@", "buffer.guarded:wrong@", "nobody:x@"])
@@ -130,18 +184,18 @@ def test_without_the_password_nothing_is_to_be_had(guarded: GuardedServers, logi
 
 
 async def test_our_own_client_does_not_try_again_what_is_refused(guarded: GuardedServers) -> None:
-    reader = Store(guarded.redis_url("reward"))
+    reader, foreign = Store(guarded.redis_url("reward")), reference("guarded", {FOREIGN: b"1"})
     try:
         with pytest.raises(StoreRefused, match="the store refuses write of 1 blobs.*no permissions") as caught:
             await reader.write({KEY: b"payload"}, deadline=1000)
         assert not any(secret in str(caught.value) for secret in guarded.secrets)
         with pytest.raises(StoreRefused, match=f"the store refuses read of 1 blobs .{FOREIGN}, …."):
-            await reader.read([FOREIGN], deadline=1000)
+            await reader.read(foreign, deadline=1000)
     finally:
         await reader.close()
     blocking = BlockingStore(guarded.redis_url("buffer"))
     with pytest.raises(StoreRefused, match=f"the store refuses blob {FOREIGN}"):
-        await asyncio.to_thread(blocking.read, [FOREIGN], 1000)
+        await asyncio.to_thread(blocking.read, foreign, 1000)
     blocking.close()
     stranger = Store(guarded.valkey.url.replace("//", "//reward.guarded:hush@"))
     try:
@@ -152,5 +206,5 @@ async def test_our_own_client_does_not_try_again_what_is_refused(guarded: Guarde
         await stranger.close()
     blocking = BlockingStore(guarded.valkey.url)
     with pytest.raises(StoreRefused, match=f"the store refuses blob {KEY}"):
-        await asyncio.to_thread(blocking.read, [KEY], 1000)
+        await asyncio.to_thread(blocking.read, reference("guarded", {KEY: b"1"}), 1000)
     blocking.close()

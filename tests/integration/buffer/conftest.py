@@ -97,6 +97,6 @@ async def on_mortal_servers(
     """A run on servers that the test may kill, and the player's connections to them, to be closed at the end."""
     write_jsonl(directory / "prompts.jsonl")
     config = run_config(directory, model={"hf_checkpoint": str(model)}, reward={"rm_type": "exact"}, bus={"ack_wait": 2.0, **bus_section})
-    bus, store = await Bus.connect(nats.url, "player"), Store(valkey.url)
+    bus, store = await Bus.connect(nats.url, "player"), Store(valkey.url, config.run.name)
     await runs.create(bus, config, valkey.url)
     return Player(bus, store, config, nats.url, directory), bus, store

@@ -1,6 +1,7 @@
 """The rest of a run, played over the real bus and store: what replicas, verifiers and a trainer say to the buffer."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from shared.bus import runs, stream_replay
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.streams import task_consumer
-from shared.bus.subjects import EVAL, TRAIN, Subjects
+from shared.bus.subjects import EVAL, REWARD, ROLLOUT, TRAIN, Subjects
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config.run_config import RunConfig
 from shared.schema import sample
@@ -23,16 +24,18 @@ from shared.schema.messages import (
     BatchPending,
     BatchRequest,
     Durable,
+    Interrupted,
     Outcome,
-    Payload,
     Scored,
     Task,
     Trained,
 )
+from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
 from shared.schema.versions import is_pushed, version_after
 from shared.schema.weight_messages import WeightsLive
 from shared.store.payload_store import Store
+from tests.support.attesting import attested
 from tests.support.forked_service import ForkedService
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
@@ -103,13 +106,13 @@ class Player:
             for index in range(task.n)
         ]
         blobs = sample.encode(samples, self.config.store.blob_bytes)
-        keys = [self.names.payload_key(task.group, task.attempt, part) for part in range(len(blobs))]
-        await self.store.write(dict(zip(keys, blobs, strict=True)))
+        written = {self.names.payload_key(task.group, task.attempt, part): blob for part, blob in enumerate(blobs)}
+        await self.store.write(written)
         return Scored(
             group=task.group,
             attempt=task.attempt,
-            payload=Payload(keys=keys, bytes=sum(map(len, blobs)), tokens=tuple(one.length for one in samples)),
-            samples=[one.meta() for one in samples],
+            payload=reference(self.names.run, written, [one.length for one in samples]),
+            samples=[replace(one.meta(), digest=one.token_digest()) for one in samples],
             rewards=[float(index % 2) for index in range(task.n)],
             replica="replica-1",
             environment=task.environment,
@@ -118,7 +121,7 @@ class Player:
         )
 
     async def say(self, outcome: Outcome) -> None:
-        await self.bus.publish(self.names.scored, outcome)
+        await self.bus.publish(self.names.scored(ROLLOUT if isinstance(outcome, Interrupted) else REWARD), outcome)
 
     async def work(self, most: int, kind: str = TRAIN, version: int | None = None) -> list[str]:
         """Generates and scores up to ``most`` groups; returns their ids."""
@@ -173,7 +176,11 @@ class Player:
         """Reports a step, and pushes the weights if it is time."""
         interval, total = self.config.weights.update_weights_interval, self.config.rollout.num_rollout
         version = version_after(step + 1, interval, total)
-        report = Trained(step=step, version=version, started=time.time(), ended=time.time(), metrics={"loss": 0.1})
+        batch = await self.ask(step)
+        assert isinstance(batch, Batch)
+        samples = {group.group: sample.decode(await self.store.read(group.payload)) for group in batch.groups}
+        now, attestation = time.time(), attested(batch, samples)
+        report = Trained(step=step, version=version, started=now, ended=now, metrics={"loss": 0.1}, attestation=attestation)
         await self.bus.request(self.names.trained, report, Accepted, deadline=60, awaited_from="the buffer")
         if is_pushed(step + 1, interval, total) and version > self.version:
             await self.live(version)

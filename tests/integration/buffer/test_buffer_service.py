@@ -228,7 +228,7 @@ async def test_failures_repeats_and_garbage(served: Served) -> None:
     await player.live(0)
     await settled(player, 4)
     first, second, third, fourth = [lease.message for lease in await player.tasks(4)]
-    await player.bus.js.publish(player.names.scored, b"garbage")
+    await player.bus.js.publish(player.names.scored("reward"), b"garbage")
     hung = await player.generate(first)
     await player.say(Failed(group=first.group, attempt=0, reason="the verifier hung", by="reward-1", payload=hung.payload))
     scored = await player.generate(second)

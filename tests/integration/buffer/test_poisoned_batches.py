@@ -18,6 +18,7 @@ from shared.schema.messages import BatchGroup
 from shared.schema.sample import Sample
 from tests.integration.buffer.conftest import Launched
 from tests.integration.buffer.player import Player
+from tests.support.loss_hooks import MARK
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
 
@@ -50,6 +51,7 @@ POISON: dict[str, tuple[Poison, str]] = {
     "a log-prob that is not finite": (of_second(log_probs=with_last(float("nan"))), "log_probs holds nan"),
     "a response that is longer": (of_second(response=lambda ids: np.append(ids, ids)), "log_probs has 3 entries for 6"),
     "bytes that are no message": (lambda _: [b"\xc1\xc1"], "2 bytes that are not MessagePack"),
+    "a name of a megabyte": (of_second(group=lambda name: name * 120_000), ""),
     "nothing at all": (lambda _: [], "the store holds no blob"),
 }
 
@@ -98,7 +100,7 @@ def of_kind(records: list[LedgerRecord], kind: type[Any]) -> list[Any]:
     return [record for record in records if isinstance(record, kind)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.extra), 2])
 async def test_whatever_is_wrong_with_a_group_the_step_goes_on_with_another(ranks: int, launched: Launched, tmp_path: Path) -> None:
     """Every kind of poison in one batch, beside two good groups. The trainer lives once, and trains a whole batch."""
     groups = len(POISON) + 2
@@ -126,6 +128,65 @@ async def test_whatever_is_wrong_with_a_group_the_step_goes_on_with_another(rank
     assert (report.steps, report.trained, report.amended, report.dead.total()) == (1, groups, len(POISON), len(POISON))
 
 
+def marked(last: int, most: int | None = None) -> Poison:
+    """Each sample, or the first ``most``, ends in a token."""
+
+    def spoilt(samples: list[Sample]) -> list[bytes]:
+        for item in samples[:most]:
+            item.response = with_last(last)(item.response)
+        return sample.encode(samples, 1 << 20)
+
+    return spoilt
+
+
+FAILS, IS_NAN = "tests.support.loss_hooks:fails_for_a_token", "tests.support.loss_hooks:is_nan_for_a_token"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "function", "words"),
+    [
+        pytest.param(1, FAILS, "index out of range in self", marks=pytest.mark.extra),
+        (2, FAILS, "index out of range in self"),
+        pytest.param(2, IS_NAN, "its loss is nan", marks=pytest.mark.extra),
+    ],
+)
+async def test_a_sample_that_a_step_fails_for_is_found_although_nothing_names_it(
+    ranks: int, function: str, words: str, launched: Launched, tmp_path: Path
+) -> None:
+    rollout = {"num_rollout": 2, "rollout_batch_size": 4, "n_samples_per_prompt": 2, "max_staleness": 1}
+    objective = {"loss_type": "custom_loss", "custom_loss_function_path": function}
+    player, _ = await launched(rollout=rollout, algorithm=objective, trainer={**TRAINER, "actor_num_gpus_per_node": ranks})
+    await player.live(0)
+    names = sorted(await player.work_until(4))
+    await player.batch(0)
+    await poison(player, names[2], marked(MARK, most=1))
+    with trainer_of(player, tmp_path) as trainer:
+        async with working(player):
+            await ended(trainer)
+    records = await player.records()
+    [death] = of_kind(records, GroupDead)
+    assert (death.group, words in death.reason) == (names[2], True), death.reason
+    assert death.reason.startswith(f"trainer: sample {names[2]}/0: ")
+    assert len(of_kind(records, SampleRefused)) == MOST_REFUSALS
+    report = await player.audit()
+    assert report.violations == []
+    assert (report.steps, report.trained, report.amended) == (2, 8, 1)
+
+
+@pytest.mark.extra
+async def test_what_fails_for_each_sample_is_no_samples_fault(launched: Launched, tmp_path: Path) -> None:
+    rollout = {"num_rollout": 1, "rollout_batch_size": 2, "n_samples_per_prompt": 2}
+    loss = {"loss_type": "custom_loss", "custom_loss_function_path": "tests.support.loss_hooks:fails_always"}
+    player, _ = await launched(rollout=rollout, algorithm=loss, trainer={**TRAINER, "actor_num_gpus_per_node": 2})
+    await player.live(0)
+    await player.work_until(2)
+    with trainer_of(player, tmp_path) as trainer:
+        await until(lambda: trainer.process.poll() is not None, "the trainer's end", RUN_SECONDS)
+    assert trainer.process.returncode == 1
+    assert "index out of range in self" in trainer.words()
+    assert not of_kind(await player.records(), SampleRefused)
+
+
 async def test_a_payload_that_is_spoilt_after_it_was_trained_costs_its_own_group(launched: Launched, tmp_path: Path) -> None:
     """The trainer dies before its checkpoint, and is handed the step again; nothing that is generated now is old enough for it."""
     rollout = {"num_rollout": 2, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_staleness": 1}
@@ -151,6 +212,7 @@ async def test_a_payload_that_is_spoilt_after_it_was_trained_costs_its_own_group
     assert second in of_kind(records, BatchFormed)[0].groups
 
 
+@pytest.mark.extra
 async def test_a_run_of_nothing_but_poison_fails_with_the_reason(launched: Launched, tmp_path: Path) -> None:
     """The groups come back scored each time, so the count of dead groups in a row never gets anywhere."""
     rollout = {"num_rollout": 1, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_dead_in_a_row": 5}

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
+from shared.bus.bus_errors import StreamFull
 from shared.bus.connection import SIZE_MARGIN, Bus, BusUnreachable, RequestRefused, WrongSequence
 from shared.runtime.embedded_servers import EmbeddedNats, free_port
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
-from shared.schema.messages import Accepted, BatchRequest, Durable, Message, Refused, RunDone
+from shared.schema.messages import Accepted, BatchPending, BatchRequest, Durable, Message, RunDone
 from tests.support.waiting import until
 
 
@@ -109,7 +110,7 @@ async def test_a_full_stream_makes_the_publisher_wait_and_loses_nothing(bus: Bus
     )
     for steps in range(2):
         await bus.publish(f"{run_name}.a", Durable(steps=steps))
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(StreamFull, match="maximum messages exceeded"):
         await bus.publish(f"{run_name}.a", Durable(steps=2), deadline=0.5)
     waiting = asyncio.create_task(bus.publish(f"{run_name}.a", Durable(steps=3), deadline=60))
     await asyncio.sleep(0.3)
@@ -119,16 +120,20 @@ async def test_a_full_stream_makes_the_publisher_wait_and_loses_nothing(bus: Bus
     assert Durable.decode((await bus.js.get_msg(run_name, 2)).data or b"").steps == 1
 
 
+def wide(characters: int) -> Message:
+    return BatchPending(step=0, have=0, need=0, waiting_for="x" * characters)
+
+
 async def test_what_the_server_would_refuse_is_never_sent(bus: Bus, stream: str) -> None:
     limit = bus.connection.max_payload - SIZE_MARGIN
-    empty, header = len(Refused(reason="x" * 70_000).encode()) - 70_000, len("Nats-Msg-Id") + len("id") + 4
-    fits = Refused(reason="x" * (limit - empty - header))
+    empty, header = len(wide(70_000).encode()) - 70_000, len("Nats-Msg-Id") + len("id") + 4
+    fits = wide(limit - empty - header)
     assert await bus.publish(f"{stream}.a", fits, msg_id="id") == 1
-    over = Refused(reason="x" * (limit - empty - header + 1))
+    over = wide(limit - empty - header + 1)
     with pytest.raises(MessageTooLarge, match=f"{limit + 1} bytes for {stream}.a are over the bus's limit of {limit}"):
         await bus.publish(f"{stream}.a", over, msg_id="no")
     with pytest.raises(MessageTooLarge):
-        await bus.request(f"{stream}.b", Refused(reason="x" * limit), Accepted, deadline=1, awaited_from="nobody")
+        await bus.request(f"{stream}.b", wide(limit), Accepted, deadline=1, awaited_from="nobody")
     assert await bus.publish(f"{stream}.a", Durable(steps=1)) == 2
 
 
@@ -145,7 +150,7 @@ async def test_many_are_confirmed_at_once_and_a_repeat_counts_once(bus: Bus, str
 async def test_of_many_those_that_find_no_room_wait_for_it(bus: Bus, run_name: str) -> None:
     await bus.js.add_stream(StreamConfig(name=run_name, subjects=[f"{run_name}.>"], max_msgs=3, discard=DiscardPolicy.NEW))
     lot = {f"id.{steps}": Durable(steps=steps) for steps in range(5)}
-    with pytest.raises(DeadlineExceeded, match=f"confirmation of {run_name}.a"):
+    with pytest.raises(StreamFull, match=f"confirmation of {run_name}.a"):
         await bus.publish_all(f"{run_name}.a", lot, deadline=0.5)
     waiting = asyncio.create_task(bus.publish_all(f"{run_name}.a", lot))
     for number in (1, 2):
@@ -157,7 +162,7 @@ async def test_of_many_those_that_find_no_room_wait_for_it(bus: Bus, run_name: s
 
 
 async def test_one_of_many_too_large_and_none_is_sent(bus: Bus, stream: str) -> None:
-    lot = {"small": Durable(steps=1), "large": Refused(reason="x" * bus.connection.max_payload)}
+    lot = {"small": Durable(steps=1), "large": wide(bus.connection.max_payload)}
     with pytest.raises(MessageTooLarge):
         await bus.publish_all(f"{stream}.a", lot)
     assert await count(bus, stream) == 0
@@ -179,7 +184,7 @@ async def echo(request: BatchRequest) -> Message:
     if request.step == 3:
         await asyncio.sleep(30)
     if request.step == 4:
-        return Refused(reason="x" * (2 << 20))
+        return wide(2 << 20)
     return Durable(steps=request.step)
 
 

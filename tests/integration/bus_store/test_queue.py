@@ -15,7 +15,7 @@ from shared.bus.work_queue import FETCH_BYTES, MessageLease, WorkQueue
 from shared.config.run_config import RunConfig
 from shared.config.sections import BusSection
 from shared.runtime.embedded_servers import EmbeddedNats
-from shared.schema.messages import Failed, Outcome
+from shared.schema.messages import Failed, Outcome, Payload
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 
@@ -71,17 +71,17 @@ async def test_work_is_leased_once_and_gone_when_done(bus: Bus, consumer: Consum
 
 
 async def test_a_fetch_is_bound_by_bytes(bus: Bus, consumer: Consumer, queue: WorkQueue[Outcome]) -> None:
-    large = FETCH_BYTES // 5
-    for number in range(12):
-        await bus.publish(consumer.subject, Failed(group=f"g{number}", attempt=0, reason="x" * large, by="r"))
+    payload, most = Payload(keys=["k" * 320] * 1000, bytes=1), FETCH_BYTES // 320_000
+    for number in range(2 * most):
+        await bus.publish(consumer.subject, Failed(group=f"g{number}", attempt=0, reason="x", by="r", payload=payload))
     groups: list[str] = []
-    while len(groups) < 12:
-        lot = await take(queue, 12)
-        assert len(lot) < 6
+    while len(groups) < 2 * most:
+        lot = await take(queue, 2 * most)
+        assert len(lot) <= most
         for lease in lot:
             groups.append(lease.message.group)
             await lease.ack()
-    assert groups == [f"g{number}" for number in range(12)]
+    assert groups == [f"g{number}" for number in range(2 * most)]
 
 
 async def test_two_workers_share_the_work(bus: Bus, nats: EmbeddedNats, consumer: Consumer, queue: WorkQueue[Outcome]) -> None:

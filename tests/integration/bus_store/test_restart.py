@@ -15,6 +15,7 @@ from shared.bus.work_queue import WorkQueue
 from shared.config.run_config import RunConfig
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.schema.messages import BatchRequest, Durable, Failed, Message, Outcome
+from shared.schema.payload_digest import reference
 from shared.store.payload_store import BlockingStore, Store
 from tests.support.run_config import run_config
 from tests.support.waiting import until
@@ -38,11 +39,11 @@ async def test_nats_comes_back_with_every_message_and_its_clients_go_on(mortal_n
     queue = WorkQueue(bus, scored_consumer("test", config.bus), Outcome)
     await other.serve("test.ask", BatchRequest, answer)
     for number in range(20):
-        await bus.publish(names.scored, Failed(group=f"g{number}", attempt=0, reason="x", by="r"), msg_id=f"g{number}")
+        await bus.publish(names.scored("rollout"), Failed(group=f"g{number}", attempt=0, reason="x", by="r"), msg_id=f"g{number}")
     held = await until(lambda: queue.fetch(5), "leases")
     crash(mortal_nats)
 
-    during = asyncio.create_task(bus.publish(names.scored, Failed(group="late", attempt=0, reason="x", by="r"), msg_id="late"))
+    during = asyncio.create_task(bus.publish(names.scored("rollout"), Failed(group="late", attempt=0, reason="x", by="r"), msg_id="late"))
     asked = asyncio.create_task(bus.request("test.ask", BatchRequest(step=3, version=0), Durable, deadline=60, awaited_from="the other"))
     await asyncio.sleep(0.5)
     assert not during.done()
@@ -69,10 +70,10 @@ async def test_a_message_repeated_after_the_restart_still_counts_once(mortal_nat
     await runs.create(bus, config, None)
     names = Subjects("test")
     failed = Failed(group="a", attempt=0, reason="x", by="r")
-    assert await bus.publish(names.scored, failed, msg_id="a") == 1
+    assert await bus.publish(names.scored("rollout"), failed, msg_id="a") == 1
     crash(mortal_nats)
     mortal_nats.start()
-    assert await bus.publish(names.scored, failed, msg_id="a") == 1
+    assert await bus.publish(names.scored("rollout"), failed, msg_id="a") == 1
     await bus.close()
 
 
@@ -89,7 +90,7 @@ async def test_valkey_comes_back_with_every_blob_and_its_clients_go_on(mortal_va
     await until(lambda: in_its_log(mortal_valkey), "the blobs in the server's log")  # it writes up to 2 s late beside a slow fsync
     crash(mortal_valkey)
 
-    reading = asyncio.create_task(asyncio.to_thread(reader.read, ["key-1"]))
+    reading = asyncio.create_task(asyncio.to_thread(reader.read, reference("", {"key-1": blobs["key-1"]})))
     writing = asyncio.create_task(store.write({"late": b"1"}))
     await asyncio.sleep(0.5)
     assert not reading.done() and not writing.done()
@@ -97,7 +98,9 @@ async def test_valkey_comes_back_with_every_blob_and_its_clients_go_on(mortal_va
 
     assert await reading == [blobs["key-1"]]
     await writing
-    assert await store.read([f"key-{number}" for number in range(99)]) == [blobs[f"key-{number}"] for number in range(99)]
+    assert await store.read(reference("", {key: blob for key, blob in blobs.items() if key != "key-99"})) == [
+        blobs[f"key-{number}"] for number in range(99)
+    ]
     assert await store.missing(["key-99", "late"]) == ["key-99"]
     await store.close()
     reader.close()
@@ -114,6 +117,6 @@ async def test_servers_that_were_stopped_start_again_with_what_they_stored(
         assert not server.alive()
         server.start()
     assert await runs.load(bus, "test") == config
-    assert await store.read(["a"]) == [b"1"]
+    assert await store.read(reference("", {"a": b"1"})) == [b"1"]
     await bus.close()
     await store.close()

@@ -62,7 +62,7 @@ class Bench:
         """The next group that went on to be scored, with its samples."""
         [lease] = await until(lambda: self._generated.fetch(1), "a generated group", 240)
         await lease.ack()
-        return lease.message, sample.decode(await self.service.store.read(lease.message.payload.keys))
+        return lease.message, sample.decode(await self.service.store.read(lease.message.payload))
 
     async def outcome(self) -> Outcome:
         """What the service tells the buffer next."""

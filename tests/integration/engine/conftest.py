@@ -76,7 +76,7 @@ def running_engine(model: Path, directory: Path, flags: dict[str, FlagValue]) ->
 @asynccontextmanager
 async def fresh_client(engine: EngineProcess, checkpoint: Checkpoint) -> AsyncIterator[EngineClient]:
     """A client of an engine that is idle, not paused, and serves ``checkpoint`` as version 0."""
-    async with await EngineClient.connect(engine.url, engine.receiver) as client:
+    async with await EngineClient.connect(engine.receiver) as client:
         await client.abort_all()
         await client.resume()
         await client.open_receivers()
@@ -120,7 +120,7 @@ async def new_bench(
     client: EngineClient, checkpoint: Checkpoints, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path
 ) -> AsyncIterator[NewBench]:
     """Makes the test's run, with config sections laid over the smallest config, and its rollout service, which serves version 0."""
-    bus, store = await Bus.connect(nats.url, "test"), Store(valkey.url)
+    bus, store = await Bus.connect(nats.url, "test"), Store(valkey.url, run_name)
     made: list[Bench] = []
 
     async def make(**sections: dict[str, Any]) -> Bench:

@@ -1,14 +1,12 @@
 """Requests that keep an engine busy while something is done to it."""
 
 import asyncio
-import json
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -53,10 +51,8 @@ class Load:
 
 async def asked(client: EngineClient, method: str, path: str) -> Any:
     """What the engine itself answers; a turn of its scheduler has gone by then."""
-    async with aiohttp.ClientSession() as session, session.request(method, client.url + path) as response:
-        response.raise_for_status()
-        text = await response.text()
-    return json.loads(text) if text.startswith("{") else text
+    deadline = 240
+    return await (client.transport.get(path, deadline) if method == "GET" else client.transport.post(path, None, deadline, "nothing"))
 
 
 async def load(client: EngineClient) -> Load:

@@ -44,7 +44,6 @@ def test_on_a_cpu(model: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PYTHONPATH", "/mine")
     command = engine_command(model, 31000, device="cpu", random_seed=9)
     assert command.argv[:2] == [sys.executable, str(CPU_LAUNCHER)]
-    assert command.url == "http://127.0.0.1:31000"
     expected = {
         "--model-path": str(model),
         "--host": "127.0.0.1",
@@ -67,6 +66,7 @@ def test_on_a_cpu(model: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_on_cuda() -> None:
     command = engine_command("Qwen/Qwen3-4B", 31000, device="cuda")
     assert command.argv[:2] == [sys.executable, str(GPU_LAUNCHER)]
+    assert "--skip-server-warmup" in command.argv
     assert flag(command.argv, "--model-path") == "Qwen/Qwen3-4B"
     assert "--enable-metrics" in command.argv
     assert not {"--attention-backend", "--dtype", "--max-total-tokens"} & set(command.argv)
@@ -107,7 +107,7 @@ def test_the_runs_flags_go_through_and_win(model: Path, site: Path) -> None:
     assert argv[at : at + 4] == ["--cuda-graph-bs", "1", "2", "4"]
 
 
-@pytest.mark.parametrize("name", ["port", "--host", "model_path", "device", "weight-version"])
+@pytest.mark.parametrize("name", ["port", "--host", "model_path", "device", "weight-version", "skip-server-warmup"])
 def test_what_the_service_sets_wins(name: str) -> None:
     assert "x" not in engine_command("m", 31000, device="cuda", flags={name: "x"}).argv
 

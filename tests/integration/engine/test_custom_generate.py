@@ -92,6 +92,24 @@ async def test_the_function_of_the_documentation(bench: NewBench, tmp_path: Path
     assert [one.prompt.tolist() for one in samples] == [PROMPT.tolist()] * 2
 
 
+@pytest.mark.parametrize(("policy", "trained"), [("truncate", FIRST_TURN), ("mask", 0)])
+async def test_a_sample_longer_than_a_micro_batch_is_cut(bench: NewBench, policy: str, trained: int) -> None:
+    longest = len(PROMPT) + 1 + FIRST_TURN
+    desk = await bench("fanned_out", rollout={"overlong_samples": policy}, trainer={"max_tokens_per_gpu": longest})
+    await desk.task()
+    group, samples = await desk.generated()
+    assert group.payload.tokens == (longest,) * 4
+    assert [int(one.mask.sum()) for one in samples] == [FIRST_TURN, trained] * 2
+    assert [one.problem() for one in samples] == [None] * 4
+
+
+async def test_a_group_with_a_sample_longer_than_a_micro_batch_is_dropped(bench: NewBench) -> None:
+    longest = len(PROMPT) + 1 + FIRST_TURN
+    desk = await bench("fanned_out", rollout={"overlong_samples": "drop"}, trainer={"max_tokens_per_gpu": longest})
+    await desk.task()
+    assert f"sample g00000007/1 has {longest + 2} tokens, a micro-batch holds at most {longest}: raise max_tokens" in await desk.failure()
+
+
 async def test_one_rollout_may_give_several_samples(bench: NewBench) -> None:
     desk = await bench("fanned_out")
     await desk.task()

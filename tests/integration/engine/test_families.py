@@ -28,7 +28,7 @@ NEW_TOKENS = 24
 async def generated(engine: EngineProcess, old: Path, new: Path, prompts: list[torch.Tensor]) -> list[Generation]:
     """What the engine answers once it has been pushed the ``new`` weights, after the ``old`` ones: as it learned to load those."""
     requests = [GenerationRequest(prompt.int().numpy(), NEW_TOKENS, ignore_eos=True) for prompt in prompts]
-    async with await EngineClient.connect(engine.url, engine.receiver) as client:
+    async with await EngineClient.connect(engine.receiver) as client:
         assert engine.receiver is not None  # it was started
         await client.open_receivers()
         async with Pusher.over(client) as pusher:

@@ -9,6 +9,7 @@ import pytest
 from shared.bus.bus_errors import RequestRefused
 from shared.schema import sample
 from shared.schema.messages import Interrupted, Payload, Sampling
+from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
 from shared.schema.weight_messages import WeightsCommit, WeightsOffer, WeightsReady
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
@@ -90,7 +91,7 @@ async def test_another_replica_goes_on_from_the_tokens_of_one_that_left(new_benc
     await desk.rollout.in_flight.leave(desk.client)
     left = await desk.outcome()
     assert isinstance(left, Interrupted) and not left.stale
-    parts = sample.decode(await desk.service.store.read(stored(left.payload).keys))
+    parts = sample.decode(await desk.service.store.read(stored(left.payload)))
     assert any(one.finish == "abort" and 0 < len(one.response) < LONG for one in parts), "the engine was not stopped in the middle"
 
     desk.rollout.in_flight.leaving = False  # as in the next replica
@@ -113,9 +114,10 @@ async def test_only_samples_that_nothing_is_left_to_train_of_begin_anew(new_benc
     samples[2].finish = "abort"
     had = (len(old[2]) + 1) // 2
     samples[2] = shortened(samples[2], had)
-    await desk.service.store.write({"earlier": sample.encode(samples, 1 << 20)[0]})
+    earlier = {"earlier": sample.encode(samples, 1 << 20)[0]}
+    await desk.service.store.write(earlier)
     await desk.serve(3)
-    await desk.task(n=3, attempt=1, partial=Payload(keys=["earlier"], bytes=1), renew_below=2)
+    await desk.task(n=3, attempt=1, partial=reference(desk.service.run, earlier), renew_below=2)
     _, again = await desk.generated()
     assert (again[0].response.tolist(), again[0].segments) == (old[0], samples[0].segments)  # within the bound: as it was
     assert {version for _, _, version in again[1].segments} == {3}  # ended, and too old: anew
@@ -123,9 +125,11 @@ async def test_only_samples_that_nothing_is_left_to_train_of_begin_anew(new_benc
     assert [version for _, _, version in again[2].segments] == [0, 3]
 
 
-async def test_a_group_whose_earlier_samples_are_lost_begins_anew(new_bench: NewBench) -> None:
+@pytest.mark.parametrize("partial", [reference("", {"nowhere": b"x"}), reference("", {"forged": b"what was announced"})])
+async def test_a_group_whose_earlier_samples_are_lost_or_forged_begins_anew(new_bench: NewBench, partial: Payload) -> None:
     desk = await new_bench()
-    await desk.task(attempt=1, partial=Payload(keys=["nowhere"], bytes=1))
+    await desk.service.store.write({"forged": b"what stands there"})
+    await desk.task(attempt=1, partial=partial)
     group, samples = await desk.generated()
     assert group.attempt == 1 and len(samples) == 2
 
@@ -166,5 +170,5 @@ async def test_what_two_replicas_made_of_one_attempt_lies_side_by_side(new_bench
     assert made[0][0].attempt == made[1][0].attempt
     assert not set(made[0][0].payload.keys) & set(made[1][0].payload.keys)
     for generated, _ in made:
-        samples = sample.decode(await desk.service.store.read(generated.payload.keys))
+        samples = sample.decode(await desk.service.store.read(generated.payload))
         assert [one.meta() for one in samples] == generated.samples

@@ -1,7 +1,6 @@
 """Engines' processes: how they fail to start, how they end, and that none stays behind. How any process does is tested apart."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +11,9 @@ import pytest
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_errors import EngineUnreachable
 from services.rollout.engine.engine_process import EngineProcess
-from services.rollout.engine.launch_command import EngineCommand, engine_command
+from services.rollout.engine.launch_command import engine_command
 from shared.runtime.child_process import ProcessEnded, group_members
 from shared.runtime.embedded_servers import free_port
-from shared.runtime.errors import MyxoError
 from tests.integration.engine.conftest import START_SECONDS, Checkpoints
 from tests.integration.engine.load import generating
 from tests.support.waiting import until
@@ -49,7 +47,7 @@ async def test_nothing_of_an_engine_outlives_a_killed_service(checkpoint: Checkp
             assert receiver.stat().st_mode & 0o777 == 0o700  # whoever gets in there can change weights
             assert any("scheduler" in " ".join(psutil.Process(pid).cmdline()) for pid in group_members(group))
             assert len(group_members(group)) == 4  # watchdog, server, scheduler, detokenizer
-            async with await EngineClient.connect(command.url, receiver) as client, generating(client, 2) as running:
+            async with await EngineClient.connect(receiver) as client, generating(client, 2) as running:
                 process.kill()
                 process.wait(60)
                 await until(lambda: not group_members(group), "the end of the engine's processes")
@@ -86,8 +84,3 @@ async def test_what_ends_an_engine_at_its_start_is_quoted(flags: dict, words: st
         await engine.ready(START_SECONDS)
     engine.stop(0)
     assert engine.members() == []
-
-
-async def test_a_taken_port_is_noticed(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(MyxoError, match="somebody listens there"):
-        EngineProcess(EngineCommand(["true"], {}, taken.getsockname()[1]), tmp_path / "log")

@@ -132,7 +132,7 @@ async def test_log_probs_are_the_trainers(
 @asynccontextmanager
 async def connected(engine: EngineProcess) -> AsyncIterator[EngineClient]:
     assert engine.receiver is not None  # it was started
-    async with await EngineClient.connect(engine.url, engine.receiver) as client:
+    async with await EngineClient.connect(engine.receiver) as client:
         await client.open_receivers()
         yield client
 
@@ -147,9 +147,9 @@ async def draw(client: EngineClient, place: Path, what: str) -> list[Generation]
 
 async def transferred(joiner: EngineClient, source: EngineClient) -> str:
     """Returns the digest of what the joiner has taken from the source."""
-    order = {"verb": "send_to_peer", "version": DELTA, "name": "transfer-0-1-1", "address": "127.0.0.1", "seconds": SECONDS}
+    order = {"verb": "send_to_peer", "version": DELTA, "name": "transfer-0-1-1", "address": "127.0.0.1", "ranks": 1, "seconds": SECONDS}
     channels = [answer["channel"] for answer in await source.receivers.ask(order, SECONDS)]
-    await joiner.join_channels([WeightChannelAddress.model_validate(channel) for channel in channels], 0, timeout=SECONDS)
+    await joiner.join_channels([WeightChannelAddress.model_validate(channel) for channel in channels], 1, timeout=SECONDS)
     received = await joiner.receive(DELTA, DELTA, ["transfer-0-1-1"], deadline=SECONDS)
     await joiner.leave_channels()
     await joiner.set_weight_version(DELTA)

@@ -8,16 +8,18 @@ file ``refuse``, every group fails for the reason in it; while it holds a file `
 import asyncio
 import random
 import time
+import uuid
 from pathlib import Path
 
 import numpy as np
 
 from shared.bus.streams import task_consumer
-from shared.bus.subjects import EVAL, TRAIN
+from shared.bus.subjects import EVAL, ROLLOUT, TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.runtime.service_base import Service, run
 from shared.schema import sample
-from shared.schema.messages import Failed, Generated, Payload, Task, outcome_id
+from shared.schema.messages import Failed, Generated, Task
+from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
 from shared.schema.weight_messages import WeightsLive
 
@@ -65,17 +67,17 @@ class Rollout:
         await asyncio.sleep(GENERATE_SECONDS)
         if (refusal := self._told("refuse")) is not None:
             failed = Failed(group=task.group, attempt=task.attempt, reason=f"{task.group}: {refusal}", by=service.instance)
-            await service.bus.publish(service.subjects.scored, failed, msg_id=outcome_id(failed), deadline=120)
+            await service.bus.publish(service.subjects.scored(ROLLOUT), failed, msg_id=uuid.uuid4().hex, deadline=120)
             await lease.ack()
             return
         samples = [self._sample(task, index) for index in range(task.n)]
         blobs = sample.encode(samples, service.config.store.blob_bytes)
-        keys = [service.subjects.payload_key(task.group, task.attempt, part) for part in range(len(blobs))]
-        await service.store.write(dict(zip(keys, blobs, strict=True)))
+        written = {service.subjects.payload_key(task.group, task.attempt, part): blob for part, blob in enumerate(blobs)}
+        await service.store.write(written)
         message = Generated(
             group=task.group,
             attempt=task.attempt,
-            payload=Payload(keys=keys, bytes=sum(map(len, blobs)), tokens=tuple(one.length for one in samples)),
+            payload=reference(service.run, written, [one.length for one in samples]),
             samples=[one.meta() for one in samples],
             replica=service.instance,
             started=started,

@@ -13,6 +13,7 @@ from shared.schema import sample
 from shared.schema.messages import Accepted, Batch, BatchAnswer, BatchRequest, Durable, RunDone, Trained
 from shared.schema.versions import version_after
 from shared.schema.weight_messages import WeightsLive
+from tests.support.attesting import attested
 
 STEP_SECONDS = 0.05
 
@@ -56,12 +57,14 @@ class Trainer:
 
     async def _train(self, batch: Batch) -> None:
         service, started = self._service, time.time()
-        samples = [one for group in batch.groups for one in sample.decode(await service.store.read(group.payload.keys))]
+        read = {group.group: sample.decode(await service.store.read(group.payload)) for group in batch.groups}
+        samples = [one for group in batch.groups for one in read[group.group]]
         await asyncio.sleep(STEP_SECONDS)
         ended = time.time()
         rewards = [reward for group in batch.groups for reward in group.rewards]
         ages = [batch.version - int(one.versions().min()) for one in samples]
-        await self._ask(service.subjects.trained, Trained(step=batch.step, version=batch.version, started=started, ended=ended), Accepted)
+        report = Trained(step=batch.step, version=batch.version, started=started, ended=ended, attestation=attested(batch, read))
+        await self._ask(service.subjects.trained, report, Accepted)
         metrics = {"agreement_abs_diff": 0.5, "agreement_tokens": 100.0}
         await service.event(
             "trainer", "step", Trained(step=batch.step, version=batch.version, started=started, ended=ended, metrics=metrics)

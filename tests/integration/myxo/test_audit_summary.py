@@ -16,6 +16,7 @@ from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.runtime.embedded_servers import EmbeddedNats
+from shared.schema.attestation import attest_scored
 from shared.schema.ledger import (
     BatchFormed,
     BatchTrained,
@@ -28,7 +29,7 @@ from shared.schema.ledger import (
     VersionLive,
     group_id,
 )
-from shared.schema.messages import Payload, SampleMeta, ScoredGroup, ServiceEvent, Trained
+from shared.schema.messages import Attestation, Payload, SampleMeta, ScoredGroup, ServiceEvent, Trained
 from tests.integration.myxo.command import Myxo
 from tests.support.run_config import run_config
 
@@ -36,7 +37,9 @@ BEGIN = 1_700_000_000.0
 
 
 def scored(number: int, reward: float, oldest: int, at: float) -> ScoredGroup:
-    samples = [SampleMeta(tokens=10, oldest=oldest, newest=oldest, finish="stop") for _ in range(2)]
+    samples = [
+        SampleMeta(tokens=10, oldest=oldest, newest=oldest, finish="stop", trained=10, digest=number << 32 | index) for index in range(2)
+    ]
     return ScoredGroup(
         group=group_id(number),
         attempt=0,
@@ -47,6 +50,11 @@ def scored(number: int, reward: float, oldest: int, at: float) -> ScoredGroup:
         started=BEGIN + at,
         ended=BEGIN + at + 2,
     )
+
+
+def attested(*numbers: int) -> Attestation:
+    """What an honest trainer says of these groups."""
+    return attest_scored([(group.group, group.samples, group.removed) for group in (scored(n, 0.0, 0, 0) for n in numbers)], 0)
 
 
 def evaluation(version: int, mean: float, at: float) -> EvalEnded:
@@ -62,10 +70,10 @@ def records() -> list[LedgerRecord]:
         GroupsScored(groups=[scored(n, 0.0, 0, 0) for n in (0, 1)], at=BEGIN + 2),
         BatchFormed(step=0, version=0, groups=[group_id(0), group_id(1)], at=BEGIN + 2),
         GroupsScored(groups=[scored(n, 1.0, 0, 2) for n in (2, 3)], at=BEGIN + 4),
-        BatchTrained(step=0, version=0, started=BEGIN + 3, ended=BEGIN + 5, at=BEGIN + 5),
+        BatchTrained(step=0, version=0, started=BEGIN + 3, ended=BEGIN + 5, attestation=attested(0, 1), at=BEGIN + 5),
         VersionLive(version=1, at=BEGIN + 5),
         BatchFormed(step=1, version=1, groups=[group_id(2), group_id(3)], at=BEGIN + 5),
-        BatchTrained(step=1, version=1, started=BEGIN + 5, ended=BEGIN + 6, at=BEGIN + 6),
+        BatchTrained(step=1, version=1, started=BEGIN + 5, ended=BEGIN + 6, attestation=attested(2, 3), at=BEGIN + 6),
         VersionLive(version=2, at=BEGIN + 6),
         evaluation(2, 0.75, 7),
         CheckpointDurable(steps=2, at=BEGIN + 8),
@@ -158,6 +166,32 @@ def test_the_audit_of_a_stopped_run(myxo: Myxo, stopped_run: Callable[..., RunCo
     code, out, _ = myxo.run("audit", "test", "--dir", config.run.dir, "--json")
     report = json.loads(out)
     assert (code, report["ok"], report["violations"], report["steps"], report["trained"]) == (0, True, [], 2, 4)
+
+
+def changed_by_one_token(told: Attestation) -> dict[str, Attestation]:
+    """The trainer's account of step 1, with one token that is another than was scored."""
+    others = [scored(number, 1.0, 0, 2) for number in (2, 3)]
+    others[1].samples[1].digest ^= 1  # what one token id makes of a sample's digest
+    other = attest_scored([(group.group, group.samples, group.removed) for group in others], 0)
+    return {
+        "tokens": told.model_copy(update={"tokens": told.tokens - 1}),
+        "digest": told.model_copy(update={"digest": other.digest}),
+        "oldest": told.model_copy(update={"oldest": told.oldest + 1}),
+        "samples": told.model_copy(update={"samples": told.samples + 1}),
+    }
+
+
+@pytest.mark.parametrize("name", ["tokens", "digest", "oldest", "samples"])
+def test_the_audit_finds_a_trainers_account_that_is_wrong_by_one_token(
+    myxo: Myxo, stopped_run: Callable[..., RunConfig], name: str
+) -> None:
+    ledger, told = records(), attested(2, 3)
+    at = next(index for index, record in enumerate(ledger) if isinstance(record, BatchTrained) and record.step == 1)
+    ledger[at] = ledger[at].model_copy(update={"attestation": changed_by_one_token(told)[name]})
+    code, out, _ = myxo.run("audit", stopped_run(ledger).run.root, "--json")
+    wrong, right = getattr(changed_by_one_token(told)[name], name), getattr(told, name)
+    assert code == 1
+    assert json.loads(out)["violations"] == [f"step 1: by the trainer's account its {name} is {wrong}, by what was scored {right}"]
 
 
 def test_the_audit_of_a_run_that_broke_its_rules(myxo: Myxo, stopped_run: Callable[..., RunConfig]) -> None:

@@ -29,7 +29,8 @@ from shared.schema.ledger import (
     VersionLive,
     group_id,
 )
-from shared.schema.messages import Payload, ScoredGroup
+from shared.schema.messages import ScoredGroup
+from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
 from shared.store.payload_store import Store
 from tests.integration.myxo.command import Myxo
@@ -74,7 +75,7 @@ async def fill(bus: Bus, store: Store, config: RunConfig, store_url: str | None)
             ScoredGroup(
                 group=group_id(number),
                 attempt=0,
-                payload=Payload(keys=list(blobs), bytes=sum(map(len, blobs.values()))),
+                payload=reference(config.run.name, blobs, [entry.length for entry in made]),
                 samples=[entry.meta() for entry in made],
                 rewards=[0.0, float(number)],
                 replica=f"rollout-{number}",
@@ -102,7 +103,7 @@ async def embedded(config: RunConfig) -> AsyncIterator[tuple[Bus, Store, ServerU
     nats, valkey = EmbeddedNats(files.nats), EmbeddedValkey(files.valkey)
     nats.start()
     valkey.start()
-    bus, store = await Bus.connect(nats.url, "test"), Store(valkey.url)
+    bus, store = await Bus.connect(nats.url, "test"), Store(valkey.url, config.run.name)
     yield bus, store, ServerUrls(nats.url, valkey.url, 1)
     await store.close()
     await bus.close()
@@ -230,7 +231,7 @@ async def test_a_given_bus_beside_a_stopped_runs_own_store(myxo: Myxo, bus: Bus,
     files.logs.mkdir(parents=True)
     own = EmbeddedValkey(files.valkey)
     own.start()
-    store = Store(own.url)
+    store = Store(own.url, run_name)
     await fill(bus, store, config, own.url)
     await store.close()
     own.stop()

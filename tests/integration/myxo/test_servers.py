@@ -11,13 +11,14 @@ from myxo.launch.run_servers import RunServers
 from myxo.preflight.server_checks import GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import Bus
+from shared.config.sections import StoreSection
 from shared.runtime.embedded_servers import EmbeddedServer
 from tests.integration.myxo.command import wait_for
 
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[RunServers]:
-    kept = RunServers(RunDirectory(tmp_path), GivenServers(None, None), "always")
+    kept = RunServers(RunDirectory(tmp_path), GivenServers(None, None), StoreSection(appendfsync="always"))
     kept.start()
     yield kept
     kept.stop()
@@ -36,7 +37,7 @@ def restarts(servers: RunServers) -> dict[str, int]:
 
 
 def test_given_servers_are_not_run_here(tmp_path: Path) -> None:
-    servers = RunServers(RunDirectory(tmp_path), GivenServers("nats://elsewhere:1", "redis://elsewhere:2"), "no")
+    servers = RunServers(RunDirectory(tmp_path), GivenServers("nats://elsewhere:1", "redis://elsewhere:2"), StoreSection())
     servers.start()
     assert (servers.nats_url, servers.redis_url) == ("nats://elsewhere:1", "redis://elsewhere:2")
     assert restarts(servers) == {}

@@ -1,6 +1,7 @@
 """A worker with a verifier that misbehaves as its response says; else it scores as exact match does."""
 
 import os
+import signal
 import sys
 import time
 
@@ -15,6 +16,13 @@ def odd(response: str, label: str) -> float:
         case "spin":
             while True:
                 pass
+        case "deaf":  # as C code that never looks for signals
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+            time.sleep(3600)
+        case "memory":
+            return float(len(bytes(1 << 40)))
+        case "deep":
+            return odd(response, label)
         case "die":
             os._exit(3)
         case "raise":

@@ -46,7 +46,9 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_function_scores_each_sample_and_what_it_does_is_its_groups_fate(bench: NewBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NATS_URL", "nats://of-the-service")
     monkeypatch.setenv("MYXO_RUN", "also-for-functions")
-    desk = await launched(bench, {"custom_rm_path": "length", "reward_timeout": 2.0})
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "JUDGE_KEY"):
+        monkeypatch.setenv(name, "hush")
+    desk = await launched(bench, {"custom_rm_path": "length", "reward_timeout": 2.0, "worker_environment": ["JUDGE_KEY"]})
     await desk.generated("g0", "four", "", "chatter", label=None)
     outcome = (await desk.outcomes(1))["g0"]
     assert rewards(outcome) == [4.0, 0.0, 7.0]

@@ -1,13 +1,15 @@
 """Verifier processes: they answer within the deadline or are killed, and none takes another's calls down."""
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from services.reward import worker_process
 from services.reward.worker_pool import VerifierPool
-from services.reward.worker_process import START_SECONDS, WorkerFailed
+from services.reward.worker_process import LOOP_SECONDS, WorkerFailed
 from shared.runtime.errors import DeadlineExceeded
 
 SOON = 60.0
@@ -42,16 +44,32 @@ async def test_one_reward_a_response_in_order(started: Started) -> None:
 
 
 @pytest.mark.parametrize("hang", ["sleep", "spin"])
-async def test_a_verifier_that_hangs_is_killed_at_its_deadline_and_replaced(started: Started, hang: str) -> None:
+async def test_a_response_that_is_late_gets_0_and_costs_neither_the_others_nor_the_process(started: Started, hang: str) -> None:
+    pool = await started()
+    before = pool.processes
+    scores = await pool.score(["a", hang, "a", "b"], "a", 2.0)
+    assert [score.reward for score in scores] == [1.0, 0.0, 1.0, 0.0]
+    assert [bool(score.unread) for score in scores] == [False, True, False, False]
+    assert re.fullmatch(rf"verifier odd: a response of {len(hang)} characters was not verified within \d\.\d s", scores[1].unread)
+    assert pool.processes == before
+
+
+async def test_a_response_that_holds_up_its_process_gets_0_and_the_others_are_asked_again(started: Started) -> None:
     pool = await started()
     [worker] = pool.processes
-    start = time.monotonic()
-    for _ in range(2):  # the second one hangs in a fresh process, which had its time to start before its deadline began
-        with pytest.raises(DeadlineExceeded, match=r"2 rewards did not come from verifier odd within 1 s; its process was killed"):
-            await rewards(pool, ["a", hang], "a", 1.0)
-    assert time.monotonic() - start < START_SECONDS / 2
+    scores = await pool.score(["a", "deaf", "a"], "a", 1.5)
+    assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
+    assert "did not come from verifier odd within" in scores[1].unread and "its process was killed" in scores[1].unread
     assert worker.exit_code() == -9
     assert await rewards(pool, ["a"], "a", SOON) == [1.0]
+
+
+async def test_a_process_that_is_late_to_start_is_no_fault_of_a_response(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = await started()
+    monkeypatch.setattr(worker_process, "START_SECONDS", 0.01)
+    await pool.close()
+    with pytest.raises((DeadlineExceeded, WorkerFailed)):
+        await pool.score(["a", "a"], "a", SOON)
 
 
 async def test_a_hanging_call_holds_up_only_its_own_worker(started: Started) -> None:
@@ -72,11 +90,15 @@ async def test_a_reward_that_is_no_finite_number_fails_the_group(started: Starte
     assert await rewards(pool, ["a"], "a", SOON) == [1.0]
 
 
-async def test_what_a_verifier_raises_fails_the_group_and_not_the_process(started: Started) -> None:
+@pytest.mark.parametrize(
+    ("response", "why"), [("raise", "RuntimeError: cannot read this"), ("memory", "MemoryError"), ("deep", "RecursionError")]
+)
+async def test_what_a_verifier_raises_over_a_response_costs_that_one(started: Started, response: str, why: str) -> None:
     pool = await started()
     before = pool.processes
-    with pytest.raises(WorkerFailed, match="verifier odd: RuntimeError: cannot read this"):
-        await rewards(pool, ["a", "raise"], "a", SOON)
+    scores = await pool.score(["a", response], "a", SOON)
+    assert [score.reward for score in scores] == [1.0, 0.0]
+    assert scores[1].unread.startswith(f"verifier odd: {why}")
     assert await rewards(pool, ["a"], "a", SOON) == [1.0]
     assert pool.processes == before
 
@@ -84,8 +106,9 @@ async def test_what_a_verifier_raises_fails_the_group_and_not_the_process(starte
 async def test_a_process_that_dies_in_a_call_is_replaced(started: Started) -> None:
     pool = await started()
     for _ in range(2):
-        with pytest.raises(WorkerFailed, match="process ended in the middle of a call"):
-            await rewards(pool, ["die"], "a", SOON)
+        scores = await pool.score(["a", "die"], "a", SOON)
+        assert [score.reward for score in scores] == [1.0, 0.0]
+        assert scores[1].unread == "verifier odd's process ended in the middle of a call"
     assert await rewards(pool, ["a"], "a", SOON) == [1.0]
 
 
@@ -95,10 +118,10 @@ async def test_what_a_library_prints_does_not_mix_with_the_answers(started: Star
     assert await rewards(pool, ["a"], "a", SOON) == [1.0]
 
 
-async def test_an_answer_that_cannot_be_read_fails_the_group_and_ends_the_process(started: Started) -> None:
+async def test_an_answer_that_cannot_be_read_is_the_end_of_the_process(started: Started) -> None:
     pool = await started()
-    with pytest.raises(WorkerFailed, match=r"verifier odd's process answered b'not '"):
-        await rewards(pool, ["babble"], "a", SOON)
+    [score] = await pool.score(["babble"], "a", SOON)
+    assert (score.reward, score.unread) == (0.0, "verifier odd's process answered b'not '")
     assert await rewards(pool, ["a"], "a", SOON) == [1.0]
 
 
@@ -116,8 +139,32 @@ async def test_a_verifier_that_does_not_exist_is_told_at_the_start() -> None:
         await pool.start()
 
 
-async def test_the_math_verifier_is_killed_over_an_expression_without_end(started: Started) -> None:
+LOOPS = {
+    "numbers": "12 " * 33_000,
+    "boxes": "\\boxed{" * 125_000,
+    "closed boxes": "\\boxed{" * 62_500 + "}" * 62_500,
+    "dollars": "$12$ " * 20_000,
+    "tower of powers": "\\boxed{9^{9^{9^{9}}}}",
+    "brackets": "\\boxed{" + "(" * 300 + "1" + ")" * 300 + "}",
+}
+
+
+async def test_looping_responses_cost_a_group_none_of_its_right_answers(started: Started, capfd: pytest.CaptureFixture[str]) -> None:
     pool = await started(1, "math", "services.reward.worker")
-    with pytest.raises(DeadlineExceeded):
-        await rewards(pool, ["\\boxed{9^{9^{9^{9}}}}"], "1", 0.5)
-    assert await rewards(pool, ["\\boxed{\\frac{2}{4}}", "3"], "0.5", SOON) == [1.0, 0.0]
+    start = time.monotonic()
+    scores = await pool.score(["\\boxed{\\frac{2}{4}}", *LOOPS.values(), "3", "so 0.5"], "0.5", 20.0)
+    assert [score.reward for score in scores] == [1.0, *(0.0 for _ in LOOPS), 0.0, 1.0]
+    assert time.monotonic() - start < 20.0 + LOOP_SECONDS
+    late = [name for name, score in zip(LOOPS, scores[1:], strict=False) if score.unread]
+    assert "tower of powers" in late and not {"numbers", "boxes", "closed boxes", "dollars"} & set(late)
+    await pool.close()
+    assert "12 12" not in (said := capfd.readouterr().err) and len(said) < 2000
+
+
+async def test_a_label_that_takes_for_ever_fails_the_group(started: Started) -> None:
+    pool = await started(1, "math", "services.reward.worker")
+    with pytest.raises(WorkerFailed, match=r"verifier math: the label was not read within 0\.5 s"):
+        await pool.score(["1", "2"], "(" * 300 + "1" + ")" * 300, 0.5)
+    with pytest.raises(WorkerFailed, match=r"verifier math: ValueError: the label '1\+1.* has 2001 characters; an answer has at most 1000"):
+        await pool.score(["1", "2"], "1+" * 1000 + "1", SOON)
+    assert await rewards(pool, ["2"], "2", SOON) == [1.0]

@@ -1,13 +1,18 @@
 """What actor and critic leave for each other in a real store."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
 import torch
 
+from services.trainer import actor_critic_exchange
 from services.trainer.actor_critic_exchange import ActorCriticExchange
 from shared.runtime.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import PayloadMissing
+from shared.store.payload_store import StoreFull
 
 
 @pytest.fixture
@@ -60,3 +65,24 @@ def test_each_role_says_how_far_it_has_saved(exchange: ActorCriticExchange) -> N
     assert exchange.saved("critic") == 0
     exchange.save("critic", 12)
     assert (exchange.saved("critic"), exchange.saved("actor")) == (12, 0)
+
+
+def test_a_full_store_is_named_and_written_to_once_it_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = EmbeddedValkey(tmp_path, max_bytes=8 << 20)
+    server.start()
+    try:
+        client: Any = redis.Redis.from_url(server.url)
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            for number in range(100):
+                client.set(f"junk{number}", bytes(256 << 10))
+        monkeypatch.setattr(actor_critic_exchange, "CALL_SECONDS", 0.5)
+        exchange = ActorCriticExchange(server.url, "r")
+        values = {"g0/0": torch.zeros(200_000)}
+        with pytest.raises(StoreFull, match="writing the values of step 0: the store is full"):
+            exchange.write("values", 0, values)
+        client.flushall()
+        exchange.write("values", 0, values)
+        assert torch.equal(exchange.read("values", 0, ["g0/0"])[0], values["g0/0"])
+        exchange.close()
+    finally:
+        server.stop()

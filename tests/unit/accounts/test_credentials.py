@@ -19,18 +19,29 @@ def files(directory: Path) -> dict[str, str]:
 
 def passwords(directory: Path) -> dict[str, str]:
     urls = {name: text for name, text in files(directory).items() if name.endswith("_url")}
-    return {name: url.split("@")[0].rsplit(":", 1)[1] for name, url in urls.items()} | {"health": files(directory)["redis/health"]}
+    return {name: url.split("@")[0].rsplit(":", 1)[1] for name, url in urls.items()} | {
+        "health": files(directory)["redis/health"],
+        "router": files(directory)["router/router_key"],
+    }
 
 
 def test_every_account_has_its_files_and_a_password_of_its_own(tmp_path: Path) -> None:
     make(tmp_path, PLAIN)
     expected = {f"{role}/nats_url" for role in ROLES} | {f"{role}/redis_url" for role in ROLES if role != "environment"}
-    assert set(files(tmp_path)) == expected | {"nats/nats.conf", "redis/redis.conf", "redis/health"}
-    assert len(set(passwords(tmp_path).values())) == 12
+    assert set(files(tmp_path)) == expected | {
+        "nats/nats.conf",
+        "redis/redis.conf",
+        "redis/health",
+        "router/router_key",
+        "rollout/router_key",
+    }
+    assert len(set(passwords(tmp_path).values())) == 13
     assert all(len(password) >= 40 for password in passwords(tmp_path).values())
     found = files(tmp_path)
     assert found["buffer/nats_url"] == f"nats://buffer.demo:{passwords(tmp_path)['buffer/nats_url']}@nats:4222\n"
     assert found["buffer/redis_url"] == f"redis://buffer.demo:{passwords(tmp_path)['buffer/redis_url']}@redis:6379/0\n"
+    assert found["rollout/router_key"] == found["router/router_key"]
+    assert {(tmp_path / name / "router_key").stat().st_mode & 0o777 for name in ("rollout", "router")} == {0o400}
     assert all(passwords(tmp_path)[f"{role}/nats_url"] in found["nats/nats.conf"] for role in ROLES)
 
 
@@ -39,8 +50,8 @@ def test_a_second_call_changes_nothing_and_says_so(tmp_path: Path) -> None:
     before = files(tmp_path)
     second = make(tmp_path, PLAIN)
     assert files(tmp_path) == before
-    assert "passwords: 12 made, 0 kept" in first
-    assert second == ["passwords: 0 made, 12 kept", "files: all as they were", "run demo: 6 accounts, no TLS"]
+    assert "passwords: 13 made, 0 kept" in first
+    assert second == ["passwords: 0 made, 13 kept", "files: all as they were", "run demo: 6 accounts, no TLS"]
 
 
 def test_another_run_and_encryption_take_effect_and_passwords_stay(tmp_path: Path) -> None:
@@ -54,7 +65,7 @@ def test_another_run_and_encryption_take_effect_and_passwords_stay(tmp_path: Pat
     assert '"user": "trainer.other"' in found["nats/nats.conf"] and "demo" not in found["nats/nats.conf"] + found["redis/redis.conf"]
     assert 'listen: "0.0.0.0:4333"' in found["nats/nats.conf"] and "tls-port 6380" in found["redis/redis.conf"]
     assert '"/credentials/key.pem"' in found["nats/nats.conf"]
-    assert make(tmp_path, PLAIN)[0] == "passwords: 0 made, 12 kept"
+    assert make(tmp_path, PLAIN)[0] == "passwords: 0 made, 13 kept"
     assert "tls" not in files(tmp_path)["nats/nats.conf"]
 
 
@@ -62,7 +73,7 @@ def test_a_lost_file_is_one_new_password(tmp_path: Path) -> None:
     make(tmp_path, PLAIN)
     before = passwords(tmp_path)
     (tmp_path / "reward" / "nats_url").unlink()
-    assert "passwords: 1 made, 11 kept" in make(tmp_path, PLAIN)
+    assert "passwords: 1 made, 12 kept" in make(tmp_path, PLAIN)
     after = passwords(tmp_path)
     assert {name for name in before if before[name] != after[name]} == {"reward/nats_url"}
     assert after["reward/nats_url"] in files(tmp_path)["nats/nats.conf"]

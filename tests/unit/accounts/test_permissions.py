@@ -27,10 +27,10 @@ def test_a_subject_has_exactly_the_publishers_and_listeners_that_are_meant(subje
 
 def test_the_table_speaks_of_every_name_that_the_code_has() -> None:
     names = Subjects(RUN)
-    held = {member: getattr(names, member) for member, kind in vars(Subjects).items() if isinstance(kind, property)}
+    held = {member: value for member, value in vars(names).items() if member != "run"}
     for member, name in held.items():
         assert any(name in subject for subject in TABLE), f"Subjects.{member} is not in tests/support/intended_rights.py"
-    built = {"task", "generated", "ledger", "event", "replica_weights", "environment", "inbox"}
+    built = {"task", "generated", "scored", "ledger", "event", "replica_weights", "environment", "inbox"}
     built |= {"payload_prefix", "payload_key", "exchange_key"}
     assert {member for member, kind in vars(Subjects).items() if callable(kind) and not member.startswith("_")} == built
 
@@ -56,7 +56,7 @@ def test_two_roles_share_a_right_to_publish_only_where_the_flow_has_two_sources(
     for one, another in itertools.combinations([of(role) for role in ROLES if role != "operator"], 2):
         shared |= set(one.bus.publish) & set(another.bus.publish)
     flow = {subject for subject in shared if not subject.startswith("$JS.API.")}
-    assert flow == {names.scored, names.event("service", "*")}
+    assert flow == {names.event("service", "*")}
     assert not any("CONSUMER" in subject or "$JS.ACK" in subject for subject in shared)
 
 
@@ -69,12 +69,10 @@ def test_the_store_is_for_the_run_only_and_for_nothing_dangerous() -> None:
         if one.store is None:
             assert one.role == "environment"
             continue
-        assert one.store.keys == f"{RUN}:*"
         commands = {command.upper() for command in one.store.commands}
         assert commands == intended.STORE[one.role] | intended.EXCHANGE.get(one.role, set())
-        assert one.store.own == (f"{RUN}:exchange:*" if one.role in intended.EXCHANGE else "")
-    access = {one.role: one.store.access for one in rights(RUN) if one.store}
-    assert access == {"buffer": "RW", "rollout": "RW", "reward": "R", "trainer": "R", "operator": "RW"}
+        reads, writes = intended.KEYS[one.role]
+        assert ({*one.store.read}, {*one.store.write}) == ({f"{RUN}:{keys}" for keys in reads}, {f"{RUN}:{keys}" for keys in writes})
 
 
 def test_users_of_two_runs_have_different_names() -> None:

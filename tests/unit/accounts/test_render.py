@@ -59,11 +59,15 @@ def test_redis_has_no_user_without_a_password_and_no_password_in_the_clear() -> 
 @pytest.mark.parametrize(
     ("role", "keys", "commands"),
     [
-        ("buffer", "~demo:*", ["+ping", "+exists", "+get", "+unlink"]),
-        ("rollout", "~demo:*", ["+ping", "+get", "+set"]),
-        ("reward", "%R~demo:*", ["+ping", "+get"]),
-        ("trainer", "%R~demo:* ~demo:exchange:*", ["+ping", "+get", "+hexists", "+hmget", "+hset", "+set", "+unlink"]),
-        ("operator", "~demo:*", ["+ping", "+exists", "+get", "+scan", "+unlink"]),
+        ("buffer", "%RW~demo:group:*", ["+ping", "+exists", "+getrange", "+info", "+unlink"]),
+        ("rollout", "%RW~demo:group:*", ["+ping", "+getrange", "+setnx"]),
+        ("reward", "%R~demo:group:*", ["+ping", "+getrange"]),
+        (
+            "trainer",
+            "%R~demo:group:* %RW~demo:exchange:*",
+            ["+ping", "+get", "+getrange", "+hexists", "+hmget", "+hset", "+set", "+unlink"],
+        ),
+        ("operator", "%RW~demo:*", ["+ping", "+exists", "+get", "+getrange", "+scan", "+unlink"]),
     ],
 )
 def test_a_role_has_its_keys_and_commands(role: str, keys: str, commands: list[str]) -> None:

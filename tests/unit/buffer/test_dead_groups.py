@@ -4,7 +4,16 @@ import pytest
 
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.run_failure import RATE_SECONDS, DeadGroups
-from shared.schema.ledger import EvalScored, GroupDead, GroupsAdmitted, GroupsDropped, GroupsScored, LedgerRecord
+from shared.schema.ledger import (
+    BatchTrained,
+    EvalScored,
+    GroupDead,
+    GroupsAdmitted,
+    GroupsDropped,
+    GroupsScored,
+    LedgerRecord,
+    SampleRefused,
+)
 from tests.support.run_config import run_config
 
 
@@ -46,6 +55,26 @@ def test_other_records_do_not(between: LedgerRecord) -> None:
 def test_a_heldout_prompt_that_fails_counts() -> None:
     found = fed(dead(), heldout(reason="reward-0: no label"))
     assert (found.in_a_row, found.eval_failed, found.reason) == (2, 1, "reward-0: no label")
+
+
+def refused(group: str) -> list[LedgerRecord]:
+    """The trainer refuses a group three times; what takes its place comes back scored."""
+    refusal = SampleRefused(step=0, group=group, sample=0, reason="mask holds 7", refused=0.0, at=0.0)
+    return [refusal, refusal, refusal, GroupDead(group=group, reason="trainer: mask holds 7", at=0.0), GroupsScored(groups=[], at=0.0)]
+
+
+def test_groups_that_come_back_and_cannot_be_trained_end_the_run_too() -> None:
+    found = fed(*refused("g1"), *refused("g2"))
+    assert (found.in_a_row, found.refused, found.hopeless(3)) == (0, 2, None)
+    told = fed(*refused("g1"), *refused("g2"), *refused("g3")).hopeless(3)
+    assert told == "the trainer refused 3 groups for one step (rollout.max_dead_in_a_row = 3), the last one: trainer: mask holds 7"
+    trained = BatchTrained(step=0, version=0, started=0.0, ended=0.0, at=0.0)
+    assert fed(*refused("g1"), *refused("g2"), trained, *refused("g3")).hopeless(3) is None
+
+
+def test_a_refusal_alone_is_no_death() -> None:
+    records = [SampleRefused(step=0, group=f"g{index}", sample=0, reason="", refused=0.0, at=0.0) for index in range(9)]
+    assert fed(*records).hopeless(3) is None
 
 
 def test_the_rate_is_of_late() -> None:

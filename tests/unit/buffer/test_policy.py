@@ -251,6 +251,8 @@ def test_older_news_of_versions_gives_no_record() -> None:
     assert policy.live(state, LIMITS, 3, 0.0) == policy.live(state, LIMITS, 2, 0.0) == []
     [record] = policy.live(state, LIMITS, 4, 0.0)
     assert isinstance(record, VersionLive)
+    with pytest.raises(policy.WrongVersion, match="version 5 are announced; the run's last is 4"):
+        policy.live(state, LIMITS, 5, 0.0)
 
 
 # --- evaluation

@@ -21,13 +21,14 @@ from shared.data.rollout_files import RolloutReader, RolloutRecord
 from shared.runtime.errors import PayloadMissing
 from shared.schema import sample
 from shared.schema.ledger import group_id
+from shared.schema.messages import Payload
 from shared.schema.sample import Sample
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 
 BOUND = 1 << 20
 
-Payload = tuple[EndedGroup, list[bytes], Prompt | None]
+WrittenGroup = tuple[EndedGroup, list[bytes], Prompt | None]
 
 
 def ended(number: int, status: str = "trained", attempt: int = 0, reason: str = "", **known: Any) -> EndedGroup:
@@ -35,7 +36,7 @@ def ended(number: int, status: str = "trained", attempt: int = 0, reason: str = 
     return EndedGroup(record, **known)
 
 
-def job(number: int, text: str = "x" * 1000, again: bool = False) -> Payload:
+def job(number: int, text: str = "x" * 1000, again: bool = False) -> WrittenGroup:
     made = Sample(
         group=group_id(number),
         index=0,
@@ -48,10 +49,10 @@ def job(number: int, text: str = "x" * 1000, again: bool = False) -> Payload:
         text=text,
         prompt_text="1+1=",
     )
-    return ended(number, keys=("k",), size=9, rewards=(1.0,), again=again), sample.encode([made], 1 << 18), None
+    return ended(number, payload=Payload(keys=["k"], bytes=9), rewards=(1.0,), again=again), sample.encode([made], 1 << 18), None
 
 
-def written(writer: RolloutWriter, *jobs: Payload) -> tuple[Counter[str], list[str]]:
+def written(writer: RolloutWriter, *jobs: WrittenGroup) -> tuple[Counter[str], list[str]]:
     """Writes groups; returns how many are not kept, by reason, and what was said of them."""
     skipped: Counter[str] = Counter()
     errors = []
@@ -98,7 +99,7 @@ def test_a_group_without_payload_has_its_prompt(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_kept_is_told_by_reason_and_the_rest_is_kept(tmp_path: Path) -> None:
-    odd = (ended(9, keys=("k",), rewards=(1.0, 2.0)), job(9)[1], None)
+    odd = (ended(9, payload=Payload(keys=["k"], bytes=9), rewards=(1.0, 2.0)), job(9)[1], None)
     unreadable = (job(1)[0], [b"no payload"], None)
     skipped, _ = written(RolloutWriter(tmp_path, BOUND, False), job(0, "x" * BOUND), unreadable, odd, job(2))
     assert groups(tmp_path) == [2]
@@ -161,11 +162,11 @@ class BlobStore:
         self.blobs: dict[str, bytes] = {}
         self.open = asyncio.Event()
 
-    async def read(self, keys: tuple[str, ...], deadline: float) -> list[bytes]:
+    async def read(self, payload: Payload, deadline: float) -> list[bytes]:
         await self.open.wait()
-        if any(key not in self.blobs for key in keys):
+        if any(key not in self.blobs for key in payload.keys):
             raise PayloadMissing("a payload is gone")
-        return [self.blobs[key] for key in keys]
+        return [self.blobs[key] for key in payload.keys]
 
 
 async def test_payloads_are_held_up_to_a_bound_and_freed_once_they_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +177,7 @@ async def test_payloads_are_held_up_to_a_bound_and_freed_once_they_were_read(tmp
     keeper = RolloutKeeper(service, SimpleNamespace(of_group=None), freed.extend)  # type: ignore[arg-type]
     for number in range(7):
         store.blobs[f"k{number}"] = job(number)[1][0]
-        keeper.take([ended(number, keys=(f"k{number}",), size=10, rewards=(1.0,))])
+        keeper.take([ended(number, payload=Payload(keys=[f"k{number}"], bytes=10), rewards=(1.0,))])
     keeper.release(f"k{number}" for number in range(7))
     assert keeper.skipped == {rollout_keeper.BEHIND: 4}, "one that found no place, and three that were over the bytes held"
     assert sorted(freed) == ["k3", "k4", "k5", "k6"]
@@ -202,6 +203,6 @@ async def test_an_error_that_nobody_expects_of_the_writer_ends_the_keeper(tmp_pa
     service.store.open.set()
     service.store.blobs["k"] = job(0)[1][0]
     keeper = RolloutKeeper(service, SimpleNamespace(of_group=None), lambda _: None)  # type: ignore[arg-type]
-    keeper.take([ended(0, keys=("k",), size=10, rewards=(1.0,))])
+    keeper.take([ended(0, payload=Payload(keys=["k"], bytes=10), rewards=(1.0,))])
     with pytest.raises(ZeroDivisionError, match="a mistake in the writer"):
         await asyncio.wait_for(keeper.run(), 30)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from services.buffer import amendment, policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState, GroupState
+from shared.schema.attestation import attest_scored
 from shared.schema.ledger import (
     BatchAmended,
     BatchFormed,
@@ -274,7 +275,10 @@ class World:
         if self.step in self.batches and self.step < self.limits.rollout.num_rollout and self.step in self.state.batches:
             step, self.step = self.step, self.step + 1
             for _ in range(self.dice.randint(1, 2)):
-                self.decide(policy.trained(self.state, step, step + 1, 0.0, 1.0, 0.0))
+                batch = self.state.batches[step]
+                held = [(group.id, group.scored.samples, group.scored.removed) for group in batch.groups if group.scored]
+                attestation = attest_scored(held, batch.mask_below)
+                self.decide(policy.trained(self.state, step, step + 1, 0.0, 1.0, 0.0, attestation))
             if is_pushed(self.step, self.limits.weights.update_weights_interval, self.limits.rollout.num_rollout):
                 self.offered = version_after(self.step, self.limits.weights.update_weights_interval, self.limits.rollout.num_rollout)
 

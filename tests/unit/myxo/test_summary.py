@@ -12,6 +12,7 @@ from rich.console import Console
 from myxo.launch.exit_report import table
 from myxo.run.run_summary import SummaryTally
 from shared.config.run_config import RunConfig
+from shared.schema.attestation import attest
 from shared.schema.ledger import (
     BatchFormed,
     BatchTrained,
@@ -67,13 +68,13 @@ RECORDS: list[LedgerRecord] = [
     GroupsScored(groups=[scored(0, (0.0, 1.0), 0, 102.0, 104.0), scored(1, (0.0, 0.0), 0, 103.0, 105.0)], at=105.0),
     BatchFormed(step=0, version=0, groups=names(0, 1), at=105.0),
     GroupsScored(groups=[scored(2, (1.0, 1.0), 0, 105.0, 107.0), scored(3, (1.0, 0.0), 0, 105.0, 112.0)], at=112.0),
-    BatchTrained(step=0, version=0, started=106.0, ended=110.0, at=110.0),
+    BatchTrained(step=0, version=0, started=106.0, ended=110.0, attestation=attest([]), at=110.0),
     VersionLive(version=1, at=110.0),
     GroupsAdmitted(first=4, count=3, version=1, at=110.0),
     GroupDead(group=group_id(4), reason="rollout-0: too long", at=111.0),
     GroupsDropped(groups=names(5), reason="stale", at=111.0),
     BatchFormed(step=1, version=1, groups=names(2, 3), at=112.0),
-    BatchTrained(step=1, version=1, started=112.0, ended=113.0, at=113.0),
+    BatchTrained(step=1, version=1, started=112.0, ended=113.0, attestation=attest([]), at=113.0),
     evaluation(2, 0.75).model_copy(update={"at": 115.0}),
     CheckpointDurable(steps=2, at=116.0),
 ]

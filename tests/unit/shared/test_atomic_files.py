@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from shared.runtime.atomic_files import publish, replace_file, replaced_by, replacement, scratch, settle
+from tests.support.small_disk import small_disk
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -29,6 +30,20 @@ def test_what_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
         out.write(b"half")
         raise RuntimeError
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_leaves_the_old_file_whole_and_nothing_half_written(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        path = disk.path / "a"
+        replace_file(path, b"old", durable=True)
+        disk.fill(free=64 << 10)
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space left"):
+                replace_file(path, bytes(1 << 20), durable=True)
+            assert path.read_bytes() == b"old" and len(list(disk.path.iterdir())) == 2, "the file, and what fills the disk"
+        disk.clear()
+        replace_file(path, bytes(1 << 20), durable=True)
+        assert path.stat().st_size == 1 << 20
 
 
 def test_a_directory_takes_the_place_of_another(tmp_path: Path) -> None:

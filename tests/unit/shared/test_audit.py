@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from shared.schema.attestation import attest
 from shared.schema.ledger import (
     BatchAmended,
     BatchFormed,
@@ -49,7 +50,7 @@ def formed(step: int, *numbers: int, version: int | None = None) -> BatchFormed:
 
 
 def trained(step: int) -> BatchTrained:
-    return BatchTrained(step=step, version=step + 1, started=0.0, ended=1.0, at=0.0)
+    return BatchTrained(step=step, version=step + 1, started=0.0, ended=1.0, attestation=attest([]), at=0.0)
 
 
 def admitted(first: int, count: int) -> GroupsAdmitted:

@@ -18,6 +18,10 @@ from tests.support.run_config import run_config, values
 
 SECTIONS: dict[str, type[Section]] = {section: section_model(section) for section in RunConfig.model_fields}
 MUTABLE = {
+    "full_timeout",
+    "max_bytes",
+    "max_ledger_bytes",
+    "max_queued_bytes",
     "buffer_replicas",
     "colocate",
     "check_weight_update_equal",
@@ -30,6 +34,7 @@ MUTABLE = {
     "generate_timeout",
     "max_dead_in_a_row",
     "environment_concurrency",
+    "worker_environment",
     "environments",
     "rm_url",
     "reward_timeout",
@@ -63,6 +68,7 @@ MUTABLE = {
     "wandb_mode",
     "wandb_dir",
     "wandb_host",
+    "http_host",
     "logprob_alarm",
     "save_debug_rollout_data",
     "save_debug_train_data",

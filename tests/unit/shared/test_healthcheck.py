@@ -70,12 +70,14 @@ async def test_it_is_loopback_where_nobody_says_otherwise(app: FastAPI, tmp_path
             assert served.startswith(f"{address.host}:")
 
 
-async def test_an_address_that_cannot_be_listened_at_is_named(app: FastAPI) -> None:
+async def test_an_address_that_cannot_be_listened_at_is_named(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MYXO_HTTP", "127.0.0.1:0")
     async with http_endpoints.serving(app, HttpAddress("127.0.0.1", 0)) as taken:
         with pytest.raises(ConfigError, match=f"MYXO_HTTP = '{taken}': cannot be listened at: Address already in use"):
             async with http_endpoints.serving(app, parsed(taken)):
                 pass
-    with pytest.raises(ConfigError, match=r"MYXO_HTTP = '192\.0\.2\.250:0': cannot be listened at"):
+    monkeypatch.delenv("MYXO_HTTP")
+    with pytest.raises(ConfigError, match=r"monitoring\.http_host = '192\.0\.2\.250:0': cannot be listened at"):
         async with http_endpoints.serving(app, HttpAddress("192.0.2.250", 0)):
             pass
 

@@ -8,7 +8,8 @@ import pytest
 from shared.runtime.errors import BadMessage
 from shared.schema import codec, ledger, messages, weight_messages
 from shared.schema.limits import MAX_KEYS, MAX_SAMPLES, REASON_LENGTH
-from shared.schema.messages import SCHEMA, Message, Outcome, Scored, ServiceStatus, Task
+from shared.schema.message import SCHEMA
+from shared.schema.messages import Message, Outcome, Scored, ServiceStatus, Task
 
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 8}
 PAYLOAD = {"keys": ["run:group:g00000000:0:0"], "bytes": 100}

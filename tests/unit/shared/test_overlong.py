@@ -1,15 +1,24 @@
 """Samples that are longer than a micro-batch."""
 
+import re
+
 import numpy as np
 import pytest
 
+from shared.config.run_config import field_sections
 from shared.runtime.errors import BadMessage
-from shared.schema.overlong import fitted
+from shared.schema.overlong import fitted, too_long
 from shared.schema.sample import Sample
 from tests.support.train_samples import train_sample
 
 FITS = train_sample([1, 2], [3, 4], index=0)
 LONG = train_sample([1, 2], [3, 4, 5, 6], [0, 0, 1, 1], index=1, text="all of it", mask=np.array([1, 1, 0, 1], np.uint8), finish="stop")
+
+
+def test_what_is_too_long_is_told_with_fields_that_there_are() -> None:
+    named = [word for word in re.findall(r"[a-z_]+", too_long(9, 8)) if "_" in word]
+    assert named == ["max_tokens_per_gpu", "context_parallel_size", "rollout_max_response_len"]
+    assert set(named) <= set(field_sections())
 
 
 def test_what_fits_is_left_as_it_is() -> None:

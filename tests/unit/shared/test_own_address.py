@@ -33,6 +33,10 @@ def test_what_is_given_wins_and_has_to_resolve(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("MYXO_HOST", "no-such-host.invalid")
     with pytest.raises(ConfigError, match="MYXO_HOST = 'no-such-host.invalid': does not resolve"):
         own_address()
+    for everywhere in ("0.0.0.0", "0"):
+        monkeypatch.setenv("MYXO_HOST", everywhere)
+        with pytest.raises(ConfigError, match=f"MYXO_HOST = '{everywhere}': means all addresses"):
+            own_address()
 
 
 def test_ranks_listen_on_loopback_and_nccl_where_other_machines_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from shared.bus.subjects import RUN_ID, Subjects
 def names(run: str) -> list[str]:
     of = Subjects(run)
     plain = [value for name, value in vars(of).items() if name != "run"]
-    built = [of.task("train"), of.generated("math"), of.ledger("x"), of.event("weights", "live"), of.replica_weights("r", "commit")]
+    built = [of.task("train"), of.generated("math"), of.scored("reward"), of.ledger("x"), of.event("weights", "live")]
+    built += [of.replica_weights("r", "commit"), of.payload_keys, of.exchange_keys]
     return [*plain, *built, of.payload_key("g", 0, 0)]
 
 
@@ -23,7 +24,7 @@ def test_streams_and_buckets_have_no_dots_and_subjects_start_with_the_run() -> N
     of = Subjects("my_run-1")
     for name in (of.task_stream, of.ledger_stream, of.events_stream, of.config_bucket, of.services_bucket, of.weights_bucket):
         assert re.fullmatch(r"[A-Za-z0-9_-]+", name)
-    for subject in (of.task("train"), of.scored, of.batch, of.ledger("x"), of.replica_weights("r", "v")):
+    for subject in (of.task("train"), of.scored("reward"), of.batch, of.ledger("x"), of.replica_weights("r", "v")):
         assert subject.startswith("my_run-1.")
 
 

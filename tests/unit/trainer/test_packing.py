@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.trainer.batches import demonstration_micro_batches
-from services.trainer.packing import BadSample, collect, pack, spread
+from services.trainer.packing import BadSample, collect, pack, separate, spread
 from services.trainer.placement import SampleTooLong
 from shared.config.algorithm import AlgorithmSection
 from tests.support.train_samples import train_sample
@@ -111,6 +111,19 @@ def test_a_filler_has_the_fields_of_any_micro_batch_and_trains_nothing():
     assert filler.loss_mask.sum() == 0
     assert filler.fields["weights"].sum() == 0
     assert spread([], [], "kl").shape == filler.tokens.shape
+
+
+def test_separate_samples_are_those_that_were_packed_together():
+    both = [sample(), train_sample([5], [6, 7], 2, mask=np.array([0, 1], np.uint8))]
+    packed = pack(both, [0.25, 0.5]).with_fields(more=torch.arange(8.0))
+    for found, expected, start in zip(separate(packed), [pack([both[0]], [0.25]), pack([both[1]], [0.5])], (0, 5), strict=True):
+        for name in ("tokens", "labels", "loss_mask", "cu_seqlens"):
+            assert (
+                torch.equal(getattr(found, name), getattr(expected, name)) and getattr(found, name).dtype == getattr(expected, name).dtype
+            )
+        assert all(torch.equal(found.fields[name], values) for name, values in expected.fields.items())
+        assert found.fields["more"].tolist() == [float(start + at) for at in range(expected.tokens.numel())]
+        assert found.max_seqlen == expected.max_seqlen
 
 
 def test_moving_and_adding_fields_leave_the_original_alone():

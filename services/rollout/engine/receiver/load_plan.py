@@ -10,7 +10,7 @@ import bisect
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.runtime.errors import BadMessage
 from shared.transfer.bucket_ring import bucket_views
-from shared.transfer.manifest import ITEM_BYTES, Bucket
+from shared.transfer.manifest import Bucket
 
 log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
+
+_POOLS = threading.RLock()
 
 VIEWED_BUFFERS = 8
 """The number of flat buffers of which a plan keeps views; a channel has three, and they are dropped when the channel is left."""
@@ -142,45 +144,30 @@ def compare(model: Any, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
     return comparing.differences
 
 
+def held_copies(model: Any, bucket: Bucket, flat: Tensor) -> list[TensorCopy]:
+    """Returns the copies that loading the bucket from ``flat`` would make, without loading it: what they would set, the parameters hold.
+
+    Raises BadMessage: ``load_weights`` does something to the bucket from which its bytes cannot be told again.
+    """
+    inverting = _Inverting(flat, _storages(model), _computed_storages(model))
+    _load(model, bucket_views(bucket, flat), inverting)
+    return inverting.copies
+
+
 def parameters_of(model: Any) -> Iterator[Tensor]:
     """Yields all tensors that a load may write into."""
     yield from model.parameters()
     yield from model.buffers()
 
 
-def tensors_of(model: Any) -> dict[str, Tensor]:
-    """Returns all tensors of an engine's weights by name, each storage once.
-
-    These are parameters, buffers that are saved with them, and tensors that a model has computed from them (plain attributes of its
-    modules).
-    """
-    found: dict[str, Tensor] = dict(model.named_parameters())
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                found[prefix + name] = buffer
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor):
-                found.setdefault(f"{prefix}{name}", value)
-    once: dict[tuple[int, int], tuple[str, Tensor]] = {}
-    for name, tensor in found.items():
-        if tensor.numel():
-            once.setdefault((tensor.data_ptr(), tensor.nbytes), (name, tensor.detach()))
-    return dict(once.values())
-
-
-def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns dtype and shape of each tensor. Raises BadMessage if one is of a dtype that cannot be sent."""
-    specs = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()}
-    for name, (dtype, _) in specs.items():
-        if dtype not in ITEM_BYTES:
-            raise BadMessage(f"{name} is of dtype {dtype}, which does not travel between engines")
-    return specs
-
-
 def _storages(model: Any) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in parameters_of(model)} - {0}
+
+
+def _computed_storages(model: Any) -> set[int]:
+    """Returns the storages of tensors that are plain attributes of the model's modules."""
+    values = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+    return {value.untyped_storage().data_ptr() for value in values} - _storages(model) - {0}
 
 
 def _load(model: Any, tensors: Iterable[tuple[str, Tensor]], mode: TorchDispatchMode) -> None:
@@ -243,6 +230,37 @@ class _Tracing(_Watching):
 
     def left(self, func: Any) -> None:
         self.obstacle = self.obstacle or f"it calls {func}"
+
+
+class _Inverting(_Watching):
+    """Notes the copies into parameters and makes none. What is in the buffer has no meaning, so that nothing else may use it.
+
+    ``computed``: the storages of what the model has computed from parameters, which stays as it is.
+    """
+
+    def __init__(self, flat: Tensor, parameters: set[int], computed: set[int]) -> None:
+        super().__init__(flat, parameters | computed)
+        self._computed = computed
+        self.copies: list[TensorCopy] = []
+
+    def met(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        sources = [tensor for tensor in _tensors((*args, *kwargs.values())) if _storage(tensor) == self._flat]
+        written = bool(args) and func._schema.is_mutable and self.is_parameter(args[0])
+        if func is aten.copy_.default and written and sources and args[0].shape == args[1].shape:
+            target, source = args[0].detach(), args[1]
+            if torch.promote_types(source.dtype, target.dtype) != target.dtype:
+                raise BadMessage(f"a tensor of {source.dtype} is held as {target.dtype}: what was pushed cannot be told from it")
+            if target.numel():
+                self.copies.append(TensorCopy(target, source.data_ptr() - self._start, source.dtype, source.stride()))
+            return target
+        if written and not sources and (_constant(func, args) is not None or _storage(args[0]) in self._computed):
+            return args[0]
+        if written or sources:
+            self.left(func)
+        return func(*args, **kwargs)
+
+    def left(self, func: Any) -> None:
+        raise BadMessage(f"the engine's model calls {func} when it loads weights: what was pushed cannot be told from its parameters")
 
 
 class _Comparing(_Watching):
@@ -322,7 +340,15 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _pools_run_here() -> Iterator[None]:
-    """Runs the work that this thread submits to thread pools on this thread, since operations of other threads would not be traced."""
+    """Runs the work that this thread submits to thread pools on this thread, since operations of other threads would not be traced.
+
+    One thread at a time: each puts back what it has found.
+    """
+    with _POOLS:
+        yield from _running_here()
+
+
+def _running_here() -> Iterator[None]:
     submit, here = ThreadPoolExecutor.submit, threading.get_ident()
 
     def at_once(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -7,14 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from services.rollout.engine.private_endpoints import DIRECTORY_VARIABLE
 from services.rollout.engine.receiver.command_session import CommandSession
 from services.rollout.engine.receiver.receiver import Receiver
 from shared.runtime import failures
 
 log = logging.getLogger(__name__)
-
-DIRECTORY_VARIABLE = "MYXO_RECEIVER"
-"""The variable that names the private directory in which each rank opens its socket."""
 
 SWITCH_SECONDS = 1e-4
 """The interpreter's switch interval. The idle scheduler's thread spins and delays the receiver's by several intervals for each command; at

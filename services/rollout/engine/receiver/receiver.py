@@ -19,25 +19,22 @@ from services.rollout.engine.receiver import load_plan
 from services.rollout.engine.receiver.lora_adapter import merged
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
-from shared.runtime.untrusted_files import parse_json
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_hashing import ManifestHasher
 from shared.transfer.bucket_ring import BucketRing, bucket_views
-from shared.transfer.digest import TensorDigest, decoded_digests, version_digest
+from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.group_channel import GroupReceiver
 from shared.transfer.manifest import Manifest, lay_out
 from shared.transfer.memory_channel import MemoryReceiver
-from shared.transfer.weight_channel import ChannelBroken, ChannelReceiver, TransferAborted, TransferDeadline
+from shared.transfer.weight_channel import ChannelReceiver, TransferAborted, TransferDeadline
 
 log = logging.getLogger(__name__)
 
 KEPT_LAYOUTS = 16
 """The number of manifests whose plans are kept: for each channel that of a whole push, and that of a part."""
 
-
-PEER_PROOF, PEER_DONE = "proof", "done"
-"""The store's keys in a transfer between engines: the digests of the version's tensors and of the sent ones, and the receiver's sign that
-it has read them."""
+PEER_DONE = "done"
+"""The store's key in a transfer between engines: the number of readers that have received everything."""
 
 
 class ReceiveError(MyxoError):
@@ -118,12 +115,9 @@ class Receiver:
         """Leaves its present channels and joins these on a thread; `receive` waits for it.
 
         Args:
-            first_rank: of the engine's first process, in all channels; 0: each process joins one of them, as its only reader.
-            seconds: for joining.
+            first_rank: of the engine's first process, in all channels. seconds: for joining.
         """
         self.leave()
-        if first_rank == 0:
-            addresses, first_rank = addresses[self.rank : self.rank + 1], 1 - self.rank
         while len(self._rings) < len(addresses):
             self._rings.append(BucketRing(self.device))
         rank = first_rank + self.rank
@@ -253,12 +247,12 @@ class _JoinedChannels:
 
 @dataclass
 class _Stream:
-    """One channel's part of a push."""
+    """One channel's part of a push; with ``others``, which bring parts of the same tensors, all of it."""
 
     channel: ChannelReceiver
     layout: ManifestLayout
     adapter: dict[str, Tensor] = field(default_factory=dict)
-    parameters: dict[str, Tensor] = field(default_factory=dict)  # of the model, where these are sent
+    others: Sequence[ChannelReceiver] = ()
 
 
 class _Reception:
@@ -274,26 +268,35 @@ class _Reception:
         started, receiver = time.monotonic(), self._receiver
         with receiver.on_stream():  # before any broadcast is issued: beginning waits for the device, and a broadcast may never end
             manifests = [channel.manifest(self._push, self._deadline) for channel in channels]
-            self._streams = [_Stream(channel, receiver.layout(manifest)) for channel, manifest in zip(channels, manifests, strict=True)]
-            for stream in self._streams:
-                if stream.layout.manifest.kind == "parameters":
-                    stream.parameters = _same_tensors(receiver.model, stream.layout.manifest)
+            if self._from_peer(manifests):
+                self._streams = [_Stream(channels[0], receiver.layout(manifests[0]), others=channels[1:])]
+            else:
+                self._streams = [_Stream(channel, receiver.layout(manifest)) for channel, manifest in zip(channels, manifests, strict=True)]
             self._take_all()
             for stream in self._streams:
                 self._merge(stream)
             self._drain()
         seconds = time.monotonic() - started
         differences = {name: int(count) for name, count in self._differences.items() if int(count)}
-        nbytes = sum(manifest.nbytes for manifest in manifests)
-        return {"digest": self._learn(differences), "bytes": nbytes, "seconds": seconds, "differences": differences}
+        nbytes, whole = sum(manifest.nbytes for manifest in manifests), self._from_peer(manifests)
+        for channel in channels if whole else ():
+            with contextlib.suppress(RuntimeError, MyxoError):  # the source need not wait any longer; it would only wait for a limited time
+                channel.store.add(PEER_DONE, 1)
+        return {"digest": self._learn(differences, whole), "bytes": nbytes, "seconds": seconds, "differences": differences}
 
-    def _learn(self, differences: dict[str, int]) -> str:
-        """Records the tensors that the model holds now. Returns the version's digest."""
+    def _from_peer(self, manifests: Sequence[Manifest]) -> bool:
+        """Returns whether the channels are those of another engine's ranks. Raises BadMessage where these do not fit together."""
+        if all(manifest.kind != "partial" for manifest in manifests):
+            return False
+        if any(manifest.id != manifests[0].id for manifest in manifests):
+            raise BadMessage("the ranks of the source send different tensors")
+        return True
+
+    def _learn(self, differences: dict[str, int], whole: bool) -> str:
+        """Records the tensors that the model holds now; ``whole``: no others. Returns the version's digest, of what has come."""
         receiver = self._receiver
         found = {name: known for stream in self._streams for name, known in stream.layout.hasher.digests().items()}
-        if any(stream.parameters for stream in self._streams):
-            receiver.adopt(self._version, _proven(self._streams[0].channel, found, self._deadline))
-        elif not self._check and any(stream.adapter for stream in self._streams):
+        if not self._check and (whole or any(stream.adapter for stream in self._streams)):
             receiver.adopt(self._version, found)  # adapters are merged into the engine's own checkpoint: their digests are complete
         elif not self._check:
             receiver.learn(self._version, found)
@@ -315,17 +318,17 @@ class _Reception:
                     self._load(stream, index, self._taken(stream, index))
 
     def _taken(self, stream: _Stream, index: int) -> Tensor:
-        return stream.channel.take(index, stream.layout.manifest.buckets[index].nbytes, self._deadline)
+        nbytes = stream.layout.manifest.buckets[index].nbytes
+        flat = stream.channel.take(index, nbytes, self._deadline)
+        for other in stream.others:  # an element that several ranks hold is the same in all of them, or no digest will fit
+            flat.bitwise_or_(other.take(index, nbytes, self._deadline))
+            other.release(index)
+        return flat
 
     def _load(self, stream: _Stream, index: int, flat: Tensor) -> None:
         bucket = stream.layout.manifest.buckets[index]
         if stream.layout.manifest.kind == "adapter":
             stream.adapter |= {name: tensor.clone() for name, tensor in bucket_views(bucket, flat)}
-        elif stream.parameters:
-            self.touched = True
-            with torch.inference_mode():
-                for name, sent in bucket_views(bucket, flat):
-                    stream.parameters[name].copy_(sent)
         elif self._check:
             for name, count in load_plan.compare(self._receiver.model, bucket, flat).items():
                 self._differences[name] = self._differences.get(name, 0) + count
@@ -361,31 +364,9 @@ class _Reception:
             last.record()
             self._deadline.until(last.query, f"the end of loading push {self._push}", "this engine's device", self._poll, eager=True)
         for stream in self._streams:
-            stream.channel.finish(self._deadline)
+            for channel in (stream.channel, *stream.others):
+                channel.finish(self._deadline)
 
     def _poll(self) -> None:
         for stream in self._streams:
             stream.layout.hasher.poll()
-
-
-def _same_tensors(model: Any, manifest: Manifest) -> dict[str, Tensor]:
-    """Returns the model's own tensors by name. Raises BadMessage where the manifest of another engine's are not alike."""
-    tensors = load_plan.tensors_of(model)
-    own, theirs = load_plan.specs_of(tensors), {slot.name: (slot.dtype, slot.shape) for slot in manifest.slots()}
-    for name in own.keys() | theirs.keys():
-        if own.get(name) != theirs.get(name):
-            raise BadMessage(f"{name} is {own.get(name, 'not there')} in this engine, {theirs.get(name, 'not there')} in the source's")
-    return tensors
-
-
-def _proven(channel: ChannelReceiver, found: Mapping[str, TensorDigest], deadline: TransferDeadline) -> dict[str, TensorDigest]:
-    """Returns the digests of the tensors of a version that another engine has sent. Raises BadMessage, ChannelBroken."""
-    try:
-        known, sent = map(decoded_digests, parse_json(channel.read(PEER_PROOF, "the digests of what was sent", deadline)))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise BadMessage(f"{channel.source}: digests that cannot be read: {error}") from error
-    if differing := [name for name in found if sent.get(name) != found[name]]:
-        raise ChannelBroken(f"{len(differing)} tensors did not arrive as they were sent, {differing[0]} among them")
-    with contextlib.suppress(RuntimeError):  # the source need not wait any longer; it would only wait for a limited time anyway
-        channel.store.set(PEER_DONE, "1")
-    return known

@@ -17,6 +17,7 @@ from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.weight_checkpoint import CHECKPOINT_FILE, BrokenCheckpoint, WeightCheckpoint, WeightCheckpoints
 from shared.transfer.weight_checkpoint_writer import WeightCheckpointWriter
 from shared.transfer.weight_delta import DeltaEncoding
+from tests.support.small_disk import small_disk
 
 Weights = dict[str, np.ndarray]
 
@@ -319,3 +320,22 @@ def test_directories_that_are_called_like_no_version_do_not_count(name: str, tmp
     snapshots = history(tmp_path, "f")
     shutil.copytree(snapshots.path_of(0), tmp_path / name)
     assert snapshots.versions() == [0]
+
+
+@pytest.mark.parametrize("kinds", ["f", "fd"])
+def test_a_full_disk_costs_a_version_and_leaves_those_before_it_whole(tmp_path: Path, kinds: str) -> None:
+    with small_disk(tmp_path / "disk", "8m") as disk:
+        snapshots = history(disk.path / "weights", kinds)
+        newest = len(kinds) - 1
+        disk.fill(free=64 << 10)
+        large = {"layer.0.weight": np.ones((512, 512), np.float32)}
+        with pytest.raises(OSError, match="No space left"):
+            write(snapshots, newest + 1, found=large)
+        found = snapshots.newest()
+        assert found is not None and found.version == newest
+        for checkpoint in snapshots.chain(newest):
+            checkpoint.check_files(contents=True)
+        disk.clear()
+        write(snapshots, newest + 1, found=large)
+        found = snapshots.newest()
+        assert found is not None and found.version == newest + 1

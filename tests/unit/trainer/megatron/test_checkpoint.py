@@ -16,6 +16,7 @@ from services.trainer.megatron import checkpoint
 from services.trainer.megatron.checkpoint import CheckpointMissing
 from services.trainer.objective.loss import ValueLoss
 from shared.runtime.errors import ConfigError
+from tests.support.small_disk import small_disk
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.world import RankFailed
 
@@ -110,6 +111,27 @@ def test_a_checkpoint_that_cannot_be_published_is_raised_with_its_cause(make_act
     actor.save_checkpoint(tmp_path, 3, keep=1, wait=False)
     assert actor.finish_save() == tmp_path / "step_00000003"
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_full_disk_costs_a_checkpoint_and_leaves_the_one_before_it_whole(make_actor, tmp_path, wait):
+    actor = make_actor("qwen3")
+    rank_steps.steps(actor, 1)
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        root = disk.path / "checkpoints"
+        actor.save_checkpoint(root, 1, {"at": 1})
+        size = sum(file.stat().st_size for file in (root / "step_00000001").iterdir())
+        rank_steps.steps(actor, 1, first=1)
+        disk.fill(free=size // 2)
+        with pytest.raises(SaveFailed, match="step_00000002 could not be written.*No space left"):
+            actor.save_checkpoint(root, 2, {"at": 2}, wait=wait)
+            actor.finish_save()
+        assert [path.name for path in root.iterdir()] == ["step_00000001"], "nothing half-written is left to take the room"
+        assert latest_step(root) == 1
+        assert make_actor("qwen3").load_checkpoint(root) == {"at": 1}
+        disk.clear()
+        actor.save_checkpoint(root, 2, {"at": 2})
+        assert latest_step(root) == 2
 
 
 def test_resetting_the_optimizer_loads_the_weights_only(make_actor, tmp_path):

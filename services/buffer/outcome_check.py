@@ -1,0 +1,78 @@
+"""Decides which outcomes are taken as they are. Pure.
+
+An outcome may speak of the blobs of its own attempt alone: the buffer frees what is named to it, and the trainer reads it.
+"""
+
+from services.buffer.buffer_config import BufferConfig
+from services.buffer.state import BufferState
+from shared.bus.subjects import Subjects
+from shared.schema.messages import Failed, GroupOutcome, Outcome, Scored
+from shared.schema.overlong import too_long
+
+BUFFER = "buffer"
+"""Who gives up a group for an outcome that is not taken."""
+
+
+def checked(outcome: Outcome, subjects: Subjects, *, last: bool) -> GroupOutcome:
+    """Returns the outcome, or the failure of its group that stands for one that is not taken.
+
+    Args:
+        last: whether it is delivered for the last time: buffers have died or stood still with it in hand.
+    """
+    assert isinstance(outcome, GroupOutcome)  # what is decoded is none of a base
+    payload = outcome.payload
+    keys = [] if payload is None else payload.keys
+    prefix = subjects.payload_prefix(outcome.group, outcome.attempt)
+    own = list(dict.fromkeys(key for key in keys if key.startswith(prefix)))
+    if other := next((key for key in keys if not key.startswith(prefix)), None):
+        reason = f"names the blob {other}, which is not its own"
+    elif len(own) < len(keys):
+        reason = "names a blob twice"
+    elif last:
+        reason = "was delivered too often"
+    else:
+        return outcome
+    kept = None if payload is None or not own else payload.model_copy(update={"keys": own})
+    return Failed(group=outcome.group, attempt=outcome.attempt, reason=f"its outcome {reason}", by=BUFFER, payload=kept)
+
+
+def aligned(message: Scored) -> Scored | Failed:
+    """Returns the rewards of a held-out prompt, or its failure where they do not belong to its samples."""
+    problem = _alignment_problem(message)
+    if problem is None:
+        return message
+    return Failed(group=message.group, attempt=message.attempt, reason=problem, by=BUFFER, payload=message.payload)
+
+
+def group_problem(message: Scored, state: BufferState, limits: BufferConfig) -> str | None:
+    """Returns what is wrong with a training group that should hold one or more samples of each rollout, none longer than a micro-batch."""
+    rollouts, lengths = limits.rollout.n_samples_per_prompt, message.payload.tokens
+    samples, rewards = len(message.samples), len(message.rewards)
+    origins = message.rollouts or range(samples)
+    if not samples == rewards == len(origins) or len(set(origins)) != rollouts:
+        return f"{samples} samples of {len(set(origins))} rollouts, with {rewards} rewards, came back for {rollouts} rollouts"
+    if lengths and max(lengths) > limits.longest_sample:
+        return f"sample {message.group}/{lengths.index(max(lengths))} {too_long(max(lengths), limits.longest_sample)}"
+    return _alignment_problem(message) or _version_problem(message, max(state.live_version, limits.newest_version(state.formed_steps)))
+
+
+def _alignment_problem(message: Scored) -> str | None:
+    """Returns which of a group's lists do not belong to the same samples."""
+    samples, rewards = len(message.samples), len(message.rewards)
+    if samples != rewards:
+        return f"{samples} samples, with {rewards} rewards, came back"
+    if len(message.parts) not in (0, samples) or not set(message.removed) <= set(range(samples)):
+        return f"named rewards of {len(message.parts)} samples, and {str(message.removed)[:80]} removed, came back for {samples} samples"
+    if not {position for position, _ in message.unread} <= set(range(samples)):
+        return f"unread responses {str(message.unread)[:80]} came back for {samples} samples"
+    if len(message.payload.tokens) not in (0, samples):
+        return f"lengths of {len(message.payload.tokens)} samples came back for {samples} samples"
+    return None
+
+
+def _version_problem(message: Scored, newest: int) -> str | None:
+    """Returns which versions are out of order, or newer than what the steps that have their batch can make."""
+    for index, sample in enumerate(message.samples):
+        if not sample.oldest <= sample.newest <= newest:
+            return f"sample {index} holds tokens of versions {sample.oldest} to {sample.newest}; the newest that there can be is {newest}"
+    return None

@@ -1,0 +1,88 @@
+"""Takes what services send about groups (rewards, failures, interruptions) from their queue, and has the buffer decide about it."""
+
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+from services.buffer import outcome_check, outcome_sources, policy
+from services.buffer.buffer_config import BufferConfig
+from services.buffer.state import BufferState
+from services.buffer.trial import BadRecord
+from shared.bus.streams import scored_consumer
+from shared.bus.work_queue import MessageLease, WorkQueue
+from shared.runtime.service_base import Service
+from shared.schema.ledger import LedgerRecord
+from shared.schema.messages import Failed, GroupOutcome, Outcome, Scored, failure_of
+
+FETCH = 256
+"""Outcomes that are taken at once."""
+
+Decision = Callable[[], Sequence[LedgerRecord]]
+
+
+class OutcomeConsumer:
+    """The queue of outcomes.
+
+    Args:
+        held: awaited before messages are acted on; it raises where another buffer is active. decide: has a decision made and recorded,
+            and raises BadRecord where that cannot be. free: has payload keys removed from the store.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        limits: BufferConfig,
+        held: Callable[[], Awaitable[None]],
+        decide: Callable[[Decision], Awaitable[None]],
+        free: Callable[[Iterable[str]], None],
+    ) -> None:
+        self._service, self._limits, self._held, self._decide, self._free = service, limits, held, decide, free
+        self._queue = WorkQueue(service.bus, scored_consumer(service.run, service.config.bus), Outcome, self._on_unreadable)
+        self._state = BufferState()
+
+    async def run(self, state: BufferState) -> None:
+        """Takes outcomes until cancelled; acks each once it is in the ledger."""
+        self._state = state
+        while True:
+            fetched = await self._queue.fetch(FETCH)
+            await self._held()  # a state that may be behind must not ignore any message
+            leases = [lease for lease in fetched if not await self._misplaced(lease)]
+            outcomes = [outcome_check.checked(lease.message, self._service.subjects, last=lease.last) for lease in leases]
+            if rewards := [outcome for outcome in outcomes if isinstance(outcome, Scored)]:
+                await self.settle(rewards)
+            for lease, outcome in zip(leases, outcomes, strict=True):
+                if not isinstance(outcome, Scored):
+                    await self.settle([outcome])
+                if late := policy.unwanted(state, outcome):
+                    self._free(late)
+                await lease.ack()
+
+    async def _misplaced(self, lease: MessageLease[Outcome]) -> bool:
+        """Returns whether an outcome came from somebody who may not report it; it is then gone from the queue."""
+        reason = outcome_sources.refusal(self._service.subjects, lease.subject, lease.message)
+        if reason is not None:
+            self._service.metrics.add("outcomes_refused")
+            self._service.log.error("outcome_refused", group=lease.message.group, attempt=lease.message.attempt, error=reason)
+            await lease.ack()
+        return reason is not None
+
+    async def _on_unreadable(self, data: bytes, reason: str) -> None:
+        if (failed := failure_of(data, reason, by=outcome_check.BUFFER)) is not None:
+            await self._held()
+            await self.settle([failed])
+
+    async def settle(self, outcomes: Sequence[GroupOutcome]) -> None:
+        """Decides about outcomes together. One that cannot be recorded ends its own group, and holds nothing else up."""
+        try:
+            await self._decide(lambda: policy.outcomes(self._state, self._limits, outcomes, time.time()))
+        except BadRecord as error:
+            if len(outcomes) > 1:
+                for outcome in outcomes:
+                    await self.settle([outcome])
+            else:
+                await self._give_up(outcomes[0], str(error))
+
+    async def _give_up(self, outcome: GroupOutcome, reason: str) -> None:
+        self._service.metrics.add("outcomes_refused")
+        self._service.log.error("outcome_refused", group=outcome.group, attempt=outcome.attempt, error=reason)
+        if not isinstance(outcome, Failed):
+            await self.settle([Failed(group=outcome.group, attempt=outcome.attempt, reason=reason, by=outcome_check.BUFFER)])

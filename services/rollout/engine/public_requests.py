@@ -1,0 +1,242 @@
+"""The requests that others may send to an engine: each field by name, within bounds. It is pure and does no I/O.
+
+An engine takes many more fields. Some of them read files and addresses, load adapters, name other hosts, or carry code; and values out of
+range end its scheduler. So a request is read into these models and written anew from them. What they do not know is refused by name, unless
+it is null or false: routers send switches that are off.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+
+from services.rollout.engine.engine_errors import InvalidRequest
+
+MAX_SAMPLES = 1024
+"""The most generations that one request may ask for."""
+
+UNBOUNDED = 2**31 - 1
+"""More tokens than any engine generates; it stops at the end of its context."""
+
+IGNORED = {"rid", "log_metrics"}
+"""Fields that a router adds. The proxy gives each request an id of its own: with one that it knows it can end it."""
+
+
+def _checked_token(token: int, info: ValidationInfo) -> int:
+    vocabulary = info.context or 0
+    if not 0 <= token < vocabulary:
+        raise ValueError(f"token {token} is not in [0, {vocabulary})")
+    return token
+
+
+def _checked_tokens(tokens: list[int], info: ValidationInfo) -> list[int]:
+    if tokens:
+        _checked_token(min(tokens), info)
+        _checked_token(max(tokens), info)
+    return tokens
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_is_off(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        known = cls.model_fields
+        return {name: value for name, value in fields.items() if value is not None and (name in known or value is not False)}
+
+    @field_validator("input_ids", "stop_token_ids", "token_ids_logprob", check_fields=False)
+    @classmethod
+    def _in_vocabulary(cls, tokens: Any, info: ValidationInfo) -> Any:
+        nested = tokens and isinstance(tokens[0], list)
+        for one in tokens if nested else [tokens]:
+            _checked_tokens(one, info)
+        return tokens
+
+    @field_validator("top_k", check_fields=False)
+    @classmethod
+    def _some_or_all(cls, top_k: int) -> int:
+        if top_k == 0:
+            raise ValueError("expected at least 1, or -1 for all")
+        return top_k
+
+
+Count = Annotated[int, Field(ge=0, le=UNBOUNDED)]
+TokenIds = Annotated[list[int], Field(max_length=2**22)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+Stop = StopText | Annotated[list[StopText], Field(max_length=32)]
+Temperature = Annotated[float, Field(ge=0, le=1000)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TopK = Annotated[int, Field(ge=-1, le=1 << 30)]
+Seed = Annotated[int, Field(ge=0, le=UNBOUNDED)]
+
+
+class _Drawing(_Request):
+    """How tokens are drawn, in the words that both kinds of request share."""
+
+    temperature: Temperature = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: TopK = -1
+    min_p: Share = 0.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    stop: Stop = []
+    stop_token_ids: Annotated[TokenIds, Field(max_length=256)] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+
+class SamplingParams(_Drawing):
+    """``sampling_params`` of `/generate`."""
+
+    max_new_tokens: Count = 128
+    min_new_tokens: Count = 0
+    spaces_between_special_tokens: bool = True
+    sampling_seed: Seed = 0
+
+
+class GenerateRequest(_Request):
+    """A request to `/generate`: one prompt or several, as text or as tokens."""
+
+    model: str = ""
+    text: str | Annotated[list[str], Field(min_length=1, max_length=MAX_SAMPLES)] = ""
+    input_ids: Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_SAMPLES)] | TokenIds = []
+    sampling_params: SamplingParams | Annotated[list[SamplingParams], Field(min_length=1, max_length=MAX_SAMPLES)] = SamplingParams()
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: Annotated[int, Field(ge=-1, le=UNBOUNDED)] = -1
+    top_logprobs_num: Annotated[int, Field(ge=0, le=20)] = 0
+    token_ids_logprob: Annotated[TokenIds, Field(max_length=1024)] = []
+    return_text_in_logprobs: bool = False
+    return_routed_experts: bool = False
+
+    @property
+    def prompts(self) -> int:
+        """Returns the number of prompts."""
+        return len(self.text) if isinstance(self.text, list) else len(self.input_ids) if _nested(self.input_ids) else 1
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if bool(self.text) == bool(self.input_ids):
+            raise ValueError("expected a prompt in one of text and input_ids")
+        prompts: Sequence[object] = self.text if isinstance(self.text, list) else self.input_ids if _nested(self.input_ids) else ()
+        if not all(prompts):
+            raise ValueError("an empty prompt")
+        parameters = self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params] * self.prompts
+        if len(parameters) != self.prompts:
+            raise ValueError(f"sampling_params has {len(parameters)} entries for {self.prompts} prompts")
+        if sum(one.n for one in parameters) > MAX_SAMPLES:
+            raise ValueError(f"expected at most {MAX_SAMPLES} samples in one request")
+        return self
+
+
+class _TextPart(_Request):
+    type: Literal["text"]
+    text: str
+
+
+class _FunctionCall(_Request):
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class _ToolCall(_Request):
+    id: str = ""
+    type: Literal["function"] = "function"
+    index: Count = 0
+    function: _FunctionCall
+
+
+class _ChatMessage(_Request):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_TextPart] = ""
+    name: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[_ToolCall] = []
+    tool_call_id: str = ""
+
+
+class _ToolFunction(_Request):
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+
+
+class _Tool(_Request):
+    type: Literal["function"] = "function"
+    function: _ToolFunction
+
+
+class _StreamOptions(_Request):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class ChatRequest(_Drawing):
+    """A request to `/v1/chat/completions`: text alone, and nothing that constrains what is drawn by a grammar."""
+
+    model: str = ""
+    messages: Annotated[list[_ChatMessage], Field(min_length=1, max_length=4096)]
+    max_tokens: Count = 0
+    max_completion_tokens: Count = 0
+    min_tokens: Count = 0
+    seed: Seed = 0
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    tools: Annotated[list[_Tool], Field(max_length=128)] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: bool = True
+    user: str = ""
+    continue_final_message: bool = False
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+    return_token_ids: bool = False
+    return_prompt_token_ids: bool = False
+    return_meta_info: bool = False
+
+    @property
+    def prompts(self) -> int:
+        return 1
+
+
+PublicRequest = GenerateRequest | ChatRequest
+
+
+def parse_request(kind: type[PublicRequest], body: bytes, vocab_size: int) -> PublicRequest:
+    """Returns the request in a body of JSON. Raises InvalidRequest, which names the field."""
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequest("expected a JSON object")
+    try:
+        return kind.model_validate({name: value for name, value in fields.items() if name not in IGNORED}, context=vocab_size)
+    except ValidationError as error:
+        raise InvalidRequest("; ".join(map(_problem, error.errors(include_input=False, include_context=False)[:3]))) from None
+
+
+def engine_body(request: PublicRequest, rid: str, cache_key: str) -> bytes:
+    """Returns what the engine is asked: the given fields, under the proxy's id. Prefixes are shared under the same ``cache_key`` only."""
+    fields = request.model_dump(exclude_unset=True) | {"extra_key": cache_key}
+    if isinstance(request, GenerateRequest) and request.prompts > 1:
+        return orjson.dumps(fields | {"rid": [f"{rid}-{index}" for index in range(request.prompts)]})
+    return orjson.dumps(fields | {"rid": rid})
+
+
+def _problem(error: Mapping[str, Any]) -> str:
+    place = ".".join(str(step) for step in error["loc"])[:100]
+    return f"{place}: {error['msg']}" if place else str(error["msg"])
+
+
+def _nested(tokens: Sequence[Any]) -> bool:
+    return bool(tokens) and isinstance(tokens[0], list)

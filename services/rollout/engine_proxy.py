@@ -1,0 +1,211 @@
+"""The door through which others reach this replica's engine: a router, the agents behind it, and the user's own generate functions.
+
+It passes on what `ROUTES` lists, and nothing else. The engine itself listens where nobody but this service comes
+(`services.rollout.engine.private_endpoints`). Invariant: nothing that untrusted weights drew leaves by this door. A fenced replica answers
+503; while weights change, requests wait; and what was being generated when a replica was fenced is not handed out.
+"""
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+
+from aiohttp import ClientError, web
+
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.engine_errors import InvalidRequest
+from services.rollout.engine.public_requests import ChatRequest, GenerateRequest, PublicRequest, engine_body, parse_request
+from services.rollout.served_version import ServedVersion
+from shared.runtime.errors import MyxoError
+from shared.runtime.telemetry import Metrics
+
+GENERATIONS: dict[str, type[PublicRequest]] = {"/generate": GenerateRequest, "/v1/chat/completions": ChatRequest}
+ROUTES = {("GET", "/health"), ("GET", "/v1/models"), *(("POST", path) for path in GENERATIONS)}
+"""What is passed on, by method and path, to the letter. A path is never decoded or normalised: one that would have to be is not here."""
+
+BODY_BYTES = 8 * 2**20
+"""The largest body: a million tokens."""
+
+BODY_SECONDS, CALL_SECONDS, IDLE_SECONDS = 30.0, 10.0, 60.0
+"""The deadlines for a request's body, for the engine's answer to a short call, and for the next request's head on a connection."""
+
+SHUTDOWN_SECONDS = 0.1
+"""The time in which requests may still end when the proxy is closed."""
+
+POLL_INTERVAL_S = 0.05
+
+MODEL_FIELDS = ("id", "object", "created", "owned_by", "max_model_len")
+"""What is told of a model. The engine's own answer tells where its files lie, too."""
+
+
+class RequestDenied(Exception):
+    """A request that is answered here: it is not passed on, or its answer is not."""
+
+    def __init__(self, status: HTTPStatus, reason: str) -> None:
+        self.status, self.reason = status, reason
+        super().__init__(reason)
+
+
+class EngineProxy:
+    """Serves one replica's engine to others.
+
+    Args:
+        served: the replica's version. engine: returns its engine's client, if there is one. limit: requests at once.
+        generate_s: seconds for one generation, from its request to the end of its answer. wait_s: of them, for weights to be changed.
+
+    Attributes:
+        address: host and port, once it is open.
+    """
+
+    def __init__(
+        self,
+        served: ServedVersion,
+        engine: Callable[[], EngineClient | None],
+        metrics: Metrics,
+        limit: int,
+        generate_s: float,
+        wait_s: float,
+    ) -> None:
+        self._served, self._engine, self._metrics, self._limit = served, engine, metrics, limit
+        self._generate_s, self._wait_s = generate_s, wait_s
+        self._requests = 0
+        self._runner: web.ServerRunner | None = None
+        self.address: tuple[str, int] | None = None
+
+    async def open(self, host: str) -> None:
+        """Listens on a free port of ``host``; does nothing if it does so already."""
+        if self._runner is None:
+            # the handler is cancelled when its client is gone. Bodies stay as they were sent: none is unpacked
+            server = web.Server(
+                self._handle, handler_cancellation=True, access_log=None, auto_decompress=False, keepalive_timeout=IDLE_SECONDS
+            )
+            self._runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_SECONDS)
+            await self._runner.setup()
+            await web.TCPSite(self._runner, host, 0).start()
+            self.address = self._runner.addresses[0][:2]
+
+    async def close(self) -> None:
+        """Ends what is being passed on, and listens no more."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = self.address = None
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await self._answer(request)
+        except RequestDenied as denied:
+            self._metrics.add("engine_requests_denied")
+            return _refusal(denied.status, denied.reason)
+        except InvalidRequest as error:
+            return _refusal(HTTPStatus.BAD_REQUEST, str(error))
+        except TimeoutError:
+            return _refusal(HTTPStatus.GATEWAY_TIMEOUT, f"the engine gave no complete answer within {self._generate_s:g} s")
+        except (MyxoError, ClientError) as error:
+            return _refusal(HTTPStatus.BAD_GATEWAY, str(error))
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if (request.method, request.raw_path) not in ROUTES:
+            raise RequestDenied(
+                HTTPStatus.NOT_FOUND, "this address takes " + ", ".join(sorted(map(" ".join, ROUTES))) + ", and nothing else"
+            )
+        if (kind := GENERATIONS.get(request.raw_path)) is not None:
+            async with self._admitted():
+                return await self._generate(request, kind)
+        client = self._present()
+        if request.raw_path == "/health":
+            if self._served.serving:  # it answers nothing while it is paused
+                await client.transport.get("/health", CALL_SECONDS)
+            return web.json_response({"status": "ok"})
+        listed = await client.transport.get("/v1/models", CALL_SECONDS)
+        models = [{field: model[field] for field in MODEL_FIELDS if field in model} for model in listed["data"]]
+        return web.json_response({"object": "list", "data": models})
+
+    async def _generate(self, request: web.BaseRequest, kind: type[PublicRequest]) -> web.StreamResponse:
+        self._present()  # before a body is read that nobody would answer
+        body = await _body_of(request)
+        client = await self._serving()
+        parsed, life, rid = parse_request(kind, body, client.capabilities.vocab_size), self._served.incarnation, f"{uuid.uuid4().hex}$"
+        response: web.StreamResponse | None = None
+        try:
+            async with (
+                asyncio.timeout(self._generate_s),
+                client.transport.stream(request.raw_path, engine_body(parsed, rid, f"v{client.version}")) as answer,
+            ):
+                headers = {"Content-Type": answer.content_type}
+                if not parsed.stream:
+                    whole = await answer.read()
+                    self._still(life)
+                    return web.Response(status=answer.status, body=whole, headers=headers)
+                response = web.StreamResponse(status=answer.status, headers=headers)
+                await response.prepare(request)
+                async for chunk in answer.content.iter_any():
+                    self._still(life)
+                    await response.write(chunk)
+                await response.write_eof()
+                return response
+        except BaseException as error:
+            client.abandon(rid)
+            if response is not None and isinstance(error, Exception):
+                raise ConnectionResetError(str(error)) from error  # its status has been sent: the connection breaks off
+            raise
+
+    def _present(self) -> EngineClient:
+        """Returns the engine of a replica that holds a verified version, or is getting one."""
+        client, served = self._engine(), self._served
+        if client is None or not (served.has_weights or served.asleep or served.target is not None):
+            raise RequestDenied(HTTPStatus.SERVICE_UNAVAILABLE, f"this replica is {self._served.state}: it holds no verified weights")
+        return client
+
+    async def _serving(self) -> EngineClient:
+        """Returns the engine once its weights are not being changed. No deadline runs while a trainer computes on its GPUs."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._wait_s
+        while not self._served.serving:
+            self._present()
+            if self._served.asleep:
+                end = loop.time() + self._wait_s
+            elif loop.time() > end:
+                raise RequestDenied(HTTPStatus.SERVICE_UNAVAILABLE, f"the weights were still being changed after {self._wait_s:g} s")
+            await asyncio.sleep(POLL_INTERVAL_S)
+        return self._present()
+
+    def _still(self, life: int) -> None:
+        if self._served.incarnation != life:
+            raise RequestDenied(HTTPStatus.SERVICE_UNAVAILABLE, "the replica's weights became untrusted while it generated this")
+
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[None]:
+        if self._requests >= self._limit:
+            raise RequestDenied(HTTPStatus.TOO_MANY_REQUESTS, f"{self._limit} requests are being served")
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._requests -= 1
+
+
+async def _body_of(request: web.BaseRequest) -> bytes:
+    """Returns the whole body. A form of another site's cannot be sent as JSON, so no browser is made to ask an engine on loopback."""
+    if request.content_type != "application/json" or request.headers.get("Content-Encoding", "identity") != "identity":
+        raise RequestDenied(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "expected a body of application/json, not compressed")
+    if (request.content_length or 0) > BODY_BYTES:
+        raise RequestDenied(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected a body of at most {BODY_BYTES} bytes")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.content.iter_any():
+                body += chunk
+                if len(body) > BODY_BYTES:
+                    raise RequestDenied(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected a body of at most {BODY_BYTES} bytes")
+    except TimeoutError:
+        raise RequestDenied(HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {BODY_SECONDS:g} s") from None
+    return bytes(body)
+
+
+def _refusal(status: HTTPStatus, reason: str) -> web.Response:
+    response = web.Response(status=status, body=json.dumps({"error": reason}).encode(), content_type="application/json")
+    if status != HTTPStatus.BAD_REQUEST:
+        response.force_close()  # of what follows on this connection nothing is read
+    return response
