@@ -65,4 +65,4 @@ def every_message() -> dict[str, Message]:
     kinds = {
         name: kind for name, kind in Message.kinds.items() if kind.__module__.startswith("shared.") and not kind.__name__.startswith("_")
     }
-    return {name: typing.cast(Message, valid(kind)) for name, kind in kinds.items() if kind.model_fields}
+    return {name: typing.cast(Message, valid(kind)) for name, kind in kinds.items() if kind.model_fields and not kind.__subclasses__()}
