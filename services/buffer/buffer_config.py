@@ -14,7 +14,7 @@ class BufferConfig:
     """The sections for the buffer's decisions, and values derived from them.
 
     eval_prompts: held-out prompts (0: nothing is evaluated). has_critic: whether a critic trains the same batches. longest_sample: tokens
-    of a micro-batch.
+    of a micro-batch. message_bytes: of the bus's largest message.
     """
 
     rollout: RolloutSection
@@ -23,6 +23,7 @@ class BufferConfig:
     eval_prompts: int = 0
     has_critic: bool = False
     longest_sample: int = 1 << 31
+    message_bytes: int = 1_000_000
 
     @property
     def surplus(self) -> int:

@@ -82,6 +82,7 @@ class Buffer:
             eval_prompts=len(heldout) if heldout else 0,
             has_critic=config.algorithm.has_critic,
             longest_sample=config.trainer.micro_batch_tokens,
+            message_bytes=service.bus.message_limit,
         )
         self._tasks = TaskPublisher(service.bus, config, prompts)
         self._prompts = prompts

@@ -15,7 +15,7 @@ from services.buffer.buffer_config import BufferConfig
 from services.buffer.staleness import StalenessDecision
 from services.buffer.state import BufferState, GroupState
 from shared.runtime.errors import MyxoError
-from shared.schema import ledger
+from shared.schema import codec, ledger
 from shared.schema.ledger import LedgerRecord, group_number
 from shared.schema.messages import (
     Attestation,
@@ -45,6 +45,10 @@ RECORD_SAMPLES = 2048
 
 MOST_PARTS = 64
 """The most named rewards of a batch that are reported: the user chooses the names, and all of them go into one message."""
+
+
+PARTS_BYTES = MOST_PARTS * 384
+"""Of a batch's message: the named rewards, each with a name of at most 64 characters and five numbers."""
 
 
 class BadChoice(MyxoError):
@@ -213,9 +217,11 @@ def form_batch(
         _check_choice(chosen, {group.id for group in ready["fits"]}, size)
     if len(chosen) == size:
         mask_below = staleness.mask_below(limits.rollout.staleness_policy, bound)
-        records.append(
-            ledger.BatchFormed(step=step, version=version, groups=sorted(chosen, key=group_number), mask_below=mask_below, at=now)
-        )
+        names = sorted(chosen, key=group_number)
+        if (largest := _over_limit([_batch_group(state.groups[name], mask_below) for name in names], limits.message_bytes)) is not None:
+            reason = f"a batch with it is over the bus's limit of {limits.message_bytes} bytes, and it is the largest of its groups"
+            return [*records, ledger.GroupDead(group=largest, reason=reason, at=now)]
+        records.append(ledger.BatchFormed(step=step, version=version, groups=names, mask_below=mask_below, at=now))
     return records
 
 
@@ -224,14 +230,22 @@ def batch(state: BufferState, step: int) -> Batch | None:
     record = state.batches.get(step)
     if record is None or record.dead:
         return None
-    groups = []
-    for group in record.groups:
-        assert group.scored is not None  # only scored groups are ever batched
-        result, stale = group.scored, group.scored.stale(record.mask_below)
-        item = BatchGroup(group=group.id, payload=result.payload, rewards=result.rewards.tolist(), removed=result.removed, stale=stale)
-        groups.append(item)
+    groups = [_batch_group(group, record.mask_below) for group in record.groups]
     parts = _reward_parts(sample for group in record.groups if group.scored is not None for sample in group.scored.parts)
     return Batch(step=step, version=record.version, mask_below=record.mask_below, groups=groups, parts=parts)
+
+
+def _batch_group(group: GroupState, mask_below: int) -> BatchGroup:
+    result = group.scored
+    assert result is not None  # only scored groups are ever batched
+    rewards, stale = result.rewards.tolist(), result.stale(mask_below)
+    return BatchGroup(group=group.id, payload=result.payload, rewards=rewards, removed=result.removed, stale=stale)
+
+
+def _over_limit(groups: list[BatchGroup], limit: int) -> str | None:
+    """Returns the group that takes most of a batch whose message would have more than ``limit`` bytes."""
+    sizes = {group.group: len(codec.pack(group.model_dump())) for group in groups}
+    return max(sizes, key=lambda name: sizes[name]) if sum(sizes.values()) + PARTS_BYTES > limit else None
 
 
 def _reward_parts(samples: Iterable[Mapping[str, float]]) -> dict[str, RewardPart]:

@@ -14,7 +14,7 @@ from shared.bus.registry import Registry
 from shared.bus.subjects import EVAL, TRAIN
 from shared.data.tokenizer import Tokenizer
 from shared.schema.ledger import EvalEnded, EvalStarted, GroupDead, GroupRequeued, GroupsDropped, GroupsScored, group_id
-from shared.schema.messages import BatchPending, Failed, Interrupted, RunDone
+from shared.schema.messages import Accepted, BatchPending, Failed, Interrupted, RunDone, Trained
 from tests.integration.buffer.conftest import Launched, Served
 from tests.integration.buffer.player import Player
 from tests.support.run_config import PROMPTS, write_jsonl
@@ -188,7 +188,8 @@ async def test_what_does_not_follow_is_refused_in_words(served: Served) -> None:
     with pytest.raises(RequestRefused, match="the buffer: step 2 was asked for; the next batch is of step 0"):
         await player.ask(2)
     with pytest.raises(RequestRefused, match="step 0 was reported as trained; its batch was not formed yet"):
-        await player.trained(0)
+        early = Trained(step=0, version=1, started=1.0, ended=2.0)
+        await player.bus.request(player.names.trained, early, Accepted, deadline=60, awaited_from="the buffer")
     with pytest.raises(RequestRefused, match="a checkpoint of 3 steps was reported; 0 are trained"):
         await player.durable(3)
     pending = await player.ask(0)

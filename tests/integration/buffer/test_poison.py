@@ -157,6 +157,19 @@ async def test_a_group_too_large_for_a_record_is_dead(served: Served) -> None:
     await player.batch(0, working=True)
 
 
+async def test_groups_too_large_for_the_message_of_their_batch_are_dead(served: Served) -> None:
+    player = await served(rollout={"rollout_batch_size": 5})
+    await player.live(0)
+    for scored in await taken(player, 5):
+        keys = [f"{player.names.payload_prefix(scored.group, 0)}a:{part}".ljust(300, "-") for part in range(1000)]
+        await player.store.write(dict.fromkeys(keys, b"x"))
+        await player.say(scored.model_copy(update={"payload": Payload(keys=keys, bytes=1000)}))
+    batch = await player.batch(0, working=True)
+    assert len(batch.groups) == 5
+    assert all("a batch with it is over the bus's limit" in reason for reason in (await reasons(player, 1)).values())
+    assert (await player.audit()).ok
+
+
 async def test_news_of_weights_that_cannot_be_is_refused(served: Served) -> None:
     player = await served()
     news = WeightsLive(version=0, replicas=["r"], seconds=0.1, bytes=1, at=1.0)
