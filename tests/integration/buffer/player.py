@@ -1,6 +1,7 @@
 """The rest of a run, played over the real bus and store: what replicas, verifiers and a trainer say to the buffer."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +54,8 @@ class Player:
         self._nats_url, self._logs = nats_url, logs
         self._queues = {kind: WorkQueue(bus, task_consumer(config.run.name, config.bus, kind), Task) for kind in (TRAIN, EVAL)}
         self.version = 0
+        self.spoil: Callable[[str], Callable[[list[Sample]], list[bytes]] | None] = lambda _: None
+        """What makes the blobs of a group's samples, by its id, in the place of the codec."""
 
     # --- the buffer's process
 
@@ -105,14 +108,15 @@ class Player:
             )
             for index in range(task.n)
         ]
-        blobs = sample.encode(samples, self.config.store.blob_bytes)
+        metas, lengths = [replace(one.meta(), digest=one.token_digest()) for one in samples], [one.length for one in samples]
+        blobs = spoilt(samples) if (spoilt := self.spoil(task.group)) else sample.encode(samples, self.config.store.blob_bytes)
         written = {self.names.payload_key(task.group, task.attempt, part): blob for part, blob in enumerate(blobs)}
         await self.store.write(written)
         return Scored(
             group=task.group,
             attempt=task.attempt,
-            payload=reference(self.names.run, written, [one.length for one in samples]),
-            samples=[replace(one.meta(), digest=one.token_digest()) for one in samples],
+            payload=reference(self.names.run, written, lengths),
+            samples=metas,
             rewards=[float(index % 2) for index in range(task.n)],
             replica="replica-1",
             environment=task.environment,

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from redis.asyncio import Redis
 
 from services.buffer.amendment import MOST_REFUSALS
+from shared.bus import runs
 from shared.schema import sample
-from shared.schema.ledger import BatchAmended, BatchFormed, BatchTrained, GroupDead, LedgerRecord, SampleRefused
-from shared.schema.messages import BatchGroup
+from shared.schema.ledger import BatchAmended, BatchFormed, BatchTrained, GroupDead, LedgerRecord, SampleRefused, group_id
 from shared.schema.sample import Sample
 from tests.integration.buffer.conftest import Launched
 from tests.integration.buffer.player import Player
@@ -52,19 +53,14 @@ POISON: dict[str, tuple[Poison, str]] = {
     "a response that is longer": (of_second(response=lambda ids: np.append(ids, ids)), "log_probs has 3 entries for 6"),
     "bytes that are no message": (lambda _: [b"\xc1\xc1"], "2 bytes that are not MessagePack"),
     "a name of a megabyte": (of_second(group=lambda name: name * 120_000), ""),
-    "nothing at all": (lambda _: [], "the store holds no blob"),
 }
 
 
-async def poison(player: Player, group: BatchGroup | str, spoilt: Poison) -> None:
-    """Overwrites what lies in the store of a group, as whoever writes to the store may."""
-    prefix = group if isinstance(group, str) else group.group
-    [key] = [key for key in await player.blobs() if f":{prefix}:" in key]
-    samples = sample.decode(await player.store.read([key]))
-    if blobs := spoilt(samples):
-        await player.store.write({key: blobs[0]})
-    else:
-        await player.store.free([key])
+async def overwrite(player: Player, group: str, blob: bytes) -> None:
+    """Writes over what lies in the store of a group, past all accounts."""
+    [key] = [key for key in await player.blobs() if f":{group}:" in key]
+    async with Redis.from_url(await runs.store_url(player.bus, player.config.run.name)) as client:
+        await client.set(key, blob)
 
 
 @contextlib.contextmanager
@@ -103,29 +99,32 @@ def of_kind(records: list[LedgerRecord], kind: type[Any]) -> list[Any]:
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.extra), 2])
 async def test_whatever_is_wrong_with_a_group_the_step_goes_on_with_another(ranks: int, launched: Launched, tmp_path: Path) -> None:
     """Every kind of poison in one batch, beside two good groups. The trainer lives once, and trains a whole batch."""
-    groups = len(POISON) + 2
+    groups, bad = len(POISON) + 4, len(POISON) + 2
     rollout = {"num_rollout": 1, "rollout_batch_size": groups, "n_samples_per_prompt": 2}
     player, _ = await launched(rollout=rollout, trainer={**TRAINER, "actor_num_gpus_per_node": ranks})
+    player.spoil = dict(zip(map(group_id, range(groups)), (spoilt for spoilt, _ in POISON.values()), strict=False)).get
     await player.live(0)
     names = sorted(await player.work_until(groups))
     await player.batch(0)
-    for name, (spoilt, _) in zip(names, POISON.values(), strict=False):
-        await poison(player, name, spoilt)
+    gone, changed = names[len(POISON) : bad]
+    await player.store.free([key for key in await player.blobs() if f":{gone}:" in key])
+    await overwrite(player, changed, b"another's")
     with trainer_of(player, tmp_path) as trainer:
         async with working(player):
             await ended(trainer)
     records = await player.records()
     refusals = Counter(record.group for record in of_kind(records, SampleRefused))
-    assert refusals == dict.fromkeys(names[: len(POISON)], MOST_REFUSALS)
+    assert refusals == dict.fromkeys(names[:bad], MOST_REFUSALS)
     reasons = {record.group: record.reason for record in of_kind(records, GroupDead)}
     for name, (kind, (_, words)) in zip(names, POISON.items(), strict=False):
         assert reasons[name].startswith(f"trainer: sample {name}/") and words in reasons[name], (kind, reasons[name])
+    assert "the store holds no blob" in reasons[gone] and "it was overwritten or damaged" in reasons[changed]
     removed = [name for record in of_kind(records, BatchAmended) for name in record.removed]
     added = [name for record in of_kind(records, BatchAmended) for name in record.added]
-    assert sorted(removed) == names[: len(POISON)] and len(added) == len(POISON) and not set(added) & set(names)
+    assert sorted(removed) == names[:bad] and len(added) == bad and not set(added) & set(names)
     report = await player.audit()
     assert report.violations == []
-    assert (report.steps, report.trained, report.amended, report.dead.total()) == (1, groups, len(POISON), len(POISON))
+    assert (report.steps, report.trained, report.amended, report.dead.total()) == (1, groups, bad, bad)
 
 
 def marked(last: int, most: int | None = None) -> Poison:
@@ -156,10 +155,10 @@ async def test_a_sample_that_a_step_fails_for_is_found_although_nothing_names_it
     rollout = {"num_rollout": 2, "rollout_batch_size": 4, "n_samples_per_prompt": 2, "max_staleness": 1}
     objective = {"loss_type": "custom_loss", "custom_loss_function_path": function}
     player, _ = await launched(rollout=rollout, algorithm=objective, trainer={**TRAINER, "actor_num_gpus_per_node": ranks})
+    player.spoil = {group_id(2): marked(MARK, most=1)}.get
     await player.live(0)
     names = sorted(await player.work_until(4))
     await player.batch(0)
-    await poison(player, names[2], marked(MARK, most=1))
     with trainer_of(player, tmp_path) as trainer:
         async with working(player):
             await ended(trainer)
@@ -200,7 +199,7 @@ async def test_a_payload_that_is_spoilt_after_it_was_trained_costs_its_own_group
     with trainer_of(player, tmp_path) as trainer:
         await until(trained, "the first step", RUN_SECONDS)
         trainer.kill()
-    await poison(player, first, of_second(mask=with_last(7)))
+    await overwrite(player, first, b"another's")
     with trainer_of(player, tmp_path) as trainer:
         async with working(player):
             await ended(trainer)
@@ -217,25 +216,17 @@ async def test_a_run_of_nothing_but_poison_fails_with_the_reason(launched: Launc
     """The groups come back scored each time, so the count of dead groups in a row never gets anywhere."""
     rollout = {"num_rollout": 1, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_dead_in_a_row": 5}
     player, _ = await launched(rollout=rollout, trainer=TRAINER)
+    player.spoil = lambda _: of_second(mask=with_last(7))
     await player.live(0)
 
-    async def work() -> None:
-        while True:
-            for lease in await player.tasks(2):
-                scored = await player.generate(lease.message)
-                await poison(player, lease.message.group, of_second(mask=with_last(7)))
-                await player.say(scored)
-                await lease.ack()
-
-    task = asyncio.create_task(work())
     with trainer_of(player, tmp_path) as trainer:
 
         async def failed() -> bool:
             return await player.phase() == "failed"
 
-        await until(failed, "the run's failure", RUN_SECONDS)
-        await ended(trainer)
-    task.cancel()
+        async with working(player):
+            await until(failed, "the run's failure", RUN_SECONDS)
+            await ended(trainer)
     assert "the trainer refused 5 groups for one step (rollout.max_dead_in_a_row = 5)" in trainer.words()
     assert "mask holds 7" in trainer.words()
     assert (await player.audit()).violations == []
