@@ -171,14 +171,19 @@ def show(console: Console, line: Line) -> None:
         text.append(line.text, style="none")
     else:
         text.append(f"{line.level:8}", style=style or "cyan")
-        text.append(str(line.fields.get("event", "")), style=f"not dim {style}")
+        text.append(_one_line(line.fields.get("event", "")), style=f"not dim {style}")
         for key, value in line.fields.items():
             if key not in _IDS:
-                text.append(f" {key}=", style="dim")
-                text.append(value if isinstance(value, str) else json.dumps(value), style="not dim")
+                text.append(f" {_one_line(key)}=", style="dim")
+                text.append(_one_line(value if isinstance(value, str) else json.dumps(value)), style="not dim")
         if "exception" in line.fields:
             text.append("\n" + str(line.fields["exception"]).rstrip(), style=style)
     console.print(text, soft_wrap=True, highlight=False)
+
+
+def _one_line(value: object) -> str:
+    """Returns a value with its line ends spelled out: it must not look like a line of its own."""
+    return str(value).replace("\n", "\\n")
 
 
 def _clock(at: str) -> str:

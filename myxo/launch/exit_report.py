@@ -13,7 +13,7 @@ from rich.text import Text
 from myxo.display import reward_chart
 from myxo.display.text import duration, figure_table, json_text, shortened_line
 from myxo.run.run_directory import RunDirectory
-from myxo.run.run_summary import Summary, collect
+from myxo.run.run_summary import Summary, SummaryTally, collect
 from shared.bus.connection import TRANSIENT, Bus
 from shared.runtime import exit_codes, failure_summary
 from shared.runtime.atomic_files import replace_file
@@ -33,9 +33,17 @@ async def report(bus: Bus, run: str, directory: RunDirectory, console: Console) 
     """Sums the run up into its directory and onto the console. Returns 0, or 1 where the audit found a violation."""
     tally = await collect(bus, run)
     summary = tally.summary()
+    console.print(table(summary))
+    try:
+        _write(tally, summary, directory, console)
+    except OSError as error:  # on a full disk the table is all there is
+        console.print(f"Summary and picture cannot be written: {error}; `myxo summary {run}` tries again.", soft_wrap=True)
+    return exit_codes.DONE if summary.audit == "ok" else exit_codes.FAILED
+
+
+def _write(tally: SummaryTally, summary: Summary, directory: RunDirectory, console: Console) -> None:
     directory.root.mkdir(parents=True, exist_ok=True)
     replace_file(directory.summary, f"{json_text(asdict(summary))}\n".encode())
-    console.print(table(summary))
     if not tally.rewards:
         console.print("No picture: no step is trained yet.")
     elif not reward_chart.available():
@@ -44,7 +52,6 @@ async def report(bus: Bus, run: str, directory: RunDirectory, console: Console) 
         reward_chart.draw(summary, tally.rewards, tally.warm_start, directory.chart)
         console.print(f"Picture: {directory.chart}", soft_wrap=True)
     console.print(f"Summary: {directory.summary}", soft_wrap=True)
-    return exit_codes.DONE if summary.audit == "ok" else exit_codes.FAILED
 
 
 async def report_in_time(bus: Bus, run: str, directory: RunDirectory, console: Console) -> int:
@@ -95,7 +102,7 @@ def table(summary: Summary) -> Table:
         ("trained tokens", f"{summary.trained_tokens:,}".replace(",", " ")),
         ("groups", f"{groups.admitted} admitted, {groups.trained} trained, {groups.in_flight} in flight"),
     ]
-    lines += [("dropped", f"{count}: {reason}") for reason, count in groups.dropped.items()]
+    lines += [("dropped", f"{count}: {shortened_line(reason)}") for reason, count in groups.dropped.items()]
     lines += troubles_of(summary)
     rows = figure_table(lines, f"Run {summary.run}")
     if summary.audit == "ok":

@@ -78,7 +78,7 @@ class Launch:
         self._statuses: list[ServiceStatus] = []
         self._finished = self._ended = False  # by the run's phase
         self._failure = ""  # the reason of a phase that says that the run has failed
-        self._away = float("-inf")  # when bus or store last did not answer, or could not write, monotonic
+        self._away = float("-inf")  # when bus or store last did not answer, or had no room, monotonic
         self._log = structlog.get_logger()
 
     async def run(self) -> int:
@@ -160,7 +160,8 @@ class Launch:
             if disk.look(now):
                 self._servers.write_again()
             self._servers.tick(now)
-            if disk.text or not bus.connection.is_connected:
+            held_back = any(status.held_back for status in self._statuses)
+            if disk.text or held_back or not bus.connection.is_connected:
                 self._away = now
             supervisor.note_ready(self._statuses)
             if not self._ended and (reason := supervisor.tick(now, view.steps, hold=bool(disk.text))) is not None:

@@ -17,7 +17,7 @@ class StoreRoom:
     """Watches the store. ``reason``: why nothing is admitted; empty while there is room, or where the store has no bound."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._held = service, False
+        self._service, self._held, self._warned = service, False, False
         self.reason = ""
 
     async def look(self) -> bool:
@@ -28,7 +28,11 @@ class StoreRoom:
         was, self._held = self._held, bool(self._service.held_back)
         return was and not self._held
 
-    def _note(self, used: int, bound: int) -> None:
+    def _note(self, used: int, bound: int, evicts: bool) -> None:
+        if evicts and not self._warned:
+            self._warned = True
+            error = "the store evicts payloads when it is full, which costs their groups: set its maxmemory-policy to noeviction"
+            self._service.log.error("store_evicts", error=error)
         self._service.metrics.set("store_bytes", used)
         self._service.metrics.set("store_max_bytes", bound)
         if bound and used >= bound * (GO_ON if self.reason else HOLD):

@@ -5,6 +5,7 @@ import contextlib
 import time
 import uuid
 from dataclasses import replace
+from typing import Any
 
 from services.reward.group_filter import GroupFilter
 from services.reward.payload_reader import PayloadReader
@@ -17,7 +18,7 @@ from shared.environment.protocol import EnvironmentFailed
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, PayloadMissing
 from shared.runtime.service_base import Service
-from shared.schema.messages import Failed, Generated, Outcome, Scored
+from shared.schema.messages import Failed, Generated, Outcome, Scored, failure_of
 from shared.schema.sample import Sample, Score
 
 _ON_INPUT = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
@@ -30,7 +31,8 @@ class GroupConsumer:
 
     def __init__(self, service: Service, reader: PayloadReader, scorer: Scorer, group_filter: GroupFilter) -> None:
         self._service, self._reader, self._scorer, self._filter = service, reader, scorer, group_filter
-        self._queue = WorkQueue(service.bus, generated_consumer(service.run, service.config.bus, scorer.name), Generated)
+        consumer = generated_consumer(service.run, service.config.bus, scorer.name)
+        self._queue = WorkQueue(service.bus, consumer, Generated, self._on_unreadable)
         self.in_hand: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -68,30 +70,38 @@ class GroupConsumer:
                 await self._publish(self._failed(lease.message, str(error)))
         await lease.ack()
 
+    async def _on_unreadable(self, data: bytes, reason: str) -> None:
+        if (failed := failure_of(data, reason, by=self._service.instance)) is not None:
+            self._service.metrics.add("groups_not_scored", environment=self._scorer.name)
+            await self._publish(failed)
+
     async def _publish(self, outcome: Outcome) -> None:
         await self._service.bus.publish(self._service.subjects.scored(REWARD), outcome, msg_id=uuid.uuid4().hex, deadline=600)
 
     async def _outcome(self, lease: MessageLease[Generated]) -> Outcome:
-        group, service = lease.message, self._service
-        log = service.log.bind(group=group.group, environment=self._scorer.name)
+        group = lease.message
+        log = self._service.log.bind(group=group.group, environment=self._scorer.name)
         if lease.exhausted:
             return self._failed(group, f"given up after {lease.deliveries - 1} deliveries")
         try:
-            samples = await self._reader.read(group)
-            scores = await self._timed(group, samples)
-            decided = await self._filter.decide(group.group, samples, scores)
+            return await self._scored(group, log)
         except (PayloadMissing, BadMessage, WorkerFailed, EnvironmentFailed, DeadlineExceeded) as error:
             log.warning("group_not_scored", error=str(error))
             return self._failed(group, str(error))
         except _ON_INPUT as error:
             log.exception("group_not_scored")
             return self._failed(group, f"{type(error).__name__}: {error}")
-        service.metrics.add("samples_scored", len(scores))
-        service.metrics.add("groups_scored", environment=self._scorer.name)
-        final = decided.scores
+
+    async def _scored(self, group: Generated, log: Any) -> Scored:
+        samples = await self._reader.read(group)
+        scores = await self._timed(group, samples)
+        decided = await self._filter.decide(group.group, samples, scores)
+        metrics, final = self._service.metrics, decided.scores
+        metrics.add("samples_scored", len(scores))
+        metrics.add("groups_scored", environment=self._scorer.name)
         unread = tuple((index, score.unread) for index, score in enumerate(final) if score.unread)
         if unread:
-            service.metrics.add("responses_unread", len(unread), environment=self._scorer.name)
+            metrics.add("responses_unread", len(unread), environment=self._scorer.name)
             log.warning("responses_unread", samples=dict(unread))
         return Scored(
             **dict(group) | {"samples": [replace(item.meta(), digest=item.token_digest()) for item in samples]},

@@ -11,7 +11,7 @@ import nats.errors
 import nats.js.errors
 
 from shared.runtime import server_urls
-from shared.runtime.errors import MyxoError
+from shared.runtime.errors import DeadlineExceeded, MyxoError
 
 ATTEMPT_SECONDS = 3.0
 """The seconds that one attempt at a publish or request may take before the next one, within the caller's deadline."""
@@ -84,6 +84,13 @@ def full_reason(error: Exception) -> str:
     if getattr(error, "err_code", None) in STREAM_FULL:  # not all of the library's errors of its API have one
         return f"the bus is full ({getattr(error, 'description', 'no reason is given')})"
     return ""
+
+
+def too_late(full: str, error: Exception, awaited: str, awaited_from: str, seconds: float) -> MyxoError:
+    """Returns what an attempt that ended with ``error`` comes to when none may follow it. ``full``: why there is no room, if so."""
+    if full:
+        return StreamFull(f"{full}; no room within {seconds:g} s, given up")
+    return DeadlineExceeded(awaited, awaited_from, round(seconds, 1), f"given up ({type(error).__name__})")
 
 
 def hopeless_reason(error: Exception) -> str | None:

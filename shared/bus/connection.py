@@ -28,15 +28,15 @@ from shared.bus.bus_errors import (
     NotPermitted,
     PermissionErrors,
     RequestRefused,
-    StreamFull,
     WrongSequence,
     full_reason,
     hopeless_reason,
     redacted,
+    too_late,
 )
 from shared.bus.publish_acks import Outgoing, PublishAcks
 from shared.runtime import server_urls
-from shared.runtime.back_pressure import RETRY_PAUSE_S, BackPressure, RoomAwaited
+from shared.runtime.back_pressure import RETRY_PAUSE_S, BackPressure
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
 from shared.runtime.failures import log_failure
@@ -161,8 +161,7 @@ class Bus:
             awaited, awaited_from: the expected thing and its sender (default: the server), for the error. subjects: see `raise_if_refused`.
             hold: whether to wait for room, where there is none, for `BackPressure.patience_s` if that is longer than the deadline.
 
-        Raises DeadlineExceeded, NotPermitted, StreamFull where there was no room in time, and any error of an attempt that is not
-        `TRANSIENT`.
+        Raises DeadlineExceeded, NotPermitted, StreamFull (no room in time), and any error of an attempt that is not `TRANSIENT`.
         """
         start = time.monotonic()
         with self.full.write(self.full.patience_s if hold else 0.0) as write:
@@ -175,18 +174,10 @@ class Bus:
                     elif not isinstance(error, TRANSIENT):
                         raise
                     self.raise_if_refused(start, *subjects)
-                    self._raise_if_late(write, error, start, awaited, awaited_from, deadline)
+                    limit = max(deadline, write.patience_s) if write.reason else deadline
+                    if time.monotonic() + RETRY_PAUSE > start + limit or self.connection.is_closed:
+                        raise too_late(write.reason, error, awaited, awaited_from or redacted(self.url), limit) from error
                 await asyncio.sleep(RETRY_PAUSE_S if write.reason else RETRY_PAUSE)
-
-    def _raise_if_late(self, write: RoomAwaited, error: Exception, start: float, awaited: str, awaited_from: str, deadline: float) -> None:
-        """Raises StreamFull or DeadlineExceeded where no attempt may follow the one that began at ``start`` and ended with ``error``."""
-        limit = max(deadline, write.patience_s) if write.reason else deadline
-        if time.monotonic() + RETRY_PAUSE <= start + limit and not self.connection.is_closed:
-            return
-        if write.reason:
-            raise StreamFull(f"{write.reason}; no room within {limit:g} s, given up") from error
-        next_action = f"given up ({type(error).__name__})"
-        raise DeadlineExceeded(awaited, awaited_from or redacted(self.url), round(deadline, 1), next_action) from error
 
     def raise_if_refused(self, start: float, *subjects: str) -> None:
         """Raises NotPermitted if the server has refused this client a subject with one of these prefixes since ``start``.
@@ -241,8 +232,9 @@ class Bus:
     async def publish_all(self, subject: str, messages: Mapping[str, Message], *, deadline: float = 60.0) -> None:
         """Publishes messages, ``msg_id`` → message, into one stream, and waits until the server has acknowledged them all.
 
-        Messages without an acknowledgement are sent again within the deadline. Raises MessageTooLarge before any is sent, DeadlineExceeded,
-        StreamFull.
+        Messages without an acknowledgement are sent again within the deadline.
+
+        Raises MessageTooLarge before any is sent, DeadlineExceeded, StreamFull.
         """
         left = [self._outgoing(subject, message, msg_id, None) for msg_id, message in messages.items()]
 

@@ -6,6 +6,7 @@ Services on an event loop use `Store`; the trainer's ranks read with `BlockingSt
 import asyncio
 import contextlib
 import itertools
+import re
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,6 +39,10 @@ _AWAY = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OSError)
 _REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)  # the first two are connection errors to the library
 
 
+_IN_PIPELINE = re.compile(r"^Command # \d+ .* of pipeline caused error: ", re.DOTALL)
+"""What the library puts before the server's words."""
+
+
 class StoreUnreachable(MyxoError):
     """No Redis or Valkey answers at the URL, or it does not let this client in."""
 
@@ -52,9 +57,10 @@ class StoreFull(MyxoError):
 
 def full_reason(error: Exception) -> str:
     """Returns why there is no room, where the store refuses a write for that; else nothing."""
-    if isinstance(error, OutOfMemoryError) or str(error).startswith("OOM "):
-        return f"the store is full, at its maxmemory ({error})"
-    return f"the store cannot write to its disk ({error})" if str(error).startswith("MISCONF ") else ""
+    text = _IN_PIPELINE.sub("", str(error))
+    if isinstance(error, OutOfMemoryError) or text.startswith("OOM "):
+        return f"the store is full, at its maxmemory ({text})"
+    return f"the store cannot write to its disk ({text})" if text.startswith("MISCONF ") else ""
 
 
 class Store:
@@ -143,10 +149,11 @@ class Store:
         if keys:
             await self._retry(deadline, lambda: self._client.unlink(*keys), f"removal of {len(keys)} blobs")
 
-    async def memory(self, deadline: float) -> tuple[int, int]:
-        """Returns the bytes of memory that the store uses and those that it may use (0: it has no bound)."""
+    async def memory(self, deadline: float) -> tuple[int, int, bool]:
+        """Returns the bytes of memory that the store uses, those that it may use (0: no bound), and whether it evicts blobs beyond them."""
         told = await self._retry(deadline, lambda: self._client.info("memory"), "its memory")
-        return int(told["used_memory"]), int(told["maxmemory"])
+        bound = int(told["maxmemory"])
+        return int(told["used_memory"]), bound, bound > 0 and told.get("maxmemory_policy", "noeviction") != "noeviction"
 
     async def close(self) -> None:
         if self._blobs is not None:

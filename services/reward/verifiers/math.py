@@ -5,6 +5,7 @@ docs/math-rewards.md lists, case by case, how labels and answers are read.
 
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -68,19 +69,26 @@ def math(response: str, label: str) -> float:
     truth, said = _truth(label), response.rpartition(_THOUGHT)[2]
     response = said if said.strip() else response
     answer = _marked(response)
-    if answer is not None and len(answer) > LONGEST_ANSWER:
-        return 0.0
-    response = _tail(response)
-    if answer is None and truth.number is not None and (ending := _PLAIN_ENDING.match(response)) is not None:
+    if answer is None:
+        return _unmarked(_tail(response), truth)
+    return _compared(_bare(answer), lambda: _latex(answer), truth) if len(answer) <= LONGEST_ANSWER else 0.0
+
+
+def _unmarked(response: str, truth: _Truth) -> float:
+    if truth.number is not None and (ending := _PLAIN_ENDING.match(response)) is not None:
         return truth.equals(ending["number"])
-    inside = _bare(response if answer is None else answer)
+    inside = _bare(response)
+    return _compared(inside, lambda: _mixed(inside) or response, truth)
+
+
+def _compared(answer: str, expression: Callable[[], str], truth: _Truth) -> float:
+    """Compares an answer that stands bare; ``expression`` gives it as math-verify is to read it, where it is no number."""
     if truth.text is not None:
-        return 1.0 if inside.rstrip(".").casefold() == truth.text else 0.0
-    number = _decimal(inside)
+        return 1.0 if answer.rstrip(".").casefold() == truth.text else 0.0
+    number = _decimal(answer)
     if truth.number is not None and number is not None:
         return truth.equals(number)
-    read = f"${number}$" if number is not None else _latex(answer) if answer is not None else _mixed(inside) or response
-    found = _parse(read)
+    found = _parse(f"${number}$" if number is not None else expression())
     truths = [truth.number or truth.expression, *([f"{truth.number}\\%"] if truth.percent else [])]
     return 1.0 if any(_equal(_parsed(expected), found) for expected in truths) else 0.0
 

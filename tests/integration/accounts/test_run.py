@@ -97,7 +97,7 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
         reward={"rm_type": "exact"},
         rollout={"num_rollout": 2, "max_staleness": 0},
     )
-    await runs.create(operator, config, servers.redis_url("operator"))
+    await runs.create(operator, config, servers.redis_url("operator"), vocabulary=100)
     assert await runs.store_url(operator, RUN) is None  # the operator's password is nobody else's business
     registry = Registry(operator, RUN)
 

@@ -71,7 +71,7 @@ class Rollout:
             await lease.ack()
             return
         samples = [self._sample(task, index) for index in range(task.n)]
-        blobs = sample.encode(samples, service.config.store.blob_bytes)
+        blobs = self.written(task, sample.encode(samples, service.config.store.blob_bytes))
         written = {service.subjects.payload_key(task.group, task.attempt, part): blob for part, blob in enumerate(blobs)}
         await service.store.write(written)
         message = Generated(
@@ -84,10 +84,18 @@ class Rollout:
             ended=time.time(),
         )
         await service.bus.publish(
-            service.subjects.generated(task.environment), message, msg_id=f"{task.group}.{task.attempt}", deadline=120
+            service.subjects.generated(task.environment), self.sent(task, message), msg_id=f"{task.group}.{task.attempt}", deadline=120
         )
         await lease.ack()
         service.metrics.set("generated_tokens_per_s", RESPONSE_TOKENS * task.n / (time.time() - started))
+
+    def written(self, task: Task, blobs: list[bytes]) -> list[bytes]:
+        """What lies in the store of a group."""
+        return blobs
+
+    def sent(self, task: Task, message: Generated) -> Generated:
+        """What is said of a group."""
+        return message
 
     def _told(self, name: str) -> str | None:
         path = Path(self._service.config.run.root) / name

@@ -244,20 +244,21 @@ class _Inverting(_Watching):
         self.copies: list[TensorCopy] = []
 
     def met(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        sources = [tensor for tensor in _tensors((*args, *kwargs.values())) if _storage(tensor) == self._flat]
-        written = bool(args) and func._schema.is_mutable and self.is_parameter(args[0])
-        if func is aten.copy_.default and written and sources and args[0].shape == args[1].shape:
-            target, source = args[0].detach(), args[1]
-            if torch.promote_types(source.dtype, target.dtype) != target.dtype:
-                raise BadMessage(f"a tensor of {source.dtype} is held as {target.dtype}: what was pushed cannot be told from it")
-            if target.numel():
-                self.copies.append(TensorCopy(target, source.data_ptr() - self._start, source.dtype, source.stride()))
-            return target
-        if written and not sources and (_constant(func, args) is not None or _storage(args[0]) in self._computed):
-            return args[0]
-        if written or sources:
+        reads = any(_storage(tensor) == self._flat for tensor in _tensors((*args, *kwargs.values())))
+        writes = bool(args) and func._schema.is_mutable and self.is_parameter(args[0])
+        if not (reads or writes):
+            return func(*args, **kwargs)
+        if reads and writes and func is aten.copy_.default and args[0].shape == args[1].shape:
+            self._note(args[0].detach(), args[1])
+        elif reads or not (_constant(func, args) is not None or _storage(args[0]) in self._computed):
             self.left(func)
-        return func(*args, **kwargs)
+        return args[0]
+
+    def _note(self, target: Tensor, source: Tensor) -> None:
+        if torch.promote_types(source.dtype, target.dtype) != target.dtype:
+            raise BadMessage(f"a tensor of {source.dtype} is held as {target.dtype}: what was pushed cannot be told from it")
+        if target.numel():
+            self.copies.append(TensorCopy(target, source.data_ptr() - self._start, source.dtype, source.stride()))
 
     def left(self, func: Any) -> None:
         raise BadMessage(f"the engine's model calls {func} when it loads weights: what was pushed cannot be told from its parameters")
