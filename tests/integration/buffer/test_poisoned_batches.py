@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,18 @@ from redis.asyncio import Redis
 from services.buffer.amendment import MOST_REFUSALS
 from shared.bus import runs
 from shared.schema import sample
-from shared.schema.ledger import BatchAmended, BatchFormed, BatchTrained, GroupDead, LedgerRecord, SampleRefused
+from shared.schema.ledger import BatchAmended, BatchFormed, BatchTrained, GroupDead, LedgerRecord, SampleRefused, group_id
 from shared.schema.sample import Sample
 from tests.integration.buffer.conftest import Launched
-from tests.integration.buffer.player import Player, Poison
+from tests.integration.buffer.player import Player
 from tests.support.loss_hooks import MARK
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
 
 TRAINER = {"train_dtype": "float32", "train_device": "cpu", "save_hf": False, "async_save": False}
 RUN_SECONDS = 300
+
+Poison = Callable[[list[Sample]], list[bytes]]
 
 
 def of_second(**changes: Any) -> Poison:
@@ -51,30 +53,14 @@ POISON: dict[str, tuple[Poison, str]] = {
     "a response that is longer": (of_second(response=lambda ids: np.append(ids, ids)), "log_probs has 3 entries for 6"),
     "bytes that are no message": (lambda _: [b"\xc1\xc1"], "2 bytes that are not MessagePack"),
     "a name of a megabyte": (of_second(group=lambda name: name * 120_000), ""),
-    "nothing at all": (lambda _: [], "the store holds no blob"),
 }
 
 
-async def overwritten(player: Player, group: str, spoilt: Poison) -> None:
-    """Puts other bytes where the payload of a group lies: no account may, but a store without accounts lets anybody."""
+async def overwrite(player: Player, group: str, blob: bytes) -> None:
+    """Writes over what lies in the store of a group, past all accounts."""
     [key] = [key for key in await player.blobs() if f":{group}:" in key]
     async with Redis.from_url(await runs.store_url(player.bus, player.config.run.name)) as client:
-        await client.set(key, spoilt(sample.decode([await client.get(key)]))[0])
-
-
-async def work_spoilt(player: Player, poisons: Sequence[Poison | None]) -> list[str]:
-    """Generates and scores as many groups, each with its poison; returns their ids in the same order."""
-    names: list[str] = []
-
-    async def enough() -> bool:
-        for lease in await player.tasks(len(poisons) - len(names)):
-            await player.say(await player.generate(lease.message, spoilt=poisons[len(names)]))
-            await lease.ack()
-            names.append(lease.message.group)
-        return len(names) == len(poisons)
-
-    await until(enough, f"{len(poisons)} tasks")
-    return names
+        await client.set(key, blob)
 
 
 @contextlib.contextmanager
@@ -113,29 +99,32 @@ def of_kind(records: list[LedgerRecord], kind: type[Any]) -> list[Any]:
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.extra), 2])
 async def test_whatever_is_wrong_with_a_group_the_step_goes_on_with_another(ranks: int, launched: Launched, tmp_path: Path) -> None:
     """Every kind of poison in one batch, beside two good groups. The trainer lives once, and trains a whole batch."""
-    groups = len(POISON) + 2
+    groups, bad = len(POISON) + 4, len(POISON) + 2
     rollout = {"num_rollout": 1, "rollout_batch_size": groups, "n_samples_per_prompt": 2}
     player, _ = await launched(rollout=rollout, trainer={**TRAINER, "actor_num_gpus_per_node": ranks})
+    player.spoil = dict(zip(map(group_id, range(groups)), (spoilt for spoilt, _ in POISON.values()), strict=False)).get
     await player.live(0)
-    names = await work_spoilt(player, [*(spoilt for spoilt, _ in POISON.values()), None, None])
+    names = sorted(await player.work_until(groups))
     await player.batch(0)
-    lost = names[list(POISON).index("nothing at all")]
-    await player.store.free([key for key in await player.blobs() if f":{lost}:" in key])
+    gone, changed = names[len(POISON) : bad]
+    await player.store.free([key for key in await player.blobs() if f":{gone}:" in key])
+    await overwrite(player, changed, b"another's")
     with trainer_of(player, tmp_path) as trainer:
         async with working(player):
             await ended(trainer)
     records = await player.records()
     refusals = Counter(record.group for record in of_kind(records, SampleRefused))
-    assert refusals == dict.fromkeys(names[: len(POISON)], MOST_REFUSALS)
+    assert refusals == dict.fromkeys(names[:bad], MOST_REFUSALS)
     reasons = {record.group: record.reason for record in of_kind(records, GroupDead)}
     for name, (kind, (_, words)) in zip(names, POISON.items(), strict=False):
         assert reasons[name].startswith(f"trainer: sample {name}/") and words in reasons[name], (kind, reasons[name])
+    assert "the store holds no blob" in reasons[gone] and "it was overwritten or damaged" in reasons[changed]
     removed = [name for record in of_kind(records, BatchAmended) for name in record.removed]
     added = [name for record in of_kind(records, BatchAmended) for name in record.added]
-    assert sorted(removed) == sorted(names[: len(POISON)]) and len(added) == len(POISON) and not set(added) & set(names)
+    assert sorted(removed) == names[:bad] and len(added) == bad and not set(added) & set(names)
     report = await player.audit()
     assert report.violations == []
-    assert (report.steps, report.trained, report.amended, report.dead.total()) == (1, groups, len(POISON), len(POISON))
+    assert (report.steps, report.trained, report.amended, report.dead.total()) == (1, groups, bad, bad)
 
 
 def marked(last: int, most: int | None = None) -> Poison:
@@ -166,8 +155,9 @@ async def test_a_sample_that_a_step_fails_for_is_found_although_nothing_names_it
     rollout = {"num_rollout": 2, "rollout_batch_size": 4, "n_samples_per_prompt": 2, "max_staleness": 1}
     objective = {"loss_type": "custom_loss", "custom_loss_function_path": function}
     player, _ = await launched(rollout=rollout, algorithm=objective, trainer={**TRAINER, "actor_num_gpus_per_node": ranks})
+    player.spoil = {group_id(2): marked(MARK, most=1)}.get
     await player.live(0)
-    names = await work_spoilt(player, [None, None, marked(MARK, most=1), None])
+    names = sorted(await player.work_until(4))
     await player.batch(0)
     with trainer_of(player, tmp_path) as trainer:
         async with working(player):
@@ -209,14 +199,12 @@ async def test_a_payload_that_is_spoilt_after_it_was_trained_costs_its_own_group
     with trainer_of(player, tmp_path) as trainer:
         await until(trained, "the first step", RUN_SECONDS)
         trainer.kill()
-    await overwritten(player, first, of_second(log_probs=with_last(-1.0)))  # a valid sample, and not the one that was scored
+    await overwrite(player, first, b"another's")
     with trainer_of(player, tmp_path) as trainer:
         async with working(player):
             await ended(trainer)
     records = await player.records()
     assert [(record.removed, record.added) for record in of_kind(records, BatchAmended)] == [([first], [])]
-    [death] = of_kind(records, GroupDead)
-    assert death.group == first and "was announced: it was overwritten or damaged" in death.reason
     report = await player.audit()
     assert report.violations == []
     assert (report.steps, report.trained, report.dead.total(), report.finished) == (2, 3, 1, True)
@@ -228,23 +216,17 @@ async def test_a_run_of_nothing_but_poison_fails_with_the_reason(launched: Launc
     """The groups come back scored each time, so the count of dead groups in a row never gets anywhere."""
     rollout = {"num_rollout": 1, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_dead_in_a_row": 5}
     player, _ = await launched(rollout=rollout, trainer=TRAINER)
+    player.spoil = lambda _: of_second(mask=with_last(7))
     await player.live(0)
 
-    async def work() -> None:
-        while True:
-            for lease in await player.tasks(2):
-                await player.say(await player.generate(lease.message, spoilt=of_second(mask=with_last(7))))
-                await lease.ack()
-
-    task = asyncio.create_task(work())
     with trainer_of(player, tmp_path) as trainer:
 
         async def failed() -> bool:
             return await player.phase() == "failed"
 
-        await until(failed, "the run's failure", RUN_SECONDS)
-        await ended(trainer)
-    task.cancel()
+        async with working(player):
+            await until(failed, "the run's failure", RUN_SECONDS)
+            await ended(trainer)
     assert "the trainer refused 5 groups for one step (rollout.max_dead_in_a_row = 5)" in trainer.words()
     assert "mask holds 7" in trainer.words()
     assert (await player.audit()).violations == []
