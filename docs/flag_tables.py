@@ -194,7 +194,7 @@ _REASONS = {
         "dataloader_type num_workers reset_position_ids reset_attention_mask eod_mask_loss no_create_attention_mask_in_dataloader"
     ),
     "the tokenizer is that of hf_checkpoint": "tokenizer_type tokenizer_model vocab_file merge_file vocab_extra_ids padded_vocab_size",
-    "checkpoints lie in the run's directory; see save_interval, keep_checkpoints and save_hf": ("save use_dist_ckpt save_retain_interval"),
+    "checkpoints lie in the run's directory; see save_interval, keep_checkpoints and save_hf": ("use_dist_ckpt save_retain_interval"),
     "a run that has a checkpoint goes on from it; a new one starts from hf_checkpoint": (
         "load ckpt_step finetune pretrained_checkpoint use_checkpoint_args auto_detect_ckpt_format"
     ),

@@ -79,10 +79,12 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
     directory = RunDirectory(config.run.root)
     if fresh:
         directory.refuse_input_in_state(config)
+        RunDirectory(config.trained).refuse_input_in_state(config)
     asyncio.run(server_checks.check_servers(given, config.run.name))
     with directory.held():
         if fresh:
             directory.clear()
+            RunDirectory(config.trained).clear()
         directory.logs.mkdir(parents=True, exist_ok=True)
         with directory.log(LAUNCHER).open("a", buffering=1) as log:
             telemetry.configure_logs(config.run.name, LAUNCHER, LAUNCHER, stream=log)

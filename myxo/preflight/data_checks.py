@@ -28,7 +28,7 @@ SECONDS = 5.0
 OVERLAP_ROWS, OVERLAP_SECONDS = 100_000, 2.0
 """The most rows, and seconds, for which training prompts are compared with held-out ones."""
 
-_FORMAT = 1
+_FORMAT = 2
 
 Result = tuple[str | None, int]
 """A note about data that was read, and the tokens of the longest prompt."""

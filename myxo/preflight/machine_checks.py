@@ -111,6 +111,7 @@ def check_directories(inspection: Inspection) -> Findings:
     config = inspection.config
     wanted = {
         "run.dir": config.run.root,
+        "trainer.save": config.trainer.save and config.trained,
         "weights.update_weight_disk_dir": config.weights.update_weight_disk_dir,
         "monitoring.wandb_dir": config.monitoring.wandb_dir if config.monitoring.use_wandb else None,
     }
@@ -125,7 +126,8 @@ def check_directories(inspection: Inspection) -> Findings:
 
 def check_disk(inspection: Inspection) -> Findings:
     """Yields a disk on which not one checkpoint has room; notes one that may fill."""
-    config, root = inspection.config, inspection.config.run.root
+    config, root = inspection.config, inspection.config.trained
+    field = "run.dir" if config.trainer.save is None else "trainer.save"
     if _unwritable(root) is not None:
         return
     removed = STATE if inspection.fresh else ("checkpoints",)  # checkpoints that are there make room for those to come
@@ -136,12 +138,12 @@ def check_disk(inspection: Inspection) -> Findings:
         needed = f"a run needs {_shown(LEAST_DISK)} at least"
         if checkpoint > LEAST_DISK:
             needed = f"a checkpoint of this model takes {_shown(checkpoint)}"
-        yield ConfigError("run.dir", str(root), f"{_shown(free)} are free on its disk; {needed}: free some, or give another run.dir")
+        yield ConfigError(field, str(root), f"{_shown(free)} are free on its disk; {needed}: free some, or give another {field}")
     elif free < most:
         kept = f"keep_checkpoints = {config.trainer.keep_checkpoints} and what else is kept of this model can take {_shown(most)}"
-        yield Note(f"run.dir: {_shown(free)} are free on the disk of {root}; {kept}")
+        yield Note(f"{field}: {_shown(free)} are free on the disk of {root}; {kept}")
     elif free < LITTLE_DISK:
-        yield Note(f"run.dir: only {_shown(free)} are free on the disk of {root}")
+        yield Note(f"{field}: only {_shown(free)} are free on the disk of {root}")
 
 
 def check_memory(inspection: Inspection) -> Findings:

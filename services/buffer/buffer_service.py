@@ -96,7 +96,6 @@ class Buffer:
         self._changed = asyncio.Condition()
         self._to_free: asyncio.Queue[list[str]] = asyncio.Queue()
         self._keeper = RolloutKeeper(service, prompts, self._to_free.put_nowait)
-        self._outcomes = OutcomeConsumer(service, self._limits, self._lease.held, self._decide, self._keeper.release)
         self._broken: asyncio.Queue[Exception] = asyncio.Queue()
 
     async def run(self) -> None:
@@ -144,8 +143,9 @@ class Buffer:
             await service.announce()
             await service.tell("took_over")
         watching = (self._watch_versions(), self._watch_gauges(), self._until_broken())
-        publishing = (self._tasks.publish(TRAIN), self._tasks.publish(EVAL))
-        async with service.background(*publishing, self._keeper.run(), self._free(), self._outcomes.run(self._state), *watching):
+        outcomes = OutcomeConsumer(service, self._limits, self._state, self._lease.held, self._decide, self._keeper.release)
+        publishing = (self._tasks.publish(TRAIN, outcomes.settle), self._tasks.publish(EVAL, outcomes.settle))
+        async with service.background(*publishing, self._keeper.run(), self._free(), outcomes.run(), *watching):
             await service.stopping.wait()
             with contextlib.suppress(TimeoutError):  # the end comes between two decisions, and none follows
                 await asyncio.wait_for(self._lock.acquire(), HAND_OVER_SECONDS)

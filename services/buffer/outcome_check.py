@@ -32,7 +32,7 @@ def checked(outcome: Outcome, subjects: Subjects, *, last: bool) -> GroupOutcome
         reason = "was delivered too often"
     else:
         return outcome
-    kept = None if payload is None or not own else payload.model_copy(update={"keys": own})
+    kept = None if payload is None or not own else payload.model_copy(update={"keys": own, "sizes": ()})
     return Failed(group=outcome.group, attempt=outcome.attempt, reason=f"its outcome {reason}", by=BUFFER, payload=kept)
 
 

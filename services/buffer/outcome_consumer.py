@@ -31,17 +31,17 @@ class OutcomeConsumer:
         self,
         service: Service,
         limits: BufferConfig,
+        state: BufferState,
         held: Callable[[], Awaitable[None]],
         decide: Callable[[Decision], Awaitable[None]],
         free: Callable[[Iterable[str]], None],
     ) -> None:
-        self._service, self._limits, self._held, self._decide, self._free = service, limits, held, decide, free
+        self._service, self._limits, self._state = service, limits, state
+        self._held, self._decide, self._free = held, decide, free
         self._queue = WorkQueue(service.bus, scored_consumer(service.run, service.config.bus), Outcome, self._on_unreadable)
-        self._state = BufferState()
 
-    async def run(self, state: BufferState) -> None:
+    async def run(self) -> None:
         """Takes outcomes until cancelled; acks each once it is in the ledger."""
-        self._state = state
         while True:
             fetched = await self._queue.fetch(FETCH)
             await self._held()  # a state that may be behind must not ignore any message
@@ -52,7 +52,7 @@ class OutcomeConsumer:
             for lease, outcome in zip(leases, outcomes, strict=True):
                 if not isinstance(outcome, Scored):
                     await self.settle([outcome])
-                if late := policy.unwanted(state, outcome):
+                if late := policy.unwanted(self._state, outcome):
                     self._free(late)
                 await lease.ack()
 

@@ -1,18 +1,21 @@
 """Publishes tasks: a worker for each class sends the outstanding tasks of the state, so that a full queue delays no decision."""
 
 import asyncio
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from services.buffer import policy
 from services.buffer.buffer_config import BufferConfig
+from services.buffer.outcome_check import BUFFER
 from services.buffer.prompt_supply import PromptSupply
 from services.buffer.state import BufferState, EvaluationState, GroupState
 from shared.bus.connection import Bus
 from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.config.run_config import RunConfig
-from shared.schema.messages import Sampling, Task
+from shared.runtime.errors import ConfigError, MessageTooLarge
+from shared.schema.messages import Failed, Sampling, Task
+
+GiveUp = Callable[[Sequence[Failed]], Awaitable[None]]
 
 BATCH = 64
 """Tasks that are published together, and confirmed before the next ones are."""
@@ -38,30 +41,48 @@ class TaskPublisher:
         )
         own = {"temperature": evaluation.eval_temperature, "max_new_tokens": evaluation.eval_max_response_len}
         self._eval_sampling = self._sampling.model_copy(update={name: value for name, value in own.items() if value is not None})
-        self._queues: dict[str, asyncio.Queue[Callable[[], Task]]] = {TRAIN: asyncio.Queue(), EVAL: asyncio.Queue()}
+        self._queues: dict[str, asyncio.Queue[dict[str, Any]]] = {TRAIN: asyncio.Queue(), EVAL: asyncio.Queue()}
 
     def group(self, group: GroupState, state: BufferState, limits: BufferConfig) -> None:
         """Queues a training group's present attempt. Its prompt is read only when it is published: no decision waits for a tokenizer."""
-        attempt = {"attempt": group.attempt, "partial": group.partial, "renew_below": group.renew_below}
+        attempt = {"group": group.id, "attempt": group.attempt, "partial": group.partial, "renew_below": group.renew_below}
         minimum = policy.min_version(group, state, limits)
-        make = partial(self._task, group.id, n=self._samples, sampling=self._sampling, min_version=minimum, **attempt)
-        self._queues[TRAIN].put_nowait(make)
+        self._queues[TRAIN].put_nowait({**attempt, "n": self._samples, "sampling": self._sampling, "min_version": minimum})
 
     def evaluation(self, evaluation: EvaluationState) -> None:
         """Queues the held-out prompts of an evaluation that have not come back."""
+        fields = {"attempt": 0, "n": self._eval_samples, "sampling": self._eval_sampling, "min_version": evaluation.version}
         for name in evaluation.pending:
-            make = partial(self._task, name, n=self._eval_samples, sampling=self._eval_sampling, min_version=evaluation.version)
-            self._queues[EVAL].put_nowait(make)
+            self._queues[EVAL].put_nowait({"group": name, **fields})
 
-    async def publish(self, task_class: str) -> None:
-        """Publishes the tasks of a class until cancelled. Raises ConfigError where a prompt cannot be read."""
+    async def publish(self, task_class: str, give_up: GiveUp) -> None:
+        """Publishes the tasks of a class until cancelled. ``give_up``: takes the groups whose prompt cannot be read, or sent."""
         queue = self._queues[task_class]
         while True:
-            batch, size = [(await queue.get())()], 0
-            while len(batch) < BATCH and (size := size + batch[-1].prompt_tokens.nbytes) < BATCH_BYTES and not queue.empty():
-                batch.append(queue.get_nowait()())
-            tasks = {f"{task.group}.{task.attempt}": task for task in batch}
-            await self._bus.publish_all(self._subjects.task(task_class), tasks, deadline=600)
+            batch, size = [await queue.get()], 0
+            tasks: dict[str, Task] = {}
+            while batch:
+                fields = batch.pop()
+                try:
+                    task = self._task(**fields)
+                except ConfigError as error:
+                    await give_up([_failed(fields, error)])
+                    continue
+                tasks[f"{task.group}.{task.attempt}"] = task
+                size += task.prompt_tokens.nbytes
+                if len(tasks) < BATCH and size < BATCH_BYTES and not queue.empty():
+                    batch.append(queue.get_nowait())
+            await self._publish(self._subjects.task(task_class), tasks, give_up)
+
+    async def _publish(self, subject: str, tasks: dict[str, Task], give_up: GiveUp) -> None:
+        try:
+            await self._bus.publish_all(subject, tasks, deadline=600)
+        except MessageTooLarge as error:
+            if len(tasks) > 1:
+                for name, task in tasks.items():
+                    await self._publish(subject, {name: task}, give_up)
+            else:
+                await give_up([_failed(vars(task), error) for task in tasks.values()])
 
     def _task(self, group: str, **fields: Any) -> Task:
         prompt = self._prompts.of_group(group)
@@ -75,3 +96,7 @@ class TaskPublisher:
             environment=prompt.environment,
             **fields,
         )
+
+
+def _failed(fields: Mapping[str, Any], error: Exception) -> Failed:
+    return Failed(group=fields["group"], attempt=fields["attempt"], reason=str(error), by=BUFFER)

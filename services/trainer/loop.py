@@ -57,7 +57,7 @@ class Trainer(RoleWorker):
         self._reference: ReferencePolicy | None = None
         if needs(self._objective).reference:
             keep = config.trainer.keep_checkpoints * config.trainer.save_interval
-            self._reference = ReferencePolicy(self._actor, config.run.root / "reference", config.algorithm.ref_update_interval, keep)
+            self._reference = ReferencePolicy(self._actor, config.trained / "reference", config.algorithm.ref_update_interval, keep)
         self._durable = 0
         self._pusher = Pusher(control, self._actor.model, config.weights, "memory" if config.trainer.colocate else "group")
         self._snapshots = SnapshotWriter(config, control, self._actor)
@@ -178,7 +178,7 @@ class Trainer(RoleWorker):
                 if self._metrics is not None:
                     self._metrics.sft(index + 1, self._config.sft.sft_steps, result)
         if self._reference is not None:
-            self._actor.save_hf(self._config.run.root / "reference")
+            self._actor.save_hf(self._config.trained / "reference")
         self._progress.sft_done = True
         self._save()
 
@@ -216,7 +216,7 @@ class Trainer(RoleWorker):
         """Saves a checkpoint, the final one with HF weights."""
         super()._save()
         if self._begun_save == self._config.rollout.num_rollout and self._config.trainer.save_hf:
-            self._actor.save_hf(self._config.run.root / "hf")
+            self._actor.save_hf(self._config.trained / "hf")
 
     def _report_durable(self) -> None:
         """Reports to the buffer the steps that a checkpoint (with a critic, that of both roles) holds: their payloads may be deleted."""

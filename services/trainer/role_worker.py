@@ -68,7 +68,7 @@ class RoleWorker:
         self, config: RunConfig, store: BlockingStore, control: ControlClient | None, role: Role, exchange: ActorCriticExchange | None
     ) -> None:
         self._config, self._control, self._log = config, control, structlog.get_logger()
-        self._checkpoints = config.run.root / ("checkpoints" if role == "actor" else "critic-checkpoints")
+        self._checkpoints = config.trained / ("checkpoints" if role == "actor" else "critic-checkpoints")
         self._objective = config.algorithm
         self._set_state("loading the model")
         check_architecture(config, role)

@@ -101,6 +101,11 @@ class RunConfig(Section):
                 f"the trainer's {ranks} (actor_num_gpus_per_node), which colocate makes them share"
             )
 
+    @property
+    def trained(self) -> Path:
+        """Returns the directory of all that the trainer writes, which nobody else need be able to write."""
+        return self.run.root if self.trainer.save is None else self.trainer.save / self.run.name
+
     def absolute(self, base: Path) -> "RunConfig":
         """Returns the config with every path absolute, relative ones resolved from ``base``; other models become names on the hub."""
         resolved = {}

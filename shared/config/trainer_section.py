@@ -113,6 +113,10 @@ class TrainerSection(Section):
         default=[ALL_LINEAR], min_length=1, description="matrices with adapters, by PEFT's names (q_proj, ..., down_proj), or all-linear"
     )
     seed: int = Field(default=1234, ge=0, le=LARGEST_SEED, description="the trainer's random seed")
+    save: Path | None = Field(
+        default=None,
+        description="where the trainer keeps what it writes (checkpoints, weights, exports, curves), in SAVE/NAME; default: DIR/NAME",
+    )
     save_interval: int = Field(default=20, gt=0, description="steps between checkpoints", **MUTABLE)
     async_save: bool = Field(default=True, description="write checkpoints while the next steps train", **MUTABLE)
     keep_checkpoints: int = Field(default=2, gt=0, description="checkpoints kept", **MUTABLE)

@@ -22,6 +22,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError, nearest
 from shared.runtime.untrusted_files import parse_json
 from shared.schema import codec
+from shared.schema.limits import MAX_PROMPT_BYTES
 
 OVERLONG, BAD = "overlong", "bad"
 """The reasons for which a prompt is left out."""
@@ -42,13 +43,17 @@ class UnknownEnvironment(ConfigError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, ready to generate from. ``content`` as it stands in the file; ``tokens``: int32 [P]; ``environment`` scores it."""
+    """One prompt, ready to generate from. ``content`` as it stands in the file; ``tokens``: int32 [P]; ``environment`` scores it.
+
+    ``size``: bytes of content, label and metadata in a message.
+    """
 
     content: str | list[dict[str, Any]]
     tokens: NDArray[np.int32]
     label: str | None
     metadata: dict[str, Any]
     environment: str
+    size: int = 0
 
 
 class PromptReader:
@@ -88,12 +93,12 @@ class PromptReader:
             raise entry.refusal(data.metadata_key, f"expected an object, found {metadata!r}")
         label = self._label(entry)
         try:
-            codec.pack([content, label, metadata])
+            size = codec.exact_size([[[[content, label, metadata]]]])  # as deep as in a payload, of which it becomes a part
         except (TypeError, ValueError, OverflowError) as error:  # an integer over 64 bits, half a surrogate pair, a date
             expected = f"expected text and numbers that MessagePack carries, found {str(error)!r}"
             raise entry.refusal(data.input_key, expected) from None
         environment = self._environment(entry, label, metadata)
-        return Prompt(content, _NO_TOKENS, label, metadata, environment), self._text(entry, content)
+        return Prompt(content, _NO_TOKENS, label, metadata, environment, size), self._text(entry, content)
 
     def _label(self, entry: RowEntry) -> str | None:
         key = self._data.label_key
@@ -133,6 +138,9 @@ class PromptReader:
         """Returns the length, or what is wrong with it."""
         if not length:
             return entry.refusal(self._data.input_key, f"expected a prompt that is not empty, found {prompt.content!r}")
+        if (size := prompt.size + _NO_TOKENS.itemsize * length) > MAX_PROMPT_BYTES:
+            parts = "prompt, label, metadata and token ids in one message"
+            return entry.refusal(self._data.input_key, f"expected at most {MAX_PROMPT_BYTES} bytes of {parts}, found '{size} bytes'")
         if self._max_tokens is not None and length > self._max_tokens:
             expected = f"expected at most rollout_max_prompt_len = {self._max_tokens} tokens, found '{length} tokens'"
             return entry.refusal(self._data.input_key, expected, OverlongPrompt)

@@ -73,7 +73,10 @@ def read_architecture(hf_dir: Path, quantized: bool = False) -> Architecture:
         raise ConfigError("model.hf_checkpoint", str(path), "a JSON object")
     if quantized:
         raw.pop("quantization_config", None)
-    return _Entries(path, raw).architecture()
+    try:
+        return _Entries(path, raw).architecture()
+    except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:  # an entry of a type that none has
+        raise ConfigError("model.hf_checkpoint", str(path), f"entries of the types that a config.json has ({error})") from error
 
 
 class _Entries:
@@ -112,7 +115,7 @@ class _Entries:
 
     def architecture(self) -> Architecture:
         model_type = self.raw.get("model_type")
-        if model_type not in FAMILIES:
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise self.error("model_type", f"one of {', '.join(sorted(FAMILIES))}")
         family = FAMILIES[model_type]
         self.require("hidden_act", "silu", "other activations are not implemented")

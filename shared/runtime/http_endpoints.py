@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import uvicorn
 from fastapi import FastAPI, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from shared.runtime.errors import ConfigError
@@ -19,13 +20,13 @@ def health_app(health: Callable[[], dict[str, object]], registry: CollectorRegis
     """Returns the app. ``/healthz`` gives 200 with the service's state while ``health()["ok"]``, else 503; ``/metrics`` metrics as text."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
-    @app.get("/healthz")
+    @app.get("/healthz", responses={503: {"description": "not ok"}})
     async def healthz(response: Response) -> dict[str, object]:
         state = health()
         response.status_code = 200 if state.get("ok") else 503
         return state
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 

@@ -67,6 +67,7 @@ class _Packers(threading.local):
     """One packer for each thread: its buffer, a quarter of a megabyte, is not made anew for each message."""
 
     def __init__(self) -> None:
+        self.strict = msgpack.Packer(default=_encode_array, use_bin_type=True)
         # a surrogate (from the JSON of an environment, the name of a file) travels spelled out: no text keeps a message from being sent
         self.packer = msgpack.Packer(default=_encode_array, use_bin_type=True, unicode_errors="backslashreplace")
 
@@ -80,6 +81,14 @@ def pack(value: object) -> bytes:
     Raises TypeError for anything else.
     """
     return bytes(_packers.packer.pack(value))
+
+
+def exact_size(value: object) -> int:
+    """Returns how many bytes `pack` makes of plain data that is to travel as it is.
+
+    Raises TypeError, ValueError or OverflowError for what does not, half a surrogate pair among it.
+    """
+    return len(_packers.strict.pack(value))
 
 
 def unpack(data: bytes) -> Any:

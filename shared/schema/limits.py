@@ -27,6 +27,9 @@ MAX_PARTS, MAX_NAME = 64, 64
 LARGEST_REWARD = 1e9
 """Of a reward's absolute value: its square is still a float32."""
 
+MAX_PROMPT_BYTES = 7 << 17
+"""Of a prompt with its token ids: an eighth of the 1 MiB that the bus takes is left for the rest of the task."""
+
 REASON_LENGTH = 1000
 """The characters after which a reason is cut."""
 

@@ -260,9 +260,7 @@ def decode(blobs: Iterable[bytes], limits: SampleLimits = _FORMAT) -> list[Sampl
         if schema != SCHEMA:
             raise BadMessage(f"payload of schema {schema!r}; this side reads {SCHEMA}")
         try:
-            for entry in content["samples"]:
-                entry["segments"] = [_segment(*segment) for segment in entry["segments"]]
-            read = [Sample(**entry) for entry in content["samples"]]
+            read = [_sample(entry) for entry in _list(content["samples"])]
         except (TypeError, KeyError) as error:
             raise BadMessage(f"payload sample with unexpected fields: {error}") from error
         for position, sample in enumerate(read, len(samples)):
@@ -270,6 +268,18 @@ def decode(blobs: Iterable[bytes], limits: SampleLimits = _FORMAT) -> list[Sampl
                 raise InvalidSample(sample.name, position, problem)
         samples += read
     return samples
+
+
+def _sample(entry: Any) -> Sample:
+    if not isinstance(entry, dict):
+        raise TypeError(f"a {type(entry).__name__} where a sample belongs")
+    return Sample(**{**entry, "segments": [_segment(*_list(segment)) for segment in _list(entry["segments"])]})
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"a {type(value).__name__} where a list belongs")
+    return value
 
 
 def _segment(start: int, end: int, version: int) -> tuple[int, int, int]:

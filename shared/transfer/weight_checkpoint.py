@@ -176,7 +176,7 @@ class WeightCheckpoints:
     def of_run(cls, config: RunConfig) -> "WeightCheckpoints":
         """Returns a run's versions, which its trainer may remove. In a directory that runs share they lie in one by the run's name."""
         shared = config.weights.update_weight_disk_dir
-        return cls(config.run.root / "weights" if shared is None else shared / config.run.name)
+        return cls(config.trained / "weights" if shared is None else shared / config.run.name)
 
     def path_of(self, version: int) -> Path:
         return self.directory / directory_name(version)

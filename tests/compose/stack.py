@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.images import base_image
+
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "deploy" / "compose"
-
-NATS_IMAGE = "nats:2.12-alpine"
 
 LONG_LIVED = {"nats", "redis", "buffer", "rollout", "reward", "trainer"}
 """The services that stay up while a run goes on."""
@@ -27,7 +27,10 @@ def stack_files() -> list[Path]:
     """Compose files that every stack here needs over the first: an operator to ask, and a NATS image that health checks can run in."""
     here = Path(__file__).parent
     shell = subprocess.run(
-        ["docker", "run", "--rm", "--entrypoint", "sh", NATS_IMAGE, "-c", "true"], capture_output=True, timeout=COMMAND_SECONDS, check=False
+        ["docker", "run", "--rm", "--entrypoint", "sh", base_image("NATS_IMAGE"), "-c", "true"],
+        capture_output=True,
+        timeout=COMMAND_SECONDS,
+        check=False,
     )
     return [here / "operator.yaml", *([] if shell.returncode == 0 else [here / "nats-without-shell.yaml"])]
 
@@ -41,7 +44,8 @@ class Stack:
 
     def __init__(self, project: str, run: str, environment: dict[str, str], files: Sequence[Path] = ()) -> None:
         self.project, self.run = project, run
-        self._environment = os.environ | {"MYXO_PROJECT": project, "MYXO_RUN": run, "COMPOSE_PROGRESS": "plain"} | environment
+        images = {name: base_image(name) for name in ("PYTHON_IMAGE", "NATS_IMAGE", "REDIS_IMAGE")}
+        self._environment = os.environ | images | {"MYXO_PROJECT": project, "MYXO_RUN": run, "COMPOSE_PROGRESS": "plain"} | environment
         self._files = [COMPOSE / "compose.yaml", *files]
 
     def compose(self, *arguments: str, seconds: float = COMMAND_SECONDS, check: bool = True, **environment: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.compose.conftest import PREPARE, example, flags
+from tests.compose.conftest import PREPARE, example, flags, run_docker
 from tests.compose.stack import COMPOSE, Stack
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3000)]
@@ -57,6 +57,47 @@ def test_nothing_is_published_to_the_host(stack: Stack) -> None:
     for container in stack.containers():
         published = [port for port in container.get("Publishers") or [] if port.get("PublishedPort")]
         assert not published, f"{container['Name']} publishes {published}"
+
+
+def test_every_container_is_held_to_what_it_needs(stack: Stack) -> None:
+    for container in stack.containers():
+        (found,) = json.loads(run_docker("inspect", container["ID"]).stdout)
+        host, user = found["HostConfig"], found["Config"]["User"]
+        assert user.split(":")[0] not in ("", "root", "0"), f"{container['Service']} runs as {user or 'root'}"
+        if container["Service"] == "operator":
+            continue  # these tests' own
+        assert host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"] and "no-new-privileges:true" in host["SecurityOpt"], container[
+            "Service"
+        ]
+        assert host["Memory"] > 0 and host["PidsLimit"] > 0, f"{container['Service']} has no limits"
+
+
+WRITE = "import pathlib, sys; pathlib.Path(sys.argv[1], 'probe').write_text('x'); print('written')"
+
+
+@pytest.mark.parametrize(
+    ("service", "place", "written"),
+    [
+        ("trainer", "/myxo/trained", True), ("trainer", "/myxo/runs", False), ("trainer", "/myxo", False),
+        ("trainer", "/credentials", False),
+        ("rollout", "/myxo/trained", False), ("rollout", "/myxo/runs", False), ("rollout", "/tmp", True),
+        ("buffer", "/myxo/runs", True), ("buffer", "/myxo/trained", False), ("reward", "/myxo/runs", False),
+        ("operator", "/myxo/trained", False),
+    ],
+)  # fmt: skip
+def test_a_service_writes_where_it_may_and_nowhere_else(service: str, place: str, written: bool, stack: Stack) -> None:
+    said = stack.compose("exec", "-T", service, "python", "-c", WRITE, place, check=False)
+    assert ("written" in said) == written
+
+
+def test_checkpoints_lie_where_the_trainer_alone_writes(stack: Stack) -> None:
+    def saved() -> bool:
+        listed = stack.compose(
+            "exec", "-T", "operator", "find", "/myxo/trained/compose/checkpoints", "-name", "checkpoint.json", check=False
+        )
+        return bool(listed.strip())
+
+    stack.until("a checkpoint on the trainer's volume", saved, STEP_SECONDS)
 
 
 ANONYMOUS = """

@@ -9,8 +9,7 @@ from testcontainers.community.redis import RedisContainer
 from testcontainers.core.container import DockerContainer
 
 from shared.runtime.embedded_servers import free_port
-
-NATS_IMAGE, REDIS_IMAGE = "nats:2.12-alpine", "redis:7-alpine"
+from tests.support.images import base_image
 
 ENGINE_SECONDS = 60
 
@@ -60,7 +59,7 @@ class ServerContainer:
 def nats_container() -> ServerContainer:
     """NATS with JetStream on file."""
     port = free_port()
-    container = NatsContainer(NATS_IMAGE).with_command(["-js", "-sd", "/data"]).with_bind_ports(4222, port)
+    container = NatsContainer(base_image("NATS_IMAGE")).with_command(["-js", "-sd", "/data"]).with_bind_ports(4222, port)
     return ServerContainer(container, f"nats://127.0.0.1:{port}")
 
 
@@ -68,5 +67,5 @@ def redis_container() -> ServerContainer:
     """Redis with an append-only log that is synced at every write."""
     port = free_port()
     command = ["redis-server", "--bind", "0.0.0.0", "--protected-mode", "no", "--appendonly", "yes", "--appendfsync", "always"]
-    container = RedisContainer(REDIS_IMAGE).with_command(command).with_bind_ports(6379, port)
+    container = RedisContainer(base_image("REDIS_IMAGE")).with_command(command).with_bind_ports(6379, port)
     return ServerContainer(container, f"redis://127.0.0.1:{port}/0")

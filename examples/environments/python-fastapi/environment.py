@@ -24,11 +24,13 @@ def describe() -> dict:
     return {"protocol": 1, "name": "arithmetic-python", "verbs": ["score"], "timeout": 5}
 
 
-@app.post("/score")
+@app.post("/score", responses={400: {"description": "the label is no number"}})
 def score(group: Group):
-    if group.label is None:
+    try:
+        answer = float(group.label)
+    except (TypeError, ValueError):
         return JSONResponse({"error": "a sum needs its label"}, status_code=400)
-    return {"rewards": [reward(sample.response, float(group.label)) for sample in group.samples]}
+    return {"rewards": [reward(sample.response, answer) for sample in group.samples]}
 
 
 def reward(response: str, answer: float) -> dict[str, float]:

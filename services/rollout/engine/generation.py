@@ -124,7 +124,10 @@ def parse_group(answer: Any, requests: Sequence[GenerationRequest], version_befo
     """
     if not isinstance(answer, list) or len(answer) != len(requests):
         raise EngineError(where, f"answered {str(answer)[:200]!r} to a group of {len(requests)}")
-    return [_parse_sample(sample, request, version_before, late, where) for sample, request in zip(answer, requests, strict=True)]
+    try:
+        return [_parse_sample(sample, request, version_before, late, where) for sample, request in zip(answer, requests, strict=True)]
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise EngineError(where, f"gave an answer that cannot be read ({type(error).__name__}: {error}): {str(answer)[:200]!r}") from error
 
 
 def parse_version(text: Any, where: str) -> int:

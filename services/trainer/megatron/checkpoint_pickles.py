@@ -5,6 +5,7 @@ an unpickler that knows the dozen names which such a file has; for the latter `t
 """
 
 import contextlib
+import enum
 import os
 import pickle
 import stat
@@ -25,6 +26,7 @@ _DCP = "torch.distributed.checkpoint"
 
 _NAMES = {
     ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     (f"{_DCP}.filesystem", "_StorageInfo"),
@@ -36,8 +38,17 @@ _NAMES = {
 """What the ``.metadata`` of a checkpoint may name, besides torch's dtypes."""
 
 
+def _enum_member(kind: Any, name: str) -> Any:
+    """Does for the members of enums what ``getattr`` would do for anything: by it the early releases of Python 3.11 pickle them."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise pickle.UnpicklingError("it takes attributes of what is no enum")
+    return kind[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if (module, name) in _NAMES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint consists of")

@@ -68,7 +68,7 @@ class MetricsLogger:
 
     def __init__(self, control: ControlClient, config: RunConfig, speed: TrainingSpeed, role: str = "actor") -> None:
         self._control, self._config, self._objective = control, config, config.algorithm
-        directory = config.run.root / "tensorboard" / ("" if role == "actor" else role)
+        directory = config.trained / "tensorboard" / ("" if role == "actor" else role)
         self._writers: list[Writer] = [TensorBoard(directory), Prometheus(control)]
         if config.monitoring.use_wandb:
             self._writers.append(WeightsAndBiases(config, role))

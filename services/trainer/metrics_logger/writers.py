@@ -68,7 +68,7 @@ class WeightsAndBiases:
         import wandb
 
         asked = config.monitoring
-        directory = asked.wandb_dir or config.run.root
+        directory = asked.wandb_dir or config.trained
         directory.mkdir(parents=True, exist_ok=True)
         name = config.run.name if role == "actor" else f"{config.run.name}-{role}"
         sections = {section: value for section, value in config.model_dump(mode="json").items() if section in SENT}

@@ -84,6 +84,10 @@ MISTAKES = [
     Mistake("UTF-16", ("data.prompt_data", "iconv -f UTF-16"), change=content(GOOD.decode().encode("utf-16"))),
     Mistake("Latin-1", ("prompts.jsonl:2", "not UTF-8", "iconv -f LATIN1"),
             change=content(GOOD.splitlines()[0] + b'\n{"prompt": "caf\xe9"}\n')),
+    Mistake("a prompt larger than a message", ("data.prompt_data:prompt", "prompts.jsonl:2", "at most 917504 bytes"),
+            change=rows(PROMPTS[0], {**PROMPTS[1], "metadata": {"document": "x" * (1 << 20)}})),
+    Mistake("half a surrogate pair", ("eval.eval_prompt_data:prompt", "heldout.jsonl:1", "surrogates not allowed"),
+            change=rows({**PROMPTS[1], "metadata": {"name": "\ud800"}}, name="heldout.jsonl")),
     # keys
     Mistake("another key for prompts", ("data.prompt_data:prompt", "prompts.jsonl:1", "did you mean data.input_key = 'question'?"),
             change=rows({"question": "1+1=", "answer": "2"})),

@@ -25,7 +25,15 @@ SCORED_GROUP = {
     "ended": 2.0,
 }
 PUSH = {"version": 1, "deadline": 5.0}
-CHANNEL = {"kind": "group", "name": "channel-1", "address": "127.0.0.1", "port": 1, "backend": "gloo", "world_size": 2}
+CHANNEL = {
+    "kind": "group",
+    "name": "channel-1",
+    "address": "127.0.0.1",
+    "port": 1,
+    "secret": "0f" * 16,
+    "backend": "gloo",
+    "world_size": 2,
+}
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     "Task": {

@@ -289,6 +289,13 @@ class Runs:
         return os.mkdir, (str(self.path),)
 
 
+class Gets:
+    """A pickle that takes an attribute of a class: early releases of Python 3.11 write members of enums so."""
+
+    def __reduce__(self):
+        return getattr, (torch.Size, "count")
+
+
 def test_a_checkpoint_runs_no_code(make_actor, tmp_path):
     actor = make_actor("qwen3")
     path, proof = actor.save_checkpoint(tmp_path, 1), tmp_path / "ran"
@@ -297,6 +304,9 @@ def test_a_checkpoint_runs_no_code(make_actor, tmp_path):
         metadata.write_bytes(bad)
         with pytest.raises(ConfigError, match=said):
             actor.load_checkpoint(tmp_path)
+    metadata.write_bytes(pickle.dumps(Gets()))
+    with pytest.raises(ConfigError, match="no enum"):
+        actor.load_checkpoint(tmp_path)
     metadata.write_bytes(good)
     state = torch.load(path / "common.pt", weights_only=False)
     torch.save({**state, "content": Runs(proof)}, path / "common.pt")
